@@ -1,0 +1,45 @@
+# Everything runs in ./.venv, made on first use. `make sweep` and `make test` need nothing but Python 3.11 or newer.
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN := .venv/bin
+# One intra-op thread per device: results must not depend on the number of cores.
+export OMP_NUM_THREADS := 1
+
+.PHONY: sweep test check lint types imports parity bench clean
+
+.venv/.user: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "hydra-tune needs Python 3.11 or newer; set PYTHON=/path/to/python3"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[all]'
+	@touch $@
+
+.venv/.dev: .venv/.user
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[all,dev]'
+	@touch $@
+
+sweep: .venv/.user          ## a real sweep: a ViT on handwritten digits, too large for the devices it runs on
+	$(BIN)/hydra-tune sweep examples/digits/space.yaml
+
+test: .venv/.dev            ## the whole test suite
+	$(BIN)/python -m pytest -q -m "not slow"
+
+parity: .venv/.dev          ## the full product of models, cuts and devices
+	$(BIN)/python -m pytest -q -m slow tests/parity
+
+lint: .venv/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: .venv/.dev
+	$(BIN)/mypy
+
+imports: .venv/.dev
+	$(BIN)/lint-imports --cache-dir .import_linter_cache
+
+check: lint types imports test   ## what every commit passes
+
+bench: .venv/.dev           ## ratios within one run; see docs/benchmarks.md
+	$(BIN)/python benchmarks/pool.py
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

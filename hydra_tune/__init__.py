@@ -1,0 +1,37 @@
+"""hydra-tune: hyperparameter search through one shared pool of devices.
+
+The public names are imported on first use, so that `import hydra_tune` costs next to nothing.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "EventStream": "hydra_tune.pool.job",
+    "Failed": "hydra_tune.pool.job",
+    "Finished": "hydra_tune.pool.job",
+    "HydraExecutor": "hydra_tune.executor",
+    "HydraTuneError": "hydra_tune.errors",
+    "Job": "hydra_tune.pool.job",
+    "Reported": "hydra_tune.pool.job",
+    "Result": "hydra_tune.pool.job",
+    "TrainTask": "hydra_tune.task",
+    "train_plain": "hydra_tune.train.plain",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604 - the keys are names
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'hydra_tune' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

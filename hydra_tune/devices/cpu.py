@@ -1,0 +1,86 @@
+"""`CpuDevice`: a virtual accelerator on the CPU, with a memory budget of its own and copies that really copy.
+
+Everything above devices is the same code as on a GPU, so the whole system runs, and is tested, without one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hydra_tune.devices.copying import CopyThread
+
+T = TypeVar("T")
+
+CPU_ALIGNMENT = 64  # bytes; what torch's CPU allocator gives
+
+
+class DefaultCpuGenerator:
+    """Torch's default CPU generator, which all CPU devices share."""
+
+    def get_state(self) -> Tensor:
+        """The state, as a host tensor."""
+        return torch.get_rng_state()
+
+    def set_state(self, state: Tensor) -> None:
+        """Set the state."""
+        torch.set_rng_state(state)
+
+
+class CpuDevice:
+    """One CPU core as a device.
+
+    Args:
+        index: the number in its name.
+        budget_bytes: memory the pool may use on it.
+    """
+
+    shares_generator = True
+
+    def __init__(self, index: int, budget_bytes: int) -> None:
+        self.name = f"cpu:{index}"
+        self.torch_device = torch.device("cpu")
+        self.budget_bytes = budget_bytes
+        self.alignment = CPU_ALIGNMENT
+        self.generator = DefaultCpuGenerator()
+        self._copies = CopyThread(self.name)
+
+    @contextmanager
+    def worker(self) -> Iterator[None]:
+        """One intra-op thread: more would change the last bits of results, and devices are to run side by side."""
+        torch.set_num_threads(1)
+        yield
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Uninitialised device memory, uint8."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def host_empty(self, nbytes: int) -> Tensor:
+        """Uninitialised host memory, uint8."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def on_host(self, function: Callable[[], T]) -> T:
+        """Run a function on the copy thread and wait for it."""
+        return self._copies.run(function)
+
+    def load(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy host to device."""
+        self._copies.run(lambda: _copy(pairs))
+
+    def spill(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy device to host."""
+        self._copies.run(lambda: _copy(pairs))
+
+    def synchronize(self) -> None:
+        """Nothing is ever pending: CPU operators are done when they return."""
+
+    def close(self) -> None:
+        """Stop the copy thread."""
+        self._copies.close()
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for source, target in pairs:
+        target.copy_(source)

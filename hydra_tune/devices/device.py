@@ -1,0 +1,72 @@
+"""The `Device` protocol: everything the rest of the package knows of a device.
+
+Note: who allocates what. Device memory is allocated by the device's worker thread, host memory by its copy thread (through
+`on_host`). On a CPU device both are ordinary memory, and the thread is what tells them apart: whatever the worker thread
+allocates while a unit runs is device memory and lies under the device's budget.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class RandomGenerator(Protocol):
+    """A device's default random generator."""
+
+    def get_state(self) -> Tensor:
+        """The state, as a host tensor."""
+
+    def set_state(self, state: Tensor) -> None:
+        """Set the state."""
+
+
+class Device(Protocol):
+    """One device of the pool.
+
+    Attributes:
+        name: e.g. "cpu:0" or "cuda:1".
+        torch_device: where its tensors are.
+        budget_bytes: memory the pool may use on it.
+        alignment: bytes to which its allocator aligns; views of a flat buffer are aligned alike, since kernels may round
+            differently otherwise.
+        shares_generator: whether its generator is also another device's (true of CPU devices).
+    """
+
+    name: str
+    torch_device: torch.device
+    budget_bytes: int
+    alignment: int
+    shares_generator: bool
+
+    @property
+    def generator(self) -> RandomGenerator:
+        """The generator that stochastic operators on this device draw from."""
+
+    def worker(self) -> AbstractContextManager[None]:
+        """Entered once by the worker thread, for its whole life."""
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Uninitialised device memory: `(nbytes,)`, uint8. On the worker thread."""
+
+    def host_empty(self, nbytes: int) -> Tensor:
+        """Uninitialised host memory that copies to and from the device fast: `(nbytes,)`, uint8. Inside `on_host`."""
+
+    def on_host(self, function: Callable[[], T]) -> T:
+        """Run a function on the copy thread and wait for it: host memory is made and looked at there."""
+
+    def load(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy host tensors to device tensors, pairs of (source, target); done when it returns."""
+
+    def spill(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy device tensors to host tensors, pairs of (source, target); done when it returns."""
+
+    def synchronize(self) -> None:
+        """Wait until everything started on the device is done."""
+
+    def close(self) -> None:
+        """Stop the copy thread."""

@@ -1,0 +1,37 @@
+"""All errors that hydra-tune raises on purpose.
+
+Each message says what failed, what was expected against what was found (with units), then the remedy. This module knows
+nothing of the rest of the package.
+"""
+
+
+class HydraTuneError(Exception):
+    """Base of every error raised by hydra-tune."""
+
+
+class TaskError(HydraTuneError, ValueError):
+    """A `TrainTask` that cannot be trained as described."""
+
+
+class ConfigError(HydraTuneError, ValueError):
+    """An option of the executor, a device or the command line that makes no sense."""
+
+
+class SweepFileError(ConfigError):
+    """A sweep file that cannot be used; the message starts with `file:line:column`."""
+
+
+class CaptureError(HydraTuneError):
+    """A model and step that `torch.export` could not capture, or captured wrongly."""
+
+
+class BudgetError(HydraTuneError):
+    """Device or host memory that cannot hold what must be held at once."""
+
+
+class ScheduleError(HydraTuneError):
+    """An event the scheduler cannot accept in its present state; the message carries the job's story."""
+
+
+class MetricError(HydraTuneError, ValueError):
+    """A metric that is asked for but never reported, or is not a number."""

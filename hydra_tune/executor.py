@@ -1,0 +1,199 @@
+"""`HydraExecutor`: the pool's public face."""
+
+import atexit
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from hydra_tune.devices.discovery import open_devices
+from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune.pool.job import EventStream, Job, Result
+from hydra_tune.pool.pool import Pool
+from hydra_tune.pool.stats import PoolStats
+from hydra_tune.quantities import parse_bytes
+from hydra_tune.schedule import Policy, make_policy
+from hydra_tune.shard.library import Budget, PlanLibrary
+from hydra_tune.shard.partition import NumShards
+from hydra_tune.task import TrainTask
+
+_HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
+
+
+class HydraExecutor:
+    """One shared pool of devices that trains tasks.
+
+    Starts at first use, or on entering `with`; ends at exit of the `with`, at `shutdown()`, or with the process. It can
+    serve several studies, one after another or at once.
+
+    Args:
+        devices: "auto" for every GPU, or one CPU device per core where there is none; "cuda", "cuda:0,1", "cpu:2".
+        device_memory: memory the pool may use on each device, e.g. "11GiB"; None for what is free, less a reserve.
+        host_memory: host memory for the state of all trials in flight; None for 80% of what is free at the start.
+        policy: how shard units are chosen: "lrtf" (longest remaining time first), "fifo", or a `Policy`.
+        buffer_fraction: part of each device's memory that a shard leaves free for others; 0 to below 1. Nothing is kept
+            where the whole model fits.
+        max_concurrent: trials in flight at once; None for twice the number of devices.
+        num_shards: None cuts a model only as far as memory asks; a number cuts at least so often; "layer" cuts at every
+            layer. More shards mean finer interleaving and more memory traffic.
+        instrument: returns a context manager, entered on the worker thread around every unit (trackers, profilers).
+
+    Raises:
+        ConfigError: an option that makes no sense, by name.
+    """
+
+    def __init__(
+        self,
+        devices: str = "auto",
+        device_memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        policy: str | Policy = "lrtf",
+        buffer_fraction: float = 0.15,
+        max_concurrent: int | None = None,
+        num_shards: NumShards = None,
+        instrument: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        if not isinstance(devices, str):
+            raise ConfigError(f"devices must be a text such as 'auto', 'cuda' or 'cpu:2', not {devices!r}")
+        if not isinstance(buffer_fraction, int | float) or not 0 <= buffer_fraction < 1:
+            raise ConfigError(f"buffer_fraction must be from 0 to below 1, not {buffer_fraction!r}")
+        _check_count("max_concurrent", max_concurrent)
+        if num_shards != "layer":
+            _check_count("num_shards", num_shards)
+        if instrument is not None and not callable(instrument):
+            raise ConfigError(f"instrument must be callable, not {instrument!r}")
+        if device_memory is not None:
+            parse_bytes(device_memory, what="device_memory")
+        self._devices = devices
+        self._device_memory = device_memory
+        self._host_bytes = None if host_memory is None else parse_bytes(host_memory, what="host_memory")
+        self._policy = make_policy(policy)
+        self._buffer_fraction = buffer_fraction
+        self._max_concurrent = max_concurrent
+        self._num_shards: NumShards = num_shards
+        self._instrument = instrument
+        self._lock = threading.Lock()
+        self._pool: Pool | None = None
+        self._width = 0
+        self._device_names: tuple[str, ...] = ()
+        self._is_shut_down = False
+
+    @property
+    def width(self) -> int:
+        """Trials in flight that keep the devices busy: `max_concurrent`, or twice the number of devices."""
+        self._started()
+        return self._width
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """Names of the pool's devices, e.g. `("cuda:0", "cuda:1")`."""
+        self._started()
+        return self._device_names
+
+    def submit(self, task: TrainTask, name: str | None = None, events: EventStream | None = None) -> Job:
+        """Queue a task.
+
+        Args:
+            task: what to train.
+            name: for messages and tables.
+            events: where the job's events go; such a job waits at each report until it is answered.
+
+        Raises:
+            HydraTuneError: the executor is shut down.
+        """
+        if not isinstance(task, TrainTask):
+            raise ConfigError(f"submit takes a TrainTask, not {type(task).__name__}")
+        return self._started().submit(task, name, events)
+
+    def run(self, tasks: Iterable[TrainTask]) -> list[Result]:
+        """Train tasks to their ends.
+
+        Returns:
+            Their results, in order; a failed task's has the error.
+        """
+        jobs = [self.submit(task) for task in tasks]
+        try:
+            return [job.result() for job in jobs]
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            raise
+
+    def events(self) -> EventStream:
+        """A new stream of events, for one driver."""
+        return EventStream()
+
+    def stats(self) -> PoolStats:
+        """Figures since the pool began."""
+        return self._started().stats()
+
+    def shutdown(self) -> None:
+        """Cancel what is not over, wait for the running units, end all threads. May be called again."""
+        with self._lock:
+            pool = self._pool
+            self._is_shut_down = True
+        if pool is not None:
+            pool.shutdown()
+
+    def __enter__(self) -> Self:
+        self._started()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _started(self) -> Pool:
+        with self._lock:
+            if self._pool is None:
+                if self._is_shut_down:
+                    raise HydraTuneError("the executor is shut down; make a new HydraExecutor")
+                self._pool = self._start()
+            return self._pool
+
+    def _start(self) -> Pool:
+        host_bytes = self._host_bytes or int(psutil.virtual_memory().available * _HOST_SHARE)
+        devices = open_devices(self._devices, self._device_memory)
+        library = PlanLibrary(
+            Budget(
+                budget_bytes=min(device.budget_bytes for device in devices),
+                buffer_fraction=self._buffer_fraction,
+                alignment=math.lcm(*(device.alignment for device in devices)),
+                num_shards=self._num_shards,
+            )
+        )
+        self._width = self._max_concurrent or 2 * len(devices)
+        self._device_names = tuple(device.name for device in devices)
+        pool = Pool(
+            devices,
+            library,
+            self._policy,
+            max_concurrent=self._width,
+            host_bytes=host_bytes,
+            instrument=self._instrument,
+        )
+        _shut_down_at_exit(pool)
+        return pool
+
+
+def _shut_down_at_exit(pool: Pool) -> None:
+    """Threads that run torch while the interpreter ends can crash it; the executor may be forgotten before."""
+    reference = weakref.ref(pool)
+
+    def shut_down() -> None:
+        found = reference()
+        if found is not None:
+            found.shutdown()
+
+    atexit.register(shut_down)
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")

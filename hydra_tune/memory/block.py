@@ -1,0 +1,157 @@
+"""Blocks: the pieces in which a trial's bytes move. A block is one flat buffer, on the host, on one device, or on both.
+
+A *group* is a block that long-lived tensors (parameters, buffers, optimizer state) are views of; moving it points them at
+the new place. A *value* is a view of a block that lives for a step: an activation at a cut, a gradient, a batch tensor.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hydra_tune.devices.device import Device
+
+
+class Kind(StrEnum):
+    """What a block holds; bytes moved are counted by it."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+    INPUTS = "inputs"
+
+
+class Home(Protocol):
+    """What a block is told of the pager whose device it is on."""
+
+    device: Device
+
+
+class Block:
+    """One flat buffer.
+
+    Invariants, under `lock`: at least one of `host` and `data` holds the present bytes; `dirty` means that only `data`
+    does; `data` lies on the device of the pager `home`; a block with pins is moved only by who pinned it.
+
+    Args:
+        kind: what it holds.
+        size: its bytes.
+        alignment: of the device; the ledger counts whole multiples.
+    """
+
+    __slots__ = ("data", "dirty", "home", "host", "kind", "lock", "nbytes", "pins", "size")
+
+    def __init__(self, kind: Kind, size: int, alignment: int) -> None:
+        self.kind = kind
+        self.size = size
+        self.nbytes = -(-size // alignment) * alignment  # what the ledger counts
+        self.host: Tensor | None = None
+        self.data: Tensor | None = None
+        self.home: Home | None = None
+        self.dirty = False
+        self.pins = 0
+        self.lock = threading.RLock()
+
+    def moved(self) -> None:
+        """Called under `lock` after `data` or `host` changed."""
+
+    @property
+    def place(self) -> str | None:
+        """Name of the device the block is on, or None."""
+        return None if self.home is None else self.home.device.name
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor lies in a flat buffer; `offset` in elements of its dtype."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The tensor as a view of a flat uint8 buffer."""
+        return flat.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+def lay_out(tensors: Sequence[Tensor], alignment: int) -> tuple[list[Slot], int]:
+    """Slots for tensors in one flat buffer, each aligned as if it were allocated alone, and the buffer's bytes.
+
+    Strides are kept (channels_last stays channels_last) where the tensor is dense; other tensors are laid out contiguous.
+    """
+    slots, position = [], 0
+    for tensor in tensors:
+        dense = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        stride = tensor.stride() if dense else tensor.contiguous().stride()
+        slots.append(Slot(position // tensor.element_size(), tensor.shape, tuple(stride), tensor.dtype))
+        position += -(-tensor.numel() * tensor.element_size() // alignment) * alignment
+    return slots, position
+
+
+class Group(Block):
+    """A block that long-lived tensors are views of.
+
+    Attributes:
+        shard: the shard whose parameters these are, if it is one shard's.
+        on_moved: told the name of the device, or None, after each move.
+
+    Args:
+        kind: what it holds.
+        tensors: their bytes are taken over; afterwards their `.data` follows the block.
+        device: whose host memory (pinned, for a GPU) and alignment to use. Call inside `device.on_host`.
+    """
+
+    __slots__ = ("_host_views", "_slots", "on_moved", "shard", "tensors")
+
+    def __init__(self, kind: Kind, tensors: Sequence[Tensor], device: Device) -> None:
+        self._slots, nbytes = lay_out(tensors, device.alignment)
+        super().__init__(kind, nbytes, device.alignment)
+        self.tensors = list(tensors)
+        self.shard: int | None = None
+        self.on_moved: Callable[[str | None], None] | None = None
+        self.host = device.host_empty(nbytes)
+        # Made once, here: on a worker thread, a view of host memory would look like device memory.
+        self._host_views = [slot.view(self.host) for slot in self._slots]
+        for view, tensor in zip(self._host_views, self.tensors, strict=True):
+            view.copy_(tensor.detach())
+        self.moved()
+
+    def moved(self) -> None:
+        """Point the tensors at where the bytes are."""
+        flat = self.data
+        views = self._host_views if flat is None else [slot.view(flat) for slot in self._slots]
+        for tensor, view in zip(self.tensors, views, strict=True):
+            tensor.data = view
+        if self.on_moved is not None:
+            self.on_moved(self.place)
+
+
+class Value:
+    """A view of a block: what a store keeps under a key. Holds no memory itself."""
+
+    __slots__ = ("_geometry", "block")
+
+    def __init__(self, block: Block, tensor: Tensor) -> None:
+        self.block = block
+        self._geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
+    def tensor(self) -> Tensor:
+        """The value on the device its block is on."""
+        data = self.block.data
+        assert data is not None, "the block is not on a device"
+        offset, shape, stride, dtype = self._geometry
+        view = torch.empty(0, dtype=dtype, device=data.device)
+        return view.set_(data.untyped_storage(), offset, shape, stride)
+
+
+def whole_storage(tensor: Tensor) -> Tensor:
+    """The storage under a tensor as a flat uint8 tensor."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage())

@@ -1,0 +1,221 @@
+"""Jobs, their results, and the events that a driver of the pool listens to."""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.errors import HydraTuneError
+from hydra_tune.task import TrainTask
+
+OVER = ("completed", "pruned", "cancelled", "failed")
+"""States from which a job does not come back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a job is.
+
+    Attributes:
+        epoch: the epoch it is in, from 0.
+        epochs: epochs in all.
+        step: optimizer steps done.
+        num_steps: optimizer steps in all; None where the data does not tell before it has been seen.
+        remaining_seconds: compute to come, as known now; None before the job has started.
+        num_shards: shards its model is cut into; 0 before the job has started.
+        units_run: shard units run.
+        metrics: of the last report.
+    """
+
+    epoch: int
+    epochs: int
+    step: int
+    num_steps: int | None
+    remaining_seconds: float | None
+    num_shards: int
+    units_run: int
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What a job left.
+
+    Attributes:
+        status: "completed", "pruned", "cancelled" or "failed".
+        metrics: of the last report; empty if there was none.
+        history: one dict per report: `step`, `epoch`, `seconds` since the job began, and the metrics.
+        error: what a failed job raised, with its traceback; else None.
+        units_run: shard units run.
+        units_saved: units it would still have run, had it not been pruned or cancelled; 0 where that is unknown.
+    """
+
+    status: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    history: list[dict[str, float]] = field(default_factory=list)
+    error: BaseException | None = None
+    units_run: int = 0
+    units_saved: int = 0
+    _module: nn.Module | None = None
+    _optimizer: torch.optim.Optimizer | None = None
+
+    def module(self) -> nn.Module:
+        """The user's own module with the trained weights, on the host.
+
+        Raises:
+            HydraTuneError: the job did not complete; its weights are gone.
+        """
+        if self._module is None:
+            raise HydraTuneError(f"a {self.status} job keeps no weights; only completed jobs do") from self.error
+        return self._module
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The module's `state_dict()`: the model's own names, tied names included."""
+        return self.module().state_dict()
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's `state_dict()`, as `torch.optim` defines it."""
+        self.module()
+        assert self._optimizer is not None
+        return self._optimizer.state_dict()
+
+
+class Steering(Protocol):
+    """What a job asks of the pool it is in."""
+
+    def proceed(self, job: "Job") -> None:
+        """Let a job that waits at a report go on."""
+
+    def stop(self, job: "Job", status: str) -> None:
+        """End a job as "pruned" or "cancelled"."""
+
+    def progress(self, job: "Job") -> Progress:
+        """How far a job is."""
+
+
+class Job:
+    """A task in the pool. Made by `HydraExecutor.submit`; all methods may be called from any thread."""
+
+    def __init__(self, *, key: str, name: str, task: TrainTask, pool: Steering, events: "EventStream | None") -> None:
+        self.key = key
+        self.name = name
+        self.task = task
+        self.events = events
+        self._pool = pool
+        self._state = "queued"
+        self._result: Result | None = None
+        self._over = threading.Event()
+
+    @property
+    def state(self) -> str:
+        """One of "queued", "preparing", "running", "waiting" (for an answer to a report), and the states in `OVER`."""
+        return self._state
+
+    @property
+    def progress(self) -> Progress:
+        """How far the job is."""
+        return self._pool.progress(self)
+
+    def proceed(self) -> None:
+        """Answer a report: go on. Does nothing if the job is not waiting."""
+        self._pool.proceed(self)
+
+    def prune(self) -> None:
+        """Answer a report, or end the job at any other time: its units are dropped, its memory is free at once."""
+        self._pool.stop(self, "pruned")
+
+    def cancel(self) -> None:
+        """End the job; like `prune`, but the result says so."""
+        self._pool.stop(self, "cancelled")
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the job's end.
+
+        Args:
+            timeout: seconds to wait; None for ever.
+
+        Returns:
+            The result; a failed job's has the error, and nothing is raised for it here.
+
+        Raises:
+            TimeoutError: the job is not over by then.
+        """
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"job {self.name!r} is still {self._state} after {timeout} s")
+        assert self._result is not None
+        return self._result
+
+    def __repr__(self) -> str:
+        return f"<Job {self.name!r} {self._state}>"
+
+    # What follows is the pool's side.
+
+    def enter(self, state: str) -> None:
+        """Change the state."""
+        self._state = state
+
+    def end(self, result: Result) -> None:
+        """The job is over."""
+        self._state = result.status
+        self._result = result
+        self._over.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A job has reported and waits for `proceed()`, `prune()` or `cancel()`.
+
+    Attributes:
+        job: the job.
+        step: the epoch, from 0, or with `report_every=n` the optimizer steps done.
+        metrics: `train_loss` and `val_<name>`.
+    """
+
+    job: Job
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A job is over: completed, pruned or cancelled."""
+
+    job: Job
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A job has failed; `result.error` says why."""
+
+    job: Job
+    result: Result
+
+
+PoolEvent = Reported | Finished | Failed
+
+
+class EventStream:
+    """Events of the jobs submitted with it, in order. A job with a stream waits at each report until it is answered."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[PoolEvent] = queue.SimpleQueue()
+        self.put: Callable[[PoolEvent], None] = self._queue.put
+
+    def get(self, timeout: float | None = None) -> PoolEvent | None:
+        """The next event.
+
+        Args:
+            timeout: seconds to wait; None for ever.
+
+        Returns:
+            The event, or None if none came in time.
+        """
+        try:
+            return self._queue.get(timeout=timeout)
+        except queue.Empty:
+            return None

@@ -1,0 +1,467 @@
+"""The pool: drives the scheduler's state machine with real devices.
+
+Note: threads. One worker a device runs units; one preparer builds and captures models, one at a time; drivers submit and answer
+from threads of their own. All of them hand events to the state machine under one lock, and what it commands is carried out
+after the lock is free: units go to the workers' inboxes, jobs to the preparer's. A job's trial is touched by one thread at a
+time, because the machine never has two units of a job under way.
+"""
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import BudgetError, HydraTuneError
+from hydra_tune.memory.pager import Pager
+from hydra_tune.pool.job import OVER, EventStream, Failed, Finished, Job, Progress, Reported, Result
+from hydra_tune.pool.stats import DeviceStats, PoolStats
+from hydra_tune.quantities import format_bytes, format_bytes_up
+from hydra_tune.schedule import (
+    Admit,
+    Command,
+    DeviceAdded,
+    Event,
+    JobAdmitted,
+    JobRejected,
+    JobResumed,
+    JobStopped,
+    JobSubmitted,
+    Policy,
+    Release,
+    Run,
+    Scheduler,
+    ShardMoved,
+    Unit,
+    UnitFailed,
+    UnitFinished,
+)
+from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.task import TrainTask
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.trial import Report, Trial, run_unit
+
+Instrument = Callable[[], AbstractContextManager[Any]]
+
+_RESUME = Unit(kind="resume", shard=0, seconds=0.0)  # a trial goes on after a report: its own code, no shard unit
+
+
+class _Record:
+    """What the pool knows of a job that is not over; changed under the pool's lock, the trial by its one thread."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.trial: Trial | None = None
+        self.pending: PendingUnit | None = None
+        self.outcome: str | None = None  # set once: how the job ends
+        self.error: BaseException | None = None
+        self.host_bytes = 0
+        self.is_released = False  # the machine has forgotten it
+
+
+@dataclass(slots=True)
+class _DeviceCount:
+    busy_seconds: float = 0.0
+    units: int = 0
+
+
+class Pool:
+    """Trains jobs on devices.
+
+    Args:
+        devices: opened devices; closed at shutdown.
+        library: makes plans for the smallest of them.
+        policy: see `hydra_tune.schedule`.
+        max_concurrent: jobs admitted at once.
+        host_bytes: host memory for the state of all admitted jobs.
+        instrument: returns a context manager, entered on the worker thread around every unit.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        library: PlanLibrary,
+        policy: Policy,
+        *,
+        max_concurrent: int,
+        host_bytes: int,
+        instrument: Instrument | None,
+    ) -> None:
+        self._library = library
+        self._host_bytes = host_bytes
+        self._instrument = instrument
+        self._scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent)
+        self._changed = threading.Condition()
+        self._records: dict[str, _Record] = {}
+        self._moves: deque[tuple[str, int, str | None]] = deque()
+        self._numbers = itertools.count()
+        self._closed = False
+        self._started = time.perf_counter()
+        self._scheduler_seconds = 0.0
+        self._units_saved = 0
+        self._devices = {device.name: device for device in devices}
+        self._pagers = {device.name: Pager(device) for device in devices}
+        self._counts = {device.name: _DeviceCount() for device in devices}
+        self._inboxes: dict[str, queue.SimpleQueue[tuple[_Record, Unit] | None]] = {
+            device.name: queue.SimpleQueue() for device in devices
+        }
+        self._to_prepare: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
+        self._intraop_threads = torch.get_num_threads()
+        self._threads = [
+            threading.Thread(target=self._work, args=(name,), name=f"hydra-{name}", daemon=True)
+            for name in self._devices
+        ]
+        self._threads.append(threading.Thread(target=self._prepare_all, name="hydra-prepare", daemon=True))
+        for thread in self._threads:
+            thread.start()
+        self._tell(*(DeviceAdded(device=name) for name in self._devices))
+
+    # Called by drivers.
+
+    def submit(self, task: TrainTask, name: str | None, events: EventStream | None) -> Job:
+        """Queue a task."""
+        with self._changed:
+            if self._closed:
+                raise HydraTuneError("the executor is shut down; make a new HydraExecutor")
+            number = next(self._numbers)
+            key = f"{number}:{name or 'job'}"
+            job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
+            self._records[key] = _Record(job)
+        self._tell(JobSubmitted(job=key))
+        return job
+
+    def proceed(self, job: Job) -> None:
+        """Let a job that waits at a report go on."""
+        with self._changed:
+            record = self._records.get(job.key)
+            if record is None or job.state != "waiting" or record.outcome is not None:
+                return
+            assert record.trial is not None
+            job.enter("running")
+            resumed = JobResumed(job=job.key, unit=_RESUME, remaining_seconds=record.trial.remaining_seconds)
+            commands = self._decide(resumed)
+        self._carry_out(commands)
+
+    def stop(self, job: Job, status: str) -> None:
+        """End a job; one that is over already stays as it is."""
+        with self._changed:
+            record = self._records.get(job.key)
+            if record is None or record.outcome is not None:
+                return
+            record.outcome = status
+            commands = self._decide(JobStopped(job=job.key))
+            self._changed.notify_all()
+        self._carry_out(commands)
+
+    def progress(self, job: Job) -> Progress:
+        """How far a job is."""
+        with self._changed:
+            record = self._records.get(job.key)
+            trial = None if record is None else record.trial
+            if trial is None:
+                return _progress_of(job)
+            counts = trial.progress
+            return Progress(
+                epoch=counts.epoch,
+                epochs=job.task.epochs,
+                step=counts.steps,
+                num_steps=counts.num_steps,
+                remaining_seconds=trial.remaining_seconds if trial.num_shards else None,
+                num_shards=trial.num_shards,
+                units_run=trial.units_run,
+                metrics=dict(trial.metrics),
+            )
+
+    def stats(self) -> PoolStats:
+        """Figures since the pool began."""
+        with self._changed:
+            devices = {
+                name: DeviceStats(
+                    budget_bytes=device.budget_bytes,
+                    peak_bytes=self._pagers[name].ledger.peak_bytes,
+                    resident_bytes=self._pagers[name].resident_bytes,
+                    busy_seconds=self._counts[name].busy_seconds,
+                    bytes_in={kind.value: count for kind, count in self._pagers[name].bytes_in.items()},
+                    bytes_out={kind.value: count for kind, count in self._pagers[name].bytes_out.items()},
+                    units=self._counts[name].units,
+                )
+                for name, device in self._devices.items()
+            }
+            return PoolStats(
+                devices=devices,
+                units_run=sum(count.units for count in self._counts.values()),
+                units_saved=self._units_saved,
+                elapsed_seconds=time.perf_counter() - self._started,
+                scheduler_seconds=self._scheduler_seconds,
+            )
+
+    def shutdown(self) -> None:
+        """Cancel what is not over, wait for the running units, end all threads. May be called again."""
+        with self._changed:
+            first, self._closed = not self._closed, True
+            jobs = [record.job for record in self._records.values()]
+        for job in jobs:
+            self.stop(job, "cancelled")
+        for job in jobs:
+            job.result()
+        if first:
+            for inbox in self._inboxes.values():
+                inbox.put(None)
+            self._to_prepare.put(None)
+        for thread in self._threads:
+            thread.join()
+        if first:
+            for device in self._devices.values():
+                device.close()
+            torch.set_num_threads(self._intraop_threads)
+
+    # The state machine.
+
+    def _tell(self, *events: Event) -> None:
+        """Hand events to the machine and carry out what it commands."""
+        with self._changed:
+            commands = self._decide(*events)
+        self._carry_out(commands)
+
+    def _decide(self, *events: Event) -> list[Command]:
+        """Under the lock."""
+        start = time.perf_counter()
+        moves = [ShardMoved(job=job, shard=shard, device=device) for job, shard, device in self._drain_moves()]
+        commands: list[Command] = []
+        for event in (*moves, *events[:-1]):
+            commands += self._scheduler.handle(event)
+        commands += self._scheduler.handle(*events[-1:])
+        for command in commands:
+            if isinstance(command, Release):
+                self._records[command.job].is_released = True
+        self._scheduler_seconds += time.perf_counter() - start
+        return commands
+
+    def _drain_moves(self) -> list[tuple[str, int, str | None]]:
+        """Loads and spills since the last call, of jobs the machine still knows as admitted."""
+        found: dict[tuple[str, int], str | None] = {}
+        with contextlib.suppress(IndexError):
+            while True:
+                key, shard, device = self._moves.popleft()
+                record = self._records.get(key)
+                if record is not None and not record.is_released and record.job.state in ("running", "waiting"):
+                    found[key, shard] = device
+        return [(key, shard, device) for (key, shard), device in found.items()]
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        """Not under the lock."""
+        for command in commands:
+            if isinstance(command, Run):
+                record = self._records[command.job]
+                self._inboxes[command.device].put((record, command.unit))
+            elif isinstance(command, Admit):
+                record = self._records[command.job]
+                record.job.enter("preparing")
+                self._to_prepare.put(record)
+            elif isinstance(command, Release):
+                self._release(self._records[command.job])
+
+    # The preparer.
+
+    def _prepare_all(self) -> None:
+        torch.set_num_threads(1)
+        while (record := self._to_prepare.get()) is not None:
+            self._prepare(record)
+
+    def _prepare(self, record: _Record) -> None:
+        """Build, capture and cut a job's model, and wait until the host has room for its state."""
+        job = record.job
+        try:
+            if record.outcome is not None:
+                self._tell(JobRejected(job=job.key))
+                return
+            trial = Trial(job.task, self._library, next(iter(self._devices.values())))
+            record.trial = trial
+            unit = self._advance(record, report_is_free=True)
+            if trial.state is not None:
+                trial.state.watch(lambda shard, device: self._moves.append((job.key, shard, device)))
+            self._await_host_memory(record)
+        except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
+            self._fail(record, error, JobRejected(job=job.key))
+            return
+        if unit is None:
+            self._stop_completed(record)
+            self._tell(JobRejected(job=job.key))
+            return
+        with self._changed:
+            job.enter("running")
+            commands = self._decide(
+                JobAdmitted(
+                    job=job.key,
+                    unit=_unit(unit),
+                    remaining_seconds=trial.remaining_seconds,
+                    step_seconds=trial.step_seconds,
+                )
+            )
+        self._carry_out(commands)
+
+    def _await_host_memory(self, record: _Record) -> None:
+        assert record.trial is not None
+        need = record.trial.host_bytes
+        if need > self._host_bytes:
+            raise BudgetError(
+                f"the state of {record.job.name!r} needs {format_bytes(need)} of host memory, more than the "
+                f"{format_bytes(self._host_bytes)} the pool may use; raise host_memory to at least {format_bytes_up(need)}"
+            )
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    record.outcome is not None
+                    or need + sum(other.host_bytes for other in self._records.values()) <= self._host_bytes
+                )
+            )
+            record.host_bytes = need
+
+    # The workers.
+
+    def _work(self, name: str) -> None:
+        device = self._devices[name]
+        with device.worker():
+            while (item := self._inboxes[name].get()) is not None:
+                self._run(*item, device)
+
+    def _run(self, record: _Record, unit: Unit, device: Device) -> None:
+        """Run a unit and go on to the job's next one."""
+        job = record.job
+        assert record.trial is not None
+        trial = record.trial
+        seconds = 0.0
+        try:
+            if unit is not _RESUME:
+                assert record.pending is not None
+                pending, record.pending = record.pending, None
+                seconds = self._timed_unit(pending, device)
+                trial.finished(pending, seconds)
+                del pending
+            following = None
+            report = None
+            if record.outcome is None:
+                following = self._advance(record, report_is_free=job.events is None)
+                report = following if isinstance(following, Report) else None
+        except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
+            self._fail(record, error, UnitFailed(job=job.key, device=device.name))
+            return
+        if following is None and record.outcome is None:
+            self._stop_completed(record)
+        self._finish_unit(record, device, seconds, following, report)
+
+    def _timed_unit(self, pending: PendingUnit, device: Device) -> float:
+        start = time.perf_counter()
+        try:
+            return run_unit(pending, device, self._pagers[device.name], self._instrument)
+        finally:
+            count = self._counts[device.name]
+            count.units += 1
+            count.busy_seconds += time.perf_counter() - start
+
+    def _advance(self, record: _Record, *, report_is_free: bool) -> PendingUnit | Report | None:
+        """The job's next unit, a report to be answered, or None at its end."""
+        assert record.trial is not None
+        following = record.trial.advance()
+        while report_is_free and isinstance(following, Report):
+            following = record.trial.advance()
+        if isinstance(following, PendingUnit):
+            record.pending = following
+        return following
+
+    def _finish_unit(
+        self,
+        record: _Record,
+        device: Device,
+        seconds: float,
+        following: PendingUnit | Report | None,
+        report: Report | None,
+    ) -> None:
+        job, trial = record.job, record.trial
+        assert trial is not None
+        with self._changed:
+            if report is not None and record.outcome is None:
+                job.enter("waiting")
+            done = UnitFinished(
+                job=job.key,
+                device=device.name,
+                seconds=seconds,
+                unit=_unit(following) if isinstance(following, PendingUnit) else None,
+                remaining_seconds=trial.remaining_seconds,
+                step_seconds=trial.step_seconds,
+            )
+            commands = self._decide(done)
+        if report is not None and job.events is not None:
+            job.events.put(Reported(job, report.step, report.metrics))
+        self._carry_out(commands)
+
+    # Ends.
+
+    def _stop_completed(self, record: _Record) -> None:
+        """The job has no further unit: it ends with the unit that is finishing now."""
+        with self._changed:
+            if record.outcome is None:
+                record.outcome = "completed"
+                commands = self._decide(JobStopped(job=record.job.key))
+            else:
+                commands = []
+        self._carry_out(commands)
+
+    def _fail(self, record: _Record, error: BaseException, event: Event) -> None:
+        with self._changed:
+            if record.outcome is None or record.outcome == "completed":
+                record.outcome, record.error = "failed", error
+            commands = self._decide(event)
+        self._carry_out(commands)
+
+    def _release(self, record: _Record) -> None:
+        """The job is over and nothing of it runs: give its memory back and say so."""
+        assert record.outcome is not None
+        trial, job = record.trial, record.job
+        result = Result(status=record.outcome, error=record.error)
+        if trial is not None:
+            keep = record.outcome == "completed"
+            planned = trial.units_planned
+            result.metrics, result.history = trial.metrics, trial.history
+            result.units_run = trial.units_run
+            if record.outcome in ("pruned", "cancelled") and planned is not None:
+                result.units_saved = max(0, planned - trial.units_run)
+            result._module = trial.module if keep else None  # noqa: SLF001 - the result is being made
+            result._optimizer = trial.optimizer if keep else None  # noqa: SLF001
+            trial.close(keep=keep)
+        record.trial, record.pending = None, None
+        with self._changed:
+            del self._records[job.key]
+            self._units_saved += result.units_saved
+            job.end(result)
+            self._changed.notify_all()
+        if job.events is not None:
+            job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))
+
+
+def _unit(pending: PendingUnit | Report | None) -> Unit:
+    assert isinstance(pending, PendingUnit)
+    return Unit(kind=pending.kind, shard=pending.shard, seconds=pending.seconds)
+
+
+def _progress_of(job: Job) -> Progress:
+    """Of a job that has not begun, or is over."""
+    result = job.result() if job.state in OVER else None
+    return Progress(
+        epoch=job.task.epochs - 1 if job.state == "completed" else 0,
+        epochs=job.task.epochs,
+        step=0,
+        num_steps=None,
+        remaining_seconds=0.0 if result else None,
+        num_shards=0,
+        units_run=result.units_run if result else 0,
+        metrics=result.metrics if result else {},
+    )

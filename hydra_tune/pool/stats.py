@@ -1,0 +1,44 @@
+"""Figures of the pool: what each device has done and holds."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStats:
+    """Figures of one device since the pool began.
+
+    Attributes:
+        budget_bytes: memory it may use.
+        peak_bytes: most that the ledger has ever held.
+        resident_bytes: parameters, optimizer state and values on it now.
+        busy_seconds: time spent in units, their loads and spills included.
+        bytes_in, bytes_out: bytes loaded and spilled, by kind.
+        units: shard units run.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    resident_bytes: int
+    busy_seconds: float
+    bytes_in: dict[str, int]
+    bytes_out: dict[str, int]
+    units: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStats:
+    """Figures of the pool since it began.
+
+    Attributes:
+        devices: by name.
+        units_run: shard units run.
+        units_saved: units that pruned and cancelled trials would still have run.
+        elapsed_seconds: wall time.
+        scheduler_seconds: of it, time spent deciding.
+    """
+
+    devices: dict[str, DeviceStats]
+    units_run: int
+    units_saved: int
+    elapsed_seconds: float
+    scheduler_seconds: float

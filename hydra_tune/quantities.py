@@ -1,0 +1,86 @@
+"""Bytes and seconds: parsing what people write, printing what people read.
+
+Pure text and numbers; knows nothing of tensors or devices.
+"""
+
+import re
+
+from hydra_tune.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+_MINUTE = 60
+_HOUR = 3600
+_DAY = 86400
+
+
+def parse_bytes(text: str | int, *, what: str = "memory") -> int:
+    """Read a number of bytes such as `"11GiB"`, `"1.5 GB"`, `"4096"` or a plain int.
+
+    Args:
+        text: what was written; a bare number is bytes.
+        what: the name of the option, for the message.
+
+    Returns:
+        Whole bytes, rounded down.
+
+    Raises:
+        ConfigError: not a positive size.
+    """
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        raise ConfigError(f"{what} must be a size such as '11GiB' or a number of bytes, not {text!r}")
+    if isinstance(text, int):
+        size = text
+    else:
+        match = _BYTES.fullmatch(text)
+        unit = _UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise ConfigError(f"{what} must be a size such as '11GiB', '800 MB' or '4096', not {text!r}")
+        size = int(float(match[1]) * unit)
+    if size <= 0:
+        raise ConfigError(f"{what} must be more than 0 bytes, not {text!r}")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """Bytes for reading: `512 B`, `1.5 KiB`, `9.1 GiB`."""
+    value, sign = abs(float(size)), "-" if size < 0 else ""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:  # noqa: PLR2004 - the step between binary units
+            return f"{sign}{value:.0f} {unit}" if unit == "B" else f"{sign}{value:.1f} {unit}"
+        value /= 1024
+    return f"{sign}{value:.1f} TiB"
+
+
+def format_bytes_up(size: float) -> str:
+    """Bytes rounded up to a text that `parse_bytes` reads back as at least `size`: for "raise X to at least ..."."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= 10 * factor:
+            tenths = -(-int(size) * 10 // factor)
+            return f"{tenths // 10}.{tenths % 10}{unit}"
+    return f"{int(size)}B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds for reading: `0.4s`, `12s`, `3m05s`, `2h10m`, `3d4h`."""
+    if seconds < 10:  # noqa: PLR2004 - below this tenths matter
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < _MINUTE:
+        return f"{whole}s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE}m{whole % _MINUTE:02d}s"
+    if whole < _DAY:
+        return f"{whole // _HOUR}h{whole % _HOUR // _MINUTE:02d}m"
+    return f"{whole // _DAY}d{whole % _DAY // _HOUR}h"

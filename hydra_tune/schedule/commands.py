@@ -1,0 +1,32 @@
+"""What the scheduler wants done. Whoever drives it carries these out, in order, and answers with events."""
+
+from dataclasses import dataclass
+
+from hydra_tune.schedule.units import Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    """Prepare this job now; answered by `JobAdmitted` or `JobRejected`."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Run the job's unit on the device now; answered by `UnitFinished` or `UnitFailed`."""
+
+    job: str
+    device: str
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The job is over and nothing of it runs: give all of its memory back. The scheduler has forgotten it."""
+
+    job: str
+
+
+Command = Admit | Run | Release
+"""Everything `Scheduler.handle` returns."""

@@ -1,0 +1,121 @@
+"""What happens to the scheduler: everything it ever learns arrives as one of these.
+
+Events are facts, already true when they are handed in. Jobs and devices are named by strings; a job's name is never
+used a second time. Remaining times are estimates: they order the jobs and nothing else depends on them.
+"""
+
+from dataclasses import dataclass
+
+from hydra_tune.schedule.units import Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceAdded:
+    """A device is there, and idle."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSubmitted:
+    """A job wants to run; the order of these events is the submission order."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobAdmitted:
+    """A job's preparation is done and its first unit is ready.
+
+    Args:
+        job: the job.
+        unit: its first unit.
+        remaining_seconds: predicted time of all its units, `unit` included, on one device.
+        step_seconds: predicted time of one training step, the slack of Sharded-LRTF; 0 allows none.
+    """
+
+    job: str
+    unit: Unit
+    remaining_seconds: float
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRejected:
+    """A job's preparation failed or ended early: none of its units ever runs."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFinished:
+    """The unit a job had on a device is done.
+
+    Args:
+        job: the job.
+        device: where the unit ran.
+        seconds: how long it took. The scheduler decides by `remaining_seconds`; this is what a replay needs.
+        unit: the job's next unit, or None where there is none now: it waits for a report's answer, or it is complete
+            and `JobStopped` follows.
+        remaining_seconds: predicted time of what is left, `unit` included.
+        step_seconds: predicted time of one training step from now on; None leaves it as it was.
+    """
+
+    job: str
+    device: str
+    seconds: float
+    unit: Unit | None
+    remaining_seconds: float
+    step_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFailed:
+    """The unit a job had on a device failed; the job is over."""
+
+    job: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResumed:
+    """A waiting job's report was answered and its next unit is ready.
+
+    Args:
+        job: the job.
+        unit: its next unit.
+        remaining_seconds: predicted time of what is left, `unit` included.
+    """
+
+    job: str
+    unit: Unit
+    remaining_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStopped:
+    """A job gets no further unit: pruned, cancelled or complete. A unit of it that runs now is let finish."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardMoved:
+    """A shard's parameters are somewhere else now.
+
+    Args:
+        job: the job.
+        shard: the shard, from 0.
+        device: where they are; None if on no device.
+    """
+
+    job: str
+    shard: int
+    device: str | None
+
+
+JobEvent = JobSubmitted | JobAdmitted | JobRejected | UnitFinished | UnitFailed | JobResumed | JobStopped | ShardMoved
+"""Every event that is about one job."""
+
+Event = DeviceAdded | JobEvent
+"""Everything `Scheduler.handle` accepts."""

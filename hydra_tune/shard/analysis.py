@@ -1,0 +1,282 @@
+"""What each node of a captured graph makes, keeps alive and overwrites, and where the graph may be cut.
+
+Found by one run of the graph on fake tensors: nothing is computed and nothing is allocated. A cut is a position between two
+nodes; it is allowed where the values that cross it are plain tensors whose storages nobody overwrites later behind the
+back of another value (see `_overwrite_hazards`).
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hydra_tune.errors import CaptureError
+from hydra_tune.shard.capture import Captured, StateSpec
+
+_RUNNING_STATISTICS = {
+    # Operators that overwrite running statistics without saying so in their schema: argument names.
+    "aten::batch_norm": ("running_mean", "running_var"),
+    "aten::instance_norm": ("running_mean", "running_var"),
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+}
+_DROPOUT_SWITCHES = {
+    # Operators that draw random numbers only if one of their arguments says so: argument name -> value when they do not.
+    "aten::dropout": (("p", 0.0), ("train", False)),
+    "aten::native_dropout": (("p", 0.0), ("train", False)),
+    "aten::feature_dropout": (("p", 0.0), ("train", False)),
+    "aten::alpha_dropout": (("p", 0.0), ("train", False)),
+    "aten::feature_alpha_dropout": (("p", 0.0), ("train", False)),
+    "aten::scaled_dot_product_attention": (("dropout_p", 0.0),),
+    "aten::rrelu": (("training", False),),
+    "aten::rrelu_with_noise": (("training", False),),
+    "aten::lstm": (("dropout", 0.0), ("train", False)),
+    "aten::gru": (("dropout", 0.0), ("train", False)),
+    "aten::rnn_tanh": (("dropout", 0.0), ("train", False)),
+    "aten::rnn_relu": (("dropout", 0.0), ("train", False)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """What a node makes, where that is one tensor."""
+
+    storage: int
+    storage_bytes: int
+    requires_grad: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Analysis:
+    """Facts about a captured graph; positions count the nodes of `Captured.nodes`.
+
+    Attributes:
+        values: node name -> its tensor; nodes that make tuples or nothing are missing.
+        cuts: positions at which the graph may be cut, ascending, without 0 and the end.
+        crossing_bytes: bytes of the values that cross each position.
+        written_state: canonical names of the buffers the step overwrites.
+        written_values: position of an overwriting node -> all nodes that see the storage it overwrites.
+        stochastic: positions of the nodes that draw random numbers.
+        layers: for each position the name of the module the node came from ("" outside any).
+    """
+
+    values: dict[str, Value]
+    cuts: list[int]
+    crossing_bytes: list[int]
+    written_state: frozenset[str]
+    written_values: dict[int, frozenset[str]]
+    stochastic: frozenset[int]
+    layers: list[str]
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """Collects facts while the graph runs on fake tensors."""
+
+    values: dict[str, Value] = field(default_factory=dict)
+    keep: list[Tensor] = field(default_factory=list)  # storages are told apart by address, so none may be freed
+
+    def note(self, name: str, result: Any) -> None:
+        if isinstance(result, Tensor):
+            self.keep.append(result)
+            storage = result.untyped_storage()
+            self.values[name] = Value(
+                storage=storage._cdata,  # noqa: SLF001 - the storage's identity
+                storage_bytes=storage.nbytes(),
+                requires_grad=result.requires_grad,
+            )
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, recorder: _Recorder) -> None:
+        super().__init__(module)
+        self._recorder = recorder
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op != "output":
+            self._recorder.note(n.name, result)
+        return result
+
+
+def fake_like(mode: FakeTensorMode, spec: StateSpec) -> Tensor:
+    """A fake tensor of a parameter's or buffer's geometry; a leaf that requires gradients if the parameter does."""
+    with mode:
+        fake = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    return fake.requires_grad_(spec.requires_grad)
+
+
+def placeholders(
+    captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor, ...], mode: FakeTensorMode
+) -> dict[str, Tensor]:
+    """Fake tensors for all the graph's inputs, tied names bound to one tensor."""
+    state = {name: fake_like(mode, specs[name]) for name in dict.fromkeys(captured.state.values())}
+    found = {placeholder: state[name] for placeholder, name in captured.state.items()}
+    found |= {placeholder: mode.from_tensor(tensor) for placeholder, tensor in captured.constants.items()}
+    found |= {placeholder: mode.from_tensor(batch[index]) for placeholder, index in captured.inputs.items()}
+    return found
+
+
+def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor, ...]) -> Analysis:
+    """Run the graph on fake tensors and find where it may be cut.
+
+    Args:
+        captured: the graph.
+        specs: the model's state by canonical name.
+        batch: the tensors of a batch, for their geometry only.
+
+    Raises:
+        CaptureError: the graph overwrites a parameter, so that no part of it could be computed a second time.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = placeholders(captured, specs, batch, mode)
+    recorder = _Recorder()
+    arguments = [inputs.get(n.name) for n in captured.module.graph.nodes if n.op == "placeholder"]
+    with mode, torch.set_grad_enabled(captured.mode == "train"):
+        _Interpreter(captured.module, recorder).run(*arguments)
+    nodes = captured.nodes
+    writes = [(position, name) for position, node in enumerate(nodes) for name in _written_arguments(node)]
+    written_storages = {recorder.values[name].storage for _, name in writes if name in recorder.values}
+    written_state = frozenset(
+        name for placeholder, name in captured.state.items() if recorder.values[placeholder].storage in written_storages
+    )
+    for name in written_state:
+        if specs[name].is_parameter:
+            raise CaptureError(f"the model's forward overwrites its parameter {name!r} in place")
+    forbidden = _overwrite_hazards(captured, recorder.values, writes)
+    crossing, plain = _crossings(nodes, recorder.values)
+    cuts = [position for position in range(1, len(nodes)) if plain[position] and position not in forbidden]
+    return Analysis(
+        values=recorder.values,
+        cuts=cuts,
+        crossing_bytes=crossing,
+        written_state=written_state,
+        written_values=_written_storages(writes, recorder.values),
+        stochastic=frozenset(position for position, node in enumerate(nodes) if draws_random_numbers(node)),
+        layers=[_layer(node) for node in nodes],
+    )
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether running the node moves a random generator."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - the public type of aten operators
+        # A higher-order operator: whatever its body holds.
+        return any(_subgraph_is_stochastic(node, argument) for argument in node.all_input_nodes)
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    named = _named_arguments(node)
+    switches = _DROPOUT_SWITCHES.get(target._schema.name, ())  # noqa: SLF001
+    return all(named.get(argument) != value for argument, value in switches)
+
+
+def _subgraph_is_stochastic(node: fx.Node, argument: fx.Node) -> bool:
+    if argument.op != "get_attr":
+        return False
+    body = getattr(node.graph.owning_module, str(argument.target), None)
+    return isinstance(body, fx.GraphModule) and any(draws_random_numbers(n) for n in body.graph.nodes)
+
+
+def _named_arguments(node: fx.Node) -> dict[str, Any]:
+    schema = node.target._schema  # type: ignore[union-attr]  # noqa: SLF001
+    named: dict[str, Any] = {}
+    for position, argument in enumerate(schema.arguments):
+        if position < len(node.args):
+            named[argument.name] = node.args[position]
+        else:
+            named[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return named
+
+
+def _written_arguments(node: fx.Node) -> list[str]:
+    """Names of the nodes whose tensors this node overwrites."""
+    if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
+        return []
+    schema = node.target._schema  # noqa: SLF001
+    named = _named_arguments(node)
+    hidden = _RUNNING_STATISTICS.get(schema.name, ())
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    values = [named[name] for name in (*written, *(h for h in hidden if h in named))]
+    flat = [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
+    return [item.name for item in flat if isinstance(item, fx.Node)]
+
+
+def _written_storages(writes: list[tuple[int, str]], values: dict[str, Value]) -> dict[int, frozenset[str]]:
+    """Position -> all nodes that see the storage overwritten there."""
+    sharing: dict[int, set[str]] = defaultdict(set)
+    for name, value in values.items():
+        sharing[value.storage].add(name)
+    found: dict[int, frozenset[str]] = {}
+    for position, name in writes:
+        if name in values:
+            found[position] = found.get(position, frozenset()) | sharing[values[name].storage]
+    return found
+
+
+def _last_uses(nodes: list[fx.Node]) -> dict[str, int]:
+    """Node name -> position of its last user; the graph's output counts as the position after the last node."""
+    index = {node: position for position, node in enumerate(nodes)}
+    last: dict[str, int] = {}
+    for node in nodes[0].graph.nodes if nodes else ():
+        last[node.name] = max((index.get(user, len(nodes)) for user in node.users), default=-1)
+    return last
+
+
+def _crossings(nodes: list[fx.Node], values: dict[str, Value]) -> tuple[list[int], list[bool]]:
+    """For each position the bytes that cross it, and whether all that crosses is plain tensors."""
+    last = _last_uses(nodes)
+    size = len(nodes) + 1
+    change, blocked = [0] * (size + 1), [0] * (size + 1)
+    for position, node in enumerate(nodes):
+        end = last[node.name]
+        if end <= position:
+            continue
+        value = values.get(node.name)
+        into = blocked if value is None else change
+        into[position + 1] += 1 if value is None else value.storage_bytes
+        into[min(end, len(nodes)) + 1] -= 1 if value is None else value.storage_bytes
+    crossing, plain, total, bad = [], [], 0, 0
+    for position in range(size):
+        total, bad = total + change[position], bad + blocked[position]
+        crossing.append(total)
+        plain.append(bad == 0)
+    return crossing, plain
+
+
+def _overwrite_hazards(captured: Captured, values: dict[str, Value], writes: list[tuple[int, str]]) -> set[int]:
+    """Positions where a cut would separate a value from what overwrites it.
+
+    A value that crosses a cut reaches the later shard as a tensor of its own. If that shard overwrites it, no other crossing
+    value may share its storage (it would not see the change), and nobody may read the old value afterwards. A storage that
+    belongs to the batch or to the state must not be overwritten while a view of it crosses.
+    """
+    nodes = captured.nodes
+    last = _last_uses(nodes)
+    index = {node.name: position for position, node in enumerate(nodes)}
+    outside = {values[name].storage for name in (*captured.state, *captured.constants, *captured.inputs)}
+    sharing: dict[int, list[str]] = defaultdict(list)
+    for name, value in values.items():
+        sharing[value.storage].append(name)
+    forbidden: set[int] = set()
+    for position, name in writes:
+        if name not in values:
+            continue
+        shared = values[name].storage
+        family = [n for n in sharing[shared] if n in index]
+        external = shared in outside
+        if external and any(n in captured.inputs for n in sharing[shared]):
+            forbidden.update(range(1, max(last[n] for n in sharing[shared]) + 1))
+        for cut in range(1, position + 1):
+            alive = [n for n in family if index[n] < cut <= last[n]]
+            stale = any(last[n] > position for n in alive)
+            if len(alive) > 1 or (alive and (stale or external)):
+                forbidden.add(cut)
+    return forbidden
+
+
+def _layer(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return paths[-1].removeprefix("model").removeprefix(".") if paths else ""

@@ -1,0 +1,92 @@
+"""Batches as trees: their tensor leaves, and the signature a capture is valid for.
+
+An exported graph is valid for one batch structure only: shapes, dtypes and every plain Python value in the batch are baked
+into it. The signature holds all of these.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hydra_tune.errors import TaskError
+
+
+def plain_mappings(batch: Any) -> Any:
+    """The batch with every mapping that is not a dict made one (tokenizers return such), which export requires."""
+    if isinstance(batch, Mapping):
+        return {key: plain_mappings(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(plain_mappings(value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(plain_mappings(value) for value in batch)
+    return batch
+
+
+class _Marker(Enum):
+    TENSOR = "tensor"
+
+
+TENSOR = _Marker.TENSOR
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """A batch taken apart: its tensors in tree order, and all the rest."""
+
+    tensors: tuple[Tensor, ...]
+    signature: Hashable
+    spec: pytree.TreeSpec
+    values: tuple[Any, ...]  # TENSOR where a tensor was
+
+    def rebuild(self, tensors: tuple[Tensor, ...]) -> Any:
+        """The batch again, with other tensors in the places of its own."""
+        fresh = iter(tensors)
+        return pytree.tree_unflatten([next(fresh) if v is TENSOR else v for v in self.values], self.spec)
+
+    def without_tensors(self) -> "Leaves":
+        """The same structure, keeping no tensor alive."""
+        return replace(self, tensors=())
+
+
+def flatten(batch: Any) -> Leaves:
+    """Take a batch apart.
+
+    Args:
+        batch: any nesting of tuples, lists and dicts of tensors and plain Python values.
+
+    Raises:
+        TaskError: a leaf that no capture could be keyed by (it is not hashable).
+    """
+    found, spec = pytree.tree_flatten(plain_mappings(batch))
+    values = [_compact(value) if isinstance(value, Tensor) else value for value in found]
+    key: list[Hashable] = [str(spec)]
+    for value in values:
+        if isinstance(value, Tensor):
+            key.append(("tensor", tuple(value.shape), value.stride(), value.dtype, value.requires_grad))
+        else:
+            key.append((type(value).__qualname__, _hashable(value)))
+    tensors = tuple(value for value in values if isinstance(value, Tensor))
+    places = tuple(TENSOR if isinstance(value, Tensor) else value for value in values)
+    return Leaves(tensors=tensors, signature=tuple(key), spec=spec, values=places)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor with a storage of its own: a slice of a data set must not drag the whole set to a device."""
+    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return tensor
+    return tensor.clone()
+
+
+def _hashable(value: object) -> Hashable:
+    if isinstance(value, Hashable):
+        return value
+    raise TaskError(f"a batch may hold tensors and plain values, not {type(value).__name__}; make it a tensor")
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of the whole storage under a tensor: what keeping the tensor alive keeps alive."""
+    return tensor.untyped_storage().nbytes()

@@ -1,0 +1,181 @@
+"""Capture of model and step as one flat graph of aten operators, by `torch.export(strict=False)`.
+
+The graph takes state, constants and batch tensors as inputs and holds no tensor of any trial, so one capture serves every
+trial of the same architecture. Knows nothing of cutting or memory.
+"""
+
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+
+from hydra_tune.errors import CaptureError, HydraTuneError
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.steps import MODEL_PREFIX, step_module
+from hydra_tune.task import TrainTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """One parameter or buffer of a model, without its values."""
+
+    name: str
+    is_parameter: bool
+    requires_grad: bool
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A captured step.
+
+    Attributes:
+        module: the graph; placeholders are state, constants and batch leaves, the output is a tuple of scalars.
+        mode: "train" or "evaluate".
+        state: placeholder name -> canonical name of the parameter or buffer (tied names share one).
+        constants: placeholder name -> tensor the code created or closed over.
+        inputs: placeholder name -> index among the batch's tensors.
+        outputs: names of the output nodes, in the order of `names`.
+        names: what the outputs are: `("loss",)` or the metrics.
+    """
+
+    module: fx.GraphModule
+    mode: str
+    state: dict[str, str]
+    constants: dict[str, Tensor]
+    inputs: dict[str, int]
+    outputs: tuple[str, ...]
+    names: tuple[str, ...]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The graph's computing nodes in order: everything but placeholders, attributes and the output."""
+        return [node for node in self.module.graph.nodes if node.op in ("call_function", "call_module")]
+
+
+def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter and buffer object of a model once, under its first name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def state_specs(model: nn.Module) -> dict[str, StateSpec]:
+    """What the model's state looks like, by canonical name."""
+    return {
+        name: StateSpec(
+            name=name,
+            is_parameter=isinstance(tensor, nn.Parameter),
+            requires_grad=tensor.requires_grad,
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()),
+            dtype=tensor.dtype,
+        )
+        for name, tensor in named_state(model)
+    }
+
+
+def capture(task: TrainTask, twin: nn.Module, batch: Any, mode: str) -> Captured:
+    """Capture one step of a model.
+
+    Args:
+        task: describes the step.
+        twin: a copy of the trial's model, which the capture may disturb.
+        batch: a batch of the shapes to capture for.
+        mode: "train" or "evaluate".
+
+    Raises:
+        CaptureError: `torch.export` could not capture it; the message gives the reason and the user's line.
+        TaskError, MetricError: the step itself is wrong (not a scalar, ...).
+    """
+    wrapper = step_module(task, twin, mode)
+    with torch.set_grad_enabled(mode == "train"):
+        try:
+            program = torch.export.export(wrapper, (batches.plain_mappings(batch),), strict=False)
+        except HydraTuneError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"torch.export cannot capture this model: {describe(error)}") from error
+    return _read(program, twin, mode)
+
+
+def describe(error: BaseException) -> str:
+    """The first line of an error and the innermost line of code that is not torch's or ours."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = user_line(error)
+    return f"{type(error).__name__}: {text}" + (f" (at {line})" if line else "")
+
+
+def user_line(error: BaseException) -> str | None:
+    """`file:line: code` of the innermost frame outside torch and hydra_tune, or None."""
+    foreign = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename
+        and "/hydra_tune/" not in frame.filename
+        and not frame.filename.startswith("<frozen")
+    ]
+    if not foreign:
+        return None
+    last = foreign[-1]
+    return f"{last.filename}:{last.lineno}: {last.line}" if last.line else f"{last.filename}:{last.lineno}"
+
+
+def _read(program: Any, twin: nn.Module, mode: str) -> Captured:
+    canonical = {id(tensor): name for name, tensor in named_state(twin)}
+    state: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    inputs: dict[str, int] = {}
+    for spec in program.graph_signature.input_specs:
+        placeholder = spec.arg.name
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            state[placeholder] = canonical[id(_lookup(twin, spec.target))]
+        elif spec.kind == InputKind.USER_INPUT:
+            if isinstance(_value(program, placeholder), Tensor):
+                inputs[placeholder] = len(inputs)
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            constants[placeholder] = _constant(program.constants[spec.target])
+        else:
+            raise CaptureError(f"torch.export lifted {spec.target!r} as {spec.kind.name}, which cannot be sharded")
+    graph_output = next(node for node in program.graph.nodes if node.op == "output")
+    outputs = tuple(_output_name(node) for node in graph_output.args[0])
+    return Captured(
+        module=program.graph_module,
+        mode=mode,
+        state=state,
+        constants=constants,
+        inputs=inputs,
+        outputs=outputs,
+        names=tuple(program.call_spec.out_spec.context),
+    )
+
+
+def _lookup(twin: nn.Module, target: str) -> Tensor:
+    owner, _, leaf = target.removeprefix(MODEL_PREFIX).rpartition(".")
+    found = getattr(twin.get_submodule(owner), leaf)
+    assert isinstance(found, Tensor), target
+    return found
+
+
+def _value(program: Any, placeholder: str) -> Any:
+    return next(n for n in program.graph.nodes if n.name == placeholder).meta.get("val")
+
+
+def _constant(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        raise CaptureError(
+            "the step uses a tensor that requires gradients and is not a parameter of the model; "
+            "register it as a parameter of the module that model= builds"
+        )
+    return tensor.detach()
+
+
+def _output_name(node: object) -> str:
+    if not isinstance(node, fx.Node):
+        raise CaptureError(f"the step's result does not depend on the batch or the model: it is always {node!r}")
+    return node.name

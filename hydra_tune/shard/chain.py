@@ -1,0 +1,167 @@
+"""One step of one trial as a chain of shard units, over a store that keeps the values between units.
+
+Training runs F0 .. F(K-2), then B(K-1), B(K-2) .. B0: a forward unit keeps only what crosses cuts, and a backward unit
+computes its shard a second time, with gradients. The last shard has no forward unit: its backward unit is its forward. For
+the second computation to give the same values, a forward unit first saves the generator's state and the buffers it is
+about to overwrite; the recompute starts from these and what it overwrites is thrown away, so BatchNorm counts once.
+
+Keys of the store are `value`, `gradient of a value`, `gradient of a parameter` and `saved buffer`; see the functions below.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from hydra_tune.devices.device import RandomGenerator
+from hydra_tune.shard import compute
+from hydra_tune.shard.plan import Plan, Shard
+
+
+def gradient_key(name: str) -> str:
+    """Key of the accumulated gradient of a value."""
+    return f"gradient:{name}"
+
+
+def parameter_gradient_key(name: str) -> str:
+    """Key of the accumulated gradient of a parameter."""
+    return f"parameter_gradient:{name}"
+
+
+def saved_key(shard: int, name: str) -> str:
+    """Key of a buffer as it was before the shard's forward unit."""
+    return f"saved:{shard}:{name}"
+
+
+class Store(Protocol):
+    """Where a chain's tensors are; everything is on the unit's device while the unit runs."""
+
+    def state(self, names: Sequence[str]) -> list[Tensor]:
+        """The trial's parameters (leaves) and buffers."""
+
+    def constants(self, names: Sequence[str]) -> list[Tensor]:
+        """The graph's constants."""
+
+    def inputs(self, indices: Sequence[int]) -> list[Tensor]:
+        """Tensors of the batch."""
+
+    def get(self, key: str) -> Tensor | None:
+        """A value put earlier, or None."""
+
+    def put(self, key: str, tensor: Tensor) -> None:
+        """Keep a value, in place of the one under that key."""
+
+    def drop(self, key: str) -> None:
+        """Forget a value; unknown keys are ignored."""
+
+
+class Chain:
+    """One step of one trial.
+
+    Args:
+        plan: the step cut into shards.
+        store: where values are between units.
+    """
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self.plan = plan
+        self._store = store
+        self._random_states: dict[int, Tensor] = {}
+
+    def keys(self, kind: str, index: int) -> list[str]:
+        """Keys of the values a unit reads, in any order; those never put are simply not there."""
+        shard = self.plan.shards[index]
+        keys = list(shard.graph.live_in)
+        if kind == "backward":
+            keys += [gradient_key(name) for name in (*shard.gradient_outputs, *shard.graph.live_in)]
+            keys += [parameter_gradient_key(name) for name in (*shard.trained, *shard.shared_gradients)]
+            keys += [saved_key(index, name) for name in shard.graph.written_state]
+        return keys
+
+    def has_forward(self, index: int) -> bool:
+        """Whether a shard has a forward unit of its own."""
+        return self.plan.mode != "train" or index < len(self.plan.shards) - 1
+
+    def forward(self, index: int, generator: RandomGenerator) -> None:
+        """Run a forward unit; in evaluation values go after their last use."""
+        shard = self.plan.shards[index]
+        training = self.plan.mode == "train"
+        if training:
+            if shard.graph.stochastic:
+                self._random_states[index] = generator.get_state()
+            for name, tensor in zip(
+                shard.graph.written_state, self._store.state(shard.graph.written_state), strict=True
+            ):
+                self._store.put(saved_key(index, name), tensor.detach().clone())
+        outputs = compute.forward(shard.graph, self._operands(shard))
+        for name, tensor in outputs.items():
+            self._store.put(name, tensor)
+        if not training:
+            for name in shard.graph.live_in:
+                if self.plan.last_use[name] == index:
+                    self._store.drop(name)
+
+    def backward(self, index: int, generator: RandomGenerator) -> None:
+        """Run a backward unit; leaves gradients of parameters under `parameter_gradient_key`."""
+        shard = self.plan.shards[index]
+        recompute = self.has_forward(index)
+        if recompute and shard.graph.stochastic:
+            generator.set_state(self._random_states.pop(index))
+        gradients = compute.backward(
+            shard.graph,
+            self._operands(shard, saved=index if recompute else None),
+            needs_gradient=shard.needs_gradient,
+            output_gradients={
+                name: None if name in shard.losses else gradient
+                for name in shard.gradient_outputs
+                if (gradient := self._store.get(gradient_key(name))) is not None or name in shard.losses
+            },
+            accumulated=self._present({name: gradient_key(name) for name in shard.graph.live_in}),
+            parameter_gradients=self._present(
+                {name: parameter_gradient_key(name) for name in (*shard.trained, *shard.shared_gradients)}
+            ),
+        )
+        for name, gradient in gradients.live_in.items():
+            self._store.put(gradient_key(name), gradient)
+        for name, gradient in gradients.parameters.items():
+            self._store.put(parameter_gradient_key(name), gradient)
+        for name, tensor in gradients.outputs.items():
+            self._store.put(name, tensor)
+        self._forget(shard, index)
+
+    def skip_backward(self, index: int) -> None:
+        """Nothing of a shard is trained and no gradient flows through it: its backward only lets values go."""
+        self._random_states.pop(index, None)
+        self._forget(self.plan.shards[index], index)
+
+    def _forget(self, shard: Shard, index: int) -> None:
+        """Drop what no later unit of the step reads."""
+        for name in shard.graph.live_in:
+            if self.plan.first_use[name] == index:
+                self._store.drop(name)
+        for name in shard.graph.live_out:
+            self._store.drop(gradient_key(name))
+        for name in shard.graph.written_state:
+            self._store.drop(saved_key(index, name))
+
+    def _present(self, keys: dict[str, str]) -> dict[str, Tensor]:
+        found = {name: self._store.get(key) for name, key in keys.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def _operands(self, shard: Shard, saved: int | None = None) -> compute.Operands:
+        state = self._store.state(shard.graph.state)
+        if saved is not None:
+            for position, name in enumerate(shard.graph.state):
+                if name in shard.graph.written_state:
+                    replay = self._store.get(saved_key(saved, name))
+                    assert replay is not None, f"{name} was not saved by the forward unit"
+                    state[position] = replay
+        live_in = [self._store.get(name) for name in shard.graph.live_in]
+        missing = [name for name, t in zip(shard.graph.live_in, live_in, strict=True) if t is None]
+        assert not missing, f"values {missing} were dropped too early"
+        return compute.Operands(
+            state=state,
+            constants=self._store.constants(shard.graph.constants),
+            inputs=self._store.inputs(shard.graph.inputs),
+            live_in=[tensor for tensor in live_in if tensor is not None],
+        )

@@ -1,0 +1,99 @@
+"""The arithmetic of shard units on tensors: forward without gradients, and recompute with backward.
+
+Note: gradient order. Autograd adds the gradients of a value's uses in the reverse order of its uses, so a value used in
+several shards gets the later shards' sum first. To add in the same order, what the later shards have accumulated enters a
+shard's backward as one more root, before anything of the shard itself. The same holds for a parameter that several shards
+use. Adding afterwards would change the last bits.
+
+These functions run on real tensors and, in the pilot, on fake ones; they know nothing of where tensors live.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydra_tune.shard.split import ShardGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """What a shard is run on, in the order of the `ShardGraph`'s fields; all on one device."""
+
+    state: Sequence[Tensor]
+    constants: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    live_in: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """What a backward unit makes: gradients of live-ins by name, and of parameters by name (accumulated)."""
+
+    live_in: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+
+
+def forward(shard: ShardGraph, operands: Operands) -> dict[str, Tensor]:
+    """Run a shard without gradients.
+
+    Returns:
+        Tensor by name of `shard.live_out`.
+    """
+    live_in = [
+        tensor.clone() if name in shard.cloned else tensor
+        for name, tensor in zip(shard.live_in, operands.live_in, strict=True)
+    ]
+    with torch.no_grad():
+        outputs = shard.module(*operands.state, *operands.constants, *operands.inputs, *live_in)
+    return dict(zip(shard.live_out, outputs, strict=True))
+
+
+def backward(
+    shard: ShardGraph,
+    operands: Operands,
+    *,
+    needs_gradient: frozenset[str],
+    output_gradients: Mapping[str, Tensor | None],
+    accumulated: Mapping[str, Tensor],
+    parameter_gradients: Mapping[str, Tensor],
+) -> Gradients:
+    """Run a shard with gradients, then backward.
+
+    Args:
+        shard: the shard.
+        operands: parameters are leaves; their `.grad` is taken over and left None.
+        needs_gradient: live-ins that require gradients.
+        output_gradients: gradient of each live-out; None stands for the loss itself (a gradient of one).
+        accumulated: gradients of live-ins from later shards, by name.
+        parameter_gradients: gradients of parameters from later shards, by name.
+    """
+    leaves = {
+        name: tensor.detach().requires_grad_(name in needs_gradient)
+        for name, tensor in zip(shard.live_in, operands.live_in, strict=True)
+    }
+    arguments = [leaf.clone() if name in shard.cloned else leaf for name, leaf in leaves.items()]
+    parameters = {
+        name: tensor for name, tensor in zip(shard.state, operands.state, strict=True) if tensor.requires_grad
+    }
+    with torch.enable_grad():
+        made = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
+    outputs = dict(zip(shard.live_out, made, strict=True))
+    roots = [(outputs[name], g) for name, g in output_gradients.items() if outputs[name].requires_grad]
+    roots += [(leaves[name], gradient) for name, gradient in accumulated.items() if name in leaves]
+    roots += [(parameters[name], gradient) for name, gradient in parameter_gradients.items() if name in parameters]
+    losses = {name: outputs[name].detach() for name, gradient in output_gradients.items() if gradient is None}
+    if roots:
+        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+    return Gradients(
+        live_in={name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None},
+        parameters={name: gradient for name, p in parameters.items() if (gradient := _take(p)) is not None},
+        outputs=losses,
+    )
+
+
+def _take(parameter: Tensor) -> Tensor | None:
+    gradient, parameter.grad = parameter.grad, None
+    return gradient

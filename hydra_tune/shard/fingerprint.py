@@ -1,0 +1,201 @@
+"""Whether two trials have the same architecture: a key of the built model and of the code that uses it.
+
+Equal keys must mean equal graphs, so the key holds what a capture could bake in: classes and code by identity and value (an
+edited class is another one), plain attributes, closures and referenced globals, shapes, and which names share a tensor.
+What cannot be keyed has no key, and is captured afresh.
+"""
+
+import enum
+import functools
+import hashlib
+import types
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.task import TrainTask
+
+_MAX_DEPTH = 12
+_MAX_TENSOR_BYTES = 1 << 20
+_LIBRARIES = {"torch", "transformers", "numpy", "builtins", "collections", "functools", "math", "typing"}
+_SKIPPED = {"_parameters", "_buffers", "_modules", "training", "_is_full_backward_hook", "_version"}
+
+
+class UnkeyableError(Exception):
+    """Something of the model or its step has no stable key."""
+
+
+def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
+    """The key of a model and what the task does with it, or None where there is none.
+
+    The model's mode is not part of it: captures for training and evaluation are kept apart by their caller.
+    """
+    try:
+        return (
+            _module(model, {}, 0),
+            tuple(_value(part, {}, 0) for part in (task.loss, task.step, task.evaluate)),
+            str(torch.get_default_dtype()),
+        )
+    except UnkeyableError:
+        return None
+
+
+def optimizer_key(optimizer: torch.optim.Optimizer) -> Hashable:
+    """What of an optimizer decides its state and temporaries: class and switches, not rates."""
+    groups = tuple(
+        tuple(sorted((key, type(value).__name__, _switch(value)) for key, value in group.items() if key != "params"))
+        for group in optimizer.param_groups
+    )
+    return (type(optimizer), groups, tuple(len(group["params"]) for group in optimizer.param_groups))
+
+
+def _switch(value: object) -> str:
+    if isinstance(value, bool | str) or value is None:
+        return str(value)
+    if isinstance(value, Tensor):
+        return "tensor"
+    return str(bool(value))
+
+
+def _module(module: nn.Module, seen: dict[int, int], depth: int) -> Hashable:
+    number = seen.setdefault(id(module), len(seen))
+    if number < len(seen) - 1:
+        return ("seen", number)
+    tensors = tuple(
+        (name, _geometry(tensor), seen.setdefault(id(tensor), len(seen)))
+        for registry in (module._parameters, module._buffers)  # noqa: SLF001 - tied names must show
+        for name, tensor in registry.items()
+        if tensor is not None
+    )
+    attributes = tuple(
+        (name, _value(value, seen, depth + 1))
+        for name, value in sorted(vars(module).items())
+        if name not in _SKIPPED and not (isinstance(value, Mapping) and not value)
+    )
+    children = tuple(
+        (name, _module(child, seen, depth + 1))
+        for name, child in module._modules.items()  # noqa: SLF001
+        if child is not None
+    )
+    return (type(module), _class_code(type(module), seen, depth + 1), tensors, attributes, children)
+
+
+def _class_code(kind: type, seen: dict[int, int], depth: int) -> Hashable:
+    """The methods of a user's class: its identity alone would miss an edited helper that they call."""
+    if _installed(kind.__module__):
+        return None
+    methods = ((name, method) for name, method in vars(kind).items() if isinstance(method, types.FunctionType))
+    return tuple((name, _function(method, seen, depth)) for name, method in methods)
+
+
+def _installed(module: str | None) -> bool:
+    """Whether code comes from a library, which does not change while a study runs."""
+    return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _geometry(tensor: Tensor) -> Hashable:
+    return (type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def _value(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    """A key for any value, by what it is."""
+    if depth > _MAX_DEPTH:
+        raise UnkeyableError("nested too deeply")
+    if value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | enum.Enum | type
+    ):
+        return (type(value), value)
+    if isinstance(value, Tensor):
+        return _tensor(value, seen)
+    if isinstance(value, nn.Module):
+        return _module(value, seen, depth)
+    for kinds, make in _BY_TYPE:
+        if isinstance(value, kinds):
+            return make(value, seen, depth + 1)
+    return _object(value, seen, depth + 1)
+
+
+def _tensor(value: Tensor, seen: dict[int, int]) -> Hashable:
+    if id(value) in seen:  # a parameter kept in a plain list as well
+        return ("seen", seen[id(value)])
+    if isinstance(value, nn.Parameter) or value.numel() * value.element_size() > _MAX_TENSOR_BYTES:
+        raise UnkeyableError("a large tensor outside the module's registers")
+    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (_geometry(value), hashlib.sha256(raw).hexdigest())
+
+
+def _sequence(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    return (type(value), tuple(_value(item, seen, depth) for item in value))
+
+
+def _set(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    return (type(value), frozenset(_value(item, seen, depth) for item in value))
+
+
+def _mapping(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    return (type(value), tuple((_value(k, seen, depth), _value(v, seen, depth)) for k, v in value.items()))
+
+
+def _partial(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    return ("partial", *(_value(part, seen, depth) for part in (value.func, value.args, value.keywords)))
+
+
+def _method(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    return ("method", _value(value.__func__, seen, depth), _value(value.__self__, seen, depth))
+
+
+def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    """Code, defaults, closure, and the globals it names: plain values, and a user's own functions and classes."""
+    if depth > _MAX_DEPTH:
+        raise UnkeyableError("nested too deeply")
+    if _installed(value.__module__):
+        return ("function", value.__module__, value.__qualname__, value.__code__)
+    if id(value) in seen:
+        return ("seen", seen[id(value)])
+    seen[id(value)] = len(seen)
+    cells = tuple(_value(cell.cell_contents, seen, depth) for cell in value.__closure__ or () if _filled(cell))
+    named = ((name, value.__globals__[name]) for name in value.__code__.co_names if name in value.__globals__)
+    plain = tuple(
+        (name, _value(found, seen, depth))
+        for name, found in named
+        if isinstance(found, bool | int | float | str | bytes | type | types.FunctionType)
+    )
+    defaults = _value((value.__defaults__ or (), value.__kwdefaults__ or {}), seen, depth)
+    return ("function", value.__code__, value.__module__, cells, plain, defaults)
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _object(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    """An object of a plain class: its class and attributes. Objects with state elsewhere have no key."""
+    if id(value) in seen:
+        return ("seen", seen[id(value)])
+    attributes = getattr(value, "__dict__", None)
+    if attributes is None or isinstance(value, torch.Generator | types.ModuleType):
+        raise UnkeyableError(f"no key for {type(value).__name__}")
+    seen[id(value)] = len(seen)
+    return (type(value), tuple((name, _value(item, seen, depth)) for name, item in sorted(attributes.items())))
+
+
+def _builtin(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    del seen, depth
+    return ("builtin", getattr(value, "__module__", None), value.__qualname__)
+
+
+_BY_TYPE: tuple[tuple[Any, Callable[[Any, dict[int, int], int], Hashable]], ...] = (
+    ((tuple, list, range), _sequence),
+    ((set, frozenset), _set),
+    ((Mapping,), _mapping),
+    ((functools.partial,), _partial),
+    ((types.MethodType,), _method),
+    ((types.FunctionType,), _function),
+    ((types.BuiltinFunctionType, types.MethodDescriptorType, type(torch.ops.aten.add)), _builtin),
+)

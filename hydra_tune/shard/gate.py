@@ -1,0 +1,51 @@
+"""The gate between capture and eager code.
+
+While `torch.export` runs in one thread, `torch.compiler.is_compiling()` is true in all of them, and eager code that asks
+(optimizers, many models) takes other branches. So captures run alone: eager code of trials passes the gate shared, a capture
+passes it exclusively. Captured graphs do not ask and need no gate.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class CaptureGate:
+    """A lock that many may share or one may hold alone; who wants it alone goes first. Not reentrant."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._sharing = 0
+        self._alone = False
+        self._waiting = 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """For eager code."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._alone and not self._waiting)
+            self._sharing += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._sharing -= 1
+                self._condition.notify_all()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """For a capture."""
+        with self._condition:
+            self._waiting += 1
+            self._condition.wait_for(lambda: not self._alone and not self._sharing)
+            self._waiting -= 1
+            self._alone = True
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._alone = False
+                self._condition.notify_all()
+
+
+GATE = CaptureGate()  # one for the process, as the flag it guards

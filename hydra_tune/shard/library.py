@@ -1,0 +1,252 @@
+"""The library of plans: each architecture is captured, cut, piloted and verified once, whoever asks first.
+
+One library serves one pool, whose devices decide the budget that everything is cut for.
+"""
+
+import copy
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.errors import CaptureError, HydraTuneError
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.analysis import Analysis, analyse
+from hydra_tune.shard.capture import Captured, StateSpec, capture, describe, state_specs
+from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.partition import NumShards, Partitioner
+from hydra_tune.shard.pilot import Pilot, UpdatePilot
+from hydra_tune.shard.plan import Plan, build_plan, operators
+from hydra_tune.shard.update_pilot import optimizer_pilot
+from hydra_tune.shard.verify import UnitSeconds, verify
+from hydra_tune.shard.whole import whole_plan
+from hydra_tune.task import TrainTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What plans are cut for.
+
+    Args:
+        budget_bytes: memory of the smallest device.
+        buffer_fraction: part of it kept free next to a running shard; nothing is kept where the whole model fits.
+        alignment: bytes to which the devices align allocations.
+        num_shards: see `Partitioner.partition`.
+    """
+
+    budget_bytes: int
+    buffer_fraction: float
+    alignment: int
+    num_shards: NumShards = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A plan ready to run, and how long its units took on the host.
+
+    Attributes:
+        plan: the step cut into shards.
+        seconds: of each unit; None for an eager plan, which was not run in units.
+    """
+
+    plan: Plan
+    seconds: UnitSeconds | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a trial's state has been cut: by its first plan, which further plans of the trial follow.
+
+    Attributes:
+        plan: the first plan.
+        owners: parameter or buffer -> index of the only shard that uses it.
+    """
+
+    plan: Plan
+    owners: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    task: TrainTask
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    leaves: batches.Leaves
+    batch: Any
+    mode: str
+    like: Layout | None
+
+
+class PlanLibrary:
+    """Plans by architecture, mode and batch signature.
+
+    Args:
+        budget: what to cut for.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self._plans: dict[Hashable, Prepared | CaptureError] = {}
+        self._lock = threading.Lock()
+
+    def prepare(
+        self,
+        task: TrainTask,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Any,
+        mode: str,
+        like: Layout | None = None,
+    ) -> Prepared:
+        """The plan for one kind of batch of a trial; the random streams are left as they were.
+
+        Args:
+            task: describes the step.
+            model: the trial's module, with its values on the host; only read.
+            optimizer: the trial's optimizer; only read.
+            batch: a batch; only read.
+            mode: "train" or "evaluate".
+            like: how the trial's state has been cut, if it has: a further capture of the same model is cut at the same
+                nodes if its graph has the same operators, else at the same parameters.
+
+        Raises:
+            BudgetError: a part that cannot be cut further does not fit.
+            TaskError, MetricError: the step is not right.
+        """
+        leaves = batches.flatten(batch)
+        request = _Request(
+            task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like
+        )
+        architecture = architecture_key(task, model)
+        key = None
+        if architecture is not None:
+            tail = optimizer_key(optimizer) if mode == "train" else None
+            held = None if like is None else (like.plan.mode, like.plan.cuts, frozenset(like.owners.items()))
+            key = (architecture, mode, leaves.signature, tail, held)
+        with self._lock, _preserved_streams():
+            found = self._plans.get(key) if key is not None else None
+            if found is None:
+                found = self._capture(request)
+                if key is not None:
+                    self._plans[key] = found
+            return self._whole(request, found) if isinstance(found, CaptureError) else found
+
+    def _capture(self, request: _Request) -> Prepared | CaptureError:
+        """A verified plan, or why there is none; a budget that cannot be met is raised."""
+        try:
+            twin = _twin(request.model)
+            with GATE.exclusive(), _quiet_export():
+                captured = capture(request.task, twin, request.batch, request.mode)
+            return self._cut(request, captured)
+        except CaptureError as error:
+            return CaptureError(str(error))
+        except HydraTuneError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever fails on fakes is run whole, and shown if that fails too
+            return CaptureError(f"the captured graph cannot be run in parts: {describe(error)}")
+
+    def _cut(self, request: _Request, captured: Captured) -> Prepared:
+        specs = state_specs(request.model)
+        analysis = analyse(captured, specs, request.leaves.tensors)
+        pilot = Pilot(
+            captured,
+            analysis,
+            specs,
+            request.leaves.tensors,
+            update=self._update_pilot(request, specs),
+            alignment=self.budget.alignment,
+        )
+        nodes = len(captured.nodes)
+        buffer_bytes = int(self.budget.budget_bytes * self.budget.buffer_fraction)
+        partitioner = Partitioner(
+            pilot, analysis, nodes, budget_bytes=self.budget.budget_bytes, buffer_bytes=buffer_bytes
+        )
+        if request.like is None:
+            edges = partitioner.partition(self.budget.num_shards)
+        else:
+            edges = partitioner.partition(None, _cuts_like(captured, analysis, request.like))
+        plan = build_plan(captured, analysis, pilot, edges)
+        with GATE.shared():
+            seconds = verify(request.task, _twin(request.model), plan, request.batch)
+        return Prepared(plan=plan, seconds=seconds)
+
+    def _whole(self, request: _Request, reason: CaptureError) -> Prepared:
+        specs = state_specs(request.model)
+        with GATE.shared():
+            plan = whole_plan(
+                request.task,
+                request.model,
+                _twin(request.model),
+                request.leaves,
+                request.mode,
+                specs=specs,
+                update=self._update_pilot(request, specs),
+                budget_bytes=self.budget.budget_bytes,
+                alignment=self.budget.alignment,
+                reason=reason,
+            )
+        return Prepared(plan=plan, seconds=None)
+
+    def _update_pilot(self, request: _Request, specs: dict[str, StateSpec]) -> UpdatePilot | None:
+        if request.mode != "train":
+            return None
+        parameters: dict[str, Tensor] = dict(request.model.named_parameters())
+        return optimizer_pilot(request.optimizer, parameters, specs, alignment=self.budget.alignment)
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
+
+
+def _cuts_like(captured: Captured, analysis: Analysis, like: Layout) -> list[int]:
+    if operators(captured) == like.plan.operators and set(like.plan.cuts) <= set(analysis.cuts):
+        return list(like.plan.cuts)
+    return _owner_cuts(captured, analysis, like.owners)
+
+
+def _owner_cuts(captured: Captured, analysis: Analysis, owners: dict[str, int]) -> list[int]:
+    """Cuts before the first use of each further shard's own parameters."""
+    positions = {node: position for position, node in enumerate(captured.nodes)}
+    reached, cuts = 0, []
+    allowed = analysis.cuts
+    for node in captured.nodes:
+        used = (captured.state.get(argument.name) for argument in node.all_input_nodes)
+        owner = max((owners[name] for name in used if name is not None and name in owners), default=0)
+        if owner > reached:
+            reached = owner
+            before = [cut for cut in allowed if cut <= positions[node]]
+            cuts += before[-1:]
+    return sorted(set(cuts))
+
+
+@contextmanager
+def _preserved_streams() -> Iterator[None]:
+    """Capture, pilot and verification draw random numbers; none of that may show in the trial."""
+    numpy = sys.modules.get("numpy")
+    states = torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        if numpy is not None:
+            numpy.random.set_state(states[2])
+
+
+@contextmanager
+def _quiet_export() -> Iterator[None]:
+    """Export's advice is for people who export; what matters to ours comes as an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

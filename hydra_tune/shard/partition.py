@@ -1,0 +1,164 @@
+"""Where to cut: HYDRA's Algorithm 1 over the positions the graph allows.
+
+Greedy: a shard takes as many nodes as fit the device next to the reserved buffer; the smallest device decides for all.
+Differs from the paper: a candidate is measured on fake tensors instead of run until it fails; among the last cuts that
+fit, the one with the fewest bytes crossing is taken, since those bytes travel twice per step; and a model that fits whole is
+one shard, without a buffer.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+from hydra_tune.errors import BudgetError, ConfigError
+from hydra_tune.quantities import format_bytes, format_bytes_up
+from hydra_tune.shard.analysis import Analysis
+from hydra_tune.shard.pilot import Pilot, ShardCost
+
+NumShards = int | Literal["layer"] | None
+
+_BACK_OFF = 0.6  # a cheaper cut may give up to this share of the nodes that would fit
+_NEAR = 12  # positions to each side among which a cut must have the fewest crossing bytes to be preferred
+
+
+class Partitioner:
+    """Cuts one captured step for a given capacity.
+
+    Args:
+        pilot: measures candidate shards.
+        analysis: where cuts are allowed and what crosses them.
+        num_nodes: nodes of the graph.
+        budget_bytes: memory of the smallest device.
+        buffer_bytes: part of it to keep free next to a running shard, for the next one.
+    """
+
+    def __init__(
+        self, pilot: Pilot, analysis: Analysis, num_nodes: int, *, budget_bytes: int, buffer_bytes: int
+    ) -> None:
+        self._pilot = pilot
+        self._analysis = analysis
+        self._end = num_nodes
+        self._budget = budget_bytes
+        self._capacity = budget_bytes - buffer_bytes
+        self._good = _good_cuts(analysis)
+
+    def partition(self, num_shards: NumShards = None, boundaries: Sequence[int] = ()) -> list[int]:
+        """The positions where shards start and end: `[0, ..., num_nodes]`.
+
+        Args:
+            num_shards: None for as few as fit; a number for that many, more if they do not fit; "layer" for one shard per
+                layer with parameters.
+            boundaries: positions at which a cut must be, e.g. where another capture of the same model was cut.
+
+        Raises:
+            BudgetError: some part that cannot be cut further does not fit; the message has the budget that would do.
+            ConfigError: more shards asked for than the graph can be cut into.
+        """
+        wanted = sorted({0, *boundaries, self._end})
+        if num_shards is None and len(wanted) == 2 and self._cost(0, self._end).peak_bytes <= self._budget:  # noqa: PLR2004
+            return wanted
+        if num_shards == "layer":
+            wanted = sorted({*wanted, *self._layer_starts()})
+        elif num_shards is not None:
+            wanted = sorted({*wanted, *self._balanced(num_shards)})
+        found = [0]
+        for first, last in pairwise(wanted):
+            found += self._fill(first, last)
+        return found
+
+    def smallest_budget(self) -> tuple[int, int, int]:
+        """The smallest capacity with which the step can be cut at all, and the piece that decides it: bytes, first, last."""
+        edges = [0, *self._analysis.cuts, self._end]
+        pieces = pairwise(edges)
+        return max((self._cost(first, last).peak_bytes, first, last) for first, last in pieces)
+
+    def _cost(self, first: int, last: int) -> ShardCost:
+        return self._pilot.cost(first, last)
+
+    def _fits(self, first: int, last: int) -> bool:
+        return self._cost(first, last).peak_bytes <= self._capacity
+
+    def _fill(self, first: int, last: int) -> list[int]:
+        """Greedy shards from `first` to `last`; the end of each."""
+        ends = []
+        while first < last:
+            first = self._next_end(first, last)
+            ends.append(first)
+        return ends
+
+    def _next_end(self, first: int, last: int) -> int:
+        if self._fits(first, last):
+            return last
+        for cuts in (self._good, self._analysis.cuts):
+            inside = [cut for cut in cuts if first < cut < last]
+            furthest = self._furthest(first, inside)
+            if furthest is not None:
+                return self._cheapest(first, furthest, inside)
+        edges = [cut for cut in self._analysis.cuts if first < cut] or [self._end]
+        raise self._refusal(first, min(edges[0], last))
+
+    def _furthest(self, first: int, cuts: list[int]) -> int | None:
+        """The last of the cuts up to which a shard from `first` fits, by bisection."""
+        low, high = -1, len(cuts) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._fits(first, cuts[middle]):
+                low = middle
+            else:
+                high = middle - 1
+        return cuts[low] if low >= 0 else None
+
+    def _cheapest(self, first: int, furthest: int, cuts: list[int]) -> int:
+        """The cut with the fewest crossing bytes among the last that fit; the furthest where several are equal."""
+        least = first + _BACK_OFF * (furthest - first)
+        crossing = self._analysis.crossing_bytes
+        near = sorted((cut for cut in cuts if least <= cut <= furthest), key=lambda cut: (crossing[cut], -cut))
+        return next((cut for cut in near if self._fits(first, cut)), furthest)
+
+    def _balanced(self, num_shards: int) -> list[int]:
+        """`num_shards - 1` cuts at about equal distance."""
+        cuts = self._analysis.cuts
+        if num_shards < 1 or num_shards - 1 > len(cuts):
+            raise ConfigError(f"num_shards must be from 1 to {len(cuts) + 1} for this model, not {num_shards}")
+        chosen: list[int] = []
+        for index in range(1, num_shards):
+            target = self._end * index / num_shards
+            spare = len(cuts) - (num_shards - 1 - index)  # leave one cut for each shard still to come
+            start = cuts.index(chosen[-1]) + 1 if chosen else 0
+            pool = cuts[start:spare]
+            good = [cut for cut in pool if cut in self._good and abs(cut - target) < self._end / num_shards / 2]
+            chosen.append(min(good or pool, key=lambda cut, target=target: abs(cut - target)))  # type: ignore[misc]
+        return chosen
+
+    def _layer_starts(self) -> list[int]:
+        """Allowed cuts nearest to where each layer begins."""
+        layers = self._analysis.layers
+        starts = [p for p in range(1, self._end) if layers[p] != layers[p - 1] and layers[p]]
+        allowed = set(self._analysis.cuts)
+        return [position for position in starts if position in allowed]
+
+    def _refusal(self, first: int, last: int) -> BudgetError:
+        need, worst_first, worst_last = self.smallest_budget()
+        layer = self._name(first, last)
+        budget = -(-need * self._budget // self._capacity)
+        worst = "" if (worst_first, worst_last) == (first, last) else f" (for {self._name(worst_first, worst_last)})"
+        return BudgetError(
+            f"{layer} needs {format_bytes(self._cost(first, last).peak_bytes)} at once, but a shard may take "
+            f"{format_bytes(self._capacity)}: the smallest device has a budget of {format_bytes(self._budget)}, of which "
+            f"{format_bytes(self._budget - self._capacity)} are kept for loading; lower batch_size, or raise device_memory "
+            f"to at least {format_bytes_up(budget)}{worst}"
+        )
+
+    def _name(self, first: int, last: int) -> str:
+        layer = self._analysis.layers[first] or "the model's top level"
+        return f"layer {layer!r} (nodes {first} to {last - 1})"
+
+
+def _good_cuts(analysis: Analysis) -> list[int]:
+    """Cuts that fewer bytes cross than any other close by: between blocks rather than inside them."""
+    crossing = analysis.crossing_bytes
+    return [
+        cut
+        for cut in analysis.cuts
+        if crossing[cut] <= min(crossing[max(1, cut - _NEAR) : min(len(crossing) - 1, cut + _NEAR + 1)])
+    ]

@@ -1,0 +1,321 @@
+"""The pilot: how many bytes a shard's units need, found by running the units themselves on fake tensors.
+
+The same functions that will run for real run here under `FakeTensorMode`, while a tracker follows the storages they make;
+nothing is allocated. What a unit is given (parameters, values, gradients) is counted by the bytes of the blocks that will
+hold it; what it makes beyond that is its workspace. RNN workspaces inside a kernel are the known exception: fake kernels do
+not show them.
+
+Source: HYDRA section 4.1, the pilot runs of Algorithm 1. Differs: there an out-of-memory error of a real pass is the signal.
+"""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hydra_tune.shard import compute
+from hydra_tune.shard.analysis import Analysis, placeholders
+from hydra_tune.shard.capture import Captured, StateSpec
+from hydra_tune.shard.split import ShardGraph, cut_shard
+
+
+def aligned(size: int, alignment: int) -> int:
+    """`size` rounded up to a multiple of `alignment`, in bytes."""
+    return -(-size // alignment) * alignment
+
+
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the bytes of all storages made while it is active, and their peak.
+
+    A storage counts from the first operator that returns it until it is freed. Storages marked as known before do not
+    count.
+    """
+
+    def __init__(self, alignment: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self._alignment = alignment
+        self._seen: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def know(self, *tensors: Tensor) -> None:
+        """Leave the storages of these tensors out of the count."""
+        for tensor in tensors:
+            self._track(tensor, size=0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._track(leaf)
+        return result
+
+    def _track(self, tensor: Tensor, size: int | None = None) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata  # noqa: SLF001 - the storage's identity
+        if key in self._seen:
+            return
+        nbytes = aligned(storage.nbytes(), self._alignment) if size is None else size
+        self._seen[key] = nbytes
+        self.current_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.current_bytes -= self._seen.pop(key, 0)
+
+
+@contextmanager
+def quiet_collector() -> Iterator[None]:
+    """Keep the garbage collector off: it frees at random moments, which would blur a peak."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardCost:
+    """Bytes that one shard's units need at once on a device.
+
+    Attributes:
+        state_bytes: parameters and buffers used.
+        value_bytes: batch tensors, constants and live-ins, as they lie on the device during a unit.
+        gradient_bytes: gradients handed in by later shards.
+        optimizer_bytes: optimizer state of the parameters whose update ends here.
+        forward_workspace: bytes made during the forward unit, outputs included (0 for a shard that has none).
+        backward_workspace: bytes made during the backward unit, parameter gradients included.
+        update_workspace: bytes made during an update, beyond parameters, gradients and optimizer state.
+        first_update_workspace: the same for the first update, which makes the optimizer state.
+        trained_bytes: gradients of the parameters whose update ends here.
+    """
+
+    state_bytes: int
+    value_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    forward_workspace: int
+    backward_workspace: int
+    update_workspace: int
+    first_update_workspace: int
+    trained_bytes: int
+
+    @property
+    def forward_bytes(self) -> int:
+        """Peak of the forward unit."""
+        return self.state_bytes + self.value_bytes + self.forward_workspace
+
+    @property
+    def backward_bytes(self) -> int:
+        """Peak of the backward unit, recompute included."""
+        return self.state_bytes + self.value_bytes + self.gradient_bytes + self.backward_workspace
+
+    @property
+    def update_bytes(self) -> int:
+        """Peak of the update unit."""
+        base = self.state_bytes + self.trained_bytes
+        return base + max(self.optimizer_bytes + self.update_workspace, self.first_update_workspace)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most any of the shard's units needs."""
+        return max(self.forward_bytes, self.backward_bytes, self.update_bytes)
+
+
+UpdatePilot = Callable[[Sequence[str]], tuple[int, int, int]]
+"""Names of parameters -> bytes of their optimizer state, workspace of a later update, workspace of the first one."""
+
+
+class Pilot:
+    """Measures candidate shards of one captured step.
+
+    Args:
+        captured: the step.
+        analysis: its facts.
+        specs: the model's state.
+        batch: the tensors of a batch, for their geometry.
+        update: measures an optimizer update; None for evaluation.
+        alignment: bytes to which a device aligns its allocations.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        analysis: Analysis,
+        specs: dict[str, StateSpec],
+        batch: tuple[Tensor, ...],
+        *,
+        update: UpdatePilot | None,
+        alignment: int,
+    ) -> None:
+        self._captured = captured
+        self._analysis = analysis
+        self._specs = specs
+        self._alignment = alignment
+        self._update = update
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._inputs = placeholders(captured, specs, batch, self._mode)
+        self._batch = {index: self._inputs[name] for name, index in captured.inputs.items()}
+        self._state: dict[str, Tensor] = {name: self._inputs[p] for p, name in captured.state.items()}
+        self._uses = _uses_of_state(captured)
+        self._costs: dict[tuple[int, int], ShardCost] = {}
+
+    def cost(self, first: int, last: int) -> ShardCost:
+        """Bytes of the shard of nodes `first` to `last`; measured once."""
+        key = (first, last)
+        if key not in self._costs:
+            self._costs[key] = self._measure(cut_shard(self._captured, self._analysis, first, last))
+        return self._costs[key]
+
+    def trained_here(self, shard: ShardGraph) -> list[str]:
+        """Parameters whose gradient is complete after this shard's backward: those no earlier shard uses."""
+        return [name for name in shard.state if self._specs[name].requires_grad and self._uses[name] >= shard.first]
+
+    def requires_grad(self, name: str) -> bool:
+        """Whether a parameter is trained at all."""
+        return self._specs[name].requires_grad
+
+    def _measure(self, shard: ShardGraph) -> ShardCost:
+        operands = self._operands(shard)
+        values = [*operands.constants, *operands.inputs, *operands.live_in]
+        training = self._captured.mode == "train"
+        runs_forward = not training or shard.last < len(self._captured.nodes)
+        forward = self._forward(shard, operands) if runs_forward else 0
+        written = sum(self._size(self._state[name]) for name in shard.written_state) if runs_forward else 0
+        backward, gradient_bytes = self._backward(shard, operands) if training else (0, 0)
+        trained = self.trained_here(shard) if training else []
+        state_bytes, later, first = self._update(trained) if self._update and trained else (0, 0, 0)
+        return ShardCost(
+            state_bytes=sum(self._size(self._state[name]) for name in shard.state),
+            value_bytes=self._storage_bytes(values),
+            gradient_bytes=gradient_bytes,
+            optimizer_bytes=state_bytes,
+            forward_workspace=forward + (written if training else 0),
+            backward_workspace=backward + (written if training else 0),
+            update_workspace=later,
+            first_update_workspace=first,
+            trained_bytes=sum(self._size(self._state[name]) for name in trained),
+        )
+
+    def _operands(self, shard: ShardGraph) -> compute.Operands:
+        """Fake operands; live-ins that share a storage share it here too."""
+        with self._mode:
+            storages = {
+                name: torch.empty(self._analysis.values[name].storage_bytes, dtype=torch.uint8)
+                for name in {self._analysis.values[n].storage: n for n in shard.live_in}.values()
+            }
+        by_storage = {self._analysis.values[name].storage: tensor for name, tensor in storages.items()}
+        nodes = {node.name: node for node in self._captured.nodes}
+        live_in = []
+        for name in shard.live_in:
+            value = nodes[name].meta["val"]
+            flat = by_storage[self._analysis.values[name].storage]
+            with self._mode:
+                view = torch.empty(0, dtype=value.dtype).set_(
+                    flat.untyped_storage(), value.storage_offset(), value.shape, value.stride()
+                )
+            live_in.append(view)
+        return compute.Operands(
+            state=[self._state[name] for name in shard.state],
+            constants=[self._inputs[name] for name in shard.constants],
+            inputs=[self._batch[index] for index in shard.inputs],
+            live_in=live_in,
+        )
+
+    def _forward(self, shard: ShardGraph, operands: compute.Operands) -> int:
+        def run() -> object:
+            return compute.forward(shard, operands)
+
+        return self._peak(run)
+
+    def _backward(self, shard: ShardGraph, operands: compute.Operands) -> tuple[int, int]:
+        values = self._analysis.values
+        nodes = {node.name: node for node in self._captured.nodes}
+        outputs = set(self._captured.outputs)
+        incoming: dict[str, Tensor | None] = {}
+        accumulated: dict[str, Tensor] = {}
+        carried: dict[str, Tensor] = {}
+        with self._mode:
+            for name in shard.live_out:
+                if name in outputs:
+                    incoming[name] = None
+                elif values[name].requires_grad:
+                    incoming[name] = torch.empty(nodes[name].meta["val"].shape, dtype=nodes[name].meta["val"].dtype)
+            for name in shard.live_in:
+                if values[name].requires_grad and _used_after(nodes[name], shard.last, self._captured):
+                    accumulated[name] = torch.empty(nodes[name].meta["val"].shape, dtype=nodes[name].meta["val"].dtype)
+            for name in shard.state:
+                if self._specs[name].requires_grad and _state_used_after(name, shard.last, self._captured):
+                    carried[name] = torch.empty_like(self._state[name])
+
+        def run() -> object:
+            return compute.backward(
+                shard,
+                operands,
+                needs_gradient=frozenset(n for n in shard.live_in if values[n].requires_grad),
+                output_gradients=incoming,
+                accumulated=accumulated,
+                parameter_gradients=carried,
+            )
+
+        handed = [g for g in (*incoming.values(), *accumulated.values(), *carried.values()) if g is not None]
+        return self._peak(run), self._storage_bytes(handed)
+
+    def _peak(self, run: Callable[[], object]) -> int:
+        tracker = StorageTracker(self._alignment)
+        with quiet_collector(), self._mode:
+            with tracker:
+                made = run()
+            del made
+        return tracker.peak_bytes
+
+    def _size(self, tensor: Tensor) -> int:
+        return aligned(tensor.untyped_storage().nbytes(), self._alignment)
+
+    def _storage_bytes(self, tensors: Sequence[Tensor]) -> int:
+        storages = {t.untyped_storage()._cdata: self._size(t) for t in tensors}  # noqa: SLF001
+        return sum(storages.values())
+
+
+def _uses_of_state(captured: Captured) -> dict[str, int]:
+    """Canonical name -> position of the first node that uses it."""
+    index = {node: position for position, node in enumerate(captured.nodes)}
+    first: dict[str, int] = {}
+    for node in captured.module.graph.nodes:
+        name = captured.state.get(node.name)
+        if name is None:
+            continue
+        for user in node.users:
+            if user in index:
+                first[name] = min(first.get(name, len(index)), index[user])
+    return first
+
+
+def _used_after(node: Any, position: int, captured: Captured) -> bool:
+    later = set(captured.nodes[position:])
+    return any(user in later for user in node.users)
+
+
+def _state_used_after(name: str, position: int, captured: Captured) -> bool:
+    later = set(captured.nodes[position:])
+    return any(
+        user in later
+        for node in captured.module.graph.nodes
+        if captured.state.get(node.name) == name
+        for user in node.users
+    )

@@ -1,0 +1,136 @@
+"""A plan: a captured step cut into shards, with what each unit needs and when each value may go.
+
+Plans hold no tensor of any trial and are shared by all trials of an architecture. Names of values are the graph's node names.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+
+from hydra_tune.shard.analysis import Analysis
+from hydra_tune.shard.capture import Captured
+from hydra_tune.shard.pilot import Pilot, ShardCost
+from hydra_tune.shard.split import ShardGraph, cut_shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One shard of a plan.
+
+    Attributes:
+        graph: what it computes.
+        cost: bytes its units need.
+        needs_gradient: live-ins a gradient is wanted for.
+        gradient_outputs: live-outs that hand a gradient back; a loss among them starts the backward.
+        losses: those live-outs that are the step's result.
+        trained: parameters whose gradient is complete, and which are updated, after this shard's backward.
+        shared_gradients: parameters also used by an earlier shard, whose gradient is handed on to it.
+        has_backward: whether any gradient flows through it.
+    """
+
+    graph: ShardGraph
+    cost: ShardCost
+    needs_gradient: frozenset[str]
+    gradient_outputs: tuple[str, ...]
+    losses: tuple[str, ...]
+    trained: tuple[str, ...]
+    shared_gradients: tuple[str, ...]
+    has_backward: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A step cut into shards.
+
+    Attributes:
+        mode: "train" or "evaluate".
+        shards: in forward order.
+        names: what the step's results are called, in the order of `outputs`.
+        outputs: the values that are the step's results.
+        constants: tensors the graph uses that belong to no trial, by placeholder name.
+        birth: value -> index of the shard that makes it.
+        first_use, last_use: value -> first and last shard that uses it.
+        operators: the graph's operators in order; equal ones make the same cuts possible for another batch size.
+        eager: whether the one shard runs the user's own code instead of a graph.
+    """
+
+    mode: str
+    shards: tuple[Shard, ...]
+    names: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: dict[str, Tensor]
+    birth: dict[str, int]
+    first_use: dict[str, int]
+    last_use: dict[str, int]
+    operators: tuple[str, ...] = ()
+    eager: bool = False
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Node positions at which the graph is cut."""
+        return tuple(shard.graph.first for shard in self.shards[1:])
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most any unit needs on a device at once."""
+        return max(shard.cost.peak_bytes for shard in self.shards)
+
+    def used_state(self) -> dict[str, list[int]]:
+        """Name of each parameter or buffer used -> the shards that use it."""
+        used: dict[str, list[int]] = {}
+        for index, shard in enumerate(self.shards):
+            for name in shard.graph.state:
+                used.setdefault(name, []).append(index)
+        return used
+
+
+def build_plan(captured: Captured, analysis: Analysis, pilot: Pilot, edges: list[int]) -> Plan:
+    """Cut a captured step at `edges` (from 0 to the number of nodes)."""
+    graphs = [cut_shard(captured, analysis, a, b) for a, b in pairwise(edges)]
+    shards = [_shard(captured, analysis, pilot, graph) for graph in graphs]
+    uses: dict[str, list[int]] = {}
+    for index, graph in enumerate(graphs):
+        for name in graph.live_in:
+            uses.setdefault(name, []).append(index)
+    return Plan(
+        mode=captured.mode,
+        shards=tuple(shards),
+        names=captured.names,
+        outputs=captured.outputs,
+        constants={name: captured.constants[name] for name in _constants(graphs)},
+        birth={name: index for index, graph in enumerate(graphs) for name in graph.live_out},
+        first_use={name: indices[0] for name, indices in uses.items()},
+        last_use={name: indices[-1] for name, indices in uses.items()},
+        operators=operators(captured),
+    )
+
+
+def operators(captured: Captured) -> tuple[str, ...]:
+    """The operators of a graph in order."""
+    return tuple(str(node.target) for node in captured.nodes)
+
+
+def _constants(graphs: Iterable[ShardGraph]) -> list[str]:
+    return list(dict.fromkeys(name for graph in graphs for name in graph.constants))
+
+
+def _shard(captured: Captured, analysis: Analysis, pilot: Pilot, graph: ShardGraph) -> Shard:
+    training = captured.mode == "train"
+    values = analysis.values
+    outputs = set(captured.outputs)
+    trained = tuple(pilot.trained_here(graph)) if training else ()
+    trainable = {name for name in graph.state if pilot.requires_grad(name)} if training else set()
+    needs = frozenset(name for name in graph.live_in if values[name].requires_grad) if training else frozenset()
+    gradient_outputs = tuple(n for n in graph.live_out if training and values[n].requires_grad)
+    return Shard(
+        graph=graph,
+        cost=pilot.cost(graph.first, graph.last),
+        needs_gradient=needs,
+        gradient_outputs=gradient_outputs,
+        losses=tuple(n for n in graph.live_out if n in outputs),
+        trained=trained,
+        shared_gradients=tuple(name for name in graph.state if name in trainable and name not in trained),
+        has_backward=bool(needs or trainable),
+    )

@@ -1,0 +1,110 @@
+"""The splitter: a contiguous range of a captured graph as a graph of its own.
+
+A shard's inputs are what it uses and does not make: state, constants, batch tensors and the values born in earlier shards
+(skips, masks and encoder states come out by themselves). Its outputs are what later shards, or the step's result, use.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from hydra_tune.shard.analysis import Analysis
+from hydra_tune.shard.capture import Captured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardGraph:
+    """One shard of a captured step.
+
+    `module(*state, *constants, *inputs, *live_in)` returns a tuple of the tensors named by `live_out`.
+
+    Attributes:
+        first, last: positions of the first node and after the last node.
+        layers: name of the first and of the last layer, for people.
+        state: canonical names of the parameters and buffers used, in argument order.
+        constants: placeholder names of the constants used.
+        inputs: indices of the batch tensors used.
+        live_in: names of the values from earlier shards.
+        live_out: names of the values made here that cross the end of the shard.
+        cloned: those of `live_in` that are overwritten in place here, so that the shard must work on a copy.
+        written_state: canonical names of the buffers the shard overwrites.
+        stochastic: whether it draws random numbers.
+    """
+
+    module: Callable[..., tuple[Tensor, ...]]
+    first: int
+    last: int
+    layers: tuple[str, str]
+    state: tuple[str, ...]
+    constants: tuple[str, ...]
+    inputs: tuple[int, ...]
+    live_in: tuple[str, ...]
+    live_out: tuple[str, ...]
+    cloned: frozenset[str]
+    written_state: tuple[str, ...]
+    stochastic: bool
+
+    @property
+    def label(self) -> str:
+        """The shard's layers, for messages: `blocks.0.attn .. blocks.2`."""
+        first, last = (layer or "(top level)" for layer in self.layers)
+        return first if first == last else f"{first} .. {last}"
+
+
+def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int) -> ShardGraph:
+    """Make the shard of the nodes from position `first` up to, not including, `last`."""
+    nodes = captured.nodes[first:last]
+    inside = set(nodes)
+    used = _outside_arguments(captured, nodes, inside)
+    state = tuple(dict.fromkeys(captured.state[n.name] for n in used if n.name in captured.state))
+    constants = tuple(n.name for n in used if n.name in captured.constants)
+    inputs = tuple(n for n in used if n.name in captured.inputs)
+    external = (*captured.state, *captured.constants, *captured.inputs)
+    live_in = tuple(n for n in used if n.op != "get_attr" and n.name not in external)
+    live_out = _live_out(captured, nodes, inside)
+
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    by_name = {name: graph.placeholder(f"state_{i}") for i, name in enumerate(state)}
+    copies |= {n: by_name[captured.state[n.name]] for n in used if n.name in captured.state}
+    by_constant = {name: graph.placeholder(name) for name in constants}
+    copies |= {n: by_constant[n.name] for n in used if n.name in captured.constants}
+    for node in (*inputs, *live_in):
+        copies[node] = graph.placeholder(node.name)
+    for node in used:
+        if node.op == "get_attr":
+            copies[node] = graph.node_copy(node)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+    graph.output(tuple(copies[node] for node in live_out))
+    overwritten = {name for position in range(first, last) for name in analysis.written_values.get(position, ())}
+    return ShardGraph(
+        module=fx.GraphModule(captured.module, graph, class_name=f"Shard_{first}_{last}"),
+        first=first,
+        last=last,
+        layers=(analysis.layers[first], analysis.layers[last - 1]),
+        state=state,
+        constants=constants,
+        inputs=tuple(captured.inputs[n.name] for n in inputs),
+        live_in=tuple(n.name for n in live_in),
+        live_out=tuple(n.name for n in live_out),
+        cloned=frozenset(n.name for n in live_in if n.name in overwritten),
+        written_state=tuple(
+            dict.fromkeys(name for placeholder, name in captured.state.items() if placeholder in overwritten)
+        ),
+        stochastic=any(first <= position < last for position in analysis.stochastic),
+    )
+
+
+def _outside_arguments(captured: Captured, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
+    """Nodes used by the range and made outside it, in graph order."""
+    used = {argument for node in nodes for argument in node.all_input_nodes if argument not in inside}
+    return [node for node in captured.module.graph.nodes if node in used]
+
+
+def _live_out(captured: Captured, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> tuple[fx.Node, ...]:
+    outputs = set(captured.outputs)
+    return tuple(
+        node for node in nodes if node.name in outputs or any(u not in inside and u.op != "output" for u in node.users)
+    )

@@ -1,0 +1,97 @@
+"""A model and what is done with a batch, as one module.
+
+Capturing the two together makes the graph's output the loss itself (or the metrics), so that models that compute their own
+loss, and batches of any structure, need nothing special.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.errors import MetricError, TaskError
+from hydra_tune.task import TrainTask
+
+MODEL_PREFIX = "model."
+
+
+def training_loss(task: TrainTask) -> Callable[[nn.Module, Any], Any]:
+    """The task's training step as `(module, batch) -> loss`, whether it was given as `loss` or as `step`."""
+    if task.step is not None:
+        return task.step
+    loss = task.loss
+    assert loss is not None, "TrainTask holds exactly one of loss and step"
+
+    def step(module: nn.Module, batch: Any) -> Any:
+        try:
+            inputs, target = batch
+        except (TypeError, ValueError) as error:
+            raise TaskError(
+                f"loss= needs batches (input, target), got {type(batch).__name__}; use step= for other batches"
+            ) from error
+        return loss(module(inputs), target)
+
+    return step
+
+
+class TrainStep(nn.Module):
+    """`forward(batch)` is `{"loss": the training loss}`."""
+
+    def __init__(self, model: nn.Module, task: TrainTask) -> None:
+        super().__init__()
+        self.model = model
+        self._step = training_loss(task)
+
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        """The loss of a batch.
+
+        Raises:
+            TaskError: what the step returned is not a scalar tensor.
+        """
+        loss = self._step(self.model, batch)
+        if not isinstance(loss, Tensor):
+            raise TaskError(f"the training step must return a scalar tensor, not {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise TaskError(
+                f"the training loss must be a scalar, got shape {tuple(loss.shape)}; reduce it, e.g. loss.mean()"
+            )
+        return {"loss": loss}
+
+
+class EvaluateStep(nn.Module):
+    """`forward(batch)` is the metrics of a batch, each a scalar tensor."""
+
+    def __init__(self, model: nn.Module, task: TrainTask) -> None:
+        super().__init__()
+        self.model = model
+        loss = training_loss(task)
+        self._evaluate = task.evaluate or (lambda module, batch: {"loss": loss(module, batch)})
+
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        """The metrics of a batch by name.
+
+        Raises:
+            MetricError: not a mapping of names to scalars.
+        """
+        metrics = self._evaluate(self.model, batch)
+        if not isinstance(metrics, Mapping):
+            raise MetricError(f"evaluate must return {{name: scalar tensor}}, not {type(metrics).__name__}")
+        return {str(name): _scalar(name, value) for name, value in metrics.items()}
+
+
+def _scalar(name: str, value: object) -> Tensor:
+    if isinstance(value, int | float):
+        return torch.tensor(float(value), dtype=torch.float64)
+    if not isinstance(value, Tensor):
+        raise MetricError(f"metric {name!r} must be a scalar tensor, not {type(value).__name__}")
+    if value.numel() != 1:
+        raise MetricError(f"metric {name!r} must be a scalar, got shape {tuple(value.shape)}; reduce it first")
+    return value
+
+
+def step_module(task: TrainTask, model: nn.Module, mode: str) -> TrainStep | EvaluateStep:
+    """The module to capture for `mode` ("train" or "evaluate"), with the model switched to that mode."""
+    wrapper: TrainStep | EvaluateStep = TrainStep(model, task) if mode == "train" else EvaluateStep(model, task)
+    model.train(mode == "train")
+    return wrapper

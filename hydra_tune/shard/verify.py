@@ -1,0 +1,215 @@
+"""Every new plan is checked once against the eager step it was captured from, bit for bit, before it is used.
+
+Export bakes Python in: a counter, a branch on a random number, a custom autograd function or code that asks whether
+gradients are on would give wrong numbers without an error. So the first batch is run twice on the host from one state, once
+eagerly and once as the plan's units; losses, gradients, buffers and the generator must agree, and the eager run must not
+have moved anything a graph cannot move (plain attributes, the `random` and numpy generators). The run of the units also
+gives their first times.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.devices.cpu import DefaultCpuGenerator
+from hydra_tune.errors import CaptureError
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.chain import Chain, parameter_gradient_key
+from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.steps import step_module
+from hydra_tune.task import TrainTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSeconds:
+    """Seconds of each shard's units as first run, on the host."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    results: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    random_state: Tensor
+
+
+class HostStore:
+    """A chain's store with everything in host memory."""
+
+    def __init__(self, state: dict[str, Tensor], constants: dict[str, Tensor], inputs: Sequence[Tensor]) -> None:
+        self._state, self._constants, self._inputs = state, constants, inputs
+        self.values: dict[str, Tensor] = {}
+
+    def state(self, names: Sequence[str]) -> list[Tensor]:
+        """Parameters and buffers by name."""
+        return [self._state[name] for name in names]
+
+    def constants(self, names: Sequence[str]) -> list[Tensor]:
+        """Constants by name."""
+        return [self._constants[name] for name in names]
+
+    def inputs(self, indices: Sequence[int]) -> list[Tensor]:
+        """Batch tensors by index."""
+        return [self._inputs[index] for index in indices]
+
+    def get(self, key: str) -> Tensor | None:
+        """A value put earlier, or None."""
+        return self.values.get(key)
+
+    def put(self, key: str, tensor: Tensor) -> None:
+        """Keep a value."""
+        self.values[key] = tensor
+
+    def drop(self, key: str) -> None:
+        """Forget a value."""
+        self.values.pop(key, None)
+
+
+def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> UnitSeconds:
+    """Compare a plan with the eager step, on the host, and time its units.
+
+    Args:
+        task: describes the step.
+        twin: a copy of the trial's model; left in an undefined state.
+        plan: the plan to check.
+        batch: a batch of the trial's data; not changed.
+
+    Raises:
+        CaptureError: the plan's numbers are not the eager ones; the message names what differs.
+    """
+    buffers = {name: tensor.detach().clone() for name, tensor in twin.named_buffers()}
+    random_state = torch.get_rng_state()
+    try:
+        eager = _watched(twin, lambda: _run_eager(task, twin, plan.mode, _copy(batch)))
+        _restore(twin, buffers)
+        torch.set_rng_state(random_state)
+        ours, seconds = _run_plan(twin, plan, batches.flatten(_copy(batch)).tensors)
+    finally:
+        torch.set_rng_state(random_state)
+    for what in ("results", "gradients", "buffers"):
+        _compare(what, getattr(eager, what), getattr(ours, what))
+    if not torch.equal(eager.random_state, ours.random_state):
+        raise CaptureError("the captured graph draws other random numbers than the eager step")
+    return seconds
+
+
+def _copy(batch: Any) -> Any:
+    leaves = batches.flatten(batch)
+    return leaves.rebuild(tuple(tensor.clone() for tensor in leaves.tensors))
+
+
+def _watched(twin: nn.Module, run: Callable[[], _Outcome]) -> _Outcome:
+    """Run the eager step and refuse a model that moves state which no graph can move."""
+    attributes, python_state, numpy_state = _attributes(twin), random.getstate(), _numpy_state()
+    outcome = run()
+    if random.getstate() != python_state:
+        random.setstate(python_state)
+        raise CaptureError(
+            "the model draws from Python's `random` in its forward; a graph would repeat one draw for ever"
+        )
+    if numpy_state is not None and _numpy_state() != numpy_state:
+        raise CaptureError("the model draws from numpy.random in its forward; a graph would repeat one draw for ever")
+    for name, value in _attributes(twin).items():
+        if attributes.get(name, value) != value or name not in attributes:
+            raise CaptureError(f"the model's forward changes its attribute {name!r}, which a graph would not")
+    return outcome
+
+
+def _attributes(twin: nn.Module) -> dict[str, Any]:
+    """Plain attributes of all submodules: those that compare by value."""
+    plain = int | float | str | bool | None
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in twin.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, plain) and name != "training"
+    }
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")  # a model that never imported numpy cannot have drawn from it
+    if numpy is None:
+        return None
+    name, keys, *rest = numpy.random.get_state()
+    return (name, keys.tobytes(), *rest)
+
+
+def _restore(twin: nn.Module, buffers: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in twin.named_buffers():
+            tensor.copy_(buffers[name])
+
+
+def _run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> _Outcome:
+    wrapper = step_module(task, twin, mode)
+    with torch.set_grad_enabled(mode == "train"):
+        results = wrapper(batch)
+        if mode == "train":
+            results["loss"].backward()
+    gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    twin.zero_grad(set_to_none=True)
+    return _Outcome(
+        results={name: value.detach() for name, value in results.items()},
+        gradients=gradients,
+        buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
+        random_state=torch.get_rng_state(),
+    )
+
+
+def _run_plan(twin: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> tuple[_Outcome, UnitSeconds]:
+    store = HostStore(dict(named_state(twin)), plan.constants, inputs)
+    chain, generator = Chain(plan, store), DefaultCpuGenerator()
+    count = len(plan.shards)
+    forward, backward = [0.0] * count, [0.0] * count
+    for index in range(count):
+        if chain.has_forward(index):
+            forward[index] = _timed(lambda i=index: chain.forward(i, generator))  # type: ignore[misc]
+    final_state = torch.get_rng_state()
+    for index in reversed(range(count)):
+        if plan.mode == "train" and plan.shards[index].has_backward:
+            backward[index] = _timed(lambda i=index: chain.backward(i, generator))  # type: ignore[misc]
+            if index == count - 1:
+                final_state = torch.get_rng_state()
+    prefix = parameter_gradient_key("")
+    outcome = _Outcome(
+        results={name: store.values[key] for name, key in zip(plan.names, plan.outputs, strict=True)},
+        gradients={key.removeprefix(prefix): t for key, t in store.values.items() if key.startswith(prefix)},
+        buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
+        random_state=final_state,
+    )
+    return outcome, UnitSeconds(forward=tuple(forward), backward=tuple(backward))
+
+
+def _timed(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _compare(what: str, eager: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
+    if eager.keys() != ours.keys():
+        odd = sorted(eager.keys() ^ ours.keys())
+        raise CaptureError(f"the captured graph gives other {what} than the eager step: {', '.join(odd[:3])}")
+    for name, expected in eager.items():
+        if not same_bits(expected, ours[name]):
+            raise CaptureError(f"the captured graph gives other {what} than the eager step: {name!r} differs")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal to the last bit, NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_sparse or b.is_sparse:
+        return a.is_sparse == b.is_sparse and same_bits(a.to_dense(), b.to_dense())
+    left, right = a.detach().contiguous(), b.detach().contiguous()
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))

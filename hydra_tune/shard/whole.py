@@ -1,0 +1,146 @@
+"""The whole-model path: a step that cannot be captured runs eagerly, as one shard.
+
+Its parameters and buffers still live in blocks and are spilled between units; its peak is measured by one real run of a copy
+on the host, since code that depends on values cannot run on fake tensors.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.errors import BudgetError, CaptureError
+from hydra_tune.quantities import format_bytes, format_bytes_up
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.capture import StateSpec
+from hydra_tune.shard.pilot import ShardCost, StorageTracker, UpdatePilot, aligned, quiet_collector
+from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.split import ShardGraph
+from hydra_tune.shard.steps import step_module
+from hydra_tune.task import TrainTask
+
+
+class EagerStep:
+    """Stands where a shard's graph stands, and runs the user's own code on the trial's own module.
+
+    The tensors of the state are ignored: the module's parameters are the same objects, wherever their bytes are.
+    """
+
+    def __init__(self, task: TrainTask, model: nn.Module, mode: str, leaves: batches.Leaves, num_state: int) -> None:
+        self._call = (task, model, mode)
+        self._rebuild = leaves.without_tensors().rebuild
+        self._num_state = num_state
+
+    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        """The step's results for the batch tensors among the arguments."""
+        results = step_module(*self._call)(self._rebuild(arguments[self._num_state :]))
+        return tuple(results.values())
+
+
+def whole_plan(
+    task: TrainTask,
+    model: nn.Module,
+    twin: nn.Module,
+    leaves: batches.Leaves,
+    mode: str,
+    *,
+    specs: dict[str, StateSpec],
+    update: UpdatePilot | None,
+    budget_bytes: int,
+    alignment: int,
+    reason: CaptureError,
+) -> Plan:
+    """A plan of one eager shard.
+
+    Args:
+        task: describes the step.
+        model: the trial's module, which the plan will run.
+        twin: a copy of it, for measuring; left in an undefined state.
+        leaves: the batch.
+        mode: "train" or "evaluate".
+        specs: the model's state.
+        update: measures the optimizer's update, in training.
+        budget_bytes: memory of the smallest device.
+        alignment: of its allocator.
+        reason: why the step could not be captured.
+
+    Raises:
+        BudgetError: the model does not fit whole.
+    """
+    names, workspace = _measure(task, twin, leaves, mode, alignment)
+    training = mode == "train"
+    trained = tuple(name for name, spec in specs.items() if spec.requires_grad) if training else ()
+    state_bytes = sum(_state_bytes(spec, alignment) for spec in specs.values())
+    optimizer_bytes, later, first = update(trained) if update else (0, 0, 0)
+    cost = ShardCost(
+        state_bytes=state_bytes,
+        value_bytes=sum(aligned(batches.tensor_bytes(t), alignment) for t in leaves.tensors),
+        gradient_bytes=0,
+        optimizer_bytes=optimizer_bytes,
+        forward_workspace=0 if training else workspace,
+        backward_workspace=workspace if training else 0,
+        update_workspace=later,
+        first_update_workspace=first,
+        trained_bytes=sum(_state_bytes(specs[name], alignment) for name in trained),
+    )
+    if cost.peak_bytes > budget_bytes:
+        raise BudgetError(
+            f"the model cannot be cut ({reason}), and whole it needs {format_bytes(cost.peak_bytes)} at once, more than the "
+            f"smallest device's budget of {format_bytes(budget_bytes)}; make it capturable, lower batch_size, or raise "
+            f"device_memory to at least {format_bytes_up(cost.peak_bytes)}"
+        ) from reason
+    graph = ShardGraph(
+        module=EagerStep(task, model, mode, leaves, len(specs)),
+        first=0,
+        last=1,
+        layers=("", ""),
+        state=tuple(specs),
+        constants=(),
+        inputs=tuple(range(len(leaves.tensors))),
+        live_in=(),
+        live_out=names,
+        cloned=frozenset(),
+        written_state=(),
+        stochastic=True,
+    )
+    shard = Shard(
+        graph=graph,
+        cost=cost,
+        needs_gradient=frozenset(),
+        gradient_outputs=names if training else (),
+        losses=names,
+        trained=trained,
+        shared_gradients=(),
+        has_backward=training,
+    )
+    return Plan(
+        mode=mode,
+        shards=(shard,),
+        names=names,
+        outputs=names,
+        constants={},
+        birth=dict.fromkeys(names, 0),
+        first_use={},
+        last_use={},
+        eager=True,
+    )
+
+
+def _measure(
+    task: TrainTask, twin: nn.Module, leaves: batches.Leaves, mode: str, alignment: int
+) -> tuple[tuple[str, ...], int]:
+    """Names of the step's results, and the bytes one real step makes at its peak."""
+    wrapper = step_module(task, twin, mode)
+    batch = leaves.rebuild(tuple(tensor.clone() for tensor in leaves.tensors))
+    tracker = StorageTracker(alignment)
+    with quiet_collector(), torch.set_grad_enabled(mode == "train"), tracker:
+        tracker.know(*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
+        results = wrapper(batch)
+        if mode == "train":
+            results["loss"].backward()
+    return tuple(results), tracker.peak_bytes
+
+
+def _state_bytes(spec: StateSpec, alignment: int) -> int:
+    elements = 1
+    for size in spec.shape:
+        elements *= size
+    return aligned(elements * spec.dtype.itemsize, alignment)

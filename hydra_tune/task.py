@@ -1,0 +1,172 @@
+"""`TrainTask`: the executable form of a trial.
+
+A task describes a training run with factories and data handles and holds nothing live: it costs nothing while it waits,
+and two tasks can be compared without building their models. It is checked when it is made, so that a mistake shows where
+it was written and not hours later on a worker. This module knows nothing of shards, devices or tuners.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hydra_tune.errors import TaskError
+
+Batch = Any
+"""What a data handle yields: any nesting of tuples, lists, dicts, tensors and plain Python values."""
+
+DataHandle = Dataset[Any] | DataLoader[Any] | Callable[[], Iterable[Batch]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainTask:
+    """One training run, described and not yet built.
+
+    The reference for what a task means is `hydra_tune.train_plain`: seed torch, numpy and random; build model, parameter
+    groups, optimizer, scheduler; for each epoch, train on every batch, then evaluate. The pool gives the same numbers.
+
+    Args:
+        model: builds the module; called once, with the trial's own random streams.
+        optimizer: builds the optimizer from what `param_groups` returns, e.g. `partial(torch.optim.AdamW, lr=1e-3)`.
+        train: training data: a `Dataset` (with `batch_size`, shuffled), a `DataLoader`, or a callable that returns an
+            iterable of batches; iterated anew each epoch.
+        param_groups: what the optimizer is given; default `list(module.parameters())`.
+        loss: `(output, target) -> scalar`, for batches `(input, target)`. Exactly one of `loss` and `step`.
+        step: `(module, batch) -> scalar loss`, for full control.
+        validate: validation data, in the forms of `train`; a `Dataset` is read in order.
+        evaluate: `(module, batch) -> {name: scalar tensor}`, averaged over samples and reported as `val_<name>`;
+            default: the training loss, as `val_loss`.
+        metric: what is reported to the tuner, one name or, for several objectives, several; default `val_loss`, or
+            `train_loss` where there is no `validate`.
+        epochs: passes over `train`.
+        batch_size: samples per batch, where `train` or `validate` is a `Dataset`.
+        scheduler: builds the learning-rate scheduler from the optimizer; `ReduceLROnPlateau` is given `metric`.
+        scheduler_interval: whether the scheduler steps after each `"epoch"` or each optimizer `"step"`.
+        report_every: `"epoch"`, or a number of optimizer steps; every report evaluates if there is `validate`.
+        result: which report is the trial's value for a tuner: the `"last"` or the `"best"`.
+        seed: seeds the trial's random streams.
+
+    Raises:
+        TaskError: an argument that cannot be right, by name.
+    """
+
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    train: DataHandle
+    param_groups: Callable[[nn.Module], Any] | None = None
+    loss: Callable[[Any, Any], Tensor] | None = None
+    step: Callable[[nn.Module, Batch], Tensor] | None = None
+    validate: DataHandle | None = None
+    evaluate: Callable[[nn.Module, Batch], Mapping[str, Any]] | None = None
+    metric: str | tuple[str, ...] | None = None
+    epochs: int = 1
+    batch_size: int | None = None
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    scheduler_interval: Literal["epoch", "step"] = "epoch"
+    report_every: Literal["epoch"] | int = "epoch"
+    result: Literal["last", "best"] = "last"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_factories(self)
+        if (self.loss is None) == (self.step is None):
+            given = "neither" if self.loss is None else "both"
+            raise TaskError(f"TrainTask needs exactly one of loss= and step=, got {given}")
+        _check_positive("epochs", self.epochs)
+        if self.batch_size is not None:
+            _check_positive("batch_size", self.batch_size)
+        if self.report_every != "epoch":
+            _check_positive("report_every", self.report_every, instead="'epoch' or a number of optimizer steps")
+        _check_choice("scheduler_interval", self.scheduler_interval, ("epoch", "step"))
+        _check_choice("result", self.result, ("last", "best"))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise TaskError(f"seed must be an integer from 0 to 2**32 - 1 (numpy takes no other), not {self.seed!r}")
+        _check_data(self)
+        _check_metric(self)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names reported to the tuner, in order."""
+        if self.metric is None:
+            return ("train_loss",) if self.validate is None else ("val_loss",)
+        return (self.metric,) if isinstance(self.metric, str) else self.metric
+
+
+def _check_factories(task: TrainTask) -> None:
+    """A factory must be callable, and must not be the thing it should build."""
+    live = {
+        "model": (nn.Module, "a live module; give a callable that builds one, e.g. model=lambda: Net(width=64)"),
+        "optimizer": (
+            torch.optim.Optimizer,
+            "a live optimizer; give a factory, e.g. optimizer=partial(AdamW, lr=1e-3)",
+        ),
+        "param_groups": (nn.Module, "a live module; give a function of the module"),
+        "step": (nn.Module, "a live module; give a function (module, batch) -> loss"),
+        "scheduler": (torch.optim.lr_scheduler.LRScheduler, "a live scheduler; give a function of the optimizer"),
+        "evaluate": (nn.Module, "a live module; give a function (module, batch) -> {name: scalar}"),
+    }
+    optional = {"param_groups", "loss", "step", "scheduler", "evaluate"}
+    for name in ("model", "optimizer", "param_groups", "loss", "step", "scheduler", "evaluate"):
+        value = getattr(task, name)
+        if value is None and name in optional:
+            continue
+        if name in live and isinstance(value, live[name][0]):
+            raise TaskError(f"{name} is {type(value).__name__}, {live[name][1]}")
+        if not callable(value):
+            raise TaskError(f"{name} must be callable, not {value!r}")
+
+
+def _check_positive(name: str, value: object, *, instead: str = "a whole number of at least 1") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise TaskError(f"{name} must be {instead}, not {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise TaskError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def _check_data(task: TrainTask) -> None:
+    handles = {"train": task.train} if task.validate is None else {"train": task.train, "validate": task.validate}
+    for name, handle in handles.items():
+        if isinstance(handle, Dataset):
+            if task.batch_size is None:
+                raise TaskError(f"{name} is a Dataset, so batch_size is needed; or give a DataLoader")
+        elif not isinstance(handle, DataLoader) and not callable(handle):
+            raise TaskError(
+                f"{name} must be a Dataset, a DataLoader or a callable that returns an iterable of batches, not "
+                f"{type(handle).__name__}; for batches at hand, {name}=lambda: batches"
+            )
+        _check_not_empty(name, handle)
+    if task.batch_size is not None and not any(isinstance(handle, Dataset) for handle in handles.values()):
+        raise TaskError("batch_size is only for a Dataset; a DataLoader or a callable makes its own batches")
+
+
+def _check_not_empty(name: str, handle: object) -> None:
+    if isinstance(handle, IterableDataset) or not isinstance(handle, Sized):
+        return
+    try:
+        length = len(handle)
+    except TypeError:  # a DataLoader over an IterableDataset is Sized but has no length
+        return
+    if length == 0:
+        raise TaskError(f"{name} is empty: {type(handle).__name__} of length 0")
+
+
+def _check_metric(task: TrainTask) -> None:
+    given: object = task.metric
+    names: Sequence[object] = given if isinstance(given, tuple) else (given,)
+    if given is not None and not (names and all(isinstance(name, str) for name in names)):
+        raise TaskError(f"metric must be a name or a tuple of names, not {given!r}")
+    for name in task.metrics:
+        if name == "train_loss":
+            continue
+        if not name.startswith("val_"):
+            raise TaskError(f"metric {name!r} is never reported; reported are train_loss and val_<name>")
+        if task.validate is None:
+            raise TaskError(f"metric {name!r} needs validation data; give validate=, or metric='train_loss'")
+        if task.evaluate is None and name != "val_loss":
+            raise TaskError(f"metric {name!r} is never reported: without evaluate= only val_loss and train_loss are")

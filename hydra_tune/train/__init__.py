@@ -1,0 +1,1 @@
+"""What one trial does over time: drawing batches, epochs, evaluation, schedulers, reports."""

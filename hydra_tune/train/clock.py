@@ -1,0 +1,77 @@
+"""How long a trial's units take and how much is left: what the scheduler plans by.
+
+Starts from the pilot's run and follows what is measured.
+"""
+
+from collections.abc import Hashable
+
+_WEIGHT = 0.3  # of a new measurement against what was known
+_UPDATE_BYTES_PER_SECOND = 2e9  # a first guess for updates, which the pilot does not run
+
+
+class UnitTimes:
+    """Seconds of the units of one step, and their sum."""
+
+    def __init__(self, seconds: dict[Hashable, float]) -> None:
+        self._seconds = dict(seconds)
+        self._measured: set[Hashable] = set()
+        self.total = sum(seconds.values())
+
+    def of(self, unit: Hashable) -> float:
+        """Seconds a unit is expected to take."""
+        return self._seconds.get(unit, 0.0)
+
+    def measured(self, unit: Hashable, seconds: float) -> None:
+        """A unit took so long."""
+        known = self._seconds.get(unit, 0.0)
+        fresh = seconds if unit not in self._measured else known + _WEIGHT * (seconds - known)
+        self._measured.add(unit)
+        self._seconds[unit] = fresh
+        self.total += fresh - known
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+
+def update_guess(nbytes: int) -> float:
+    """Seconds an update may take, from the bytes it touches."""
+    return nbytes / _UPDATE_BYTES_PER_SECOND
+
+
+class Progress:
+    """Counts of steps and evaluations, done and to come; the totals are None until they are known."""
+
+    def __init__(self, *, epochs: int, report_every: int | None, batches: int | None, validation: int | None) -> None:
+        self._epochs = epochs
+        self._report_every = report_every
+        self.batches_per_epoch = batches
+        self.validation_batches = validation
+        self.epoch = 0
+        self.steps = 0
+        self.evaluations = 0
+        self.evaluated_batches = 0
+
+    @property
+    def num_steps(self) -> int | None:
+        """Optimizer steps of the whole run."""
+        return None if self.batches_per_epoch is None else self.batches_per_epoch * self._epochs
+
+    @property
+    def num_evaluated_batches(self) -> int | None:
+        """Validation batches of the whole run."""
+        if self.validation_batches is None or self.num_steps is None:
+            return None
+        reports = self._epochs if self._report_every is None else self.num_steps // self._report_every
+        return self.validation_batches * reports
+
+    @property
+    def steps_left(self) -> int:
+        """Optimizer steps to come; at least one more epoch's worth of those seen where the total is unknown."""
+        total = self.num_steps
+        return max(1, self.steps) if total is None else max(0, total - self.steps)
+
+    @property
+    def evaluated_batches_left(self) -> int:
+        """Validation batches to come, where known."""
+        total = self.num_evaluated_batches
+        return 0 if total is None else max(0, total - self.evaluated_batches)

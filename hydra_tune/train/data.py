@@ -1,0 +1,84 @@
+"""Data handles: from what a task names to batches, and what can be counted before they are drawn.
+
+The one part that the plain loop and the pool share, so that both draw the same batches from the same random streams:
+iterating moves them, once per `iter()` and perhaps once per batch. Knows nothing of models, shards or devices.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, cast
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hydra_tune.errors import TaskError
+from hydra_tune.task import Batch, DataHandle
+
+
+def make_loader(handle: DataHandle, batch_size: int | None, shuffle: bool) -> Iterable[Batch]:
+    """Turn a data handle into an iterable of batches for one pass.
+
+    Args:
+        handle: a `Dataset`, a `DataLoader` or a callable that returns an iterable.
+        batch_size: samples per batch, for a `Dataset` only; a last, smaller batch is kept.
+        shuffle: whether a `Dataset` is read in random order; an `IterableDataset` has only its own.
+
+    Returns:
+        The batches; a `DataLoader` itself, and for a callable its result.
+
+    Raises:
+        TaskError: a `Dataset` without `batch_size`, or a callable that returned nothing one can iterate.
+    """
+    if isinstance(handle, DataLoader):
+        return cast("Iterable[Batch]", handle)
+    if isinstance(handle, Dataset):
+        if batch_size is None:
+            raise TaskError(f"{type(handle).__name__} is a Dataset, so batch_size is needed; or give a DataLoader")
+        return DataLoader(handle, batch_size, shuffle=shuffle and not isinstance(handle, IterableDataset))
+    batches = handle()
+    if not isinstance(batches, Iterable):
+        raise TaskError(
+            f"the data callable {handle!r} returned {type(batches).__name__}, which cannot be iterated; return a list, "
+            "a generator or a DataLoader of batches"
+        )
+    return batches
+
+
+def num_batches(handle: DataHandle, batch_size: int | None = None) -> int | None:
+    """Count the batches of one pass without drawing any.
+
+    Args:
+        handle: a data handle; a callable is not called, for that may have effects.
+        batch_size: samples per batch, for a `Dataset`.
+
+    Returns:
+        The number of batches, or None where only iterating would tell.
+    """
+    length = _length(handle)
+    if length is None or isinstance(handle, DataLoader) or not isinstance(handle, Dataset):
+        return length
+    return None if batch_size is None else -(-length // batch_size)
+
+
+def num_samples(batch: Batch) -> int:
+    """Samples in a batch: the first dimension of the first tensor in it that has one, else 1."""
+    return next((leaf.size(0) for leaf in _tensors(batch) if leaf.dim() > 0), 1)
+
+
+def _length(handle: object) -> int | None:
+    if not isinstance(handle, Sized):
+        return None
+    try:
+        return len(handle)
+    except TypeError:  # a DataLoader over an IterableDataset is Sized but has no length
+        return None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,212 @@
+"""`train_plain`: what a `TrainTask` means, as the loop anyone would write.
+
+This is the reference that the pool's numbers are held against, so it shares nothing with the engine but how batches are
+drawn. Runs on the CPU, one task at a time, with as many intra-op threads as torch is set to; the pool uses one.
+"""
+
+import importlib.util
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hydra_tune.errors import MetricError, TaskError
+from hydra_tune.task import Batch, TrainTask
+from hydra_tune.train.data import make_loader, num_samples
+
+Report = Callable[[int, dict[str, float]], bool | None]
+"""Called at each report with the step and the metrics; False prunes the run there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainResult:
+    """What a plain run left.
+
+    Args:
+        status: `"pruned"` where a report was answered with False.
+        metrics: those of the last report; empty if there was none.
+        history: one dict per report: `step`, `epoch`, `seconds` since the start, and the metrics.
+        losses: every training loss in order.
+        module: the trained module, in training mode.
+        optimizer: its optimizer.
+    """
+
+    status: Literal["completed", "pruned"]
+    metrics: dict[str, float]
+    history: list[dict[str, float]]
+    losses: list[float]
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
+    """Train a task to its end with a plain PyTorch loop.
+
+    Args:
+        task: what to train.
+        report: called with `(step, metrics)` after each report; returning False prunes. The step is the epoch, from 0,
+            or with `report_every=n` the number of optimizer steps done.
+
+    Returns:
+        The metrics, the history, every loss, and the live module and optimizer.
+
+    Raises:
+        TaskError: data that yields nothing, or a loss that is not a scalar.
+        MetricError: an evaluation that is not made of scalars, or a metric that is not reported.
+    """
+    _seed(task.seed)
+    module = task.model()
+    groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
+    optimizer = task.optimizer(groups)
+    scheduler = None if task.scheduler is None else task.scheduler(optimizer)
+    run = _Run(task=task, module=module, optimizer=optimizer, scheduler=scheduler, report=report)
+    finished = all(run.epoch(epoch) for epoch in range(task.epochs))
+    return PlainResult(
+        status="completed" if finished else "pruned",
+        metrics=run.metrics,
+        history=run.history,
+        losses=run.losses,
+        module=module,
+        optimizer=optimizer,
+    )
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A mean weighted by samples, in float64."""
+
+    total: float = 0.0
+    weight: int = 0
+
+    def add(self, value: float, weight: int) -> None:
+        self.total += value * weight
+        self.weight += weight
+
+    def value(self) -> float:
+        return self.total / self.weight
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """A run under way."""
+
+    task: TrainTask
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    report: Report | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    history: list[dict[str, float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    interval: _Mean = field(default_factory=_Mean)
+    started: float = field(default_factory=time.perf_counter)
+
+    def epoch(self, epoch: int) -> bool:
+        """Train on every batch once; returns False where a report pruned the run."""
+        self.module.train()
+        before = len(self.losses)
+        every = self.task.report_every
+        for batch in make_loader(self.task.train, self.task.batch_size, shuffle=True):
+            self._step(batch)
+            steps = len(self.losses)
+            if every != "epoch" and steps % every == 0 and not self._report(steps, epoch):
+                return False
+        if len(self.losses) == before:
+            raise TaskError(f"train yielded no batch in epoch {epoch}; every pass needs at least one")
+        if every == "epoch" and not self._report(epoch, epoch):
+            return False
+        if self.task.scheduler_interval == "epoch":
+            self._step_scheduler()
+        return True
+
+    def _step(self, batch: Batch) -> None:
+        loss = _loss(self.task, self.module, batch)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        self.interval.add(self.losses[-1], num_samples(batch))
+        if self.task.scheduler_interval == "step":
+            self._step_scheduler()
+
+    def _step_scheduler(self) -> None:
+        if self.scheduler is None:
+            return
+        if not isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step()
+            return
+        name = self.task.metrics[0]
+        if name not in self.metrics:
+            raise MetricError(
+                f"ReduceLROnPlateau needs {name!r} after step {len(self.losses)}, but nothing has been reported yet; "
+                "step it per epoch (scheduler_interval='epoch') and report at least as often"
+            )
+        self.scheduler.step(self.metrics[name])
+
+    def _report(self, step: int, epoch: int) -> bool:
+        self.metrics = {"train_loss": self.interval.value(), **self._evaluate()}
+        self.interval = _Mean()
+        for name in self.task.metrics:
+            if name not in self.metrics:
+                raise MetricError(f"metric {name!r} is not reported; reported are {', '.join(self.metrics)}")
+        seconds = time.perf_counter() - self.started
+        self.history.append({"step": step, "epoch": epoch, "seconds": seconds, **self.metrics})
+        return self.report is None or self.report(step, dict(self.metrics)) is not False
+
+    def _evaluate(self) -> dict[str, float]:
+        """Average what `evaluate` says over the validation samples; empty without validation data."""
+        if self.task.validate is None:
+            return {}
+        means: dict[str, _Mean] = {}
+        batches = 0
+        self.module.eval()
+        with torch.no_grad():
+            for batch in make_loader(self.task.validate, self.task.batch_size, shuffle=False):
+                batches += 1
+                for name, value in _scalars(self.task, self.module, batch):
+                    means.setdefault(name, _Mean()).add(value, num_samples(batch))
+        self.module.train()
+        if not batches:
+            raise TaskError(f"validate yielded no batch: {type(self.task.validate).__name__} is empty")
+        return {f"val_{name}": mean.value() for name, mean in means.items()}
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if importlib.util.find_spec("numpy") is not None:
+        numpy = importlib.import_module("numpy")
+        numpy.random.seed(seed)
+
+
+def _loss(task: TrainTask, module: nn.Module, batch: Batch) -> Tensor:
+    if task.step is not None:
+        name, loss = "step", task.step(module, batch)
+    else:
+        assert task.loss is not None
+        if not isinstance(batch, tuple | list) or len(batch) != 2:  # noqa: PLR2004 - a pair
+            raise TaskError(f"loss= needs batches (input, target), got {type(batch).__name__}; give step= instead")
+        name, loss = "loss", task.loss(module(batch[0]), batch[1])
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TaskError(f"{name} must return a scalar tensor, got {got}; reduce it, e.g. with .mean()")
+    return loss
+
+
+def _scalars(task: TrainTask, module: nn.Module, batch: Batch) -> Iterator[tuple[str, float]]:
+    values: object = {"loss": _loss(task, module, batch)} if task.evaluate is None else task.evaluate(module, batch)
+    if not isinstance(values, Mapping):
+        raise MetricError(f"evaluate must return {{name: scalar}}, got {type(values).__name__}")
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            yield name, float(value.item())
+        elif isinstance(value, int | float):
+            yield name, float(value)
+        else:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise MetricError(f"evaluate returned {name!r} as {got}, not a scalar; reduce it over the batch")

@@ -1,0 +1,158 @@
+"""A trial's long-lived tensors as groups: parameters, buffers and optimizer state of each shard.
+
+Note: who owns what. A parameter or buffer used by one shard lies in that shard's group; one that several shards use has a
+group of its own, so that a unit loads just what it uses. Parameters and buffers are apart, because a forward unit overwrites
+buffers only and clean parameters need not be written back. Optimizer state is grouped by the shard whose unit updates it, and
+exists from that unit's first update on. What no shard uses stays on the host.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import TaskError
+from hydra_tune.memory.block import Block, Group, Kind
+from hydra_tune.memory.pager import bring_home, drop
+from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.library import Layout
+from hydra_tune.shard.plan import Plan
+
+
+class ModelState:
+    """Parameters, buffers and optimizer state of one trial.
+
+    Args:
+        module: the trial's module, on the host.
+        optimizer: the trial's optimizer.
+        plan: decides the groups; later plans of the trial use the same ones.
+        device: any device of the pool, for host memory and alignment.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, plan: Plan, device: Device) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.tensors: dict[str, Tensor] = dict(named_state(module))
+        owners = {name: shards[0] for name, shards in plan.used_state().items() if len(shards) == 1}
+        self.layout = Layout(plan=plan, owners=owners)
+        self._group_of: dict[str, Group] = {}
+        self._optimizer_groups: dict[tuple[str, ...], list[Group]] = {}
+        self._adopted: dict[tuple[str, str], Tensor] = {}
+        self._check_optimizer()
+        device.on_host(lambda: self._build(plan, device))
+
+    def groups(self, names: Iterable[str]) -> list[Block]:
+        """The groups that hold these parameters and buffers."""
+        return list(dict.fromkeys(self._group_of[name] for name in names))
+
+    def optimizer_groups(self, names: tuple[str, ...]) -> list[Block]:
+        """The groups of the optimizer state of these parameters; none before their first update."""
+        found: list[Block] = []
+        for members, groups in self._optimizer_groups.items():
+            if not set(members).isdisjoint(names):
+                found += groups
+        return found
+
+    def touched(self, names: Iterable[str]) -> None:
+        """The device copies of these parameters and buffers have changed."""
+        for group in self.groups(names):
+            group.dirty = True
+
+    def update(self, names: tuple[str, ...], gradients: dict[str, Tensor]) -> None:
+        """One optimizer step for some parameters; all others have no gradient, so the optimizer skips them.
+
+        Equal, to the last bit, to one step over all parameters for every optimizer whose update is per parameter; and since
+        it is the user's one optimizer, schedulers, parameter groups and `state_dict` are too.
+        """
+        for name, gradient in gradients.items():
+            self.tensors[name].grad = gradient
+        try:
+            self.optimizer.step()
+        finally:
+            for name in gradients:
+                self.tensors[name].grad = None
+        self.touched(name for name in names if name in gradients)
+        for group in self.optimizer_groups(names):
+            group.dirty = True
+
+    def adopt_optimizer_state(self, names: tuple[str, ...], device: Device) -> None:
+        """Take state tensors that the optimizer has just made into a group on the host, on the device's copy thread."""
+        fresh: dict[tuple[str, str], Tensor] = {}
+        for name in names:
+            for key, value in self.optimizer.state.get(self.tensors[name], {}).items():
+                if not isinstance(value, Tensor) or value.device.type != device.torch_device.type:
+                    continue  # plain numbers, and the host-side step counters of GPU optimizers
+                if self._adopted.get((name, key)) is not value:
+                    fresh[name, key] = value
+        if not fresh:
+            return
+        device.synchronize()
+        group = device.on_host(lambda: Group(Kind.OPTIMIZER, list(fresh.values()), device))
+        self._adopted.update(fresh)
+        self._optimizer_groups.setdefault(names, []).append(group)
+
+    def bring_home(self) -> None:
+        """Everything on the host."""
+        for block in self._blocks():
+            bring_home(block)
+
+    def drop(self) -> None:
+        """Give up all device and host copies; the module must not be used afterwards."""
+        for block in self._blocks():
+            drop(block)
+
+    def watch(self, moved: Callable[[int, str | None], None]) -> None:
+        """Call `moved(shard, device)` whenever a shard's parameters are loaded or leave a device (None)."""
+        for group in dict.fromkeys(self._group_of.values()):
+            if group.shard is not None:
+                group.on_moved = functools.partial(moved, group.shard)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all groups, as they lie on the host."""
+        return sum(block.nbytes for block in self._blocks())
+
+    def _blocks(self) -> list[Group]:
+        optimizer = [group for groups in self._optimizer_groups.values() for group in groups]
+        return [*dict.fromkeys(self._group_of.values()), *optimizer]
+
+    def _build(self, plan: Plan, device: Device) -> None:
+        members: dict[tuple[Kind, object], list[str]] = {}
+        for name in plan.used_state():
+            kind = Kind.PARAMETERS if isinstance(self.tensors[name], nn.Parameter) else Kind.BUFFERS
+            members.setdefault((kind, self.layout.owners.get(name, name)), []).append(name)
+        for (kind, owner), names in members.items():
+            group = Group(kind, [self.tensors[name] for name in names], device)
+            if kind is Kind.PARAMETERS and isinstance(owner, int):
+                group.shard = owner
+            self._group_of.update(dict.fromkeys(names, group))
+
+    def adopt_state(self, names: Sequence[str], device: Device) -> None:
+        """Group parameters and buffers that the first plan did not use and a later one does."""
+        new = [name for name in names if name not in self._group_of]
+        for kind, members in (
+            (Kind.PARAMETERS, [n for n in new if isinstance(self.tensors[n], nn.Parameter)]),
+            (Kind.BUFFERS, [n for n in new if not isinstance(self.tensors[n], nn.Parameter)]),
+        ):
+            if members:
+                tensors = [self.tensors[name] for name in members]
+                group = device.on_host(lambda kind=kind, tensors=tensors: Group(kind, tensors, device))  # type: ignore[misc]
+                self._group_of.update(dict.fromkeys(members, group))
+
+    def _check_optimizer(self) -> None:
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise TaskError(
+                "LBFGS evaluates the model several times within a step and couples all parameters, so it cannot be stepped "
+                "shard by shard; use an optimizer whose update is per parameter"
+            )
+        own = {id(parameter) for parameter in self.module.parameters()}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in own:
+                    raise TaskError(
+                        f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
+                        "module that model= builds; build it inside the module"
+                    )

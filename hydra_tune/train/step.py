@@ -1,0 +1,211 @@
+"""One optimizer step, or one evaluated batch, as units that the pool can run one by one on any device."""
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import TaskError
+from hydra_tune.memory.pager import Lease, Pager
+from hydra_tune.shard.chain import Chain, parameter_gradient_key
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.library import Prepared
+from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.train.clock import UnitTimes, update_guess
+from hydra_tune.train.state import ModelState
+from hydra_tune.train.store import BlockStore
+from hydra_tune.train.streams import RandomStreams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingUnit:
+    """A unit that is due.
+
+    Attributes:
+        kind: "forward", "backward", "update" or "evaluate".
+        shard: index of the shard.
+        seconds: expected.
+        run: runs it on a device's worker; returns seconds spent waiting for other trials' code.
+        times: where its measured seconds go, under `key`.
+    """
+
+    kind: str
+    shard: int
+    seconds: float
+    run: Callable[[Device, Pager], float]
+    times: UnitTimes
+    key: tuple[str, int]
+
+
+def unit_times(prepared: Prepared) -> UnitTimes:
+    """First estimates of the seconds of a plan's units."""
+    plan, seconds = prepared.plan, prepared.seconds
+    times: dict[Hashable, float] = {}
+    for index, shard in enumerate(plan.shards):
+        if plan.mode != "train":
+            times["evaluate", index] = 0.0 if seconds is None else seconds.forward[index]
+            continue
+        if index < len(plan.shards) - 1:
+            times["forward", index] = 0.0 if seconds is None else seconds.forward[index]
+        if shard.has_backward:
+            times["backward", index] = 0.0 if seconds is None else seconds.backward[index]
+        if shard.trained:
+            cost = shard.cost
+            times["update", index] = update_guess(cost.trained_bytes * 2 + cost.optimizer_bytes)
+    return UnitTimes(times)
+
+
+class _Step:
+    """What training and evaluation share: running one shard on a device."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        times: UnitTimes,
+        state: ModelState,
+        batch: Sequence[Tensor],
+        streams: RandomStreams,
+        device: Device,
+    ) -> None:
+        self._plan = plan
+        self._times = times
+        self._state = state
+        self._streams = streams
+        self._store = BlockStore(state, plan, batch, device)
+        self._chain = Chain(plan, self._store)
+
+    def close(self) -> None:
+        """Give up all of the step's values."""
+        self._store.clear()
+
+    def _unit(self, kind: str, index: int, run: Callable[[Device, Pager], float]) -> PendingUnit:
+        key = (kind, index)
+        return PendingUnit(kind=kind, shard=index, seconds=self._times.of(key), run=run, times=self._times, key=key)
+
+    def _shard_unit(self, kind: str, index: int, compute: Callable[[Device], None]) -> PendingUnit:
+        """A unit that runs a shard's graph, forward or backward."""
+        shard = self._plan.shards[index]
+        backward = kind == "backward"
+        recompute = backward and self._chain.has_forward(index)
+        workspace = shard.cost.backward_workspace if backward else shard.cost.forward_workspace
+
+        def run(device: Device, pager: Pager) -> float:
+            graph = shard.graph
+            keys = self._chain.keys("backward" if backward else "forward", index)
+            blocks = self._state.groups(graph.state) + self._store.blocks(keys, graph.constants, graph.inputs)
+            with pager.lease(blocks, workspace) as lease:
+                start = time.perf_counter()
+                with self._random(shard, device, keep=not recompute):
+                    waited = time.perf_counter() - start
+                    self._leased(lease, lambda: compute(device))
+                if not recompute:
+                    self._state.touched(graph.written_state)
+                    if self._plan.eager:
+                        self._state.touched(graph.state)
+            return waited
+
+        return self._unit(kind, index, run)
+
+    def _leased(self, lease: Lease, compute: Callable[[], None]) -> None:
+        self._store.lease = lease
+        try:
+            compute()
+        finally:
+            self._store.lease = None
+
+    def _random(self, shard: Shard, device: Device, *, keep: bool) -> AbstractContextManager[object]:
+        """What the unit's random numbers need; eager code gets all of the trial's streams."""
+        stack = ExitStack()
+        if self._plan.eager:
+            stack.enter_context(self._streams.everything())
+            stack.enter_context(GATE.shared())
+        if shard.graph.stochastic and not (self._plan.eager and device.shares_generator):
+            stack.enter_context(self._streams.drawing(device, keep=keep))
+        return stack
+
+
+class TrainingStep(_Step):
+    """One optimizer step. After its units have run, `loss` is the training loss."""
+
+    loss: float
+
+    def units(self) -> Iterator[PendingUnit]:
+        """The step's units in order: forward to the last shard, then backward and update, shard by shard."""
+        shards = self._plan.shards
+        for index in range(len(shards) - 1):
+            yield self._shard_unit("forward", index, lambda device, i=index: self._chain.forward(i, device.generator))  # type: ignore[misc]
+        for index in reversed(range(len(shards))):
+            if shards[index].has_backward:
+                yield self._shard_unit("backward", index, lambda device, i=index: self._backward(i, device))  # type: ignore[misc]
+            elif index == len(shards) - 1:
+                raise TaskError("the training loss does not depend on any parameter that requires gradients")
+            else:
+                self._chain.skip_backward(index)
+            if shards[index].trained:
+                yield self._update_unit(index)
+
+    def _backward(self, index: int, device: Device) -> None:
+        self._chain.backward(index, device.generator)
+        (name,) = self._plan.outputs
+        if name in self._plan.shards[index].losses:
+            loss = self._store.get(name)
+            assert loss is not None
+            self.loss = float(loss.item())
+            self._store.drop(name)
+
+    def _update_unit(self, index: int) -> PendingUnit:
+        shard = self._plan.shards[index]
+        names, cost = shard.trained, shard.cost
+
+        def run(device: Device, pager: Pager) -> float:
+            state = self._state
+            optimizer_groups = state.optimizer_groups(names)
+            keys = [parameter_gradient_key(name) for name in names]
+            blocks = state.groups(names) + optimizer_groups + self._store.blocks(keys, (), ())
+            workspace = cost.update_workspace if optimizer_groups else cost.first_update_workspace
+            with pager.lease(blocks, workspace):
+                gradients = {
+                    name: gradient
+                    for name, key in zip(names, keys, strict=True)
+                    if (gradient := self._store.get(key)) is not None
+                }
+                start = time.perf_counter()
+                with GATE.shared():
+                    waited = time.perf_counter() - start
+                    state.update(names, gradients)
+                gradients.clear()
+                for key in keys:
+                    self._store.drop(key)
+                state.adopt_optimizer_state(names, device)
+            return waited
+
+        return self._unit("update", index, run)
+
+
+class EvaluationStep(_Step):
+    """One evaluated batch. After its units have run, `metrics` has its values."""
+
+    metrics: dict[str, float]
+
+    def units(self) -> Iterator[PendingUnit]:
+        """One forward-only unit a shard."""
+        self.metrics = {}
+        for index in range(len(self._plan.shards)):
+            yield self._shard_unit("evaluate", index, lambda device, i=index: self._forward(i, device))  # type: ignore[misc]
+
+    def _forward(self, index: int, device: Device) -> None:
+        self._chain.forward(index, device.generator)
+        for metric, name in zip(self._plan.names, self._plan.outputs, strict=True):
+            if self._plan.birth[name] == index:
+                value = self._store.get(name)
+                assert value is not None
+                self.metrics[metric] = float(value.item())
+                # An output that later shards also use goes with its last use.
+                if name not in self._plan.last_use:
+                    self._store.drop(name)
+
+
+__all__ = ["EvaluationStep", "PendingUnit", "TrainingStep", "unit_times"]

@@ -1,0 +1,108 @@
+"""A step's values as blocks: the store that a chain of units works on in the pool."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hydra_tune.devices.device import Device
+from hydra_tune.memory.block import Block, Kind, Value, whole_storage
+from hydra_tune.memory.pager import Lease, drop
+from hydra_tune.shard.plan import Plan
+from hydra_tune.train.state import ModelState
+
+_STATE_KINDS = (Kind.PARAMETERS, Kind.BUFFERS, Kind.OPTIMIZER)
+
+
+class BlockStore:
+    """Values of one step, by key; while a unit runs, `lease` is what it holds.
+
+    Several values may be views of one block, as they were views of one storage; the block goes with the last of them.
+
+    Args:
+        state: the trial's long-lived tensors.
+        plan: whose constants the step uses.
+        batch: the batch's tensors, on the host.
+        device: whose host memory to use for them.
+    """
+
+    def __init__(self, state: ModelState, plan: Plan, batch: Sequence[Tensor], device: Device) -> None:
+        self._state = state
+        self._values: dict[str, Value] = {}
+        self._uses: Counter[Block] = Counter()
+        self.lease: Lease | None = None
+        fixed = {**{_input_key(i): tensor for i, tensor in enumerate(batch)}, **_named(plan.constants)}
+        device.on_host(lambda: self._take_over(fixed, device))
+
+    def blocks(self, keys: Sequence[str], constants: Sequence[str], inputs: Sequence[int]) -> list[Block]:
+        """The blocks under the keys that are there."""
+        wanted = [*keys, *(_constant_key(name) for name in constants), *(_input_key(index) for index in inputs)]
+        return [self._values[key].block for key in wanted if key in self._values]
+
+    def state(self, names: Sequence[str]) -> list[Tensor]:
+        """Parameters and buffers by name."""
+        return [self._state.tensors[name] for name in names]
+
+    def constants(self, names: Sequence[str]) -> list[Tensor]:
+        """Constants by name."""
+        return [self._values[_constant_key(name)].tensor() for name in names]
+
+    def inputs(self, indices: Sequence[int]) -> list[Tensor]:
+        """Batch tensors by index."""
+        return [self._values[_input_key(index)].tensor() for index in indices]
+
+    def get(self, key: str) -> Tensor | None:
+        """A value put earlier, or None."""
+        value = self._values.get(key)
+        return None if value is None else value.tensor()
+
+    def put(self, key: str, tensor: Tensor) -> None:
+        """Keep a value; a view of the trial's state is copied, for the state will change."""
+        assert self.lease is not None, "values are made by running units"
+        if self.lease.owns(tensor, _STATE_KINDS):
+            tensor = tensor.clone()
+        kind = Kind.GRADIENTS if "gradient:" in key else Kind.ACTIVATIONS
+        block = self.lease.block_of(kind, tensor)
+        self._uses[block] += 1
+        self.drop(key)
+        self._values[key] = Value(block, tensor)
+
+    def drop(self, key: str) -> None:
+        """Forget a value."""
+        value = self._values.pop(key, None)
+        if value is None:
+            return
+        self._uses[value.block] -= 1
+        if not self._uses[value.block]:
+            del self._uses[value.block]
+            drop(value.block)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for key in list(self._values):
+            self.drop(key)
+
+    def _take_over(self, tensors: dict[str, Tensor], device: Device) -> None:
+        """Blocks of tensors that are on the host; tensors that share a storage share a block."""
+        blocks: dict[int, Block] = {}
+        for key, tensor in tensors.items():
+            storage = tensor.untyped_storage()
+            block = blocks.get(storage._cdata)  # noqa: SLF001 - the storage's identity
+            if block is None:
+                block = Block(Kind.INPUTS, storage.nbytes(), device.alignment)
+                block.host = whole_storage(tensor.detach())
+                blocks[storage._cdata] = block  # noqa: SLF001
+            self._uses[block] += 1
+            self._values[key] = Value(block, tensor)
+
+
+def _named(constants: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {_constant_key(name): tensor for name, tensor in constants.items()}
+
+
+def _constant_key(name: str) -> str:
+    return f"constant:{name}"
+
+
+def _input_key(index: int) -> str:
+    return f"input:{index}"

@@ -1,0 +1,303 @@
+"""`Trial`: what one trial does over time, as a sequence of shard units and reports.
+
+The training loop is written once, as a generator that reads like the plain loop and stops wherever a shard unit is due; the
+pool runs the unit on a device of its choice and lets the generator go on. Knows nothing of other trials or of the schedule.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import MetricError, TaskError
+from hydra_tune.memory.pager import Pager
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.task import TrainTask
+from hydra_tune.train.clock import Progress, UnitTimes
+from hydra_tune.train.data import make_loader, num_batches, num_samples
+from hydra_tune.train.mean import Mean
+from hydra_tune.train.state import ModelState
+from hydra_tune.train.step import EvaluationStep, PendingUnit, TrainingStep, unit_times
+from hydra_tune.train.streams import RandomStreams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A report is due: the trial waits for an answer.
+
+    Attributes:
+        step: the epoch, from 0, or with `report_every=n` the optimizer steps done.
+        metrics: `train_loss` and `val_<name>`.
+    """
+
+    step: int
+    metrics: dict[str, float]
+
+
+class Trial:
+    """One training run under way.
+
+    Args:
+        task: what to train.
+        library: where plans come from.
+        device: any device of the pool, for host memory.
+    """
+
+    def __init__(self, task: TrainTask, library: PlanLibrary, device: Device) -> None:
+        self.task = task
+        self.history: list[dict[str, float]] = []
+        self.metrics: dict[str, float] = {}
+        self.units_run = 0
+        self.num_shards = 0
+        self.module: nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.state: ModelState | None = None
+        self.progress = Progress(
+            epochs=task.epochs,
+            report_every=None if task.report_every == "epoch" else task.report_every,
+            batches=num_batches(task.train, task.batch_size),
+            validation=0 if task.validate is None else num_batches(task.validate, task.batch_size),
+        )
+        self._library = library
+        self._device = device
+        self._streams = RandomStreams(task.seed)
+        self._scheduler: Any = None
+        self._plans: dict[Any, tuple[Prepared, UnitTimes]] = {}
+        self._interval = Mean()
+        self._started = time.perf_counter()
+        self._train_times = UnitTimes({})
+        self._evaluation_times = UnitTimes({})
+        self._step_left = 0.0
+        self._program = self._run()
+
+    def advance(self) -> PendingUnit | Report | None:
+        """Go on to the next unit or report; None at the end. Runs the trial's own code: not inside a unit."""
+        return next(self._program, None)
+
+    def finished(self, unit: PendingUnit, seconds: float) -> None:
+        """A unit took so long."""
+        self.units_run += 1
+        self._step_left = max(0.0, self._step_left - unit.seconds)
+        unit.times.measured(unit.key, seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one optimizer step, as known now."""
+        return self._train_times.total
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Seconds of compute to come, as known now."""
+        steps = self.progress.steps_left * self._train_times.total
+        evaluation = self.progress.evaluated_batches_left * self._evaluation_times.total
+        return self._step_left + max(0.0, steps - self._train_times.total) + evaluation
+
+    @property
+    def units_planned(self) -> int | None:
+        """Units of the whole run; None where the data does not tell."""
+        steps, evaluated = self.progress.num_steps, self.progress.num_evaluated_batches
+        if steps is None or evaluated is None:
+            return None
+        # Before the first evaluation its units are taken to be as many as the shards.
+        per_batch = len(self._evaluation_times) or self.num_shards
+        return steps * len(self._train_times) + evaluated * per_batch
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory the trial's state and the values between its units need."""
+        if self.state is None:
+            return 0
+        shards = self.state.layout.plan.shards
+        values = sum(shard.cost.value_bytes + shard.cost.gradient_bytes for shard in shards)
+        return self.state.nbytes + values + sum(shard.cost.optimizer_bytes for shard in shards)
+
+    def close(self, *, keep: bool) -> None:
+        """End the trial: values of the step go; the state comes home, or goes too."""
+        self._program.close()
+        if self.state is not None:
+            if keep:
+                self.state.bring_home()
+            else:
+                self.state.drop()
+        if not keep:
+            self.module, self.optimizer, self.state = None, None, None
+        self._plans.clear()
+
+    def _run(self) -> Generator[PendingUnit | Report, None, None]:
+        """The training loop."""
+        task = self.task
+        module, optimizer = self._build()
+        for epoch in range(task.epochs):
+            self.progress.epoch = epoch
+            before = self.progress.steps
+            for batch in self._draw(task.train, shuffle=True):
+                yield from self._train(module, optimizer, batch)
+                if task.scheduler_interval == "step":
+                    self._step_scheduler()
+                if task.report_every != "epoch" and self.progress.steps % task.report_every == 0:
+                    yield from self._report(self.progress.steps, epoch)
+            self.progress.batches_per_epoch = self.progress.steps - before
+            if not self.progress.batches_per_epoch:
+                raise TaskError(f"train yielded no batch in epoch {epoch}; every pass needs at least one")
+            if task.report_every == "epoch":
+                yield from self._report(epoch, epoch)
+            if task.scheduler_interval == "epoch":
+                self._step_scheduler()
+
+    def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        task = self.task
+        with self._own_code():
+            module = task.model()
+            if not isinstance(module, nn.Module):
+                raise TaskError(f"model= must build a torch.nn.Module, but returned {type(module).__name__}")
+            _refuse_lazy(module)
+            groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
+            optimizer = task.optimizer(groups)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TaskError(
+                    f"optimizer= must build a torch.optim.Optimizer, but returned {type(optimizer).__name__}"
+                )
+            self._scheduler = None if task.scheduler is None else task.scheduler(optimizer)
+        module.train()
+        self.module, self.optimizer = module, optimizer
+        return module, optimizer
+
+    def _draw(self, handle: Any, *, shuffle: bool) -> Iterator[Any]:
+        """The batches of one pass, each drawn with the trial's own streams and not before it is needed."""
+        with self._own_code():
+            loader: Iterable[Any] = make_loader(handle, self.task.batch_size, shuffle)
+            iterator = iter(loader)
+        while True:
+            with self._own_code():
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+            yield batch
+
+    def _train(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
+    ) -> Generator[PendingUnit, None, None]:
+        leaves = batches.flatten(batch)
+        prepared, times = self._plan(module, optimizer, batch, leaves, "train")
+        if self.state is None:
+            self.state = ModelState(module, optimizer, prepared.plan, self._device)
+            self.num_shards = len(prepared.plan.shards)
+        self._train_times, self._step_left = times, times.total
+        step = TrainingStep(prepared.plan, times, self.state, leaves.tensors, self._streams, self._device)
+        try:
+            yield from step.units()
+        finally:
+            step.close()
+        self.progress.steps += 1
+        self._interval.add(step.loss, num_samples(batch))
+
+    def _report(self, step: int, epoch: int) -> Generator[PendingUnit | Report, None, None]:
+        metrics = {"train_loss": self._interval.value()}
+        self._interval = Mean()
+        if self.task.validate is not None:
+            means = yield from self._evaluate()
+            metrics |= {f"val_{name}": mean.value() for name, mean in means.items()}
+        for name in self.task.metrics:
+            if name not in metrics:
+                raise MetricError(f"metric {name!r} is not reported; reported are {', '.join(metrics)}")
+        self.metrics = metrics
+        seconds = time.perf_counter() - self._started
+        self.history.append({"step": step, "epoch": epoch, "seconds": seconds, **metrics})
+        yield Report(step=step, metrics=dict(metrics))
+
+    def _evaluate(self) -> Generator[PendingUnit, None, dict[str, Mean]]:
+        assert self.module is not None
+        assert self.optimizer is not None
+        assert self.state is not None
+        means: dict[str, Mean] = {}
+        count = 0
+        for batch in self._draw(self.task.validate, shuffle=False):
+            leaves = batches.flatten(batch)
+            prepared, times = self._plan(self.module, self.optimizer, batch, leaves, "evaluate")
+            self._evaluation_times, self._step_left = times, times.total
+            step = EvaluationStep(prepared.plan, times, self.state, leaves.tensors, self._streams, self._device)
+            try:
+                yield from step.units()
+            finally:
+                step.close()
+            for name, value in step.metrics.items():
+                means.setdefault(name, Mean()).add(value, num_samples(batch))
+            count += 1
+            self.progress.evaluated_batches += 1
+        if not count:
+            raise TaskError(f"validate yielded no batch: {type(self.task.validate).__name__} is empty")
+        self.progress.validation_batches = count
+        self.module.train()
+        return means
+
+    def _plan(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, leaves: batches.Leaves, mode: str
+    ) -> tuple[Prepared, UnitTimes]:
+        key = (mode, leaves.signature)
+        if key not in self._plans:
+            like = None
+            if self.state is not None:
+                self.state.bring_home()  # a capture copies the model
+                like = self.state.layout
+            with self._streams.everything():
+                prepared = self._library.prepare(self.task, module, optimizer, batch, mode, like)
+            if self.state is not None:
+                self.state.adopt_state(list(prepared.plan.used_state()), self._device)
+            module.train()
+            self._plans[key] = (prepared, unit_times(prepared))
+        return self._plans[key]
+
+    def _step_scheduler(self) -> None:
+        if self._scheduler is None:
+            return
+        with self._own_code():
+            if not isinstance(self._scheduler, ReduceLROnPlateau):
+                self._scheduler.step()
+                return
+            name = self.task.metrics[0]
+            if name not in self.metrics:
+                raise MetricError(
+                    f"ReduceLROnPlateau needs {name!r} after step {self.progress.steps}, but nothing has been reported yet; "
+                    "step it per epoch (scheduler_interval='epoch') and report at least as often"
+                )
+            self._scheduler.step(self.metrics[name])
+
+    def _own_code(self) -> AbstractContextManager[object]:
+        """Around the user's code: the trial's random streams, and no capture beside it."""
+        stack = ExitStack()
+        stack.enter_context(self._streams.everything())
+        stack.enter_context(GATE.shared())
+        return stack
+
+
+def run_unit(
+    unit: PendingUnit, device: Device, pager: Pager, instrument: Callable[[], AbstractContextManager[Any]] | None
+) -> float:
+    """Run a unit on the calling thread, which must be the device's worker.
+
+    Returns:
+        Seconds it took, waiting for other trials' streams not counted.
+    """
+    with nullcontext() if instrument is None else instrument():
+        start = time.perf_counter()
+        waited = unit.run(device, pager)
+        device.synchronize()
+        return time.perf_counter() - start - waited
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise TaskError(
+                f"parameter {name!r} is lazy: its shape is unknown until a forward; run one batch through the module in "
+                "model=, or give the sizes"
+            )

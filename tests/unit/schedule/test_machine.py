@@ -1,0 +1,349 @@
+"""The scheduler's rules one by one. That they hold in any order of events is guarded in tests/property."""
+
+import pytest
+
+from hydra_tune.errors import ConfigError, ScheduleError
+from hydra_tune.schedule import (
+    Admit,
+    DeviceAdded,
+    Fifo,
+    JobAdmitted,
+    JobRejected,
+    JobResumed,
+    JobStopped,
+    JobSubmitted,
+    Release,
+    Run,
+    Scheduler,
+    ShardedLRTF,
+    ShardMoved,
+    Unit,
+    UnitFailed,
+    UnitFinished,
+)
+
+FIRST = Unit(kind="forward", shard=0, seconds=1.0)
+SECOND = Unit(kind="forward", shard=1, seconds=1.0)
+
+
+def scheduler(*, num_devices=1, max_concurrent=4, policy=None):
+    machine = Scheduler(policy=policy or Fifo(), max_concurrent=max_concurrent)
+    for index in range(num_devices):
+        machine.handle(DeviceAdded(device=f"cpu:{index}"))
+    return machine
+
+
+def admitted(job, unit=FIRST, remaining_seconds=10.0, step_seconds=0.0):
+    return JobAdmitted(job=job, unit=unit, remaining_seconds=remaining_seconds, step_seconds=step_seconds)
+
+
+def finished(job, unit=SECOND, device="cpu:0", remaining_seconds=9.0, step_seconds=None):
+    return UnitFinished(
+        job=job,
+        device=device,
+        seconds=1.0,
+        unit=unit,
+        remaining_seconds=remaining_seconds,
+        step_seconds=step_seconds,
+    )
+
+
+def submit(machine, *jobs):
+    return machine.handle(*[JobSubmitted(job=job) for job in jobs])
+
+
+def start(machine, *jobs):
+    submit(machine, *jobs)
+    return machine.handle(*[admitted(job) for job in jobs])
+
+
+def run(job, unit=FIRST, device="cpu:0"):
+    return Run(job=job, device=device, unit=unit)
+
+
+def test_a_jobs_life():
+    machine = scheduler()
+    assert submit(machine, "a") == [Admit(job="a")]
+    assert machine.handle(admitted("a")) == [run("a")]
+    assert machine.handle(finished("a")) == [run("a", SECOND)]
+    assert machine.handle(finished("a", unit=None)) == []
+    assert machine.handle(JobResumed(job="a", unit=FIRST, remaining_seconds=1.0)) == [run("a")]
+    assert machine.handle(finished("a", unit=None)) == []
+    assert machine.handle(JobStopped(job="a")) == [Release(job="a")]
+    assert machine.idle_devices == ("cpu:0",)
+
+
+def test_a_device_that_is_added_late_is_fed_at_once():
+    machine = scheduler(num_devices=0)
+    assert start(machine, "a", "b") == []
+    assert machine.handle(DeviceAdded(device="cpu:0")) == [run("a")]
+    assert machine.handle(DeviceAdded(device="cpu:1")) == [run("b", device="cpu:1")]
+
+
+def test_one_job_never_takes_two_devices():
+    machine = scheduler(num_devices=2)
+    assert start(machine, "a") == [run("a")]
+    assert machine.idle_devices == ("cpu:1",)
+    assert machine.eligible_jobs == ()
+
+
+def test_events_of_one_call_are_decided_together():
+    machine = scheduler(num_devices=2, policy=ShardedLRTF())
+    submit(machine, "short", "long", "longest")
+    events = [admitted(job, remaining_seconds=s) for job, s in (("short", 1.0), ("long", 2.0), ("longest", 3.0))]
+    assert machine.handle(*events) == [run("longest"), run("long", device="cpu:1")]
+
+
+def test_admission_is_in_submission_order_up_to_the_slots():
+    machine = scheduler(max_concurrent=2)
+    assert submit(machine, "a", "b", "c", "d") == [Admit(job="a"), Admit(job="b")]
+    assert machine.handle(JobRejected(job="b")) == [Release(job="b"), Admit(job="c")]
+    assert machine.num_slots_taken == 2
+
+
+def test_a_waiting_job_holds_no_slot_and_goes_on_beyond_the_slots():
+    machine = scheduler(num_devices=2, max_concurrent=1)
+    submit(machine, "a", "b", "c")
+    machine.handle(admitted("a"))
+    assert machine.handle(finished("a", unit=None)) == [Admit(job="b")]
+    machine.handle(admitted("b"))
+    assert machine.handle(JobResumed(job="a", unit=SECOND, remaining_seconds=1.0)) == [run("a", SECOND, "cpu:1")]
+    assert machine.num_slots_taken == 2
+    # One of the two ends; only the second end makes room.
+    machine.handle(JobStopped(job="a"))
+    assert machine.handle(finished("a", device="cpu:1")) == [Release(job="a")]
+    assert machine.handle(finished("b", unit=None)) == [Admit(job="c")]
+
+
+def test_memory_is_released_before_it_is_taken():
+    machine = scheduler(max_concurrent=2)
+    start(machine, "a", "b")
+    submit(machine, "c")
+    assert machine.handle(UnitFailed(job="a", device="cpu:0")) == [Release(job="a"), run("b"), Admit(job="c")]
+
+
+def test_stop_while_queued_or_eligible_or_waiting_releases_at_once():
+    machine = scheduler(max_concurrent=2)
+    start(machine, "running", "eligible")
+    submit(machine, "queued")
+    assert machine.handle(JobStopped(job="queued")) == [Release(job="queued")]
+    assert machine.handle(JobStopped(job="eligible")) == [Release(job="eligible")]
+    machine.handle(finished("running", unit=None))
+    assert machine.handle(JobStopped(job="running")) == [Release(job="running")]
+
+
+@pytest.mark.parametrize("answer", [admitted("a"), JobRejected(job="a")], ids=["admitted", "rejected"])
+def test_stop_while_preparing_releases_when_prepared_and_runs_nothing(answer):
+    machine = scheduler(max_concurrent=1)
+    submit(machine, "a", "b")
+    assert machine.handle(JobStopped(job="a")) == []
+    assert machine.handle(answer) == [Release(job="a"), Admit(job="b")]
+    assert machine.idle_devices == ("cpu:0",)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [finished("a"), finished("a", unit=None), UnitFailed(job="a", device="cpu:0")],
+    ids=["more to do", "nothing to do", "failed"],
+)
+def test_stop_while_running_releases_after_the_unit_and_frees_the_device(end):
+    machine = scheduler(max_concurrent=2)
+    start(machine, "a", "b")
+    assert machine.handle(JobStopped(job="a")) == []
+    assert machine.num_slots_taken == 2
+    assert machine.handle(end) == [Release(job="a"), run("b")]
+
+
+def test_stopping_twice_is_stopping_once():
+    machine = scheduler()
+    start(machine, "a")
+    machine.handle(JobStopped(job="a"))
+    assert machine.handle(JobStopped(job="a")) == []
+    assert machine.handle(finished("a")) == [Release(job="a")]
+
+
+def test_a_failed_job_fails_alone():
+    machine = scheduler(num_devices=2)
+    start(machine, "a", "b")
+    assert machine.handle(UnitFailed(job="a", device="cpu:0")) == [Release(job="a")]
+    assert machine.handle(finished("b", device="cpu:1")) == [run("b", SECOND)]
+
+
+def test_nothing_is_kept_of_jobs_that_are_over():
+    machine = scheduler()
+    for index in range(50):
+        start(machine, f"job{index}")
+        machine.handle(finished(f"job{index}", unit=None), JobStopped(job=f"job{index}"))
+    assert dict(machine.phases) == {}
+    assert machine._stories == {}
+    assert machine.story("job49") == []
+
+
+def test_the_chosen_job_goes_to_the_idle_device_that_has_its_shard():
+    """With fewer jobs than devices a unit still travels to its shard, and not to the first idle device."""
+    machine = scheduler(num_devices=2)
+    start(machine, "a")
+    machine.handle(ShardMoved(job="a", shard=1, device="cpu:1"))
+    assert machine.handle(finished("a")) == [run("a", SECOND, "cpu:1")]
+
+
+def test_a_shard_on_a_busy_device_does_not_keep_an_idle_one_waiting():
+    machine = scheduler(num_devices=2)
+    start(machine, "a", "b")
+    machine.handle(ShardMoved(job="a", shard=1, device="cpu:1"))
+    assert machine.handle(finished("a")) == [run("a", SECOND, "cpu:0")]
+
+
+def test_a_shard_that_left_its_device_is_on_none():
+    machine = scheduler(num_devices=2)
+    start(machine, "a")
+    machine.handle(ShardMoved(job="a", shard=1, device="cpu:1"))
+    machine.handle(ShardMoved(job="a", shard=1, device=None))
+    assert machine.handle(finished("a")) == [run("a", SECOND, "cpu:0")]
+
+
+def test_a_new_step_time_holds_from_then_on():
+    machine = scheduler(policy=ShardedLRTF())
+    submit(machine, "a", "b")
+    machine.handle(admitted("a", remaining_seconds=20.0), admitted("b", SECOND, remaining_seconds=11.0))
+    machine.handle(ShardMoved(job="b", shard=1, device="cpu:0"))
+    assert machine.handle(finished("a", remaining_seconds=19.0)) == [run("a", SECOND)], "no slack yet"
+    # 18 - 7 = 11: b, whose shard is here, is within the slack.
+    assert machine.handle(finished("a", remaining_seconds=18.0, step_seconds=7.0)) == [run("b", SECOND)]
+
+
+def test_the_story_is_the_last_events_and_commands():
+    machine = scheduler()
+    start(machine, "a")
+    assert [line.split("(")[0] for line in machine.story("a")] == ["JobSubmitted", "Admit", "JobAdmitted", "Run"]
+    for _ in range(30):
+        machine.handle(finished("a"))
+    assert len(machine.story("a")) == 20
+    assert machine.story("a")[-1] == repr(run("a", SECOND))
+
+
+def test_max_concurrent_must_be_positive():
+    with pytest.raises(ConfigError, match="max_concurrent must be at least 1, not 0"):
+        Scheduler(policy=Fifo(), max_concurrent=0)
+
+
+@pytest.mark.parametrize("choice", [None, "a"])
+def test_a_policy_must_return_a_candidate(choice):
+    class Wrong:
+        def choose(self, device, candidates):
+            return choice
+
+    with pytest.raises(ScheduleError, match=r"Wrong\.choose gave .* for device 'cpu:0', expected one of \['a'\]"):
+        start(scheduler(policy=Wrong()), "a")
+
+
+def snapshot(machine):
+    return repr(machine._state), repr(machine._stories)
+
+
+NAN = float("nan")
+IMPOSSIBLE = {
+    "device twice": (DeviceAdded(device="cpu:0"), "device 'cpu:0' is there already"),
+    "job twice": (JobSubmitted(job="ready"), "the job is ready, expected a new job"),
+    "unknown": (JobStopped(job="nobody"), "the job is unknown or over"),
+    "over": (JobStopped(job="over"), "the job is unknown or over"),
+    "finished by nobody": (finished("nobody"), "the job is unknown or over"),
+    "admitted while queued": (admitted("queued"), "the job is queued, expected preparing"),
+    "admitted twice": (admitted("ready"), "the job is ready, expected preparing"),
+    "rejected while running": (JobRejected(job="running"), "the job is running on 'cpu:0', expected preparing"),
+    "finished while ready": (finished("ready"), "the job is ready, expected running"),
+    "finished while waiting": (finished("waiting"), "the job is waiting, expected running"),
+    "finished elsewhere": (
+        finished("running", device="cpu:1"),
+        "the job is running on 'cpu:0', expected it running on 'cpu:1'",
+    ),
+    "failed elsewhere": (UnitFailed(job="running", device="cpu:1"), "expected it running on 'cpu:1'"),
+    "failed while preparing": (UnitFailed(job="preparing", device="cpu:0"), "the job is preparing, expected running"),
+    "resumed while running": (
+        JobResumed(job="running", unit=FIRST, remaining_seconds=1.0),
+        "the job is running on 'cpu:0', expected waiting",
+    ),
+    "moved while queued": (
+        ShardMoved(job="queued", shard=0, device="cpu:0"),
+        "the job is queued, expected preparing or ready or running or waiting",
+    ),
+    "moved nowhere": (
+        ShardMoved(job="ready", shard=0, device="cpu:9"),
+        "device 'cpu:9' is unknown, expected one of: cpu:0",
+    ),
+    "remaining is NaN": (finished("running", remaining_seconds=NAN), "remaining_seconds is NaN"),
+    "resumed with NaN": (JobResumed(job="waiting", unit=FIRST, remaining_seconds=NAN), "remaining_seconds is NaN"),
+    "step is infinite": (admitted("preparing", step_seconds=float("inf")), "step_seconds is inf, expected a finite"),
+    "step is negative": (finished("running", step_seconds=-1.0), "step_seconds is -1.0, expected a finite"),
+}
+
+
+@pytest.mark.parametrize(("event", "found"), IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+@pytest.mark.parametrize("batched", [False, True], ids=["alone", "after another"])
+def test_an_impossible_event_is_named_with_the_state_and_changes_nothing(event, found, batched):
+    machine = scheduler(max_concurrent=3)
+    start(machine, "waiting", "over")
+    machine.handle(finished("waiting", unit=None), JobStopped(job="over"))
+    start(machine, "running", "ready")
+    submit(machine, "preparing", "queued")
+    machine.check()
+    before = snapshot(machine)
+    earlier = [JobStopped(job="queued")] if batched and getattr(event, "job", "") != "queued" else []
+    with pytest.raises(ScheduleError) as caught:
+        machine.handle(*earlier, event)
+    text = str(caught.value)
+    assert text.startswith(f"impossible event {event!r}: ")
+    assert found in text
+    for line in machine.story(getattr(event, "job", "")):
+        assert line in text
+    assert snapshot(machine) == before
+
+
+def test_a_refused_call_leaves_no_trace_of_its_earlier_events():
+    """Whatever part of the state they touched: devices, jobs, queue, eligible jobs and counts."""
+    machine = scheduler(max_concurrent=3)
+    start(machine, "running", "ready")
+    submit(machine, "preparing", "queued")
+    earlier = [
+        DeviceAdded(device="cpu:1"),
+        JobSubmitted(job="new"),
+        JobStopped(job="queued"),
+        JobStopped(job="ready"),
+        ShardMoved(job="running", shard=0, device="cpu:1"),
+        admitted("preparing"),
+        finished("running"),
+    ]
+    before = snapshot(machine)
+    with pytest.raises(ScheduleError, match="the job is unknown or over"):
+        machine.handle(*earlier, JobStopped(job="nobody"))
+    assert snapshot(machine) == before
+    machine.handle(*earlier)
+    assert snapshot(machine) != before
+
+
+def test_the_story_in_a_refusal_includes_the_events_of_the_same_call():
+    machine = scheduler()
+    with pytest.raises(ScheduleError, match=r"oldest first: JobSubmitted\(job='a'\)\. "):
+        machine.handle(JobSubmitted(job="a"), finished("a"))
+
+
+def test_check_finds_what_is_wrong():
+    """The checks the other tests lean on do see each kind of damage."""
+    machine = scheduler(max_concurrent=2)
+    start(machine, "running", "ready")
+    submit(machine, "queued")
+    machine.check()
+    state = machine._state
+    state.devices["cpu:0"] = None
+    state.queue.clear()
+    state.num_slots_taken = 1
+    state.eligible["running"] = state.jobs["running"].view()
+    with pytest.raises(ScheduleError) as caught:
+        machine.check()
+    for found in (
+        "runs on 'cpu:0', which runs None",
+        "the queue is []",
+        "1 slots are counted",
+        "the eligible jobs are",
+    ):
+        assert found in str(caught.value)
