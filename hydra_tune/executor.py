@@ -86,13 +86,15 @@ class HydraExecutor:
     @property
     def width(self) -> int:
         """Trials in flight that keep the devices busy: `max_concurrent`, or twice the number of devices."""
-        self._started()
+        if not self._width:
+            self._started()
         return self._width
 
     @property
     def device_names(self) -> tuple[str, ...]:
         """Names of the pool's devices, e.g. `("cuda:0", "cuda:1")`."""
-        self._started()
+        if not self._device_names:
+            self._started()
         return self._device_names
 
     def submit(self, task: TrainTask, name: str | None = None, events: EventStream | None = None) -> Job:
@@ -125,12 +127,18 @@ class HydraExecutor:
             raise
 
     def events(self) -> EventStream:
-        """A new stream of events, for one driver."""
+        """A new stream of events, for one driver.
+
+        Raises:
+            HydraTuneError: the executor is shut down.
+        """
+        self._started()
         return EventStream()
 
     def stats(self) -> PoolStats:
         """Figures since the pool began."""
-        return self._started().stats()
+        pool = self._pool  # figures may be read after the end as well
+        return (pool or self._started()).stats()
 
     def shutdown(self) -> None:
         """Cancel what is not over, wait for the running units, end all threads. May be called again."""
@@ -151,9 +159,9 @@ class HydraExecutor:
 
     def _started(self) -> Pool:
         with self._lock:
+            if self._is_shut_down:
+                raise HydraTuneError("the executor is shut down; make a new HydraExecutor")
             if self._pool is None:
-                if self._is_shut_down:
-                    raise HydraTuneError("the executor is shut down; make a new HydraExecutor")
                 self._pool = self._start()
             return self._pool
 

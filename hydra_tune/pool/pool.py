@@ -11,8 +11,9 @@ import itertools
 import queue
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +136,12 @@ class Pool:
             key = f"{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
             self._records[key] = _Record(job)
-        self._tell(JobSubmitted(job=key))
+            try:
+                commands = self._decide(JobSubmitted(job=key))
+            except BaseException:
+                del self._records[key]
+                raise
+        self._carry_out(commands)
         return job
 
     def proceed(self, job: Job) -> None:
@@ -189,8 +195,8 @@ class Pool:
                     peak_bytes=self._pagers[name].ledger.peak_bytes,
                     resident_bytes=self._pagers[name].resident_bytes,
                     busy_seconds=self._counts[name].busy_seconds,
-                    bytes_in={kind.value: count for kind, count in self._pagers[name].bytes_in.items()},
-                    bytes_out={kind.value: count for kind, count in self._pagers[name].bytes_out.items()},
+                    bytes_in_by_kind={kind.value: count for kind, count in self._pagers[name].bytes_in.items()},
+                    bytes_out_by_kind={kind.value: count for kind, count in self._pagers[name].bytes_out.items()},
                     units=self._counts[name].units,
                 )
                 for name, device in self._devices.items()
@@ -233,7 +239,7 @@ class Pool:
 
     def _decide(self, *events: Event) -> list[Command]:
         """Under the lock."""
-        start = time.perf_counter()
+        start = time.thread_time()
         moves = [ShardMoved(job=job, shard=shard, device=device) for job, shard, device in self._drain_moves()]
         commands: list[Command] = []
         for event in (*moves, *events[:-1]):
@@ -242,7 +248,7 @@ class Pool:
         for command in commands:
             if isinstance(command, Release):
                 self._records[command.job].is_released = True
-        self._scheduler_seconds += time.perf_counter() - start
+        self._scheduler_seconds += time.thread_time() - start
         return commands
 
     def _drain_moves(self) -> list[tuple[str, int, str | None]]:
@@ -273,8 +279,10 @@ class Pool:
 
     def _prepare_all(self) -> None:
         torch.set_num_threads(1)
-        while (record := self._to_prepare.get()) is not None:
-            self._prepare(record)
+        with self._breaking():
+            while (record := self._to_prepare.get()) is not None:
+                self._prepare(record)
+                del record  # or the last job's model would live until the next one comes
 
     def _prepare(self, record: _Record) -> None:
         """Build, capture and cut a job's model, and wait until the host has room for its state."""
@@ -329,9 +337,10 @@ class Pool:
 
     def _work(self, name: str) -> None:
         device = self._devices[name]
-        with device.worker():
+        with self._breaking(), device.worker():
             while (item := self._inboxes[name].get()) is not None:
                 self._run(*item, device)
+                del item  # or the last job's model would live until the next one comes
 
     def _run(self, record: _Record, unit: Unit, device: Device) -> None:
         """Run a unit and go on to the job's next one."""
@@ -340,7 +349,7 @@ class Pool:
         trial = record.trial
         seconds = 0.0
         try:
-            if unit is not _RESUME:
+            if unit.kind != _RESUME.kind:
                 assert record.pending is not None
                 pending, record.pending = record.pending, None
                 seconds = self._timed_unit(pending, device)
@@ -403,6 +412,26 @@ class Pool:
             job.events.put(Reported(job, report.step, report.metrics))
         self._carry_out(commands)
 
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Around a thread's life: an error of the pool itself, or of a policy, fails all jobs and leaves none waiting."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - it goes into every job's result
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        with self._changed:
+            self._closed = True
+            records = list(self._records.values())
+            self._records.clear()
+            self._changed.notify_all()
+        for record in records:
+            result = Result(status="failed", error=error)
+            record.job.end(result)
+            if record.job.events is not None:
+                record.job.events.put(Failed(record.job, result))
+
     # Ends.
 
     def _stop_completed(self, record: _Record) -> None:
@@ -416,6 +445,7 @@ class Pool:
         self._carry_out(commands)
 
     def _fail(self, record: _Record, error: BaseException, event: Event) -> None:
+        _forget_locals(error)
         with self._changed:
             if record.outcome is None or record.outcome == "completed":
                 record.outcome, record.error = "failed", error
@@ -436,7 +466,10 @@ class Pool:
                 result.units_saved = max(0, planned - trial.units_run)
             result._module = trial.module if keep else None  # noqa: SLF001 - the result is being made
             result._optimizer = trial.optimizer if keep else None  # noqa: SLF001
-            trial.close(keep=keep)
+            try:
+                trial.close(keep=keep)
+            except Exception as error:  # noqa: BLE001 - the user's data iterator may fail when it is closed
+                result = Result(status="failed", error=error, history=result.history, units_run=result.units_run)
         record.trial, record.pending = None, None
         with self._changed:
             del self._records[job.key]
@@ -445,6 +478,13 @@ class Pool:
             self._changed.notify_all()
         if job.events is not None:
             job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of what the frames of a traceback hold: a failed unit's tensors would live as long as its error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _unit(pending: PendingUnit | Report | None) -> Unit:

@@ -12,7 +12,8 @@ class DeviceStats:
         peak_bytes: most that the ledger has ever held.
         resident_bytes: parameters, optimizer state and values on it now.
         busy_seconds: time spent in units, their loads and spills included.
-        bytes_in, bytes_out: bytes loaded and spilled, by kind.
+        bytes_in_by_kind, bytes_out_by_kind: bytes loaded and spilled, as parameters, buffers, optimizer, activations,
+            gradients and inputs.
         units: shard units run.
     """
 
@@ -20,9 +21,19 @@ class DeviceStats:
     peak_bytes: int
     resident_bytes: int
     busy_seconds: float
-    bytes_in: dict[str, int]
-    bytes_out: dict[str, int]
+    bytes_in_by_kind: dict[str, int]
+    bytes_out_by_kind: dict[str, int]
     units: int
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes loaded."""
+        return sum(self.bytes_in_by_kind.values())
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes spilled."""
+        return sum(self.bytes_out_by_kind.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +45,7 @@ class PoolStats:
         units_run: shard units run.
         units_saved: units that pruned and cancelled trials would still have run.
         elapsed_seconds: wall time.
-        scheduler_seconds: of it, time spent deciding.
+        scheduler_seconds: CPU time spent deciding what runs where.
     """
 
     devices: dict[str, DeviceStats]

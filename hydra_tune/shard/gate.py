@@ -1,8 +1,9 @@
-"""The gate between capture and eager code.
+"""The gate between capture and everything that computes.
 
-While `torch.export` runs in one thread, `torch.compiler.is_compiling()` is true in all of them, and eager code that asks
-(optimizers, many models) takes other branches. So captures run alone: eager code of trials passes the gate shared, a capture
-passes it exclusively. Captured graphs do not ask and need no gate.
+`torch.export` changes the whole process while it runs in one thread: `torch.compiler.is_compiling()` is true everywhere, so
+that eager code that asks (optimizers, many models) takes other branches; and oneDNN is switched off, so that convolutions in
+other threads run other kernels, which round differently. So captures run alone: whatever computes for a trial, its own code
+or a shard unit, passes the gate shared, a capture passes it exclusively.
 """
 
 import threading
@@ -21,7 +22,7 @@ class CaptureGate:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """For eager code."""
+        """For whatever computes."""
         with self._condition:
             self._condition.wait_for(lambda: not self._alone and not self._waiting)
             self._sharing += 1

@@ -80,7 +80,7 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int) -> 
     graph.output(tuple(copies[node] for node in live_out))
     overwritten = {name for position in range(first, last) for name in analysis.written_values.get(position, ())}
     return ShardGraph(
-        module=fx.GraphModule(captured.module, graph, class_name=f"Shard_{first}_{last}"),
+        module=fx.GraphModule(captured.module, graph, class_name=f"Shard_{first}_{last}").forward,
         first=first,
         last=last,
         layers=(analysis.layers[first], analysis.layers[last - 1]),

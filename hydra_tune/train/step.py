@@ -98,7 +98,7 @@ class _Step:
             blocks = self._state.groups(graph.state) + self._store.blocks(keys, graph.constants, graph.inputs)
             with pager.lease(blocks, workspace) as lease:
                 start = time.perf_counter()
-                with self._random(shard, device, keep=not recompute):
+                with self._surroundings(shard, device, keep=not recompute):
                     waited = time.perf_counter() - start
                     self._leased(lease, lambda: compute(device))
                 if not recompute:
@@ -116,14 +116,14 @@ class _Step:
         finally:
             self._store.lease = None
 
-    def _random(self, shard: Shard, device: Device, *, keep: bool) -> AbstractContextManager[object]:
-        """What the unit's random numbers need; eager code gets all of the trial's streams."""
+    def _surroundings(self, shard: Shard, device: Device, *, keep: bool) -> AbstractContextManager[object]:
+        """What the unit's random numbers need, eager code all of the trial's streams; and no capture beside it."""
         stack = ExitStack()
         if self._plan.eager:
             stack.enter_context(self._streams.everything())
-            stack.enter_context(GATE.shared())
         if shard.graph.stochastic and not (self._plan.eager and device.shares_generator):
             stack.enter_context(self._streams.drawing(device, keep=keep))
+        stack.enter_context(GATE.shared())
         return stack
 
 

@@ -1,0 +1,12 @@
+from hydra_tune.errors import HydraTuneError as HydraTuneError
+from hydra_tune.executor import HydraExecutor as HydraExecutor
+from hydra_tune.pool.job import EventStream as EventStream
+from hydra_tune.pool.job import Failed as Failed
+from hydra_tune.pool.job import Finished as Finished
+from hydra_tune.pool.job import Job as Job
+from hydra_tune.pool.job import Reported as Reported
+from hydra_tune.pool.job import Result as Result
+from hydra_tune.task import TrainTask as TrainTask
+from hydra_tune.train.plain import train_plain as train_plain
+
+__version__: str

@@ -1,0 +1,144 @@
+"""What is known of a sweep while it runs, and its snapshots.
+
+Two threads meet here: the one that runs the tuner tells what happens, and the one that draws asks how things stand. A
+trial that has ended leaves plain values only: its job holds a trained model, which must not outlive it.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hydra_tune.cli.meter import Meter
+from hydra_tune.cli.request import TrialRecord
+from hydra_tune.cli.spec import SweepSpec
+from hydra_tune.cli.trial_views import Entry, final_view, live_view, one_line
+from hydra_tune.observe.snapshot import Status, SweepView, TrialView
+from hydra_tune.observe.summary import trial_line
+from hydra_tune.pool.job import Job
+from hydra_tune.pool.stats import PoolStats
+from hydra_tune.task import TrainTask
+
+_FIRST_FAILURES = 3
+"""When this many trials have failed and none has done anything else, the sweep is wrong and not the trials."""
+
+
+class Board:
+    """The state of one sweep; a `SweepObserver`.
+
+    Args:
+        spec: the sweep.
+        log: is given one line for each trial that ends.
+    """
+
+    def __init__(self, spec: SweepSpec, log: Callable[[str], None]) -> None:
+        self.last_error: BaseException | None = None
+        self._spec = spec
+        self._log = log
+        self._status: Status = "running"
+        self._error: str | None = None
+        self._study: str | None = None
+        self._num_planned: int | None = None
+        self._entries: dict[int, Entry] = {}
+        self._meter = Meter()
+        self._lock = threading.Lock()
+        self._started_seconds = time.monotonic()
+        self._ended_seconds: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a study yet."""
+        return self._study is not None
+
+    def opened(self, study: str, earlier: tuple[TrialRecord, ...], num_planned: int | None) -> None:
+        """The study is open."""
+        with self._lock:
+            self._study = study
+            self._num_planned = num_planned
+            for record in earlier:
+                view = TrialView(number=record.number, state=record.state, earlier=True)
+                view = replace(view, params=dict(record.params), value=record.value)
+                self._entries[record.number] = Entry(view=view)
+
+    def asked(self, number: int) -> None:
+        """A trial exists; its task is about to be built."""
+        with self._lock:
+            self._entries[number] = Entry(view=TrialView(number=number, state="preparing"))
+
+    def built(self, number: int, params: Mapping[str, Any], task: TrainTask) -> None:
+        """A trial's task is about to be submitted."""
+        with self._lock:
+            entry = self._entries[number]
+            entry.view = replace(entry.view, state="queued", params=dict(params), epoch=0, epochs=task.epochs)
+            entry.task = task
+
+    def submitted(self, job: Job) -> None:
+        """The pool has taken a task; it is known by the task itself."""
+        with self._lock:
+            for entry in self._entries.values():
+                if entry.task is job.task:
+                    entry.job, entry.task = job, None
+
+    def broke(self, number: int, error: Exception) -> None:
+        """A trial's task could not be built."""
+        with self._lock:
+            self._entries[number].error = error
+
+    def finished(self, record: TrialRecord) -> bool:
+        """A trial ended. True: ask for no more trials, because all so far have failed."""
+        with self._lock:
+            view, error = final_view(self._entries[record.number], record, stopping=self._status == "stopping")
+            self._entries[record.number] = Entry(view=view)
+            self.last_error = error or self.last_error
+            mine = [entry.view.state for entry in self._entries.values() if not entry.view.earlier]
+            hopeless = mine.count("failed") >= _FIRST_FAILURES and not {"completed", "pruned"} & set(mine)
+            if hopeless:
+                self._error = f"the first {_FIRST_FAILURES} trials have all failed"
+        self._log(trial_line(view, self._spec.metric))
+        return hopeless
+
+    def stop(self) -> None:
+        """Ctrl-C was pressed; called within a signal's handler, so it takes no lock."""
+        self._status = "stopping"
+
+    def end(self, *, interrupted: bool = False, error: Exception | None = None) -> None:
+        """The sweep is over.
+
+        Args:
+            interrupted: Ctrl-C ended it.
+            error: what else ended it early, that was no trial's.
+        """
+        if error is not None:
+            self._error, self.last_error = one_line(error), error
+        self._status = "interrupted" if interrupted else "failed" if self._error else "completed"
+        self._ended_seconds = time.monotonic()
+
+    def snapshot(self, stats: PoolStats) -> SweepView:
+        """The sweep as it is now.
+
+        Args:
+            stats: the pool's figures.
+
+        Returns:
+            Plain values only.
+        """
+        now = self._ended_seconds or time.monotonic()
+        with self._lock:
+            trials = tuple(live_view(self._entries[number]) for number in sorted(self._entries))
+            return SweepView(
+                name=self._spec.name or self._spec.task,
+                metric=self._spec.metric,
+                goal=self._spec.goal,
+                status=self._status,
+                trials=trials,
+                devices=self._meter.lately(stats) if self._ended_seconds is None else self._meter.overall(stats),
+                num_planned=self._num_planned,
+                elapsed_seconds=now - self._started_seconds,
+                units_run=stats.units_run,
+                # The pool counts what Ctrl-C saved too.
+                units_saved=sum(trial.units_saved for trial in trials if trial.state == "pruned"),
+                scheduler_seconds=stats.scheduler_seconds,
+                study=self._study,
+                error=self._error,
+            )

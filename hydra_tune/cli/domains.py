@@ -1,0 +1,102 @@
+"""What a parameter of a sweep may be: a fixed value, a choice, or a range of whole or real numbers.
+
+Plain values, independent of the file they were read from and of the tuner that draws from them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+
+Scalar = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One of several values; a constant is a choice of one."""
+
+    values: tuple[Scalar, ...]
+
+    def grid(self) -> Sequence[Scalar]:
+        """Every value, in order."""
+        return self.values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntRange:
+    """A whole number from `low` to `high`, both included, in steps of `step` from `low`, or spread over magnitudes."""
+
+    low: int
+    high: int
+    step: int = 1
+    log: bool = False
+
+    def grid(self) -> Sequence[Scalar]:
+        """Every value, in order."""
+        return range(self.low, self.high + 1, self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatRange:
+    """A real number from `low` to `high`.
+
+    Args:
+        low: the least value.
+        high: the greatest value.
+        log: whether values spread over magnitudes.
+        step: values are `low + i * step`; not with `log`.
+        multiple: a drawn value is rounded to a multiple of this; for `log`, where tuners know no step.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    step: float | None = None
+    multiple: float | None = None
+
+    def grid(self) -> Sequence[Scalar] | None:
+        """Every value, in order; None if there is no end of them."""
+        if self.step is None:
+            return None
+        low, step = Decimal(str(self.low)), Decimal(str(self.step))
+        count = int((Decimal(str(self.high)) - low) / step) + 1
+        return _Steps(low, step, count)
+
+    def settle(self, drawn: float) -> float:
+        """What the task is given for a drawn value: the nearest multiple within the range."""
+        if self.multiple is None:
+            return drawn
+        low, high = multiples_within(self.low, self.high, self.multiple)
+        multiple = Decimal(str(self.multiple))
+        return float(min(max(round(Decimal(str(drawn)) / multiple), low), high) * multiple)
+
+
+class _Steps(Sequence[Scalar]):
+    """`low + i * step` for i below `count`, computed in decimal so that 0.1 * 3 is 0.3; made when asked for."""
+
+    def __init__(self, low: Decimal, step: Decimal, count: int) -> None:
+        self._low, self._step, self._count = low, step, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Scalar:  # type: ignore[override]  # no slices
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return float(self._low + index * self._step)
+
+
+Domain = Choice | IntRange | FloatRange
+
+
+def multiples_within(low: float, high: float, multiple: float) -> tuple[int, int]:
+    """The first and the last whole `i` with `low <= i * multiple <= high`; the first is larger if there is none."""
+    unit = Decimal(str(multiple))
+    first = (Decimal(str(low)) / unit).to_integral_value(ROUND_CEILING)
+    last = (Decimal(str(high)) / unit).to_integral_value(ROUND_FLOOR)
+    return int(first), int(last)
+
+
+def grid_size(parameters: Mapping[str, Domain]) -> int:
+    """How many points a grid has; parameters without an end of values do not count."""
+    return math.prod(len(values) for domain in parameters.values() if (values := domain.grid()) is not None)

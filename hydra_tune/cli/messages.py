@@ -1,0 +1,68 @@
+"""What pydantic found, in the words of a sweep file."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hydra_tune.cli.suggest import did_you_mean
+
+_KINDS: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "dict_type": "a map",
+    "model_type": "a map",
+    "model_attributes_type": "a map",
+    "list_type": "a list",
+}
+_LIMITS: Mapping[str, tuple[str, str]] = {
+    "greater_than": (">", "gt"),
+    "greater_than_equal": (">=", "ge"),
+    "less_than": ("<", "lt"),
+    "less_than_equal": ("<=", "le"),
+}
+
+
+def describe(value: Any) -> str:
+    """A value as it looks in a sweep file: `'ten'`, `3`, `true`, `a map`."""
+    if isinstance(value, dict):
+        return "a map"
+    if isinstance(value, list):
+        return "a list"
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else repr(value)
+
+
+def message(detail: Mapping[str, Any]) -> str:
+    """The text for one of pydantic's errors, without the place.
+
+    Args:
+        detail: one entry of `ValidationError.errors()`.
+
+    Returns:
+        What was expected against what was found.
+    """
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind in _KINDS:
+        return f"must be {_KINDS[kind]}, not {describe(detail['input'])}"
+    if kind in _LIMITS:
+        sign, limit = _LIMITS[kind]
+        return f"must be {sign} {context[limit]}, not {describe(detail['input'])}"
+    special = _SPECIAL.get(kind)
+    return special(detail) if special else str(detail["msg"])
+
+
+def _one_of(expected: str, got: Any) -> str:
+    known = [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")]
+    hint = did_you_mean(got, known) if isinstance(got, str) else ""
+    return f"must be one of {', '.join(known)}, not {describe(got)}{f'; {hint}' if hint else ''}"
+
+
+_SPECIAL: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "literal_error": lambda detail: _one_of(detail["ctx"]["expected"], detail["input"]),
+    "union_tag_invalid": lambda detail: "type " + _one_of(detail["ctx"]["expected_tags"], detail["ctx"]["tag"]),
+    "union_tag_not_found": lambda _: "needs a type: hyperband, successive_halving or median",
+    "string_too_short": lambda _: "must not be empty",
+    "too_short": lambda _: "must not be empty",
+}

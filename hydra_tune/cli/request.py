@@ -1,0 +1,75 @@
+"""How a tuner is asked to run a sweep.
+
+The command line fills a `SweepRequest`; a tuner, found through the entry points of the group `hydra_tune.tuners`,
+runs it and tells a `SweepObserver` what happens. Neither side imports the other.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from hydra_tune.cli.spec import SweepSpec
+from hydra_tune.executor import HydraExecutor
+from hydra_tune.task import TrainTask
+
+Outcome = Literal["completed", "pruned", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRecord:
+    """How a trial ended.
+
+    Args:
+        number: the tuner's number of the trial, from 0.
+        state: how it ended.
+        value: the metric, None if there is none.
+        params: what was drawn.
+    """
+
+    number: int
+    state: Outcome
+    value: float | None
+    params: Mapping[str, Any]
+
+
+class SweepObserver(Protocol):
+    """What a tuner tells while it runs; all from the thread that runs the tuner."""
+
+    def opened(self, study: str, earlier: tuple[TrialRecord, ...], num_planned: int | None) -> None:
+        """The study is open. It has a name, trials that ended before this run, and a number of trials to have."""
+
+    def asked(self, number: int) -> None:
+        """A trial exists; its task is about to be built."""
+
+    def built(self, number: int, params: Mapping[str, Any], task: TrainTask) -> None:
+        """A trial's task is about to be submitted."""
+
+    def broke(self, number: int, error: Exception) -> None:
+        """A trial's task could not be built."""
+
+    def finished(self, record: TrialRecord) -> bool:
+        """A trial ended. True: ask for no more trials."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRequest:
+    """What a tuner needs to run a sweep.
+
+    Args:
+        spec: the sweep.
+        executor: the pool.
+        build: makes the task: with the drawn parameters by keyword, or with the trial where the file has none.
+        observer: is told what happens.
+        timeout_seconds: no new trial is started after this; None: no limit.
+    """
+
+    spec: SweepSpec
+    executor: HydraExecutor
+    build: Callable[..., TrainTask]
+    observer: SweepObserver
+    timeout_seconds: float | None = None
+
+
+Tuner = Callable[[SweepRequest], None]
+"""Runs a sweep until it is done. Raises `ConfigError` before the first trial if it cannot, and lets KeyboardInterrupt
+through after every running trial was told that it failed."""

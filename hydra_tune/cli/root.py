@@ -1,0 +1,15 @@
+"""`hydra-tune`: the group of commands."""
+
+import click
+
+from hydra_tune import __version__
+from hydra_tune.cli.sweep import sweep
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="hydra-tune")
+def main() -> None:
+    """Hyperparameter search through one shared pool of devices."""
+
+
+main.add_command(sweep)

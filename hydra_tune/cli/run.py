@@ -1,0 +1,116 @@
+"""Runs a sweep from a checked sweep file: pool, tuner and display, put together.
+
+Everything that can be wrong with the sweep is found before the pool, the storage or any folder is made.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from hydra_tune.cli.board import Board
+from hydra_tune.cli.build import TaskBuilder
+from hydra_tune.cli.interrupt import interrupts
+from hydra_tune.cli.options import Display
+from hydra_tune.cli.output import Output
+from hydra_tune.cli.request import SweepRequest, Tuner
+from hydra_tune.cli.spec import SweepSpec
+from hydra_tune.cli.task_ref import load_task
+from hydra_tune.cli.tuners import find_tuner
+from hydra_tune.errors import ConfigError, HydraTuneError, SweepFileError
+from hydra_tune.executor import HydraExecutor
+from hydra_tune.observe.snapshot import SweepView
+from hydra_tune.pool.job import EventStream, Job
+from hydra_tune.task import TrainTask
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes; 130 is what shells give a program that Ctrl-C ended."""
+
+_TUNER = "optuna"
+
+
+class _WatchedExecutor(HydraExecutor):
+    """An executor that shows each job it makes to the board, for the live view."""
+
+    def __init__(self, watch: Callable[[Job], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._watch = watch
+
+    def submit(self, task: TrainTask, name: str | None = None, events: EventStream | None = None) -> Job:
+        job = super().submit(task, name=name, events=events)
+        self._watch(job)
+        return job
+
+
+def run_sweep(spec: SweepSpec, display: Display, *, timeout_seconds: float | None) -> int:
+    """Run a sweep and show what it came to.
+
+    Args:
+        spec: the sweep.
+        display: how it is shown.
+        timeout_seconds: no trial starts later; None: no limit.
+
+    Returns:
+        The exit code of the program.
+    """
+    output = Output(display)
+    board = Board(spec, output.log)
+    try:
+        with output.quiet():
+            function, tuner = load_task(spec), find_tuner(_TUNER)
+            pool = _pool(spec, board)
+        request = SweepRequest(
+            spec=spec,
+            executor=pool,
+            build=TaskBuilder(spec=spec, function=function),
+            observer=board,
+            timeout_seconds=timeout_seconds,
+        )
+        with interrupts(board.stop):
+            _drive(tuner, request, board, output)
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - it is output
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    view = board.snapshot(pool.stats())
+    output.report(view)
+    return _exit_code(view, board.last_error)
+
+
+def _pool(spec: SweepSpec, board: Board) -> _WatchedExecutor:
+    try:
+        pool = _WatchedExecutor(board.submitted, **spec.engine)
+        pool.width  # noqa: B018 - opens the devices, which may not be there or not be as large
+    except ConfigError as error:
+        named = next((key for key in spec.engine if str(error).startswith(key)), None)
+        place = spec.at(f"hydra.{named}") if named else spec.at("hydra")
+        raise SweepFileError(f"{place}: {error}") from error
+    return pool
+
+
+def _drive(tuner: Tuner, request: SweepRequest, board: Board, output: Output) -> None:
+    """Run the tuner to its end, whichever it is, and stop the pool."""
+    pool = request.executor
+    try:
+        with output.showing(lambda: board.snapshot(pool.stats())):
+            tuner(request)
+        board.end()
+    except KeyboardInterrupt:
+        board.end(interrupted=True)
+    except Exception as error:
+        if isinstance(error, ConfigError) and not board.is_open:
+            raise
+        board.end(error=error)  # whatever ended the sweep, what it has found so far is shown
+    finally:
+        pool.shutdown()
+
+
+def _exit_code(view: SweepView, error: BaseException | None) -> int:
+    if view.status == "interrupted":
+        return INTERRUPTED
+    if view.status == "completed" and view.best is not None:
+        return DONE
+    if error is not None and not isinstance(error, HydraTuneError):  # ours say enough in one line
+        traceback.print_exception(error, file=sys.stderr)
+    return FAILED

@@ -1,0 +1,83 @@
+"""`hydra-tune sweep`: its arguments. What happens then is in `hydra_tune.cli.run`."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from hydra_tune.cli.options import Display, Overrides, with_overrides
+from hydra_tune.cli.sweep_file import read_sweep_file
+from hydra_tune.errors import ConfigError
+from hydra_tune.quantities import parse_bytes
+
+USAGE = 2
+"""Exit code of a command or a sweep file that makes no sense."""
+
+
+_EXIT_CODES = """\b
+Exit codes:
+  0    done
+  1    the sweep ended with an error, or no trial completed
+  2    the command or FILE makes no sense; nothing was created
+  130  interrupted by Ctrl-C
+"""
+
+
+def _bytes(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None:
+        try:
+            parse_bytes(value, what="it")
+        except ConfigError as error:
+            raise click.BadParameter(str(error), context, parameter) from error
+    return value
+
+
+@click.command(epilog=_EXIT_CODES)
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--devices", metavar="NAMES", help="Devices to use, e.g. auto, cpu:2, cuda, cuda:0,1.")
+@click.option("--device-memory", metavar="SIZE", callback=_bytes, help="Bytes to use on each device, e.g. 11GiB.")
+@click.option("--max-concurrent", type=click.IntRange(min=1), metavar="N", help="Trials in flight at once.")
+@click.option("--run-cap", type=click.IntRange(min=1), metavar="N", help="Trials of the whole study.")
+@click.option(
+    "--timeout",
+    "timeout_seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Start no trial later than this; running ones finish.",
+)
+@click.option("--storage", metavar="URL", help="Where the study is kept, e.g. sqlite:///trials.db.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
+@click.option("--no-live", is_flag=True, help="Print a line for each trial instead of the live view.")
+def sweep(
+    *,
+    file: Path,
+    devices: str | None,
+    device_memory: str | None,
+    max_concurrent: int | None,
+    run_cap: int | None,
+    timeout_seconds: float | None,
+    storage: str | None,
+    as_json: bool,
+    no_live: bool,
+) -> None:
+    """Run the sweep that FILE describes, and print its best trials.
+
+    Options given here go before what is in FILE.
+    """
+    overrides = Overrides(
+        devices=devices,
+        device_memory=device_memory,
+        max_concurrent=max_concurrent,
+        run_cap=run_cap,
+        timeout_seconds=timeout_seconds,
+        storage=storage,
+    )
+    try:
+        spec = with_overrides(read_sweep_file(file), overrides)
+    except ConfigError as error:
+        click.echo(str(error), err=True)
+        sys.exit(USAGE)
+    # torch takes seconds to import; help, version and a wrong file do not wait for it.
+    from hydra_tune.cli.run import run_sweep  # noqa: PLC0415
+
+    sys.exit(run_sweep(spec, Display(as_json=as_json, live=not no_live), timeout_seconds=timeout_seconds))

@@ -1,0 +1,207 @@
+"""Reads a sweep file into a `SweepSpec`, or says everything that is wrong with it and where.
+
+The one place that joins the three parts of reading: YAML with positions, the models of the keys, and the plain spec.
+Nothing is created and no code of the user's is run here.
+"""
+
+import keyword
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hydra_tune.cli import sweep_model
+from hydra_tune.cli.domains import Domain, grid_size
+from hydra_tune.cli.messages import describe, message
+from hydra_tune.cli.spec import Pruning, SweepSpec
+from hydra_tune.cli.suggest import did_you_mean
+from hydra_tune.cli.yaml_marks import Mark, Marked, Problem, read_yaml
+from hydra_tune.errors import SweepFileError
+
+_MAX_GRID = 100_000
+_ENGINE = ("devices", "device_memory", "host_memory", "policy", "buffer_fraction", "max_concurrent", "num_shards")
+
+
+def read_sweep_file(path: Path) -> SweepSpec:
+    """Read and check a sweep file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The sweep it describes.
+
+    Raises:
+        SweepFileError: the file cannot be used; one line `file:line:column: what` for each problem, in file order.
+    """
+    shown = str(path)
+    marked = _read(path)
+    problems = list(marked.problems)
+    model = None
+    if not isinstance(marked.data, dict):
+        if not problems:
+            problems.append(Problem(marked.mark(()), _not_a_map(marked.data)))
+    else:
+        model = _validate(marked, problems)
+    if model is not None:
+        problems.extend(_contradictions(model, marked))
+    if problems or model is None:
+        raise SweepFileError("\n".join(_lines(shown, problems)))
+    return _spec(shown, model, marked)
+
+
+def _read(path: Path) -> Marked:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise SweepFileError(f"{path}: cannot be read: {error.strerror or error}") from error
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = raw[: error.start]
+        mark = Mark(before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
+        return Marked(None, {}, {}, (Problem(mark, "not text in UTF-8"),))
+    return read_yaml(text)
+
+
+def _not_a_map(data: Any) -> str:
+    if data is None:
+        return "the file is empty; it needs at least task and metric"
+    return f"a sweep file is a map of keys such as task: and metric:, not {describe(data)}"
+
+
+def _lines(shown: str, problems: list[Problem]) -> Iterator[str]:
+    for problem in sorted(set(problems)):
+        yield f"{shown}:{problem.mark.line}:{problem.mark.column}: {problem.text}"
+
+
+def _validate(marked: Marked, problems: list[Problem]) -> sweep_model.SweepModel | None:
+    try:
+        return sweep_model.SweepModel.model_validate(marked.data)
+    except ValidationError as error:
+        refused = {problem.mark for problem in problems}
+        for detail in error.errors(include_url=False):
+            problem = _problem(detail, marked)
+            # A value that YAML refused is None in the data: what a model then says of that place is no news.
+            if problem.mark not in refused:
+                problems.append(problem)
+        return None
+
+
+def _problem(detail: Mapping[str, Any], marked: Marked) -> Problem:
+    path, missing = _locate(detail["loc"], marked.data)
+    kind = detail["type"]
+    name = ".".join(map(str, path))
+    if kind == "extra_forbidden":
+        block = _model_at(path[:-1], marked.data)
+        hint = did_you_mean(str(path[-1]), block.model_fields) or f"known are {', '.join(block.model_fields)}"
+        return Problem(marked.mark(path), f"unknown key {name!r}; {hint}")
+    if kind == "missing":
+        where = marked.keys.get(path) or marked.mark(path)
+        return Problem(where, f"{'.'.join((*map(str, path), *missing))} is missing")
+    if kind == "parameter":
+        return Problem(marked.mark(path), f"{name}: {detail['msg']}")
+    # A wrong value is pointed at itself, not at its key.
+    return Problem(marked.value_mark(path), f"{name}: {message(detail)}")
+
+
+def _locate(loc: tuple[Any, ...], data: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Split pydantic's location into what is in the data and the missing rest; tags of a union are in neither."""
+    path: list[Any] = []
+    for index, part in enumerate(loc):
+        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
+            data = data[part]
+        elif index == len(loc) - 1:
+            return tuple(path), (str(part),)
+        else:
+            continue
+        path.append(part)
+    return tuple(path), ()
+
+
+def _model_at(path: tuple[Any, ...], data: Any) -> type[BaseModel]:
+    match path:
+        case ("parameters", _):
+            return sweep_model.Parameter
+        case ("metric",):
+            return sweep_model.Metric
+        case ("hydra",):
+            return sweep_model.Hydra
+        case ("early_terminate",):
+            return sweep_model.PRUNING[data["early_terminate"]["type"]]
+        case _:
+            return sweep_model.SweepModel
+
+
+def _contradictions(model: sweep_model.SweepModel, marked: Marked) -> Iterator[Problem]:
+    """What no single key shows."""
+    for name in model.parameters or ():
+        if not name.isidentifier() or keyword.iskeyword(name):
+            yield Problem(
+                marked.mark(("parameters", name)),
+                f"parameters.{name}: cannot be the name of an argument; the function is called with name=value",
+            )
+    if model.method == "grid":
+        yield from _grid_problems(model, marked)
+    pruning = model.early_terminate
+    if isinstance(pruning, sweep_model.Hyperband) and pruning.min_iter > (pruning.max_iter or pruning.min_iter):
+        yield Problem(
+            marked.value_mark(("early_terminate", "max_iter")),
+            f"early_terminate: min_iter ({pruning.min_iter}) must be <= max_iter ({pruning.max_iter})",
+        )
+
+
+def _grid_problems(model: sweep_model.SweepModel, marked: Marked) -> Iterator[Problem]:
+    if model.parameters is None:
+        yield Problem(marked.value_mark(("method",)), "method: grid needs parameters")
+        return
+    endless = [name for name, parameter in model.parameters.items() if parameter.domain().grid() is None]
+    for name in endless:
+        yield Problem(
+            marked.mark(("parameters", name)),
+            f"parameters.{name}: a grid needs values it can count; give values, whole min and max, or q",
+        )
+    size = grid_size({name: parameter.domain() for name, parameter in model.parameters.items() if name not in endless})
+    if size > _MAX_GRID:
+        yield Problem(marked.value_mark(("method",)), f"method: the grid has {size} points, more than {_MAX_GRID}")
+
+
+def _spec(shown: str, model: sweep_model.SweepModel, marked: Marked) -> SweepSpec:
+    pruning = model.early_terminate
+    given = model.hydra.model_dump(exclude_none=True)
+    return SweepSpec(
+        file=shown,
+        task=model.task,
+        metric=model.metric.name,
+        goal=model.metric.goal,
+        method=model.method,
+        parameters=_domains(model),
+        run_cap=model.run_cap,
+        pruning=None if pruning is None else _pruning(pruning),
+        seed=model.seed,
+        name=model.name,
+        study=model.hydra.study or model.name,
+        storage=model.hydra.storage,
+        engine={key: given[key] for key in _ENGINE if key in given},
+        places={
+            ".".join(map(str, path)): f"{shown}:{mark.line}:{mark.column}"
+            for path in marked.keys
+            for mark in (_place(path, marked),)
+        },
+    )
+
+
+def _pruning(block: sweep_model.EarlyTerminate) -> Pruning:
+    return Pruning(type=block.type, options=block.model_dump(exclude={"type"}, exclude_none=True))
+
+
+def _domains(model: sweep_model.SweepModel) -> Mapping[str, Domain] | None:
+    if model.parameters is None:
+        return None
+    return {name: parameter.domain() for name, parameter in model.parameters.items()}
+
+
+def _place(path: tuple[Any, ...], marked: Marked) -> Mark:
+    """Parameters are found by their name; everything else is wrong in its value."""
+    return marked.mark(path) if path[0] == "parameters" else marked.value_mark(path)

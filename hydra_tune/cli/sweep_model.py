@@ -1,0 +1,175 @@
+"""The keys of a sweep file and what each may hold, as pydantic models.
+
+Follows the file that Weights & Biases sweeps use where the two mean the same, plus one block `hydra:` of our own. Knows
+no positions and no tuner: `sweep_file` turns what pydantic finds into `file:line:column`, and the models into a
+`SweepSpec`. The field names here are the only list of allowed keys; "did you mean" reads them from the models.
+"""
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from hydra_tune.cli.distributions import check_distribution, to_domain
+from hydra_tune.cli.domains import Domain, Scalar
+from hydra_tune.cli.messages import describe
+from hydra_tune.errors import ConfigError
+from hydra_tune.quantities import parse_bytes
+
+_MAX_SEED = 2**32 - 1
+
+
+class Block(BaseModel):
+    """A map of the file: unknown keys are errors, and `"3"` is not a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _number(value: Any) -> float:
+    """An int stays an int: whole limits mean whole numbers."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise PydanticCustomError("number", "must be a number, not {value}", {"value": describe(value)})
+    return value
+
+
+def _step(value: Any) -> float:
+    if _number(value) <= 0:
+        raise PydanticCustomError("number", "must be > 0, not {value}", {"value": describe(value)})
+    return _number(value)
+
+
+def _scalar(value: Any) -> Scalar:
+    if not isinstance(value, str | int | float | None) or (isinstance(value, float) and not math.isfinite(value)):
+        kinds = "text, a number, true, false or null"
+        raise PydanticCustomError("scalar", "must be {kinds}, not {got}", {"kinds": kinds, "got": describe(value)})
+    return value
+
+
+def _bytes(size: Any) -> str | int:
+    try:
+        parse_bytes(size, what="it")
+    except ConfigError as error:
+        raise PydanticCustomError("bytes", "{text}", {"text": str(error).removeprefix("it ")}) from error
+    return size  # type: ignore[no-any-return]  # parse_bytes takes nothing else
+
+
+def _shards(value: Any) -> int | Literal["layer"]:
+    if value == "layer" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value  # type: ignore[no-any-return]  # == does not tell mypy what it is
+    raise PydanticCustomError(
+        "shards", "must be a whole number of at least 1, or layer, not {got}", {"got": describe(value)}
+    )
+
+
+Number = Annotated[float, PlainValidator(_number)]
+Step = Annotated[float, PlainValidator(_step)]
+AnyScalar = Annotated[Scalar, PlainValidator(_scalar)]
+Shards = Annotated[int | Literal["layer"], PlainValidator(_shards)]
+Bytes = Annotated[str | int, PlainValidator(_bytes)]
+
+
+def _distribution(name: Any) -> str:
+    if not isinstance(name, str):
+        raise PydanticCustomError("distribution", "must be text")
+    try:
+        check_distribution(name)
+    except ConfigError as error:
+        raise PydanticCustomError("distribution", "{text}", {"text": str(error)}) from error
+    return name
+
+
+class Parameter(Block):
+    """One entry of `parameters:`."""
+
+    value: AnyScalar = None
+    values: Annotated[list[AnyScalar], Field(min_length=1)] | None = None
+    distribution: Annotated[str, PlainValidator(_distribution)] | None = None
+    min: Number | None = None
+    max: Number | None = None
+    q: Step | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.domain()
+        return self
+
+    def domain(self) -> Domain:
+        """What the parameter may be."""
+        given = {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+        try:
+            return to_domain(given)
+        except ConfigError as error:
+            raise PydanticCustomError("parameter", "{text}", {"text": str(error)}) from error
+
+
+class Metric(Block):
+    """What the sweep makes small or large."""
+
+    name: Annotated[str, Field(min_length=1)]
+    goal: Literal["minimize", "maximize"] = "minimize"
+
+
+class Hyperband(Block):
+    """`early_terminate: {type: hyperband}`."""
+
+    type: Literal["hyperband"]
+    min_iter: Annotated[int, Field(ge=1)] = 1
+    max_iter: Annotated[int, Field(ge=1)] | None = None
+    eta: Annotated[int, Field(ge=2)] = 3
+
+
+class SuccessiveHalving(Block):
+    """`early_terminate: {type: successive_halving}`."""
+
+    type: Literal["successive_halving"]
+    min_iter: Annotated[int, Field(ge=1)] = 1
+    eta: Annotated[int, Field(ge=2)] = 4
+    min_early_stopping_rate: Annotated[int, Field(ge=0)] = 0
+
+
+class Median(Block):
+    """`early_terminate: {type: median}`."""
+
+    type: Literal["median"]
+    n_startup_trials: Annotated[int, Field(ge=0)] = 5
+    n_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    interval_steps: Annotated[int, Field(ge=1)] = 1
+    n_min_trials: Annotated[int, Field(ge=1)] = 1
+
+
+EarlyTerminate = Annotated[Hyperband | SuccessiveHalving | Median, Field(discriminator="type")]
+PRUNING: dict[str, type[Block]] = {
+    "hyperband": Hyperband,
+    "successive_halving": SuccessiveHalving,
+    "median": Median,
+}
+
+
+class Hydra(Block):
+    """The pool the sweep runs in and the storage it is kept in."""
+
+    devices: Annotated[str, Field(min_length=1)] | None = None
+    device_memory: Bytes | None = None
+    host_memory: Bytes | None = None
+    policy: Literal["lrtf", "fifo"] | None = None
+    buffer_fraction: Annotated[FiniteFloat, Field(ge=0, lt=1)] | None = None
+    max_concurrent: Annotated[int, Field(ge=1)] | None = None
+    num_shards: Shards | None = None
+    storage: Annotated[str, Field(min_length=1)] | None = None
+    study: Annotated[str, Field(min_length=1)] | None = None
+
+
+class SweepModel(Block):
+    """A whole sweep file."""
+
+    task: Annotated[str, Field(min_length=1)]
+    metric: Metric
+    name: Annotated[str, Field(min_length=1)] | None = None
+    description: str | None = None
+    method: Literal["bayes", "random", "grid"] = "bayes"
+    parameters: Annotated[dict[str, Parameter], Field(min_length=1)] | None = None
+    run_cap: Annotated[int, Field(ge=1)] | None = None
+    early_terminate: EarlyTerminate | None = None
+    seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = None
+    hydra: Hydra = Hydra()

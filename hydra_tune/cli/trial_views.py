@@ -1,0 +1,94 @@
+"""Plain values of a trial: while its job runs, and for good when it has ended."""
+
+from dataclasses import dataclass, replace
+
+from hydra_tune.cli.request import TrialRecord
+from hydra_tune.errors import HydraTuneError
+from hydra_tune.observe.snapshot import ENDED, TrialView
+from hydra_tune.pool.job import Job, Result
+from hydra_tune.task import TrainTask
+
+_BEFORE_TRAINING = frozenset({"queued", "preparing"})
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """A trial and what stands behind it until it ends.
+
+    Args:
+        view: what is known without asking the job.
+        task: what was built, until the pool has taken it.
+        job: the job, until the trial ends.
+        error: what building the task raised.
+    """
+
+    view: TrialView
+    task: TrainTask | None = None
+    job: Job | None = None
+    error: BaseException | None = None
+
+
+def live_view(entry: Entry) -> TrialView:
+    """The trial now."""
+    job = entry.job
+    if job is None:
+        return entry.view
+    progress, state = job.progress, job.state
+    metric = progress.metrics.get(job.task.metrics[0])
+    return replace(
+        entry.view,
+        # The pool may have ended the job before the tuner has heard of it: for the sweep it is not over yet.
+        state="waiting" if state in ENDED else state,
+        value=None if metric is None else float(metric),
+        epoch=0 if state in _BEFORE_TRAINING else progress.epoch + 1,
+        step=progress.step,
+        num_steps=progress.num_steps,
+        remaining_seconds=progress.remaining_seconds,
+    )
+
+
+def final_view(entry: Entry, record: TrialRecord, *, stopping: bool) -> tuple[TrialView, BaseException | None]:
+    """The trial for good.
+
+    Args:
+        entry: the trial; its job, if it has one, is over.
+        record: how the tuner says it ended.
+        stopping: Ctrl-C was pressed before, perhaps while its task was being built.
+
+    Returns:
+        The trial, and what made it fail.
+    """
+    result = entry.job.result(timeout=0) if entry.job is not None and entry.job.state in ENDED else None
+    error = None
+    if record.state == "failed":
+        error = (result.error if result is not None else None) or entry.error
+    cancelled = record.state == "failed" and error is None and (stopping or _is_cancelled(result))
+    last = result.history[-1] if result is not None and result.history else {}
+    view = replace(
+        entry.view,
+        state="cancelled" if cancelled else record.state,
+        params=dict(record.params) or entry.view.params,
+        value=record.value,
+        epoch=int(last["epoch"]) + 1 if last else entry.view.epoch,
+        units_run=result.units_run if result is not None else 0,
+        units_saved=result.units_saved if result is not None else 0,
+        error=None if error is None else one_line(error),
+    )
+    return view, error
+
+
+def _is_cancelled(result: Result | None) -> bool:
+    return result is not None and result.status == "cancelled"
+
+
+def one_line(error: BaseException) -> str:
+    """`TypeError: what (file.py:12)`, with the place where it was raised; our own errors say enough without."""
+    trace = None if isinstance(error, HydraTuneError) else error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if trace is None:
+        return text
+    file = trace.tb_frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
+    return f"{text} ({file}:{trace.tb_lineno})"

@@ -1,0 +1,191 @@
+"""YAML to plain data that remembers where each value stood.
+
+Reads one document of maps, lists and scalars, and nothing else: no tags that make objects, no duplicate keys, no
+recursion. It knows nothing of what a sweep file means; every problem is a position and a text.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+Path = tuple[str | int, ...]
+"""The way to a value: keys of maps and indices of lists, from the top."""
+
+_MAX_VALUES = 100_000  # aliases of aliases grow exponentially
+_FLOAT_TAG = "tag:yaml.org,2002:float"
+_SCALAR_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "timestamp")}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mark:
+    """A place in a text, both counted from 1."""
+
+    line: int
+    column: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """One thing wrong with a file, and where."""
+
+    mark: Mark
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """Plain data with the position of every value and key.
+
+    Args:
+        data: dicts with text keys, lists, scalars.
+        values: where each value starts.
+        keys: where the key of each value in a map starts.
+        problems: what was refused on the way; `data` lacks it.
+    """
+
+    data: Any
+    values: Mapping[Path, Mark]
+    keys: Mapping[Path, Mark]
+    problems: tuple[Problem, ...]
+
+    def mark(self, path: Path) -> Mark:
+        """Where a reader looks for `path`: its key, else its value, else the nearest thing around it that exists."""
+        for length in range(len(path), -1, -1):
+            for marks in (self.keys, self.values):
+                if path[:length] in marks:
+                    return marks[path[:length]]
+        return Mark(1, 1)
+
+    def value_mark(self, path: Path) -> Mark:
+        """Where the value at `path` starts, or what `mark` says if there is none."""
+        return self.values.get(path) or self.mark(path)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads `1e-6` as a number, as JSON, Python and YAML 1.2 do; YAML 1.1 wants `1.0e-6`."""
+
+
+_Loader.add_implicit_resolver(
+    _FLOAT_TAG, re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
+
+
+def read_yaml(text: str) -> Marked:
+    """Read one YAML document.
+
+    Args:
+        text: the document.
+
+    Returns:
+        The data, where it stood, and the problems found. After a syntax error `data` is None.
+    """
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        builder = _Builder(loader)
+        data = builder.build(node, ()) if node is not None else None
+    except yaml.MarkedYAMLError as error:
+        return _broken(_of(error.problem_mark or error.context_mark), _syntax(error))
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        mark = Mark(before.count("\n") + 1, len(before) - before.rfind("\n"))
+        return _broken(mark, f"character {chr(int(error.character))!r} is not allowed in YAML")
+    except RecursionError:
+        return _broken(Mark(1, 1), "nested too deeply")
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return Marked(data, builder.values, builder.keys, tuple(builder.problems))
+
+
+def _broken(mark: Mark, text: str) -> Marked:
+    return Marked(None, {}, {}, (Problem(mark, text),))
+
+
+def _syntax(error: yaml.MarkedYAMLError) -> str:
+    problem = error.problem or "not YAML"
+    return f"{error.context}, {problem}" if problem.startswith("but ") else problem
+
+
+def _of(mark: Any) -> Mark:
+    return Mark(mark.line + 1, mark.column + 1) if mark is not None else Mark(1, 1)
+
+
+@dataclass
+class _Builder:
+    """Turns nodes into data and notes their places; `open` holds the nodes being built, to see a node inside itself."""
+
+    loader: _Loader
+    values: dict[Path, Mark] = field(default_factory=dict)
+    keys: dict[Path, Mark] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    open: set[int] = field(default_factory=set)
+    merged: set[int] = field(default_factory=set)
+
+    def build(self, node: yaml.Node, path: Path) -> Any:
+        self.values.setdefault(path, _of(node.start_mark))
+        if len(self.values) > _MAX_VALUES:
+            raise yaml.MarkedYAMLError(problem="too many values; aliases multiply?", problem_mark=node.start_mark)
+        if id(node) in self.open:
+            self._refuse(node, "a value cannot contain itself")
+            return None
+        self.open.add(id(node))
+        try:
+            return self._content(node, path)
+        finally:
+            self.open.discard(id(node))
+
+    def _content(self, node: yaml.Node, path: Path) -> Any:
+        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+            return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode) and node.tag in _SCALAR_TAGS:
+            return self._scalar(node)
+        shown = node.tag.replace("tag:yaml.org,2002:", "!!")
+        self._refuse(node, f"the tag {shown} is not allowed; only maps, lists, text, numbers, true/false and null")
+        return None
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        try:
+            return self.loader.construct_object(node)
+        except (ValueError, KeyError):
+            self._refuse(node, f"{node.value!r} is not a valid {node.tag.rpartition(':')[2]}")
+            return None
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+        if id(node) not in self.merged:  # an alias comes here again, with what `<<` brought in already among its keys
+            self.merged.add(id(node))
+            self._refuse_duplicates(node)
+            self.loader.flatten_mapping(node)
+        return dict(self._pairs(node, path))
+
+    def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
+        seen: dict[str, Mark] = {}
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                self._refuse(key, f"{key.value!r} is given twice, first on line {seen[key.value].line}")
+            seen.setdefault(key.value, _of(key.start_mark))
+
+    def _pairs(self, node: yaml.MappingNode, path: Path) -> Iterator[tuple[str, Any]]:
+        for key, value in node.value:
+            name = self._scalar(key) if isinstance(key, yaml.ScalarNode) and key.tag in _SCALAR_TAGS else None
+            if not isinstance(name, str):
+                shown = repr(key.value) if isinstance(key, yaml.ScalarNode) else "this"
+                self._refuse(key, f"{shown} cannot be a key; keys are text (put it in quotes if you mean text)")
+                continue
+            # A key merged in with `<<` comes first and may be given again: the last one counts, in data and in marks.
+            self.keys[(*path, name)] = _of(key.start_mark)
+            self.values[(*path, name)] = _of(value.start_mark)
+            yield name, self.build(value, (*path, name))
+
+    def _refuse(self, node: yaml.Node, text: str) -> None:
+        problem = Problem(_of(node.start_mark), text)
+        if problem not in self.problems:
+            self.problems.append(problem)

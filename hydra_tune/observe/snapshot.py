@@ -1,0 +1,130 @@
+"""A sweep at one moment, in plain values: all that the terminal view, the summary and the JSON report read.
+
+Whoever runs the sweep makes these; nothing here, and nothing that reads them, holds a job, a task or a tensor.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+ENDED: frozenset[str] = frozenset({"completed", "pruned", "cancelled", "failed"})
+Status = Literal["running", "stopping", "completed", "interrupted", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialView:
+    """One trial.
+
+    Args:
+        number: the tuner's number, from 0.
+        state: where it is: a job's state; `cancelled` for one that Ctrl-C stopped.
+        params: what was drawn.
+        value: the metric as last reported; None before the first report.
+        epoch: the epoch it is in or ended in, from 1; 0 before the first; None where that is not known.
+        epochs: epochs planned.
+        step: optimizer steps done.
+        num_steps: optimizer steps planned; None where the data has no length.
+        remaining_seconds: time left, as the pool estimates it.
+        units_run: shard units run.
+        units_saved: shard units never run, because it was pruned or cancelled; 0 where that is not known.
+        error: what made it fail, on one line.
+        earlier: it ended before this run, in a study that is continued.
+    """
+
+    number: int
+    state: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    value: float | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    step: int = 0
+    num_steps: int | None = None
+    remaining_seconds: float | None = None
+    units_run: int = 0
+    units_saved: int = 0
+    error: str | None = None
+    earlier: bool = False
+
+    @property
+    def share_done(self) -> float:
+        """How much of the trial has run, from 0 to 1."""
+        return min(1.0, self.step / self.num_steps) if self.num_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceView:
+    """One device.
+
+    Args:
+        name: such as `cpu:0`.
+        busy_share: share of the time in which a unit ran, from 0 to 1: lately in a live view, overall in a summary.
+        resident_bytes: bytes on the device now.
+        peak_bytes: the most bytes there were.
+        budget_bytes: bytes there may be.
+        bytes_in_by_kind: bytes loaded.
+        bytes_out_by_kind: bytes spilled.
+        units: shard units it ran.
+    """
+
+    name: str
+    busy_share: float
+    resident_bytes: int
+    peak_bytes: int
+    budget_bytes: int
+    bytes_in_by_kind: Mapping[str, int] = field(default_factory=dict)
+    bytes_out_by_kind: Mapping[str, int] = field(default_factory=dict)
+    units: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepView:
+    """A whole sweep.
+
+    Args:
+        name: for people.
+        metric: the name of what is optimized.
+        goal: the direction.
+        status: where the sweep is.
+        trials: all of them, by number.
+        devices: all of them, by name.
+        num_planned: trials the study is to have; None: no limit.
+        elapsed_seconds: since the sweep started.
+        units_run: shard units run.
+        units_saved: shard units never run, because their trial was pruned.
+        scheduler_seconds: time spent on deciding what runs next.
+        study: the study's name in its storage; None before it is open.
+        error: why the sweep ended early.
+    """
+
+    name: str
+    metric: str
+    goal: Literal["minimize", "maximize"]
+    status: Status
+    trials: tuple[TrialView, ...] = ()
+    devices: tuple[DeviceView, ...] = ()
+    num_planned: int | None = None
+    elapsed_seconds: float = 0.0
+    units_run: int = 0
+    units_saved: int = 0
+    scheduler_seconds: float = 0.0
+    study: str | None = None
+    error: str | None = None
+
+    def count(self, state: str) -> int:
+        """How many trials are in `state`."""
+        return sum(trial.state == state for trial in self.trials)
+
+    @property
+    def ranked(self) -> tuple[TrialView, ...]:
+        """Completed trials, best first, then pruned ones, best first; those without a value are left out."""
+        sign = -1.0 if self.goal == "maximize" else 1.0
+        valued = [t for t in self.trials if t.value is not None and not math.isnan(t.value)]
+        ended = [t for t in valued if t.state in {"completed", "pruned"}]
+        return tuple(sorted(ended, key=lambda t: (t.state != "completed", sign * (t.value or 0.0), t.number)))
+
+    @property
+    def best(self) -> TrialView | None:
+        """The best completed trial."""
+        ranked = self.ranked
+        return ranked[0] if ranked and ranked[0].state == "completed" else None

@@ -1,0 +1,186 @@
+"""What a sweep came to: lines while it runs, tables and a JSON object when it has ended.
+
+Reads a plain `SweepView`; prints to a console it is given, or returns plain data.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hydra_tune.observe import text
+from hydra_tune.observe.snapshot import DeviceView, SweepView, TrialView
+from hydra_tune.quantities import format_bytes, format_seconds
+
+_NUM_BEST = 10
+_NUM_ERRORS = 3
+_ENDS = {
+    "completed": "done",
+    "interrupted": "interrupted",
+    "failed": "ended by an error",
+    "running": "running",
+    "stopping": "stopping",
+}
+
+
+def trial_line(trial: TrialView, metric: str) -> str:
+    """One line for a trial that has ended: `trial 7  pruned  val_loss 0.31  epoch 3/10  lr=0.001`."""
+    parts = [f"trial {trial.number}", trial.state]
+    if trial.value is not None:
+        parts.append(f"{metric} {text.number(trial.value)}")
+    if trial.epoch is not None:
+        parts.append(f"epoch {text.epochs(trial.epoch, trial.epochs)}")
+    if trial.params:
+        parts.append(text.params(trial.params))
+    if trial.error:
+        parts.append(trial.error)
+    return "  ".join(parts)
+
+
+def print_summary(console: Console, view: SweepView) -> None:
+    """Print the best trials, what made trials fail, the devices and the totals.
+
+    Args:
+        console: where to.
+        view: the sweep, ended.
+    """
+    ranked = view.ranked
+    console.print()
+    if ranked:
+        console.print(_best_table(ranked[:_NUM_BEST], view))
+        if len(ranked) > _NUM_BEST:
+            console.print(Text(f"... and {len(ranked) - _NUM_BEST} more", style="dim"))
+        console.print()
+    for line in _error_lines(view):
+        console.print(Text(line, style="red"))
+    best = view.best
+    if best is None:
+        console.print(Text("no trial completed", style="bold red"))
+    else:
+        console.print(Text(f"best: trial {best.number}, {view.metric} {text.number(best.value)}", style="bold green"))
+        for name, value in best.params.items():
+            # All digits: these are for copying into a program.
+            console.print(Text(f"  {name}: {value}"), soft_wrap=True)
+    console.print()
+    if view.devices:
+        console.print(_device_table(view.devices))
+        console.print()
+    for line in _totals(view):
+        console.print(Text(line))
+
+
+def _best_table(trials: tuple[TrialView, ...], view: SweepView) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("trial", justify="right", no_wrap=True)
+    table.add_column(view.metric, justify="right", no_wrap=True, max_width=20, overflow="ellipsis")
+    table.add_column("epochs", justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("parameters", overflow="fold")
+    for rank, trial in enumerate(trials, start=1):
+        table.add_row(
+            str(rank),
+            str(trial.number),
+            text.number(trial.value),
+            text.epochs(trial.epoch, trial.epochs),
+            Text(trial.state, style="green" if trial.state == "completed" else "dim"),
+            Text(text.params(trial.params)),
+        )
+    return table
+
+
+def _error_lines(view: SweepView) -> list[str]:
+    errors = Counter(trial.error for trial in view.trials if trial.state == "failed" and trial.error)
+    lines = [
+        f"{count} {'trial' if count == 1 else 'trials'} failed: {error}"
+        for error, count in errors.most_common(_NUM_ERRORS)
+    ]
+    if len(errors) > _NUM_ERRORS:
+        lines.append(f"... and {len(errors) - _NUM_ERRORS} other errors")
+    if view.error:
+        lines.append(f"the sweep ended early: {view.error}")
+    return lines
+
+
+def _device_table(devices: tuple[DeviceView, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("device", no_wrap=True)
+    for name in ("busy", "peak / budget", "bytes in", "bytes out", "units"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for device in devices:
+        table.add_row(
+            Text(device.name),
+            f"{device.busy_share:.0%}",
+            f"{format_bytes(device.peak_bytes)} / {format_bytes(device.budget_bytes)}",
+            format_bytes(sum(device.bytes_in_by_kind.values())),
+            format_bytes(sum(device.bytes_out_by_kind.values())),
+            str(device.units),
+        )
+    return table
+
+
+def _totals(view: SweepView) -> list[str]:
+    counts = [f"{view.count(state)} {state}" for state in ("completed", "pruned", "failed", "cancelled")]
+    earlier = sum(trial.earlier for trial in view.trials)
+    kept = f", {earlier} of them earlier" if earlier else ""
+    planned = view.units_run + view.units_saved
+    share = f" ({view.units_saved / planned:.0%} of what was planned)" if planned else ""
+    return [
+        f"sweep {view.name}: {_ENDS[view.status]} after {format_seconds(view.elapsed_seconds)}",
+        f"trials: {len(view.trials)}{kept}: {', '.join(counts)}",
+        f"units run: {view.units_run}",
+        f"units saved by pruning: {view.units_saved}{share}",
+    ]
+
+
+def to_json(view: SweepView) -> dict[str, Any]:
+    """The sweep for machines; the same names and units as in `SweepView`.
+
+    Args:
+        view: the sweep, ended.
+
+    Returns:
+        Plain data without NaN or infinity, which JSON lacks: they become the texts `nan`, `inf` and `-inf`.
+    """
+    best = view.best
+    return {
+        "name": view.name,
+        "study": view.study,
+        "status": view.status,
+        "error": view.error,
+        "metric": {"name": view.metric, "goal": view.goal},
+        "best": None if best is None else _trial(best),
+        "trials": [_trial(trial) for trial in view.trials],
+        "counts": {state: view.count(state) for state in ("completed", "pruned", "failed", "cancelled")},
+        "units_run": view.units_run,
+        "units_saved": view.units_saved,
+        "devices": {device.name: _device(device) for device in view.devices},
+        "elapsed_seconds": view.elapsed_seconds,
+        "scheduler_seconds": view.scheduler_seconds,
+    }
+
+
+def _trial(trial: TrialView) -> dict[str, Any]:
+    data = asdict(trial)
+    for live in ("step", "num_steps", "remaining_seconds"):
+        del data[live]
+    return {name: _plain(value) for name, value in data.items()}
+
+
+def _device(device: DeviceView) -> dict[str, Any]:
+    data = asdict(device)
+    del data["name"]
+    return data
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return value

@@ -1,0 +1,78 @@
+"""Optuna with a shared pool: `import hydra_tune_optuna`.
+
+Everything of Optuna under its own name, and `create_study` and `load_study` that also take `executor=`. A study made
+with an executor is a `PoolStudy`: its `optimize` trains the `TrainTask` that the objective returns in the executor's
+pool. Without an executor this is Optuna, unchanged.
+"""
+
+from typing import TYPE_CHECKING
+
+import optuna
+from optuna import (
+    Study,
+    Trial,
+    TrialPruned,
+    __version__,
+    artifacts,
+    copy_study,
+    create_trial,
+    delete_study,
+    distributions,
+    exceptions,
+    get_all_study_names,
+    get_all_study_summaries,
+    importance,
+    integration,
+    logging,
+    pruners,
+    samplers,
+    search_space,
+    storages,
+    trial,
+    version,
+    visualization,
+)
+
+from hydra_tune_optuna import study
+from hydra_tune_optuna.errors import TrialCancelledError
+from hydra_tune_optuna.pool_study import PoolStudy
+from hydra_tune_optuna.study import create_study, load_study
+
+__all__ = [
+    "PoolStudy",
+    "Study",
+    "Trial",
+    "TrialCancelledError",
+    "TrialPruned",
+    "__version__",
+    "artifacts",
+    "copy_study",
+    "create_study",
+    "create_trial",
+    "delete_study",
+    "distributions",
+    "exceptions",
+    "get_all_study_names",
+    "get_all_study_summaries",
+    "importance",
+    "integration",
+    "load_study",
+    "logging",
+    "pruners",
+    "samplers",
+    "search_space",
+    "storages",
+    "study",
+    "trial",
+    "version",
+    "visualization",
+]
+
+if not TYPE_CHECKING:  # a type checker would take every misspelt name for a real one
+
+    def __getattr__(name: str) -> object:
+        return getattr(optuna, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(optuna)})

@@ -1,0 +1,324 @@
+"""The loop between a study and a pool: ask, build, submit; report, prune or go on; tell.
+
+One thread, the caller's, touches study, sampler, pruner and callbacks; the pool only ever waits for an answer to a
+report. What Optuna's own `Study.optimize` does around an objective is done here around a task, in the same words and
+order. This module knows nothing of shards and devices.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from optuna.exceptions import TrialPruned
+from optuna.logging import get_logger
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from hydra_tune import Failed, Finished, HydraExecutor, Job, Reported, TrainTask
+from hydra_tune.errors import HydraTuneError, TaskError
+from hydra_tune_optuna import private
+from hydra_tune_optuna.errors import TrialCancelledError
+from hydra_tune_optuna.heartbeat import Heartbeat
+from hydra_tune_optuna.values import (
+    Values,
+    check_result_choice,
+    looks_like_a_value,
+    reported_values,
+    trial_value,
+    wrong_arity,
+)
+
+Objective = Callable[[Trial], TrainTask | float | Sequence[float]]
+Callback = Callable[[Study, FrozenTrial], None]
+
+_logger = get_logger("optuna.hydra_tune")  # shown and set like the lines of Optuna itself
+
+_POLL_SECONDS = 0.1
+"""How long the driver waits for an event at a time; between two waits, Ctrl-C gets through on every platform."""
+
+_ENDED = frozenset({"completed", "pruned", "cancelled", "failed"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How far and how wide one call of `optimize` searches.
+
+    Args:
+        n_trials: new trials of this call; None for no limit.
+        timeout_seconds: no trial starts later than this after the start; None for no limit.
+        width: trials in flight, at least 1.
+        catch: errors that fail their trial only.
+        gc_after_trial: collect garbage after each trial.
+    """
+
+    n_trials: int | None
+    timeout_seconds: float | None
+    width: int
+    catch: tuple[type[Exception], ...]
+    gc_after_trial: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """A trial whose task is in the pool.
+
+    `failure` is what was raised here on the trial's behalf, e.g. by the pruner. The job is cancelled then, and the
+    trial is told when the job has ended, like every other.
+    """
+
+    trial: Trial
+    task: TrainTask
+    job: Job
+    reports: list[Values] = field(default_factory=list)
+    failure: Exception | None = None
+
+
+class Driver:
+    """One call of `optimize`.
+
+    Args:
+        study: who is asked and told.
+        pool: who trains.
+        build: the objective.
+        limits: how far and how wide to search.
+        callbacks: called after each trial that is told without ending the search.
+        progress_bar: Optuna's own.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        pool: HydraExecutor,
+        build: Objective,
+        limits: Limits,
+        *,
+        callbacks: Sequence[Callback],
+        progress_bar: private.ProgressBar,
+    ) -> None:
+        self._study = study
+        self._pool = pool
+        self._build = build
+        self._limits = limits
+        self._callbacks = callbacks
+        self._progress_bar = progress_bar
+        self._heartbeat = Heartbeat(private.storage_of(study))
+        self._stream = pool.events()
+        self._started_seconds = time.monotonic()
+        self._asked = 0
+        self._untold: dict[int, Trial] = {}
+        self._running: dict[int, _Running] = {}
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Search to the end.
+
+        Raises:
+            Exception: the first error of a trial that is not in `catch`, after the trials running then have finished;
+                or what a callback, the storage or the pool raised, after they were cancelled.
+        """
+        with self._heartbeat:
+            try:
+                while self._step():
+                    pass
+            except BaseException as error:
+                self._abandon(error)
+                raise
+        private.storage_of(self._study).remove_session()
+        if self._error is not None:
+            raise self._error
+
+    def _step(self) -> bool:
+        """Answer one event, or else start one trial; False when there is neither to come.
+
+        Events go first: the pool should not wait for a sampler, and the sampler should know all there is. An event may
+        hold a trained model; it lives no longer than this call.
+        """
+        may_ask = self._may_ask()
+        if not may_ask and not self._untold:
+            return False
+        event = self._stream.get(timeout=0 if may_ask else _POLL_SECONDS)
+        match event:
+            case Reported():
+                self._on_report(event)
+            case Finished() | Failed():
+                self._on_end(event)
+            case None if may_ask:
+                self._start_trial()
+        return True
+
+    def _may_ask(self) -> bool:
+        limits = self._limits
+        if self._error is not None or private.stop_requested(self._study) or len(self._untold) >= limits.width:
+            return False
+        if limits.n_trials is not None and self._asked >= limits.n_trials:
+            return False
+        if limits.timeout_seconds is not None and self._elapsed_seconds() >= limits.timeout_seconds:
+            return False
+        # With nothing in flight the sampler is asked all the same, and repeats a point and stops, as in plain Optuna.
+        return not self._untold or not private.nothing_new_to_sample(self._study)
+
+    def _elapsed_seconds(self) -> float:
+        return time.monotonic() - self._started_seconds
+
+    def _start_trial(self) -> None:
+        private.fail_stale(self._study)
+        trial = self._study.ask()
+        self._asked += 1
+        self._untold[private.trial_id(trial)] = trial
+        self._heartbeat.add(private.trial_id(trial))
+        try:
+            outcome = self._build(trial)
+        except Exception as error:  # noqa: BLE001 - an objective may raise anything; `catch` decides
+            self._conclude_error(trial, error)
+            return
+        if isinstance(outcome, TrainTask):
+            self._submit(trial, outcome)
+        elif self._conclude(trial, value=outcome) == TrialState.FAIL and not looks_like_a_value(outcome):
+            _logger.warning(
+                "Trial %d: with an executor, the objective returns a hydra_tune.TrainTask, or a number; this one "
+                "returned %s.",
+                trial.number,
+                type(outcome).__name__,
+            )
+
+    def _submit(self, trial: Trial, task: TrainTask) -> None:
+        unfit = wrong_arity(task, self._study.directions)
+        if unfit is not None:  # known before training, so nothing is trained
+            self._conclude(trial, state=TrialState.FAIL, reason=unfit)
+            return
+        try:
+            check_result_choice(task)
+        except TaskError as error:
+            self._conclude_error(trial, error)
+            return
+        # What submitting raises is about the executor, e.g. that it is shut down, and would be raised for every task; so
+        # it ends the search, whatever `catch` says.
+        job = self._pool.submit(task, name=f"trial {trial.number}", events=self._stream)
+        self._running[id(job)] = _Running(trial=trial, task=task, job=job)
+
+    def _on_report(self, event: Reported) -> None:
+        running = self._running[id(event.job)]
+        try:
+            values = reported_values(running.task, event.metrics)
+            running.reports.append(values)
+            prune = len(values) == 1 and self._report(running.trial, values[0], event.step)
+        except Exception as error:  # noqa: BLE001 - a pruner may raise anything; `catch` decides
+            running.failure = error
+            event.job.cancel()
+            return
+        if prune:
+            event.job.prune()
+        else:
+            event.job.proceed()
+
+    @staticmethod
+    def _report(trial: Trial, value: float, step: int) -> bool:
+        trial.report(value, step)
+        return trial.should_prune()
+
+    def _on_end(self, event: Finished | Failed) -> None:
+        running = self._running.pop(id(event.job))
+        error = running.failure or _error_of(event)
+        if error is not None:
+            self._conclude_error(running.trial, error)
+            return
+        try:
+            value = trial_value(running.task, running.reports, self._study.directions)
+        except HydraTuneError as metric_error:
+            self._conclude_error(running.trial, metric_error)
+        else:
+            self._conclude(running.trial, value=value)
+
+    def _conclude_error(self, trial: Trial, error: BaseException) -> None:
+        """Tell what plain Optuna would, had the objective raised `error`."""
+        if not isinstance(error, Exception):
+            raise error
+        state = TrialState.PRUNED if isinstance(error, TrialPruned) else TrialState.FAIL
+        self._conclude(trial, state=state, error=error)
+
+    def _conclude(
+        self,
+        trial: Trial,
+        *,
+        value: object = None,
+        state: TrialState | None = None,
+        error: Exception | None = None,
+        reason: str | None = None,
+    ) -> TrialState:
+        """Tell, log and call back; what an uncaught error ends, is drained from here on."""
+        told = self._tell(trial, value=value, state=state, error=error, reason=reason)
+        if self._limits.gc_after_trial:
+            gc.collect()
+        if told == TrialState.FAIL and error is not None and not isinstance(error, self._limits.catch):
+            self._error = self._error or error
+            return told
+        for callback in self._callbacks:
+            callback(self._study, private.frozen_copy(self._study, trial))
+        self._progress_bar.update(self._elapsed_seconds(), self._study)
+        return told
+
+    def _tell(
+        self, trial: Trial, *, value: object, state: TrialState | None, error: Exception | None, reason: str | None
+    ) -> TrialState:
+        try:
+            told, values, unfit = private.tell(self._study, trial, value=value, state=state)
+        except Exception:  # a sampler may raise on what it is told; the trial has its state all the same
+            stored = private.frozen_copy(self._study, trial)
+            if stored.state.is_finished():
+                self._log(trial, stored.state, stored.values, value=value, error=error, reason=reason)
+            raise
+        self._log(trial, told, values, value=value, error=error, reason=reason or unfit)
+        del self._untold[private.trial_id(trial)]
+        self._heartbeat.discard(private.trial_id(trial))
+        return told
+
+    def _log(
+        self,
+        trial: Trial,
+        state: TrialState,
+        values: Sequence[float] | None,
+        *,
+        value: object,
+        error: Exception | None,
+        reason: str | None,
+    ) -> None:
+        if state == TrialState.COMPLETE:
+            private.log_completed(self._study, trial, values or ())
+        elif state == TrialState.PRUNED:
+            private.logger.info("Trial %d pruned. %s", trial.number, error)
+        else:
+            private.log_failed(trial, repr(error) if error else str(reason), error=error, value=value)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Cancel what runs, fail it in the storage, and wait until no unit of it runs any more.
+
+        The storage comes first: a second Ctrl-C while units end must not leave trials that seem to run.
+        """
+        jobs = [running.job for running in self._running.values()]
+        for job in jobs:
+            job.cancel()
+        reason = repr(error) if isinstance(error, KeyboardInterrupt) else f"the search was ended by {error!r}"
+        for trial in self._untold.values():
+            try:
+                if not private.frozen_copy(self._study, trial).state.is_finished():
+                    private.tell(self._study, trial, state=TrialState.FAIL)
+                    private.log_failed(trial, reason)
+            except Exception:
+                _logger.warning("Trial %d could not be told that it failed.", trial.number, exc_info=True)
+        while any(job.state not in _ENDED for job in jobs):
+            self._stream.get(timeout=_POLL_SECONDS)
+
+
+def _error_of(event: Finished | Failed) -> BaseException | None:
+    """What the objective would have raised, had it run the job, or None if it would have returned."""
+    result = event.result
+    if isinstance(event, Failed):
+        return result.error or HydraTuneError(f"{event.job.name} failed and its pool gave no reason")
+    if result.status == "pruned":
+        return TrialPruned()
+    if result.status == "cancelled":
+        return TrialCancelledError(
+            f"{event.job.name} was cancelled by job.cancel() or the executor's shutdown(), not by its study"
+        )
+    return None

@@ -1,0 +1,77 @@
+"""One thread that keeps all running trials of a study alive in a storage with a heartbeat.
+
+Optuna starts a thread for each trial; a pool runs many. This module knows nothing of pools or of what trials do.
+"""
+
+from threading import Event, Lock, Thread
+from types import TracebackType
+from typing import Self
+
+from optuna.logging import get_logger
+from optuna.storages import BaseStorage
+
+from hydra_tune_optuna.private import heartbeat_of
+
+_logger = get_logger("optuna.hydra_tune")
+
+
+class Heartbeat:
+    """Beats for the trials between `add` and `discard`; does nothing where the storage has no heartbeat.
+
+    The thread starts with the first trial, beats at once for a new one, and ends with the `with` block.
+    """
+
+    def __init__(self, storage: BaseStorage) -> None:
+        self._storage = storage
+        self._target = heartbeat_of(storage)
+        self._trial_ids: set[int] = set()
+        self._lock = Lock()
+        self._wake = Event()
+        self._stopped = False
+        self._thread: Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stopped = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def add(self, trial_id: int) -> None:
+        """Beat for this trial from now on."""
+        if self._target is None:
+            return
+        with self._lock:
+            self._trial_ids.add(trial_id)
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="hydra-tune-heartbeat", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def discard(self, trial_id: int) -> None:
+        """Beat for this trial no more."""
+        with self._lock:
+            self._trial_ids.discard(trial_id)
+
+    def _run(self) -> None:
+        assert self._target is not None
+        interval_seconds = self._target.get_heartbeat_interval()
+        while not self._stopped:
+            self._beat()
+            self._wake.wait(interval_seconds)
+            self._wake.clear()
+        self._storage.remove_session()
+
+    def _beat(self) -> None:
+        assert self._target is not None
+        with self._lock:
+            trial_ids = sorted(self._trial_ids)
+        for trial_id in trial_ids:
+            try:
+                self._target.record_heartbeat(trial_id)
+            except Exception:
+                _logger.warning("The heartbeat of the trial with id %d was not recorded.", trial_id, exc_info=True)

@@ -1,0 +1,139 @@
+"""Every private name of Optuna that the integration needs, behind public names of ours.
+
+Optuna offers ask and tell, but not its own logging of trials, `stop()`, progress bar, heartbeat or the state of
+exhaustive samplers to those who drive a study themselves. All such access stands in this one module, so that one
+contract test over it says whether a release of Optuna still fits. Nothing here decides anything about trials or pools.
+"""
+# ruff: noqa: SLF001 - that is what this module is for
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from optuna.exceptions import ExperimentalWarning
+from optuna.progress_bar import _ProgressBar as ProgressBar
+from optuna.samplers import BaseSampler, BruteForceSampler, GridSampler, PartialFixedSampler
+from optuna.samplers._brute_force import _TreeNode
+from optuna.storages import BaseStorage, fail_stale_trials
+from optuna.storages._heartbeat import BaseHeartbeat
+from optuna.study import Study
+from optuna.study._optimize import _log_failed_trial
+from optuna.study._optimize import _logger as logger
+from optuna.study._tell import _tell_with_warning
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+__all__ = [
+    "ProgressBar",
+    "fail_stale",
+    "frozen_copy",
+    "heartbeat_of",
+    "log_completed",
+    "log_failed",
+    "logger",
+    "nothing_new_to_sample",
+    "optimizing",
+    "stop_requested",
+    "storage_of",
+    "tell",
+    "trial_id",
+]
+
+
+def storage_of(study: Study) -> BaseStorage:
+    """The study's storage."""
+    return study._storage
+
+
+def trial_id(trial: Trial) -> int:
+    """The key of a trial in its storage; a trial's number is its place in its study."""
+    return trial._trial_id
+
+
+def frozen_copy(study: Study, trial: Trial) -> FrozenTrial:
+    """The trial as the storage has it now, for whoever may change it."""
+    return copy.deepcopy(study._storage.get_trial(trial._trial_id))
+
+
+@contextmanager
+def optimizing(study: Study) -> Iterator[None]:
+    """Mark this thread as driving `study`, which `Study.stop` and the warnings of `Study.ask` look at.
+
+    Raises:
+        RuntimeError: this thread drives the study already; in Optuna's words.
+    """
+    if study._thread_local.in_optimize_loop:
+        raise RuntimeError("Nested invocation of `Study.optimize` method isn't allowed.")
+    study._stop_flag = False
+    study._thread_local.in_optimize_loop = True
+    try:
+        yield
+    finally:
+        study._thread_local.in_optimize_loop = False
+
+
+def stop_requested(study: Study) -> bool:
+    """Whether `Study.stop` was called since `optimizing` began."""
+    return study._stop_flag
+
+
+def tell(
+    study: Study, trial: Trial, *, value: object = None, state: TrialState | None = None
+) -> tuple[TrialState, list[float] | None, str | None]:
+    """Tell as `Study.optimize` does: what is no value fails the trial, with the reason as third item, not a warning."""
+    return _tell_with_warning(
+        study=study,
+        trial=trial,
+        value_or_values=value,  # type: ignore[arg-type]  # an objective may return anything; Optuna judges it
+        state=state,
+        suppress_warning=True,
+    )
+
+
+def log_completed(study: Study, trial: Trial, values: Sequence[float]) -> None:
+    """Optuna's line for a completed trial, with the best one so far."""
+    study._log_completed_trial(list(values), trial.number, trial.params)
+
+
+def log_failed(trial: Trial, reason: str, *, error: BaseException | None = None, value: object = None) -> None:
+    """Optuna's two lines for a failed trial, with the traceback of `error`."""
+    _log_failed_trial(trial.number, trial.params, reason, exc_info=error, value_or_values=value)
+
+
+def heartbeat_of(storage: BaseStorage) -> BaseHeartbeat | None:
+    """The storage as something to send heartbeats to, if it was made with a heartbeat interval."""
+    if isinstance(storage, BaseHeartbeat) and storage.get_heartbeat_interval() is not None:
+        return storage
+    return None
+
+
+def fail_stale(study: Study) -> None:
+    """Fail the trials whose process has died, where the storage has a heartbeat."""
+    if heartbeat_of(study._storage) is None:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        fail_stale_trials(study)
+
+
+def nothing_new_to_sample(study: Study) -> bool:
+    """Whether an exhaustive sampler has handed out all of its points, some to trials still running.
+
+    Such a sampler stops the study when the last point is told. Asked before that, it repeats one.
+    """
+    sampler: BaseSampler = study.sampler
+    while isinstance(sampler, PartialFixedSampler):
+        sampler = sampler._base_sampler
+    if isinstance(sampler, GridSampler):
+        return not set(sampler._get_unvisited_grid_ids(study)) - _running_grid_ids(study)
+    if isinstance(sampler, BruteForceSampler):
+        tree = _TreeNode()
+        states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.FAIL)
+        sampler._populate_tree(tree, study._storage.get_all_trials(study._study_id, deepcopy=False, states=states), {})
+        return not tree.is_any_expandable(exclude_running=True)
+    return False
+
+
+def _running_grid_ids(study: Study) -> set[int]:
+    running = study._storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.RUNNING,))
+    return {trial.system_attrs["grid_id"] for trial in running if "grid_id" in trial.system_attrs}

@@ -1,0 +1,182 @@
+"""Drop-in for `optuna.study`: its names, with a `create_study` and a `load_study` that take `executor=`.
+
+This module makes studies; it knows nothing of how a `PoolStudy` runs.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, overload
+
+import optuna
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage
+from optuna.study import (
+    MaxTrialsCallback,
+    Study,
+    StudyDirection,
+    StudySummary,
+    copy_study,
+    delete_study,
+    get_all_study_names,
+    get_all_study_summaries,
+)
+
+from hydra_tune import HydraExecutor
+from hydra_tune_optuna.pool_study import PoolStudy
+from hydra_tune_optuna.private import storage_of
+
+__all__ = [
+    "MaxTrialsCallback",
+    "PoolStudy",
+    "Study",
+    "StudyDirection",
+    "StudySummary",
+    "copy_study",
+    "create_study",
+    "delete_study",
+    "get_all_study_names",
+    "get_all_study_summaries",
+    "load_study",
+]
+
+Direction = Literal["minimize", "maximize"] | StudyDirection
+
+
+@overload
+def create_study(
+    *,
+    storage: str | BaseStorage | None = None,
+    sampler: BaseSampler | None = None,
+    pruner: BasePruner | None = None,
+    study_name: str | None = None,
+    direction: Direction | None = None,
+    load_if_exists: bool = False,
+    directions: Sequence[Direction] | None = None,
+    executor: None = None,
+) -> Study: ...
+
+
+@overload
+def create_study(
+    *,
+    storage: str | BaseStorage | None = None,
+    sampler: BaseSampler | None = None,
+    pruner: BasePruner | None = None,
+    study_name: str | None = None,
+    direction: Direction | None = None,
+    load_if_exists: bool = False,
+    directions: Sequence[Direction] | None = None,
+    executor: HydraExecutor,
+) -> PoolStudy: ...
+
+
+def create_study(
+    *,
+    storage: str | BaseStorage | None = None,
+    sampler: BaseSampler | None = None,
+    pruner: BasePruner | None = None,
+    study_name: str | None = None,
+    direction: Direction | None = None,
+    load_if_exists: bool = False,
+    directions: Sequence[Direction] | None = None,
+    executor: HydraExecutor | None = None,
+) -> Study:
+    """`optuna.create_study`, with an executor.
+
+    Args:
+        storage: as in Optuna; so are all arguments but the last.
+        sampler: see `storage`.
+        pruner: see `storage`.
+        study_name: see `storage`.
+        direction: see `storage`.
+        load_if_exists: see `storage`.
+        directions: see `storage`.
+        executor: the pool that trains the study's tasks. It may serve several studies; none of them closes it.
+
+    Returns:
+        A `PoolStudy`, or, without an executor, a plain Optuna study.
+
+    Raises:
+        ConfigError: `executor` is something else than a hydra-tune executor; before the study is created.
+    """
+    if executor is not None:
+        PoolStudy.check_executor(executor)
+    study = optuna.create_study(
+        storage=storage,
+        sampler=sampler,
+        pruner=pruner,
+        study_name=study_name,
+        direction=direction,
+        load_if_exists=load_if_exists,
+        directions=directions,
+    )
+    return study if executor is None else _with_executor(study, executor)
+
+
+@overload
+def load_study(
+    *,
+    study_name: str | None,
+    storage: str | BaseStorage,
+    sampler: BaseSampler | None = None,
+    pruner: BasePruner | None = None,
+    executor: None = None,
+) -> Study: ...
+
+
+@overload
+def load_study(
+    *,
+    study_name: str | None,
+    storage: str | BaseStorage,
+    sampler: BaseSampler | None = None,
+    pruner: BasePruner | None = None,
+    executor: HydraExecutor,
+) -> PoolStudy: ...
+
+
+def load_study(
+    *,
+    study_name: str | None,
+    storage: str | BaseStorage,
+    sampler: BaseSampler | None = None,
+    pruner: BasePruner | None = None,
+    executor: HydraExecutor | None = None,
+) -> Study:
+    """`optuna.load_study`, with an executor.
+
+    Args:
+        study_name: as in Optuna; so are all arguments but the last.
+        storage: see `study_name`.
+        sampler: see `study_name`.
+        pruner: see `study_name`.
+        executor: the pool that trains the study's tasks.
+
+    Returns:
+        A `PoolStudy`, or, without an executor, a plain Optuna study.
+
+    Raises:
+        ConfigError: `executor` is something else than a hydra-tune executor.
+    """
+    study = optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
+    return study if executor is None else _with_executor(study, executor)
+
+
+def _with_executor(study: Study, executor: HydraExecutor) -> PoolStudy:
+    return PoolStudy(
+        study_name=study.study_name,
+        storage=storage_of(study),
+        sampler=study.sampler,
+        pruner=study.pruner,
+        executor=executor,
+    )
+
+
+if not TYPE_CHECKING:  # a type checker would take every misspelt name for a real one
+
+    def __getattr__(name: str) -> object:
+        return getattr(optuna.study, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(optuna.study)})

@@ -1,0 +1,237 @@
+"""Runs the sweeps of the command line with Optuna: the entry point `optuna` of the group `hydra_tune.tuners`.
+
+Translates a sweep's plain words into Optuna's sampler, pruner, storage and suggestions, and tells the observer what
+happens. What a sweep file looks like, and how it is shown, is not known here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import optuna
+from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
+from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from hydra_tune import TrainTask
+from hydra_tune.cli.domains import Choice, Domain, FloatRange, IntRange, grid_size
+from hydra_tune.cli.request import Outcome, SweepRequest, TrialRecord
+from hydra_tune.cli.spec import Pruning, SweepSpec
+from hydra_tune.errors import ConfigError
+from hydra_tune_optuna.pool_study import PoolStudy
+from hydra_tune_optuna.study import create_study
+
+_JOURNAL = "journal:"
+_OUTCOMES: Mapping[TrialState, Outcome] = {
+    TrialState.COMPLETE: "completed",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
+
+
+def run_sweep(request: SweepRequest) -> None:
+    """Run a sweep as an Optuna study. Errors of single trials do not end it, unless the observer says so.
+
+    Args:
+        request: the sweep, the pool and the observer.
+
+    Raises:
+        ConfigError: the storage cannot be opened, or keeps a study of another direction under this name.
+        KeyboardInterrupt: Ctrl-C; every running trial was told that it failed.
+    """
+    with _quiet():
+        study = _open(request)
+        earlier = tuple(_record(request.spec, trial) for trial in study.get_trials(deepcopy=False) if _ended(trial))
+        num_left, num_planned = _num_left(request.spec, earlier)
+        request.observer.opened(study.study_name, earlier, num_planned)
+        if num_left != 0:
+            _optimize(study, request, num_left)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Optuna's own lines, one for each trial, would say again what the observer is told."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def _open(request: SweepRequest) -> PoolStudy:
+    spec = request.spec
+    try:
+        study = create_study(
+            storage=_storage(spec.storage),
+            sampler=make_sampler(spec),
+            pruner=make_pruner(spec.pruning),
+            study_name=spec.study,
+            direction=spec.goal,
+            load_if_exists=True,
+            executor=request.executor,
+        )
+    except Exception as error:
+        raise ConfigError(f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {_first(error)}") from error
+    if study.direction.name.lower() != spec.goal:
+        raise ConfigError(
+            f"{spec.at('metric.goal')}: the study {study.study_name!r} in {spec.storage} is there already, and its "
+            f"goal is {study.direction.name.lower()}, not {spec.goal}; give another hydra.study"
+        )
+    return study
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _storage(url: str | None) -> str | BaseStorage | None:
+    if url is not None and url.startswith(_JOURNAL):
+        return JournalStorage(JournalFileBackend(url.removeprefix(_JOURNAL).removeprefix("//")))
+    return url
+
+
+def make_sampler(spec: SweepSpec) -> BaseSampler:
+    """The sampler for the sweep's `method`."""
+    match spec.method:
+        case "grid":
+            return GridSampler(_grid(spec.parameters or {}), seed=spec.seed)
+        case "random":
+            return RandomSampler(seed=spec.seed)
+        case "bayes":
+            return TPESampler(seed=spec.seed)
+
+
+def _grid(parameters: Mapping[str, Domain]) -> dict[str, list[Any]]:
+    return {name: list(domain.grid() or ()) for name, domain in parameters.items()}
+
+
+def make_pruner(pruning: Pruning | None) -> BasePruner:
+    """The pruner for the sweep's `early_terminate`; none means that no trial is ended early."""
+    if pruning is None:
+        return NopPruner()
+    options = dict(pruning.options)
+    match pruning.type:
+        case "hyperband":
+            return HyperbandPruner(
+                min_resource=options["min_iter"],
+                max_resource=options.get("max_iter", "auto"),
+                reduction_factor=options["eta"],
+            )
+        case "successive_halving":
+            return SuccessiveHalvingPruner(
+                min_resource=options["min_iter"],
+                reduction_factor=options["eta"],
+                min_early_stopping_rate=options["min_early_stopping_rate"],
+            )
+        case "median":
+            return MedianPruner(**options)
+        case other:
+            raise ConfigError(f"early_terminate type {other!r} is not one that Optuna has here")
+
+
+def suggest(trial: Trial, name: str, domain: Domain) -> Any:
+    """Draw one parameter.
+
+    Args:
+        trial: who draws.
+        name: of the parameter.
+        domain: what it may be.
+
+    Returns:
+        What the task is to be given.
+    """
+    match domain:
+        case Choice():
+            return trial.suggest_categorical(name, domain.values)
+        case IntRange():
+            return trial.suggest_int(name, domain.low, domain.high, step=domain.step, log=domain.log)
+        case FloatRange():
+            drawn = trial.suggest_float(name, domain.low, domain.high, step=domain.step, log=domain.log)
+            return domain.settle(drawn)
+
+
+def _ended(trial: FrozenTrial) -> bool:
+    return trial.state in _OUTCOMES
+
+
+def _record(spec: SweepSpec, trial: FrozenTrial) -> TrialRecord:
+    return TrialRecord(
+        number=trial.number,
+        state=_OUTCOMES[trial.state],
+        value=trial.value,
+        params={name: _given(spec, name, value) for name, value in trial.params.items()},
+    )
+
+
+def _given(spec: SweepSpec, name: str, drawn: Any) -> Any:
+    """What the task was given for what the study keeps."""
+    domain = (spec.parameters or {}).get(name)
+    return domain.settle(drawn) if isinstance(domain, FloatRange) else drawn
+
+
+def _num_left(spec: SweepSpec, earlier: tuple[TrialRecord, ...]) -> tuple[int | None, int | None]:
+    """Trials still to run, and trials the study will then have.
+
+    Failed ones are run again, but not the points of a grid: the sampler takes them for visited.
+    """
+    if spec.method == "grid":
+        left = max(0, grid_size(spec.parameters or {}) - len(earlier))
+        if spec.run_cap is not None:
+            left = min(left, max(0, spec.run_cap - len(earlier)))
+    elif spec.run_cap is None:
+        return None, None
+    else:
+        left = max(0, spec.run_cap - sum(record.state != "failed" for record in earlier))
+    return left, len(earlier) + left
+
+
+def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None) -> None:
+    observer = request.observer
+    told: set[int] = set()
+
+    def ended(trial: FrozenTrial) -> None:
+        told.add(trial.number)
+        if observer.finished(_record(request.spec, trial)):
+            study.stop()
+
+    asked: set[int] = set()
+    try:
+        study.optimize(
+            _objective(request, asked.add),
+            n_trials=num_left,
+            timeout=request.timeout_seconds,
+            catch=(Exception,),
+            callbacks=[lambda _study, trial: ended(trial)],
+        )
+    finally:
+        # Trials that ended with the sweep, by Ctrl-C or an error, have no callback.
+        for trial in study.get_trials(deepcopy=False):
+            if trial.number in asked - told and _ended(trial):
+                observer.finished(_record(request.spec, trial))
+
+
+def _objective(request: SweepRequest, asked: Callable[[int], None]) -> Callable[[Trial], TrainTask]:
+    spec, observer = request.spec, request.observer
+
+    def objective(trial: Trial) -> TrainTask:
+        asked(trial.number)
+        observer.asked(trial.number)
+        try:
+            if spec.parameters is None:
+                task = request.build(trial)
+                params: Mapping[str, Any] = trial.params
+            else:
+                params = {name: suggest(trial, name, domain) for name, domain in spec.parameters.items()}
+                task = request.build(**params)
+        except optuna.TrialPruned:
+            raise
+        except Exception as error:
+            observer.broke(trial.number, error)
+            raise
+        observer.built(trial.number, params, task)
+        return task
+
+    return objective

@@ -1,0 +1,77 @@
+"""From what a pool reports to what Optuna is told.
+
+Pure functions of a task, its reports and the study's directions; this module drives nothing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+
+from optuna.study import StudyDirection
+
+from hydra_tune import TrainTask
+from hydra_tune.errors import MetricError, TaskError
+
+Values = tuple[float, ...]
+"""One report of a task: the values of `task.metrics`, in order."""
+
+
+def reported_values(task: TrainTask, metrics: Mapping[str, float]) -> Values:
+    """The task's metrics out of a report.
+
+    Raises:
+        MetricError: one is not there.
+    """
+    missing = [name for name in task.metrics if name not in metrics]
+    if missing:
+        wanted, given = ", ".join(map(repr, missing)), ", ".join(map(repr, metrics)) or "nothing"
+        raise MetricError(
+            f"metric {wanted} is not reported; reported: {given}; name one of these, or return it in evaluate"
+        )
+    return tuple(metrics[name] for name in task.metrics)
+
+
+def check_result_choice(task: TrainTask) -> None:
+    """Refuse a choice of report that has no meaning.
+
+    Raises:
+        TaskError: the best report is asked for, of several objectives.
+    """
+    if task.result == "best" and len(task.metrics) > 1:
+        raise TaskError(f"result='best' needs one metric, not {len(task.metrics)} {task.metrics}; use result='last'")
+
+
+def wrong_arity(task: TrainTask, directions: Sequence[StudyDirection]) -> str | None:
+    """Why the task's values can never fit the study, in Optuna's words, or None if they can."""
+    if len(task.metrics) == len(directions):
+        return None
+    return (
+        f"The number of the values {len(task.metrics)} did not match the number of the objectives {len(directions)}: "
+        f"the task's metric is {task.metric!r}"
+    )
+
+
+def trial_value(task: TrainTask, reports: Sequence[Values], directions: Sequence[StudyDirection]) -> float | Values:
+    """What the objective would return after these reports: the last one's values, or the best value.
+
+    A NaN is never the best, unless there is nothing else.
+
+    Raises:
+        MetricError: the task ended without a report.
+    """
+    if not reports:
+        raise MetricError(
+            f"metric {task.metrics[0]!r} was never reported: training ended before the first report "
+            f"(report_every={task.report_every!r}); lower report_every"
+        )
+    if task.result == "best":
+        numbers = [values[0] for values in reports if not math.isnan(values[0])]
+        pick = max if directions[0] == StudyDirection.MAXIMIZE else min
+        return pick(numbers, default=math.nan)
+    return reports[-1] if len(task.metrics) > 1 else reports[-1][0]
+
+
+def looks_like_a_value(outcome: object) -> bool:
+    """Whether an objective meant to return this as its value, however wrong."""
+    items: Sequence[object] = outcome if isinstance(outcome, list | tuple) else (outcome,)
+    return all(isinstance(item, Real) for item in items)

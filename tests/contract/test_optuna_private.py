@@ -1,0 +1,129 @@
+"""The private names of Optuna that the integration uses: present, of the shape it relies on, and used nowhere else."""
+
+import inspect
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import optuna
+from optuna.progress_bar import _ProgressBar
+from optuna.samplers import _brute_force
+from optuna.storages import _heartbeat
+from optuna.study import _optimize, _tell
+
+import hydra_tune_optuna
+from hydra_tune_optuna import private
+
+PACKAGE = Path(hydra_tune_optuna.__file__).parent
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def test_optuna_is_of_the_pinned_major_version():
+    assert version("optuna").split(".")[0] == "5"
+
+
+def test_telling_and_logging_take_what_they_are_given():
+    assert parameters(_tell._tell_with_warning) == [
+        "study",
+        "trial",
+        "value_or_values",
+        "state",
+        "skip_if_finished",
+        "suppress_warning",
+    ]
+    assert parameters(_optimize._log_failed_trial) == [
+        "trial_number",
+        "trial_params",
+        "message",
+        "exc_info",
+        "value_or_values",
+    ]
+    assert _optimize._logger.name == "optuna.study._optimize"
+    assert parameters(optuna.Study._log_completed_trial) == ["self", "values", "number", "params"]
+    assert parameters(_ProgressBar.__init__) == ["self", "is_valid", "n_trials", "timeout"]
+    assert parameters(_ProgressBar.update) == ["self", "elapsed_seconds", "study"]
+    assert parameters(_ProgressBar.close) == ["self"]
+
+
+def test_a_study_has_its_storage_its_flag_and_its_mark_of_optimizing():
+    study = optuna.create_study()
+    trial = study.ask()
+
+    assert study._storage.get_trial(trial._trial_id).number == 0
+    assert study._study_id in [summary._study_id for summary in study._storage.get_all_studies()]
+    assert study._thread_local.in_optimize_loop is False
+    with private.optimizing(study):
+        assert study._thread_local.in_optimize_loop is True
+        assert not private.stop_requested(study)
+        study.stop()
+        assert study._stop_flag is True
+        assert private.stop_requested(study)
+    assert study._thread_local.in_optimize_loop is False
+
+
+def test_a_heartbeat_has_an_interval_and_beats_for_a_trial():
+    assert parameters(_heartbeat.BaseHeartbeat.record_heartbeat) == ["self", "trial_id"]
+    assert parameters(_heartbeat.BaseHeartbeat.get_heartbeat_interval) == ["self"]
+    assert private.heartbeat_of(optuna.storages.InMemoryStorage()) is None
+
+
+def test_exhaustive_samplers_show_what_is_left():
+    assert parameters(optuna.samplers.GridSampler._get_unvisited_grid_ids) == ["self", "study"]
+    assert parameters(optuna.samplers.BruteForceSampler._populate_tree) == ["tree", "trials", "params"]
+    assert parameters(_brute_force._TreeNode.is_any_expandable) == ["self", "exclude_running"]
+
+    study = optuna.create_study(sampler=optuna.samplers.GridSampler({"x": [1, 2]}))
+    assert not private.nothing_new_to_sample(study)
+    study.ask()
+    assert not private.nothing_new_to_sample(study)
+    study.ask()
+    assert private.nothing_new_to_sample(study)
+
+
+def test_no_other_module_touches_a_private_name_of_optuna():
+    pattern = re.compile(r"(import|from optuna\S*) _[a-z]|optuna\.\w*\._|(study|trial|sampler|storage|pruner)\._[a-z]")
+    offending = [
+        f"{path.name}:{number}: {line}"
+        for path in sorted(PACKAGE.glob("*.py"))
+        if path.name != "private.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if pattern.search(line.replace("self._", ""))
+    ]
+
+    assert offending == []
+
+
+def test_everything_of_optuna_is_there_under_its_own_name():
+    own = {"create_study", "load_study", "study"}
+
+    for name in set(optuna.__all__) - own:
+        assert getattr(hydra_tune_optuna, name) is getattr(optuna, name), name
+    for name in set(optuna.study.__all__) - own:
+        assert getattr(hydra_tune_optuna.study, name) is getattr(optuna.study, name), name
+    assert set(optuna.__all__) <= set(hydra_tune_optuna.__all__)
+    assert set(optuna.study.__all__) <= set(hydra_tune_optuna.study.__all__)
+    for module in (hydra_tune_optuna, hydra_tune_optuna.study):
+        assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    assert hydra_tune_optuna.study.create_study is hydra_tune_optuna.create_study
+    assert hydra_tune_optuna.study.load_study is hydra_tune_optuna.load_study
+
+
+def test_what_optuna_does_not_list_is_found_too():
+    assert hydra_tune_optuna.progress_bar is optuna.progress_bar
+    assert hydra_tune_optuna.study._optimize is optuna.study._optimize
+    assert "progress_bar" in dir(hydra_tune_optuna)
+
+
+def test_arguments_are_optunas_and_one_more():
+    for name in ("create_study", "load_study"):
+        ours = inspect.signature(getattr(hydra_tune_optuna, name)).parameters
+        stock = inspect.signature(getattr(optuna, name)).parameters
+        assert [(p.name, p.kind, p.default) for p in stock.values()] == [
+            (p.name, p.kind, p.default) for p in ours.values() if p.name != "executor"
+        ]
+    assert [(p.name, p.default) for p in inspect.signature(optuna.Study.optimize).parameters.values()] == [
+        (p.name, p.default) for p in inspect.signature(hydra_tune_optuna.PoolStudy.optimize).parameters.values()
+    ]

@@ -1,0 +1,120 @@
+"""Ctrl-C and the terminal: the sweep ends in order, the terminal is as it was, nothing is left running."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from tests.support.cli_project import Project
+
+SECONDS = 120
+
+
+@pytest.fixture
+def project(tmp_path):
+    project = Project(tmp_path)
+    # Without Ctrl-C these trials would take hours.
+    project.change("width: {values: [8, 16]}", "width: {values: [8, 16]}\n  epochs: {value: 1000000}")
+    project.change("hydra: {", "hydra: {storage: sqlite:///trials.db, study: first, ")
+    return project
+
+
+def assert_all_told(folder):
+    trials = optuna.load_study(study_name="first", storage=f"sqlite:///{folder / 'trials.db'}").trials
+    assert trials
+    assert {trial.state for trial in trials} == {TrialState.FAIL}
+
+
+def assert_nothing_left(group):
+    with pytest.raises(ProcessLookupError):
+        os.killpg(group, 0)
+
+
+def test_ctrl_c_without_a_terminal(project):
+    with subprocess.Popen(
+        project.command(),
+        cwd=project.folder,
+        env=project.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        for _ in range(4):  # as many as are in flight
+            assert process.stdout.readline() == "building\n"
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)  # people press it twice
+        printed, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert len(re.findall(r"^trial \d+  cancelled", printed, re.MULTILINE)) == 4
+    assert "no trial completed" in printed
+    assert re.search(r"^sweep model:build: interrupted after ", printed, re.MULTILINE)
+    assert_all_told(project.folder)
+    assert_nothing_left(process.pid)
+
+
+class Terminal:
+    """A pseudo-terminal with a process in it."""
+
+    def __init__(self, project):
+        self.pid, self.file = pty.fork()
+        if self.pid == 0:
+            os.chdir(project.folder)
+            command = project.command()
+            os.execve(command[0], command, project.environment(TERM="xterm-256color"))
+        self.seen = ""
+        self.resize(24, 80)
+
+    def resize(self, lines, columns):
+        fcntl.ioctl(self.file, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def read(self, until):
+        """Read until `until(what was seen)`, or the end."""
+        deadline = time.monotonic() + SECONDS
+        while not until(self.seen):
+            assert time.monotonic() < deadline, self.seen[-2000:]
+            if not select.select([self.file], [], [], 1.0)[0]:
+                continue
+            try:
+                self.seen += os.read(self.file, 1 << 16).decode(errors="replace")
+            except OSError:  # Linux says so when the other end is closed
+                return
+
+    def last_frame(self):
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.seen.rpartition("\x1b[H")[2])
+
+
+def test_the_live_view_survives_a_resize_and_gives_the_terminal_back(project):
+    terminal = Terminal(project)
+    terminal.read(lambda seen: seen.count(" running ") > 8)
+    assert "\x1b[?1049h" in terminal.seen
+    terminal.read(lambda _: "4 trials" not in terminal.last_frame() and "cpu:1" in terminal.last_frame())
+    terminal.resize(10, 44)
+    at = len(terminal.seen)
+    terminal.read(lambda seen: seen.count("\x1b[H", at) > 4)
+    frame = terminal.seen.split("\x1b[H")[-2]
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).replace("\r", "").split("\n")
+    assert len(lines) <= 10
+    assert max(map(len, lines)) <= 44
+    os.write(terminal.file, b"\x03")
+    terminal.read(lambda _: False)
+    status = os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1])
+    assert status == 130, terminal.seen[-2000:]
+    assert terminal.seen.count("\x1b[?1049h") == terminal.seen.count("\x1b[?1049l") == 1
+    assert terminal.seen.rfind("\x1b[?25h") > terminal.seen.rfind("\x1b[?25l")
+    after = terminal.seen.rpartition("\x1b[?1049l")[2]
+    assert "no trial completed" in after
+    assert "building" in after  # what the user's code printed is not lost with the screen
+    assert_all_told(project.folder)
+    assert_nothing_left(terminal.pid)

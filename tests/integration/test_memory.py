@@ -1,0 +1,166 @@
+"""No device ever holds more than its budget, and a trial that ends early gives every byte back.
+
+Seen by a tracker that shares nothing with the engine: tests/support/tracker.py.
+"""
+
+import gc
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hydra_tune import Finished, HydraExecutor, Reported, train_plain
+from tests.parity.models import MODELS, build
+from tests.support.tracker import StorageTracker
+
+BUDGET_BYTES = 180 * 1024
+NUM_TRIALS = 8
+PATIENCE_SECONDS = 60
+
+
+def plain_peak_bytes(name):
+    tracker = StorageTracker()
+    gc.collect()
+    gc.disable()
+    with tracker():
+        train_plain(build(name))
+    gc.enable()
+    return max(tracker.peak_bytes)
+
+
+def test_the_tracker_counts_storages_once_from_the_first_operation_to_the_last_reference():
+    tracker = StorageTracker()
+    outside = torch.zeros(1000)
+    with tracker():
+        copied = outside.clone()
+        view = copied.view(10, 100)[2:]
+        assert tracker.current_bytes == 4000, "the source of a copy may be host memory"
+        product = view * 2
+        assert tracker.current_bytes == 4000 + 3200
+        del copied, view
+        assert tracker.current_bytes == 3200
+        outside.add_(1)
+        assert tracker.current_bytes == 3200 + 4000, "what is computed on must be here"
+    del product, outside
+    assert tracker.current_bytes == 0
+    assert tracker.peak_bytes == [7200]
+
+
+def test_the_tracker_sees_a_model_that_needs_more_than_the_budget():
+    """Without shards and spilling these models would not do: the tests below could fail."""
+    assert {name: plain_peak_bytes(name) > 2 * BUDGET_BYTES for name in ("cnn", "vit", "gpt2")} == {
+        "cnn": True,
+        "vit": True,
+        "gpt2": True,
+    }
+
+
+def answer_all(pool, tasks):
+    """Run tasks as a driver does, every report answered with "go on"; returns the results and the shards of each."""
+    stream, num_shards, results = pool.events(), {}, []
+    for task in tasks:
+        pool.submit(task, events=stream)
+    while len(results) < len(tasks):
+        event = stream.get(PATIENCE_SECONDS)
+        assert event is not None, "nothing happens any more"
+        if isinstance(event, Reported):
+            num_shards[event.job.name] = event.job.progress.num_shards
+            event.job.proceed()
+        else:
+            results.append(event.result)
+    return results, num_shards
+
+
+@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
+def test_eight_trials_stay_within_the_budget_of_each_device(devices):
+    tracker = StorageTracker()
+    names = [name for name in MODELS if name != "mlp"]
+    tasks = [build(names[i % 3], seed=i, epochs=1) for i in range(NUM_TRIALS)]
+    with HydraExecutor(
+        devices=devices, device_memory=BUDGET_BYTES, max_concurrent=NUM_TRIALS, instrument=tracker
+    ) as pool:
+        results, num_shards = answer_all(pool, tasks)
+        statistics = pool.stats().devices
+    assert [result.error for result in results] == [None] * NUM_TRIALS
+    assert len(num_shards) == NUM_TRIALS
+    assert min(num_shards.values()) >= 4
+    assert len(tracker.peak_bytes) == len(statistics), "every device ran units"
+    assert max(tracker.peak_bytes) <= BUDGET_BYTES
+    assert min(tracker.peak_bytes) > BUDGET_BYTES / 4, "the tracker sees units at work"
+    for device in statistics.values():
+        assert device.peak_bytes <= device.budget_bytes == BUDGET_BYTES
+        assert device.resident_bytes == 0
+    del results
+    gc.collect()
+    assert tracker.current_bytes == 0
+
+
+def test_a_prune_at_a_report_returns_every_byte():
+    tracker = StorageTracker()
+    with HydraExecutor(devices="cpu:1", instrument=tracker) as pool:
+        stream = pool.events()
+        job = pool.submit(build("gpt2"), events=stream)
+        event = stream.get(PATIENCE_SECONDS)
+        assert isinstance(event, Reported)
+        resident = pool.stats().devices["cpu:0"].resident_bytes
+        assert resident > 0
+        assert tracker.current_bytes >= resident / 2
+        job.prune()
+        event = stream.get(PATIENCE_SECONDS)
+        assert isinstance(event, Finished)
+        assert event.result.status == "pruned"
+        assert pool.stats().devices["cpu:0"].resident_bytes == 0
+        assert pool.stats().units_saved > 0
+        del event
+        gc.collect()
+        assert tracker.current_bytes == 0
+
+
+def test_a_cancel_in_mid_run_lets_the_running_unit_end_and_no_other_begin():
+    tracker = StorageTracker()
+    entered = []
+    reached, release = threading.Event(), threading.Event()
+
+    @contextmanager
+    def instrument():
+        """Stop inside the fifth unit until the test has cancelled the job."""
+        entered.append(threading.get_ident())
+        if len(entered) == 5:
+            reached.set()
+            assert release.wait(PATIENCE_SECONDS)
+        with tracker():
+            yield
+
+    with HydraExecutor(devices="cpu:1", num_shards=8, instrument=instrument) as pool:
+        job = pool.submit(build("vit"))
+        assert reached.wait(PATIENCE_SECONDS)
+        threading.Timer(0.05, release.set).start()
+        job.cancel()
+        result = job.result(PATIENCE_SECONDS)
+        assert result.status == "cancelled"
+        assert len(entered) == 5
+        assert pool.stats().devices["cpu:0"].resident_bytes == 0
+        del result
+        gc.collect()
+        assert tracker.current_bytes == 0
+
+
+def test_the_other_trials_get_the_memory_of_a_pruned_one():
+    """After the prune the tracker counts the other trial alone: as much as when it runs by itself."""
+    tracker = StorageTracker()
+    with HydraExecutor(devices="cpu:1", instrument=tracker, max_concurrent=2) as pool:
+        stream = pool.events()
+        pruned, other = (pool.submit(build("gpt2", seed=seed), events=stream) for seed in (1, 2))
+        first, second = stream.get(PATIENCE_SECONDS), stream.get(PATIENCE_SECONDS)
+        assert {first.job, second.job} == {pruned, other}
+        both = tracker.current_bytes
+        pruned.prune()
+        assert stream.get(PATIENCE_SECONDS).job is pruned
+        del first, second
+        gc.collect()
+        assert tracker.current_bytes == both / 2
+        other.cancel()
+        assert stream.get(PATIENCE_SECONDS).job is other
+        gc.collect()
+        assert tracker.current_bytes == 0

@@ -1,0 +1,183 @@
+"""Storages, heartbeats, copies and the progress bar, with real files and real threads."""
+
+import copy
+import pickle
+import threading
+from datetime import datetime, timedelta
+
+import optuna
+import pytest
+import sqlalchemy
+
+import hydra_tune_optuna
+from hydra_tune import HydraTuneError
+from tests.contract.optuna_drivers import Driver, build, make_pool, record, small_task, trials_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+
+STORAGES = {
+    "memory": lambda folder: None,
+    "sqlite": lambda folder: f"sqlite:///{folder}/study.db",
+    "journal": lambda folder: optuna.storages.JournalStorage(
+        optuna.storages.journal.JournalFileBackend(str(folder / "study.log"))
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["plain", "hydra"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def narrow(kind):
+    with make_pool(kind, 1) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def wide(kind):
+    with make_pool(kind, 3) as pool:
+        yield pool
+
+
+@pytest.fixture
+def heartbeats(tmp_path):
+    """An SQLite storage with a heartbeat, closed afterwards, and the ids of the trials it was told are alive."""
+    storage = optuna.storages.RDBStorage(
+        f"sqlite:///{tmp_path}/study.db",
+        heartbeat_interval=60,
+        grace_period=120,
+        heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(),
+    )
+    beats = []
+    beat = storage.record_heartbeat
+
+    def noting(trial_id):
+        beat(trial_id)
+        beats.append((trial_id, threading.current_thread().name))
+
+    storage.record_heartbeat = noting
+    yield storage, beats
+    storage.remove_session()
+    storage.engine.dispose()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_search_leaves_the_same_in_every_storage(storage, narrow, tmp_path):
+    def search(driver, folder):
+        folder.mkdir()
+        options = {"storage": STORAGES[storage](folder), "calls": [{"n_trials": 4}]}
+        return record(driver, build, pruner=optuna.pruners.SuccessiveHalvingPruner, **options)
+
+    seen = search(Driver(narrow), tmp_path / "pool")
+
+    stock = search(Driver(), tmp_path / "stock")
+    assert seen.trials == stock.trials
+    assert seen.called_back == stock.called_back
+
+
+@pytest.mark.parametrize("storage", ["sqlite", "journal"])
+def test_a_search_goes_on_from_its_storage(storage, wide, tmp_path):
+    def open_storage():
+        return STORAGES[storage](tmp_path)
+
+    options = {"study_name": "search", "pruner": optuna.pruners.NopPruner(), "executor": wide}
+    study = hydra_tune_optuna.create_study(storage=open_storage(), **options)
+    study.optimize(build, n_trials=3)
+    loaded = hydra_tune_optuna.load_study(storage=open_storage(), **options)
+    loaded.optimize(build, n_trials=3)
+
+    again = hydra_tune_optuna.load_study(study_name="search", storage=open_storage())
+    assert isinstance(loaded, hydra_tune_optuna.PoolStudy)
+    assert type(again) is optuna.Study
+    assert [trial.state.name for trial in again.trials] == ["COMPLETE"] * 6
+    assert trials_of(again) == trials_of(loaded)
+
+
+def test_without_an_executor_studies_are_stock_ones():
+    assert type(hydra_tune_optuna.create_study()) is optuna.Study
+    assert type(hydra_tune_optuna.study.create_study(direction="maximize")) is optuna.Study
+
+
+@pytest.mark.parametrize(
+    "executor", [threading.Thread(), hydra_tune_optuna.PoolStudy, 4], ids=["thread", "class", "int"]
+)
+def test_what_is_no_executor_is_refused_before_the_study_exists(executor, tmp_path):
+    storage = f"sqlite:///{tmp_path}/study.db"
+
+    with pytest.raises(HydraTuneError, match="executor must be a HydraExecutor, not"):
+        hydra_tune_optuna.create_study(storage=storage, executor=executor)
+    assert optuna.get_all_study_names(storage) == []
+
+
+def test_one_thread_beats_for_all_running_trials(wide, heartbeats):
+    storage, beats = heartbeats
+    before = threading.active_count()
+    study = hydra_tune_optuna.create_study(storage=storage, executor=wide)
+    while_running = []
+
+    study.optimize(
+        build, n_trials=5, callbacks=[lambda study, trial: while_running.append(threading.active_count() - before)]
+    )
+
+    names = {name for _, name in beats}
+    assert names == {"hydra-tune-heartbeat"}
+    assert {trial_id for trial_id, _ in beats} <= {trial._trial_id for trial in study.trials}
+    assert beats[0][0] == study.trials[0]._trial_id
+    assert "hydra-tune-heartbeat" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_trial_of_a_dead_process_is_failed_and_retried(narrow, heartbeats):
+    storage, _ = heartbeats
+    study = hydra_tune_optuna.create_study(storage=storage, executor=narrow)
+    study.enqueue_trial({"learning_rate": 0.25, "seed": 1})
+    with pytest.warns(UserWarning, match="Heartbeat of storage"):
+        dead = study.ask()
+    storage.record_heartbeat(dead._trial_id)
+    with storage.engine.begin() as connection:
+        long_ago = datetime.now() - timedelta(hours=1)  # noqa: DTZ005 - as the database has it
+        connection.execute(sqlalchemy.text("UPDATE trial_heartbeats SET heartbeat = :at"), {"at": long_ago})
+
+    study.optimize(build, n_trials=1)
+
+    assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]
+    assert study.trials[1].params == {"learning_rate": 0.25, "seed": 1}
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda study: pickle.loads(pickle.dumps(study))], ids=["copy", "pickle"]
+)
+def test_a_copy_has_no_executor_until_it_is_given_one(copied, narrow, tmp_path):
+    study = hydra_tune_optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db", executor=narrow)
+    study.optimize(build, n_trials=1)
+
+    twin = copied(study)
+    assert twin.executor is None
+    assert study.executor is narrow
+    assert trials_of(twin) == trials_of(study)
+    with pytest.raises(HydraTuneError, match=r"has no executor; set study\.executor"):
+        twin.optimize(build, n_trials=1)
+
+    twin.executor = narrow
+    twin.optimize(build, n_trials=1)
+    assert len(study.trials) == 2
+
+
+def test_the_progress_bar_counts_trials_and_is_closed(wide, capsys):
+    study = hydra_tune_optuna.create_study(executor=wide, sampler=optuna.samplers.RandomSampler(seed=1))
+
+    study.optimize(build, n_trials=5, show_progress_bar=True)
+
+    shown = capsys.readouterr().err
+    assert "5/5" in shown
+    assert f"Best trial: {study.best_trial.number}" in shown
+
+
+def test_no_trial_is_stored_with_more_than_stock_optuna_would(wide):
+    study = hydra_tune_optuna.create_study(executor=wide, pruner=optuna.pruners.NopPruner())
+    study.optimize(lambda trial: small_task(), n_trials=3)
+
+    assert study.user_attrs == {}
+    assert [trial.user_attrs for trial in study.trials] == [{}] * 3
+    assert [trial.system_attrs for trial in study.trials] == [{}] * 3

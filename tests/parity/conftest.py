@@ -1,0 +1,38 @@
+"""References are computed once per test run."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.models import MODELS
+
+ROOT = Path(__file__).parents[2]
+SPECS = (*(f"{name}:5" for name in MODELS), "mlp:11", "cnn_by_epoch:11", "vit:11", "gpt2:11")
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What plain PyTorch gives, by `name:seed`."""
+    output = tmp_path_factory.mktemp("references") / "references.pt"
+    subprocess.run(
+        [sys.executable, "-m", "tests.parity.reference", str(output), *SPECS],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=120,
+    )
+    return torch.load(output, weights_only=True)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,93 @@
+"""The pool gives what a plain PyTorch loop gives, to the last bit: losses, metrics, weights, buffers, optimizer state.
+
+Whatever the cut, on however many devices, alone or among seven other trials. The fast part checks every model on every
+cut; the whole product is marked slow.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_tune import HydraExecutor, Result
+from tests.parity.conftest import SPECS
+from tests.parity.exact import differences, without_seconds
+from tests.parity.models import MODELS, NUM_STEPS, build
+
+CUTS = (1, 2, 8, "layer")
+DEVICES = ("cpu:1", "cpu:2")
+FAST_ALONE = {("mlp", "layer"), ("cnn", 8), ("vit", 1), ("gpt2", 2)}
+FAST_CROWDS = {(1, "cpu:2"), (2, "cpu:1"), (8, "cpu:2"), ("layer", "cpu:2")}
+
+
+def task_of(spec: str, **changes: Any):
+    name, seed = spec.split(":")
+    return build(name, seed=int(seed), **changes)
+
+
+def assert_same(result: Result, reference: dict[str, Any]) -> None:
+    if result.error is not None:
+        raise result.error
+    assert result.status == "completed"
+    actual = {
+        "history": without_seconds(result.history),
+        "state": dict(result.state_dict()),
+        "optimizer": result.optimizer_state_dict(),
+    }
+    found = list(differences({key: reference[key] for key in actual}, actual))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_reference_trains_for_twenty_steps(references, spec):
+    assert len(set(references[spec]["losses"])) == NUM_STEPS
+    name, seed = spec.split(":")
+    torch.manual_seed(int(seed))
+    untrained = MODELS[name.removesuffix("_by_epoch")]().model()
+    moved = [key for key, value in untrained.named_parameters() if not value.equal(references[spec]["state"][key])]
+    assert moved == [key for key, _ in untrained.named_parameters()]
+
+
+def test_a_difference_in_the_last_bit_is_seen():
+    one, other = torch.ones(3), torch.ones(3)
+    other[1] = torch.nextafter(other[1], torch.tensor(2.0))
+    assert list(differences({"a": [one, 1.0]}, {"a": [one.clone(), 1.0]})) == []
+    assert len(list(differences({"a": [one]}, {"a": [other]}))) == 1
+    assert len(list(differences({"a": 0.1 + 0.2}, {"a": 0.3}))) == 1
+    assert len(list(differences({"a": 1}, {"b": 1}))) == 1
+    assert len(list(differences([torch.zeros(1)], [-torch.zeros(1)]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "devices"),
+    [
+        pytest.param(name, cut, devices, marks=() if (name, cut) in FAST_ALONE else pytest.mark.slow)
+        for name in MODELS
+        for cut in CUTS
+        for devices in DEVICES
+    ],
+)
+def test_alone(references, name, cut, devices):
+    spec = f"{name}:5"
+    with HydraExecutor(devices=devices, num_shards=cut) as pool:
+        (result,) = pool.run([task_of(spec)])
+    assert_same(result, references[spec])
+
+
+@pytest.mark.parametrize(
+    ("cut", "devices"),
+    [
+        pytest.param(cut, devices, marks=() if (cut, devices) in FAST_CROWDS else pytest.mark.slow)
+        for cut in CUTS
+        for devices in DEVICES
+    ],
+)
+def test_among_seven_others(references, cut, devices):
+    """All models at once, most twice with different seeds: their random streams and their state stay apart."""
+    specs = random.Random(str((cut, devices))).sample(SPECS, k=len(SPECS))
+    assert len(specs) == 8
+    with HydraExecutor(devices=devices, num_shards=cut, max_concurrent=8) as pool:
+        results = pool.run([task_of(spec) for spec in specs])
+    for spec, result in zip(specs, results, strict=True):
+        assert_same(result, references[spec])

@@ -1,0 +1,105 @@
+"""A folder with a small real sweep, and `hydra-tune` run in it as a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+MODEL = """
+from functools import partial
+
+import torch
+from torch import nn
+
+from hydra_tune import TrainTask
+
+torch.manual_seed(0)
+x = torch.randn(64, 8)
+y = x.sum(1, keepdim=True)
+
+
+def batches():
+    return [(x[at : at + 16], y[at : at + 16]) for at in range(0, 64, 16)]
+
+
+def net(width):
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def build(lr, width=16, epochs=4):
+    print("building")
+    return TrainTask(
+        model=partial(net, width),
+        optimizer=partial(torch.optim.AdamW, lr=lr),
+        loss=nn.functional.mse_loss,
+        train=batches,
+        validate=batches,
+        epochs=epochs,
+    )
+
+
+def from_trial(trial):
+    return build(trial.suggest_float("lr", 1e-4, 1e-1, log=True), width=trial.suggest_int("width", 4, 8))
+
+
+def broken(lr):
+    return build(lr).__class__(
+        model=fail, optimizer=torch.optim.SGD, loss=nn.functional.mse_loss, train=batches, validate=batches
+    )
+
+
+def fail():
+    raise RuntimeError("no such model")
+"""
+
+SPACE = """
+task: model:build
+metric: {name: val_loss}
+run_cap: 8
+seed: 0
+parameters:
+  lr: {distribution: log_uniform_values, min: 1e-5, max: 0.1}
+  width: {values: [8, 16]}
+hydra: {devices: "cpu:2", device_memory: 4MiB, max_concurrent: 4}
+"""
+
+
+class Project:
+    """A folder with `model.py` and `space.yaml`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "model.py").write_text(MODEL)
+        self.write(SPACE)
+
+    def write(self, space):
+        (self.folder / "space.yaml").write_text(dedent(space).lstrip())
+
+    def change(self, old, new):
+        path = self.folder / "space.yaml"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+    def files(self):
+        return sorted(path.name for path in self.folder.iterdir() if path.name != "__pycache__")
+
+    def command(self, *arguments):
+        return [sys.executable, "-m", "hydra_tune", "sweep", "space.yaml", *arguments]
+
+    @staticmethod
+    def environment(**more):
+        kept = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES", "FORCE_COLOR"}}
+        return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+
+    def run(self, *arguments):
+        return subprocess.run(
+            self.command(*arguments),
+            cwd=self.folder,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )

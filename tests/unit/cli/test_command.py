@@ -1,0 +1,58 @@
+"""The command's own answers: help, version, and a file that cannot be used; none of them needs the engine."""
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from hydra_tune import __version__
+from hydra_tune.cli import main
+
+
+@pytest.fixture
+def space(tmp_path):
+    path = tmp_path / "space.yaml"
+    path.write_text("task: train:build\nmetric: {name: val_loss}\nrun_cap: none\n")
+    return path
+
+
+def test_version():
+    assert CliRunner().invoke(main, ["--version"]).output == f"hydra-tune, version {__version__}\n"
+
+
+def test_help_names_every_option_and_exit_code():
+    text = CliRunner().invoke(main, ["sweep", "--help"]).output
+    for word in ("--devices", "--device-memory", "--run-cap", "--timeout", "--json", "--no-live", "--max-concurrent"):
+        assert word in text
+    for code in ("  0    done\n", "  1    the sweep ended", "  2    the command", "  130  interrupted"):
+        assert code in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_wrong_file_is_code_2_with_its_place_on_standard_error(space):
+    result = CliRunner().invoke(main, ["sweep", str(space)])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == f"{space}:3:10: run_cap: must be a whole number, not 'none'\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["nowhere.yaml"], ["--run-cap", "0"], ["--device-memory", "much"], ["--timeout", "0"], ["--nope"]]
+)
+def test_wrong_usage_is_code_2(space, arguments):
+    file = [] if arguments in ([], ["nowhere.yaml"]) else [str(space)]
+    assert CliRunner().invoke(main, ["sweep", *file, *arguments]).exit_code == 2
+
+
+def test_a_wrong_file_is_told_without_importing_torch(space):
+    code = (
+        "import sys\n"
+        "from hydra_tune.cli import main\n"
+        "try:\n"
+        "    main(['sweep', sys.argv[1]])\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, 'torch' in sys.modules, 'optuna' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(space)], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False False\n"

@@ -1,0 +1,90 @@
+"""What a sweep came to can be read at 80 columns, and by machines."""
+
+import io
+import json
+import math
+from dataclasses import replace
+
+from rich.console import Console
+
+from hydra_tune.observe.snapshot import TrialView
+from hydra_tune.observe.summary import print_summary, to_json, trial_line
+
+
+def printed(view, width=80):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    print_summary(console, view)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_completed_trials_rank_before_pruned_ones_and_the_goal_counts(view):
+    assert [trial.number for trial in view.ranked] == [1, 0, 2]
+    assert [trial.number for trial in replace(view, goal="minimize").ranked] == [0, 1, 2]
+    assert view.best.number == 1
+
+
+def test_nan_ranks_nowhere_and_infinity_last(view):
+    odd = (
+        TrialView(number=8, state="completed", value=math.nan),
+        TrialView(number=9, state="completed", value=-math.inf),
+    )
+    assert [trial.number for trial in replace(view, trials=view.trials + odd).ranked] == [1, 0, 9, 2]
+
+
+def test_a_pruned_trial_is_not_the_best(view):
+    assert replace(view, trials=view.trials[2:]).best is None
+
+
+def test_the_table_and_the_totals(view):
+    lines = printed(replace(view, status="completed"))
+    table = lines.index("rank  trial  val_acc  epochs  state      parameters")
+    assert lines[table + 1] == "   1      1     0.97     8/8  completed  lr=0.001235 width=128 act=relu"
+    assert lines[table + 3] == "   3      2     0.98     2/8  pruned     lr=0.001235 width=128 act=relu"
+    best = lines.index("best: trial 1, val_acc 0.97")
+    assert lines[best + 1 : best + 4] == ["  lr: 0.00123456", "  width: 128", "  act: relu"]
+    assert "1 trial failed: RuntimeError: boom (train.py:6)" in lines
+    device = next(line for line in lines if line.startswith("cpu:0"))
+    assert device.split() == ["cpu:0", "93%", "5.0", "MiB", "/", "5.0", "MiB", "1.0", "GiB", "1.0", "MiB", "500"]
+    assert "sweep vit: done after 1m32s" in lines
+    assert "units run: 900" in lines
+    assert "units saved by pruning: 100 (10% of what was planned)" in lines
+
+
+def test_many_parameters_fit_80_columns(view):
+    params = {f"parameter_{n}": 0.123456 * n for n in range(12)}
+    trial = replace(view.trials[0], params=params)
+    lines = printed(replace(view, trials=(trial,) * 30))
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert all(name in text for name in params)
+    assert "... and 20 more" in lines
+
+
+def test_equal_errors_are_counted_and_many_different_ones_cut(view):
+    same = tuple(TrialView(number=n, state="failed", error="ValueError: same") for n in range(5))
+    other = tuple(TrialView(number=n, state="failed", error=f"ValueError: {n}") for n in range(5, 10))
+    lines = printed(replace(view, trials=same + other))
+    assert "5 trials failed: ValueError: same" in lines
+    assert "... and 3 other errors" in lines
+    assert "no trial completed" in lines
+
+
+def test_json_has_it_all_and_no_nan(view):
+    odd = TrialView(number=8, state="completed", value=math.inf, params={"x": math.nan})
+    data = json.loads(json.dumps(to_json(replace(view, trials=(*view.trials, odd), status="failed")), allow_nan=False))
+    assert data["metric"] == {"name": "val_acc", "goal": "maximize"}
+    assert data["best"]["number"] == 8
+    assert data["best"]["value"] == "inf"
+    assert data["best"]["params"] == {"x": "nan"}
+    assert data["counts"] == {"completed": 3, "pruned": 1, "failed": 1, "cancelled": 0}
+    assert (data["units_run"], data["units_saved"], data["elapsed_seconds"]) == (900, 100, 92.0)
+    assert data["devices"]["cpu:0"]["peak_bytes"] == 5 << 20
+    assert [trial["state"] for trial in data["trials"]][:4] == ["completed", "completed", "pruned", "failed"]
+    assert data["status"] == "failed"
+
+
+def test_a_line_for_a_trial(view):
+    assert trial_line(view.trials[2], "val_acc") == (
+        "trial 2  pruned  val_acc 0.98  epoch 2/8  lr=0.001235 width=128 act=relu"
+    )
+    assert trial_line(view.trials[3], "val_acc").endswith("RuntimeError: boom (train.py:6)")

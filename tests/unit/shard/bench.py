@@ -1,0 +1,127 @@
+"""What the tests of the cutting layers share: a task around a model, and everything the library makes of it, step by step."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hydra_tune.shard.analysis import Analysis, analyse
+from hydra_tune.shard.batch import flatten
+from hydra_tune.shard.capture import Captured, StateSpec, capture, named_state, state_specs
+from hydra_tune.shard.partition import NumShards, Partitioner
+from hydra_tune.shard.pilot import Pilot
+from hydra_tune.shard.plan import Plan, build_plan
+from hydra_tune.shard.update_pilot import optimizer_pilot
+from hydra_tune.task import TrainTask
+from hydra_tune.train.data import make_loader
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def vectors(rows: int = 4, width: int = 8) -> tuple[Tensor, Tensor]:
+    """A batch of inputs and targets of the same width."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(rows, width, generator=generator), torch.randn(rows, width, generator=generator)
+
+
+def task_of(model: nn.Module, **changes: Any) -> TrainTask:
+    """A task that "builds" this very model; regression with SGD unless said otherwise."""
+    arguments: dict[str, Any] = {
+        "model": lambda: model,
+        "optimizer": SGD,
+        "train": lambda: [vectors()],
+        "loss": functional.mse_loss,
+    }
+    if "step" in changes:
+        del arguments["loss"]
+    return TrainTask(**(arguments | changes))
+
+
+def first_batch(task: TrainTask) -> Any:
+    """A batch of the task's own data."""
+    with seeded(0):
+        return next(iter(make_loader(task.train, task.batch_size, shuffle=True)))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Torch's default generator seeded, and put back afterwards."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """A captured step and what is known of it."""
+
+    task: TrainTask
+    model: nn.Module
+    batch: Any
+    captured: Captured
+    specs: dict[str, StateSpec]
+    analysis: Analysis
+    pilot: Pilot
+
+    @property
+    def end(self) -> int:
+        """Position after the last node."""
+        return len(self.captured.nodes)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The model's parameters and buffers."""
+        return dict(named_state(self.model))
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The batch's tensors."""
+        return flatten(self.batch).tensors
+
+    def plan(self, *cuts: int) -> Plan:
+        """The step cut at these positions."""
+        return build_plan(self.captured, self.analysis, self.pilot, [0, *cuts, self.end])
+
+    def spread(self, num_shards: int) -> list[int]:
+        """Allowed cuts at about equal distance."""
+        return self.partition(1 << 40, num_shards)[1:-1]
+
+    def partition(
+        self, budget_bytes: int, num_shards: NumShards = None, *, buffer_bytes: int = 0, boundaries: Sequence[int] = ()
+    ) -> list[int]:
+        """Where the partitioner cuts."""
+        return self.partitioner(budget_bytes, buffer_bytes).partition(num_shards, boundaries)
+
+    def partitioner(self, budget_bytes: int, buffer_bytes: int = 0) -> Partitioner:
+        """A partitioner of this step."""
+        return Partitioner(
+            self.pilot, self.analysis, self.end, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes
+        )
+
+    def position(self, operator: str, occurrence: int = 0) -> int:
+        """Position of a node by its operator, e.g. "aten.add_.Tensor"."""
+        found = [i for i, node in enumerate(self.captured.nodes) if str(node.target) == operator]
+        return found[occurrence]
+
+
+def bench(task: TrainTask, batch: Any = None, *, mode: str = "train", alignment: int = 1) -> Bench:
+    """Capture, analyse and pilot a task's step."""
+    batch = first_batch(task) if batch is None else batch
+    model = task.model()
+    captured = capture(task, model, batch, mode)
+    specs = state_specs(model)
+    tensors = flatten(batch).tensors
+    analysis = analyse(captured, specs, tensors)
+    optimizer = task.optimizer(list(model.parameters()))
+    update = optimizer_pilot(optimizer, dict(model.named_parameters()), specs, alignment=alignment)
+    pilot = Pilot(
+        captured, analysis, specs, tensors, update=update if mode == "train" else None, alignment=alignment
+    )
+    return Bench(
+        task=task, model=model, batch=batch, captured=captured, specs=specs, analysis=analysis, pilot=pilot
+    )

@@ -1,0 +1,34 @@
+"""The architecture page names the modules that are there, in the order that imports keep."""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def documented() -> list[str]:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page[page.index("## Modules") :]
+    return [name.rstrip("/") for name in re.findall(r"^\| `([\w./]+)` \|", table, re.MULTILINE)]
+
+
+def test_every_module_is_on_the_page():
+    package = ROOT / "hydra_tune"
+    modules = {path.name for path in package.iterdir() if (path / "__init__.py").exists()}
+    modules |= {path.name for path in package.glob("*.py") if not path.name.startswith("__")}
+    integrations = {path.name for path in (ROOT / "integrations").iterdir() if (path / "__init__.py").exists()}
+    assert set(documented()) == modules | integrations
+
+
+def test_the_page_shows_the_layers_in_their_order():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    shown = [name.removesuffix(".py") for name in documented() if name != "hydra_tune_optuna"]
+    assert shown == [layer.removeprefix("hydra_tune.") for layer in layers]
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([\w./-]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
