@@ -34,18 +34,18 @@ def run_pool(devices: str, budget_bytes: int | None, num_steps: int) -> dict[str
     tasks = [transformer.build(seed, num_steps) for seed in range(NUM_TRIALS)]
     with HydraExecutor(devices=devices, device_memory=budget_bytes, max_concurrent=NUM_TRIALS) as pool:
         started, cpu_started = time.perf_counter(), time.process_time()
-        stream, results, num_shards = pool.events(), [], 0
-        for task in tasks:
-            pool.submit(task, events=stream)
-        while len(results) < NUM_TRIALS:
+        stream, num_shards, running = pool.events(), 0, NUM_TRIALS
+        jobs = [pool.submit(task, events=stream) for task in tasks]
+        while running:
             event = stream.get()
             if isinstance(event, Reported):
                 num_shards = event.job.progress.num_shards
                 event.job.proceed()
             else:
-                results.append(event.result)
+                running -= 1
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
         stats = pool.stats()
+    results = [job.result() for job in jobs]
     for result in results:
         if result.error is not None:
             raise result.error
@@ -57,8 +57,8 @@ def run_pool(devices: str, budget_bytes: int | None, num_steps: int) -> dict[str
         "busy_share": sum(device.busy_seconds for device in devices_stats) / len(devices_stats) / seconds,
         "num_shards": num_shards,
         "peak_bytes": max(device.peak_bytes for device in devices_stats),
-        "bytes_in": sum(sum(device.bytes_in.values()) for device in devices_stats),
-        "bytes_out": sum(sum(device.bytes_out.values()) for device in devices_stats),
+        "bytes_in": sum(device.bytes_in for device in devices_stats),
+        "bytes_out": sum(device.bytes_out for device in devices_stats),
         "loss": results[0].history[-1]["train_loss"],
     }
 

@@ -20,7 +20,7 @@ from hydra_tune.pool.job import Job
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.task import TrainTask
 
-_FIRST_FAILURES = 3
+_FIRST_FAILURES = 5
 """When this many trials have failed and none has done anything else, the sweep is wrong and not the trials."""
 
 

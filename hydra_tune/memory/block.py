@@ -37,7 +37,8 @@ class Block:
     """One flat buffer.
 
     Invariants, under `lock`: at least one of `host` and `data` holds the present bytes; `dirty` means that only `data`
-    does; `data` lies on the device of the pager `home`; a block with pins is moved only by who pinned it.
+    does; `data` lies on the device of the pager `home`; a block pinned for a pager stays on
+    that pager's device, and is on its way there if it is elsewhere.
 
     Args:
         kind: what it holds.
@@ -45,7 +46,7 @@ class Block:
         alignment: of the device; the ledger counts whole multiples.
     """
 
-    __slots__ = ("data", "dirty", "home", "host", "kind", "lock", "nbytes", "pins", "size")
+    __slots__ = ("data", "dirty", "home", "host", "kind", "lock", "nbytes", "pinned_for", "size")
 
     def __init__(self, kind: Kind, size: int, alignment: int) -> None:
         self.kind = kind
@@ -55,7 +56,7 @@ class Block:
         self.data: Tensor | None = None
         self.home: Home | None = None
         self.dirty = False
-        self.pins = 0
+        self.pinned_for: Home | None = None
         self.lock = threading.RLock()
 
     def moved(self) -> None:

@@ -4,8 +4,10 @@ Every resident block and every running unit's workspace is on the ledger, so tha
 block is dropped to make room, a dirty one written back first. A block is on one device at most.
 
 Note: locks. A unit pins its blocks, then makes room, then loads. Pinning waits for a block's lock and holds only that one;
-making room locks one victim at a time and skips pinned ones; loading locks one block and needs no room any more. Nobody
-waits for one block's lock while holding another's, so pagers cannot block each other.
+making room locks one victim at a time and skips those pinned for this device; loading locks one block and needs no room any
+more. Nobody waits for one block's lock while holding another's. A block that is pinned for another device but still here may be
+spilled like any other, for that device loads it from the host as well: so two units that want each other's blocks cannot wait
+for each other's room. What a pager still waits for is a block being fetched from it at this moment.
 """
 
 import threading
@@ -125,7 +127,7 @@ class Pager:
             )
         while not self.ledger.try_take(nbytes):
             if not self._spill_one():
-                # All that is left here belongs to units that other devices have begun: they are fetching it.
+                # What is left here is being fetched by other devices' units at this moment.
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
     def _spill_one(self) -> bool:
@@ -133,10 +135,10 @@ class Pager:
         with self._lock:
             candidates = list(self._resident.values())
         for block in candidates:
-            if block.pins or not block.lock.acquire(blocking=False):
+            if block.pinned_for is self or not block.lock.acquire(blocking=False):
                 continue
             try:
-                if block.pins or block.home is not self:
+                if block.pinned_for is self or block.home is not self:
                     continue
                 self.write_back(block)
                 self.release(block)
@@ -158,7 +160,8 @@ class Lease:
     def __enter__(self) -> Self:
         for block in self._blocks:
             with block.lock:
-                block.pins += 1
+                assert block.pinned_for in (None, self._pager), "two units of one trial at once"
+                block.pinned_for = self._pager
         try:
             self._pager.bring(self._blocks, self._workspace_bytes)
         except BaseException:
@@ -189,7 +192,7 @@ class Lease:
                 )
                 self._workspace_bytes = block.nbytes
             self._workspace_bytes -= block.nbytes
-            block.pins += 1  # until the unit ends, like all it works on
+            block.pinned_for = self._pager  # until the unit ends, like all it works on
             self._blocks.append(block)
             self._storages[_identity(tensor)] = block
         return block
@@ -202,7 +205,7 @@ class Lease:
     def _unpin(self) -> None:
         for block in self._blocks:
             with block.lock:
-                block.pins -= 1
+                block.pinned_for = None
 
 
 def drop(block: Block) -> None:

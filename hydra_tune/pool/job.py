@@ -73,6 +73,10 @@ class Result:
             raise HydraTuneError(f"a {self.status} job keeps no weights; only completed jobs do") from self.error
         return self._module
 
+    def keep(self, module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+        """The pool's side: what `module()` and the rest give out."""
+        self._module, self._optimizer = module, optimizer
+
     def state_dict(self) -> dict[str, Tensor]:
         """The module's `state_dict()`: the model's own names, tied names included."""
         return self.module().state_dict()

@@ -11,7 +11,6 @@ import itertools
 import queue
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +22,8 @@ import torch
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, HydraTuneError
 from hydra_tune.memory.pager import Pager
-from hydra_tune.pool.job import OVER, EventStream, Failed, Finished, Job, Progress, Reported, Result
+from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Progress, Reported, Result
+from hydra_tune.pool.record import Record, progress_without_trial
 from hydra_tune.pool.stats import DeviceStats, PoolStats
 from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.schedule import (
@@ -53,19 +53,6 @@ from hydra_tune.train.trial import Report, Trial, run_unit
 Instrument = Callable[[], AbstractContextManager[Any]]
 
 _RESUME = Unit(kind="resume", shard=0, seconds=0.0)  # a trial goes on after a report: its own code, no shard unit
-
-
-class _Record:
-    """What the pool knows of a job that is not over; changed under the pool's lock, the trial by its one thread."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.trial: Trial | None = None
-        self.pending: PendingUnit | None = None
-        self.outcome: str | None = None  # set once: how the job ends
-        self.error: BaseException | None = None
-        self.host_bytes = 0
-        self.is_released = False  # the machine has forgotten it
 
 
 @dataclass(slots=True)
@@ -101,7 +88,7 @@ class Pool:
         self._instrument = instrument
         self._scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent)
         self._changed = threading.Condition()
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, Record] = {}
         self._moves: deque[tuple[str, int, str | None]] = deque()
         self._numbers = itertools.count()
         self._closed = False
@@ -111,10 +98,10 @@ class Pool:
         self._devices = {device.name: device for device in devices}
         self._pagers = {device.name: Pager(device) for device in devices}
         self._counts = {device.name: _DeviceCount() for device in devices}
-        self._inboxes: dict[str, queue.SimpleQueue[tuple[_Record, Unit] | None]] = {
+        self._inboxes: dict[str, queue.SimpleQueue[tuple[Record, Unit] | None]] = {
             device.name: queue.SimpleQueue() for device in devices
         }
-        self._to_prepare: queue.SimpleQueue[_Record | None] = queue.SimpleQueue()
+        self._to_prepare: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self._intraop_threads = torch.get_num_threads()
         self._threads = [
             threading.Thread(target=self._work, args=(name,), name=f"hydra-{name}", daemon=True)
@@ -135,7 +122,7 @@ class Pool:
             number = next(self._numbers)
             key = f"{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
-            self._records[key] = _Record(job)
+            self._records[key] = Record(job)
             try:
                 commands = self._decide(JobSubmitted(job=key))
             except BaseException:
@@ -171,20 +158,7 @@ class Pool:
         """How far a job is."""
         with self._changed:
             record = self._records.get(job.key)
-            trial = None if record is None else record.trial
-            if trial is None:
-                return _progress_of(job)
-            counts = trial.progress
-            return Progress(
-                epoch=counts.epoch,
-                epochs=job.task.epochs,
-                step=counts.steps,
-                num_steps=counts.num_steps,
-                remaining_seconds=trial.remaining_seconds if trial.num_shards else None,
-                num_shards=trial.num_shards,
-                units_run=trial.units_run,
-                metrics=dict(trial.metrics),
-            )
+            return progress_without_trial(job) if record is None else record.progress()
 
     def stats(self) -> PoolStats:
         """Figures since the pool began."""
@@ -284,7 +258,7 @@ class Pool:
                 self._prepare(record)
                 del record  # or the last job's model would live until the next one comes
 
-    def _prepare(self, record: _Record) -> None:
+    def _prepare(self, record: Record) -> None:
         """Build, capture and cut a job's model, and wait until the host has room for its state."""
         job = record.job
         try:
@@ -293,7 +267,7 @@ class Pool:
                 return
             trial = Trial(job.task, self._library, next(iter(self._devices.values())))
             record.trial = trial
-            unit = self._advance(record, report_is_free=True)
+            unit = record.advance(report_is_free=True)
             if trial.state is not None:
                 trial.state.watch(lambda shard, device: self._moves.append((job.key, shard, device)))
             self._await_host_memory(record)
@@ -316,7 +290,7 @@ class Pool:
             )
         self._carry_out(commands)
 
-    def _await_host_memory(self, record: _Record) -> None:
+    def _await_host_memory(self, record: Record) -> None:
         assert record.trial is not None
         need = record.trial.host_bytes
         if need > self._host_bytes:
@@ -342,7 +316,7 @@ class Pool:
                 self._run(*item, device)
                 del item  # or the last job's model would live until the next one comes
 
-    def _run(self, record: _Record, unit: Unit, device: Device) -> None:
+    def _run(self, record: Record, unit: Unit, device: Device) -> None:
         """Run a unit and go on to the job's next one."""
         job = record.job
         assert record.trial is not None
@@ -358,7 +332,7 @@ class Pool:
             following = None
             report = None
             if record.outcome is None:
-                following = self._advance(record, report_is_free=job.events is None)
+                following = record.advance(report_is_free=job.events is None)
                 report = following if isinstance(following, Report) else None
         except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
             self._fail(record, error, UnitFailed(job=job.key, device=device.name))
@@ -376,19 +350,9 @@ class Pool:
             count.units += 1
             count.busy_seconds += time.perf_counter() - start
 
-    def _advance(self, record: _Record, *, report_is_free: bool) -> PendingUnit | Report | None:
-        """The job's next unit, a report to be answered, or None at its end."""
-        assert record.trial is not None
-        following = record.trial.advance()
-        while report_is_free and isinstance(following, Report):
-            following = record.trial.advance()
-        if isinstance(following, PendingUnit):
-            record.pending = following
-        return following
-
     def _finish_unit(
         self,
-        record: _Record,
+        record: Record,
         device: Device,
         seconds: float,
         following: PendingUnit | Report | None,
@@ -434,7 +398,7 @@ class Pool:
 
     # Ends.
 
-    def _stop_completed(self, record: _Record) -> None:
+    def _stop_completed(self, record: Record) -> None:
         """The job has no further unit: it ends with the unit that is finishing now."""
         with self._changed:
             if record.outcome is None:
@@ -444,33 +408,16 @@ class Pool:
                 commands = []
         self._carry_out(commands)
 
-    def _fail(self, record: _Record, error: BaseException, event: Event) -> None:
-        _forget_locals(error)
+    def _fail(self, record: Record, error: BaseException, event: Event) -> None:
         with self._changed:
-            if record.outcome is None or record.outcome == "completed":
-                record.outcome, record.error = "failed", error
+            record.fail(error)
             commands = self._decide(event)
         self._carry_out(commands)
 
-    def _release(self, record: _Record) -> None:
+    def _release(self, record: Record) -> None:
         """The job is over and nothing of it runs: give its memory back and say so."""
-        assert record.outcome is not None
-        trial, job = record.trial, record.job
-        result = Result(status=record.outcome, error=record.error)
-        if trial is not None:
-            keep = record.outcome == "completed"
-            planned = trial.units_planned
-            result.metrics, result.history = trial.metrics, trial.history
-            result.units_run = trial.units_run
-            if record.outcome in ("pruned", "cancelled") and planned is not None:
-                result.units_saved = max(0, planned - trial.units_run)
-            result._module = trial.module if keep else None  # noqa: SLF001 - the result is being made
-            result._optimizer = trial.optimizer if keep else None  # noqa: SLF001
-            try:
-                trial.close(keep=keep)
-            except Exception as error:  # noqa: BLE001 - the user's data iterator may fail when it is closed
-                result = Result(status="failed", error=error, history=result.history, units_run=result.units_run)
-        record.trial, record.pending = None, None
+        job = record.job
+        result = record.finish()
         with self._changed:
             del self._records[job.key]
             self._units_saved += result.units_saved
@@ -480,28 +427,6 @@ class Pool:
             job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))
 
 
-def _forget_locals(error: BaseException | None) -> None:
-    """Let go of what the frames of a traceback hold: a failed unit's tensors would live as long as its error."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
 def _unit(pending: PendingUnit | Report | None) -> Unit:
     assert isinstance(pending, PendingUnit)
     return Unit(kind=pending.kind, shard=pending.shard, seconds=pending.seconds)
-
-
-def _progress_of(job: Job) -> Progress:
-    """Of a job that has not begun, or is over."""
-    result = job.result() if job.state in OVER else None
-    return Progress(
-        epoch=job.task.epochs - 1 if job.state == "completed" else 0,
-        epochs=job.task.epochs,
-        step=0,
-        num_steps=None,
-        remaining_seconds=0.0 if result else None,
-        num_shards=0,
-        units_run=result.units_run if result else 0,
-        metrics=result.metrics if result else {},
-    )

@@ -98,9 +98,7 @@ def test_a_study_in_a_storage_goes_on_where_it_was(project):
     ("old", "new", "problem"),
     [
         ("run_cap: 8", "run_cup: 8", "space.yaml:3:1: unknown key 'run_cup'; did you mean 'run_cap'?"),
-        ("model:build", "modell:build", "space.yaml:1:7: task: there is no module 'modell'"),
         ("model:build", "model:biuld", "space.yaml:1:7: task: module 'model' has no 'biuld'; did you mean 'build'?"),
-        ("  width:", "  depth:", "space.yaml:7:3: parameters.depth: model:build takes no argument 'depth'"),
         ('"cpu:2"', '"gpu:2"', "hydra.devices: "),
     ],
 )
@@ -121,21 +119,21 @@ def test_a_sweep_whose_trials_all_fail_ends_soon_with_code_1_and_the_traceback(p
     done = project.run("--devices", "cpu:2")
     assert done.returncode == 1
     assert "RuntimeError: no such model (model.py:" in done.stdout
-    assert "the sweep ended early: the first 3 trials have all failed" in done.stdout
+    assert "the sweep ended early: the first 5 trials have all failed" in done.stdout
     assert "no trial completed" in done.stdout
     assert 'raise RuntimeError("no such model")' in done.stderr
-    assert done.stdout.count("building") <= 8
+    assert done.stdout.count("building") <= 10
 
 
 def test_a_metric_that_is_never_reported_is_told_with_its_place(project):
     project.change("{name: val_loss}", "{name: val_acc}")
-    done = project.run("--run-cap", "3")
+    done = project.run()
     assert done.returncode == 1
     assert "space.yaml:2:16: metric.name: metric 'val_acc' is never reported" in done.stdout
 
 
 def test_one_failing_trial_does_not_end_the_sweep(project):
-    project.change("{values: [8, 16]}", "{values: [8, -1]}")
+    project.change("{values: [8, 16]}", "{values: [8, 16, -1]}")
     project.change("run_cap: 8", "run_cap: 8\nmethod: random")
     done = project.run("--json")
     report = json.loads(done.stdout)

@@ -69,12 +69,12 @@ def test_log_uniform_has_the_exponents_of_e_for_limits(low, high):
 def test_q_uniform_gives_multiples_of_q_within_the_limits(low, width, q, seed):
     high = float(f"{low + width:.8g}")
     assume(low < high)
-    try:
-        domain = to_domain({"distribution": "q_uniform", "min": low, "max": high, "q": q})
-    except ConfigError as error:
-        assert "there is no multiple of q" in str(error)
-        assert math.floor(Decimal(str(high)) / Decimal(str(q))) < math.ceil(Decimal(str(low)) / Decimal(str(q)))
+    keys = {"distribution": "q_uniform", "min": low, "max": high, "q": q}
+    if math.floor(Decimal(str(high)) / Decimal(str(q))) < math.ceil(Decimal(str(low)) / Decimal(str(q))):
+        with pytest.raises(ConfigError, match="there is no multiple of q"):
+            to_domain(keys)
         return
+    domain = to_domain(keys)
     value, _ = draw(domain, seed)
     assert low <= value <= high
     assert abs(value / q - round(value / q)) < 1e-6

@@ -1,4 +1,4 @@
-"""`task: module:function` is found beside the sweep file, and what is wrong with it is told at its place in the file."""
+"""`task: module:function` is found beside the sweep file; what is wrong with it is told at its place in the file."""
 
 import sys
 from textwrap import dedent
@@ -77,10 +77,16 @@ def test_not_a_reference(problems, task):
 
 def test_no_such_module(problems, tmp_path):
     assert problems("mymodell:build") == [
-        f"space.yaml:1:7: task: there is no module 'mymodell' in {tmp_path} or the environment; did you mean 'mymodel'?"
+        (
+            f"space.yaml:1:7: task: there is no module 'mymodell' in {tmp_path} or the environment; "
+            "did you mean 'mymodel'?"
+        )
     ]
     assert problems("mymodel.py:build") == [
-        f"space.yaml:1:7: task: there is no module 'mymodel.py' in {tmp_path} or the environment; did you mean 'mymodel'?"
+        (
+            f"space.yaml:1:7: task: there is no module 'mymodel.py' in {tmp_path} or the environment; "
+            f"did you mean 'mymodel'?"
+        )
     ]
 
 

@@ -1,5 +1,6 @@
 """What the tests of the cutting layers share: a task around a model, and everything the library makes of it, step by step."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,14 +114,21 @@ def bench(task: TrainTask, batch: Any = None, *, mode: str = "train", alignment:
     """Capture, analyse and pilot a task's step."""
     batch = first_batch(task) if batch is None else batch
     model = task.model()
-    captured = capture(task, model, batch, mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # export's advice, which the library silences too
+        captured = capture(task, model, batch, mode)
+    return analysed(task, model, batch, captured, alignment)
+
+
+def analysed(task: TrainTask, model: nn.Module, batch: Any, captured: Captured, alignment: int = 1) -> Bench:
+    """What follows from a captured step."""
     specs = state_specs(model)
     tensors = flatten(batch).tensors
     analysis = analyse(captured, specs, tensors)
     optimizer = task.optimizer(list(model.parameters()))
     update = optimizer_pilot(optimizer, dict(model.named_parameters()), specs, alignment=alignment)
     pilot = Pilot(
-        captured, analysis, specs, tensors, update=update if mode == "train" else None, alignment=alignment
+        captured, analysis, specs, tensors, update=update if captured.mode == "train" else None, alignment=alignment
     )
     return Bench(
         task=task, model=model, batch=batch, captured=captured, specs=specs, analysis=analysis, pilot=pilot

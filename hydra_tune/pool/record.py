@@ -1,0 +1,106 @@
+"""What the pool knows of a job that is not over: its trial, how it ends, and what it leaves."""
+
+import traceback
+
+from hydra_tune.pool.job import OVER, Job, Progress, Result
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.trial import Report, Trial
+
+
+class Record:
+    """A job in the pool.
+
+    Attributes:
+        job: its public side.
+        trial: once it is being prepared; touched by one thread at a time.
+        pending: the unit to run next.
+        outcome: how the job ends; set once, under the pool's lock.
+        error: why it failed.
+        host_bytes: host memory it has been given.
+        is_released: whether the scheduler has forgotten it.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.trial: Trial | None = None
+        self.pending: PendingUnit | None = None
+        self.outcome: str | None = None
+        self.error: BaseException | None = None
+        self.host_bytes = 0
+        self.is_released = False
+
+    def advance(self, *, report_is_free: bool) -> PendingUnit | Report | None:
+        """The job's next unit, a report that waits for an answer, or None at its end."""
+        assert self.trial is not None
+        following = self.trial.advance()
+        while report_is_free and isinstance(following, Report):
+            following = self.trial.advance()
+        if isinstance(following, PendingUnit):
+            self.pending = following
+        return following
+
+    def fail(self, error: BaseException) -> None:
+        """The job's own code, or a unit of it, has raised."""
+        forget_locals(error)
+        if self.outcome in (None, "completed"):
+            self.outcome, self.error = "failed", error
+
+    def finish(self) -> Result:
+        """Give the job's memory back and say what it left; a completed job's weights come to the host."""
+        assert self.outcome is not None
+        trial, self.trial, self.pending = self.trial, None, None
+        result = Result(status=self.outcome, error=self.error)
+        if trial is None:
+            return result
+        planned = trial.units_planned
+        result.metrics, result.history, result.units_run = trial.metrics, trial.history, trial.units_run
+        if result.status in ("pruned", "cancelled") and planned is not None:
+            result.units_saved = max(0, planned - trial.units_run)
+        module, optimizer = trial.module, trial.optimizer
+        try:
+            trial.close(keep=result.status == "completed")
+        except Exception as error:  # noqa: BLE001 - the user's data iterator may fail when it is closed
+            forget_locals(error)
+            result.status, result.error = "failed", error
+        if result.status == "completed":
+            result.keep(module, optimizer)
+        return result
+
+    def progress(self) -> Progress:
+        """How far the job is."""
+        trial = self.trial
+        if trial is None:
+            return progress_without_trial(self.job)
+        counts = trial.progress
+        return Progress(
+            epoch=counts.epoch,
+            epochs=self.job.task.epochs,
+            step=counts.steps,
+            num_steps=counts.num_steps,
+            remaining_seconds=trial.remaining_seconds if trial.num_shards else None,
+            num_shards=trial.num_shards,
+            units_run=trial.units_run,
+            metrics=dict(trial.metrics),
+        )
+
+
+def progress_without_trial(job: Job) -> Progress:
+    """Of a job that has not begun, or is over."""
+    result = job.result() if job.state in OVER else None
+    return Progress(
+        epoch=job.task.epochs - 1 if job.state == "completed" else 0,
+        epochs=job.task.epochs,
+        step=0,
+        num_steps=None,
+        remaining_seconds=0.0 if result else None,
+        num_shards=0,
+        units_run=result.units_run if result else 0,
+        metrics=result.metrics if result else {},
+    )
+
+
+def forget_locals(error: BaseException | None) -> None:
+    """Let go of what the frames of a traceback hold: a failed unit's tensors would live as long as its error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,124 @@
+"""What every device keeps to: memory that is aligned, copies that are done when they return, one thread for the host's side."""
+
+import threading
+
+import pytest
+import torch
+
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.cuda import CudaDevice
+
+BUDGET_BYTES = 64 << 20
+
+DEVICES = {"cpu": lambda: CpuDevice(0, BUDGET_BYTES), "cuda": lambda: CudaDevice(0, BUDGET_BYTES)}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    threads = torch.get_num_threads()
+    made = DEVICES[request.param]()
+    with made.worker():
+        yield made
+    made.close()
+    torch.set_num_threads(threads)
+
+
+def host(device, values):
+    """Host memory with values in it, made where host memory is made."""
+
+    def fill():
+        flat = device.host_empty(len(values))
+        flat.copy_(torch.tensor(values, dtype=torch.uint8))
+        return flat
+
+    return device.on_host(fill)
+
+
+def test_it_says_what_it_is(device):
+    assert device.name == f"{device.torch_device.type}:0"
+    assert device.budget_bytes == BUDGET_BYTES
+    assert device.alignment >= 64
+    assert device.alignment & (device.alignment - 1) == 0
+    assert device.shares_generator == (device.torch_device.type == "cpu")
+
+
+def test_memory_is_flat_aligned_and_where_it_should_be(device):
+    for nbytes in (1, 63, 4096):
+        data = device.empty(nbytes)
+        assert data.shape == (nbytes,)
+        assert data.dtype == torch.uint8
+        assert data.device.type == device.torch_device.type
+        assert data.data_ptr() % device.alignment == 0
+        kept = device.on_host(lambda n=nbytes: device.host_empty(n))
+        assert kept.shape == (nbytes,)
+        assert kept.device.type == "cpu"
+    assert device.empty(0).numel() == 0
+
+
+def test_what_is_loaded_and_spilled_comes_back(device):
+    sources = [host(device, [1, 2, 3]), host(device, [4, 5])]
+    targets = [device.empty(3), device.empty(2)]
+    device.load(list(zip(sources, targets, strict=True)))
+    for target in targets:
+        target.add_(10)
+    back = [host(device, [0, 0, 0]), host(device, [0, 0])]
+    device.spill(list(zip(targets, back, strict=True)))
+    assert [tensor.tolist() for tensor in back] == [[11, 12, 13], [14, 15]]
+    assert [tensor.tolist() for tensor in sources] == [[1, 2, 3], [4, 5]], "a copy, and not the same memory"
+    device.load([])
+
+
+def test_copies_are_ordered_with_the_work_of_the_worker(device):
+    """A spill sees all work started before it; work started after a load sees all it brought."""
+    size = 1 << 16
+    ones = host(device, [1] * size)
+    data, back = device.empty(size), host(device, [0] * size)
+    for turn in range(1, 4):
+        device.load([(ones, data)])
+        for _ in range(20 * turn):
+            data.add_(1)
+        device.spill([(data, back)])
+        assert back.unique().tolist() == [1 + 20 * turn]
+
+
+def test_the_hosts_side_has_one_thread_of_its_own(device):
+    names = {device.on_host(threading.current_thread).name for _ in range(3)}
+    assert len(names) == 1
+    assert names.pop().startswith(f"hydra-copy-{device.name}")
+    assert device.on_host(threading.get_ident) != threading.get_ident()
+    assert device.on_host(torch.get_num_threads) == 1
+
+
+def test_an_error_on_the_copy_thread_comes_to_the_caller_and_leaves_it_working(device):
+    with pytest.raises(RuntimeError):
+        device.load([(host(device, [1, 2]), device.empty(3))])
+    with pytest.raises(ZeroDivisionError):
+        device.on_host(lambda: 1 // 0)
+    assert device.on_host(lambda: 5) == 5
+
+
+def test_the_generator_goes_back_to_a_saved_state(device):
+    before = device.generator.get_state()
+    try:
+        assert before.device.type == "cpu"
+        first = torch.rand(4, device=device.torch_device)
+        second = torch.rand(4, device=device.torch_device)
+        device.generator.set_state(before)
+        assert torch.rand(4, device=device.torch_device).equal(first)
+        assert not second.equal(first)
+    finally:
+        device.generator.set_state(before)
+
+
+def test_a_worker_uses_one_intra_op_thread(device):
+    assert torch.get_num_threads() == 1
+    device.synchronize()
+
+
+def test_closing_twice_is_closing_once(device):
+    device.close()
+    device.close()
+    with pytest.raises(RuntimeError):
+        device.on_host(lambda: 1)

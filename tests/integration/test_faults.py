@@ -1,0 +1,285 @@
+"""Whatever goes wrong in one trial ends that trial alone; whatever goes wrong in the pool leaves nobody waiting."""
+
+import gc
+import threading
+import weakref
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from hydra_tune import Failed, Finished, HydraExecutor, Reported
+from hydra_tune.errors import HydraTuneError
+from tests.support.tracker import StorageTracker
+from tests.unit.pool.tasks import (
+    PATIENCE_SECONDS,
+    X,
+    Y,
+    against_plain,
+    mlp,
+    one_batch,
+    running,
+    short,
+    task,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class FaultError(Exception):
+    """What the tests' code raises."""
+
+
+def fail(*arguments, **named):
+    raise FaultError
+
+
+class FailsLater(nn.Module):
+    """Cannot be captured, and fails in its third training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 6:
+            raise FaultError
+        return self.layer(x)
+
+
+def _data_that_ends_badly():
+    yield from one_batch()
+    raise FaultError
+
+
+def _failing_scheduler(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: fail() if epoch else 1.0)
+
+
+class FailingSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        raise FaultError
+
+
+class EndsProcess(nn.Linear):
+    def forward(self, x):
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": fail},
+        {"optimizer": fail},
+        {"param_groups": fail},
+        {"scheduler": fail},
+        {"scheduler": _failing_scheduler},
+        {"train": fail},
+        {"train": _data_that_ends_badly},
+        {"loss": fail},
+        {"model": FailsLater, "epochs": 9},
+        {"optimizer": partial(FailingSGD, lr=0.1)},
+        {"validate": one_batch, "evaluate": fail, "metric": "val_acc"},
+        {"validate": fail},
+    ],
+    ids=lambda changes: "-".join(f"{k}:{getattr(v, '__name__', v)}" for k, v in changes.items()),
+)
+def test_an_error_in_a_trials_code_fails_that_trial_alone(changes):
+    with running(devices="cpu:2") as pool:
+        stream = pool.events()
+        other = pool.submit(task(epochs=4))
+        job = pool.submit(short(**changes), events=stream)
+        while isinstance(event := stream.get(PATIENCE_SECONDS), Reported):
+            job.proceed()
+        assert isinstance(event, Failed)
+        assert isinstance(event.result.error, FaultError)
+        assert event.result.error.__traceback__ is not None
+        assert against_plain(other.task, other.result(PATIENCE_SECONDS)) == []
+
+
+def test_an_exit_in_a_trials_code_ends_neither_the_process_nor_the_pool():
+    with running() as pool:
+        result = pool.submit(short(model=partial(EndsProcess, 8, 4))).result(PATIENCE_SECONDS)
+        assert result.status == "failed"
+        assert pool.submit(short()).result(PATIENCE_SECONDS).status == "completed"
+
+
+def test_an_instrument_that_raises_fails_the_trial_it_was_entered_for():
+    units = []
+
+    @contextmanager
+    def instrument():
+        units.append(1)
+        if len(units) == 3:
+            raise FaultError
+        yield
+
+    with running(instrument=instrument) as pool:
+        result = pool.submit(task()).result(PATIENCE_SECONDS)
+        assert isinstance(result.error, FaultError)
+        assert pool.submit(task()).result(PATIENCE_SECONDS).status == "completed"
+
+
+class Breaks:
+    """A policy that raises from its nth choice on, or on the main thread once armed."""
+
+    def __init__(self, choices=None):
+        self.left, self.armed = choices, False
+
+    def choose(self, device, candidates):
+        if self.left is not None:
+            self.left -= 1
+        if self.left == 0 or (self.armed and threading.current_thread() is threading.main_thread()):
+            raise FaultError
+        return candidates[0]
+
+
+@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
+@pytest.mark.parametrize("choices", [1, 2, 7, 12])
+def test_a_policy_that_raises_fails_every_job_and_leaves_none_waiting(devices, choices):
+    with running(devices=devices, policy=Breaks(choices), num_shards=3) as pool:
+        stream = pool.events()
+        jobs = [pool.submit(task(epochs=5), events=stream if i % 2 else None) for i in range(4)]
+        for job in jobs:
+            result = job.result(PATIENCE_SECONDS)
+            assert result.status == "failed"
+            assert isinstance(result.error, FaultError)
+        with pytest.raises(HydraTuneError):
+            pool.submit(task())
+
+
+@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
+def test_a_policy_that_raises_while_a_driver_answers_leaves_no_job_waiting(devices):
+    policy = Breaks()
+    with running(devices=devices, policy=policy) as pool:
+        stream = pool.events()
+        jobs = [pool.submit(short(), events=stream) for _ in range(2)]
+        assert all(isinstance(stream.get(PATIENCE_SECONDS), Reported) for _ in jobs)
+        policy.armed = True
+        for job in jobs:
+            with suppress(FaultError):
+                job.proceed()
+        for job in jobs:
+            assert job.result(PATIENCE_SECONDS).status == "failed"
+
+
+def test_a_failed_trial_keeps_no_model_alive_though_its_error_is_kept():
+    models = []
+
+    def model():
+        module = mlp()
+        models.append(weakref.ref(module))
+        return module
+
+    with running() as pool:
+        result = pool.submit(short(model=model, train=_data_that_ends_badly)).result(PATIENCE_SECONDS)
+        assert isinstance(result.error, FaultError)
+        gc.collect()
+        assert models[0]() is None
+        assert result.error.__traceback__ is not None, "the lines are still to be seen"
+
+
+@pytest.mark.parametrize("scheduler", [None, partial(StepLR, step_size=1)], ids=["none", "step"])
+@pytest.mark.parametrize("budget_kib", [70, 90, 120])
+def test_a_scheduler_hides_no_optimizer_state_from_the_budget(scheduler, budget_kib):
+    """The pilot steps a stand-in; a scheduler has wrapped the real optimizer's step."""
+    tracker = StorageTracker()
+    x, y = torch.randn(2, 64), torch.randint(4, (2,))
+    described = short(
+        model=lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)),
+        train=lambda: [(x, y)] * 4,
+        scheduler=scheduler,
+    )
+    with running(device_memory=budget_kib * 1024, instrument=tracker) as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+        if result.error is not None:
+            assert "raise device_memory to at least" in str(result.error), "refused before training, with a number"
+            assert result.units_run == 0
+        assert max(tracker.peak_bytes, default=0) <= budget_kib * 1024
+
+
+class NewStateEveryStep(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state["momentum"] = 0.9 * state.get("momentum", torch.zeros_like(p)) + p.grad
+                p.sub_(0.01 * state["momentum"])
+
+
+def test_an_optimizer_that_makes_new_state_at_each_step_does_not_pile_it_up():
+    with running() as pool:
+        stream = pool.events()
+        job = pool.submit(short(optimizer=NewStateEveryStep, epochs=4), events=stream)
+        resident = []
+        while isinstance(stream.get(PATIENCE_SECONDS), Reported):
+            resident.append(pool.stats().devices["cpu:0"].resident_bytes)
+            job.proceed()
+        assert job.state == "completed"
+        assert resident[1:] == resident[1:2] * 3
+
+
+def test_one_module_in_two_trials_is_refused_or_exact():
+    shared = mlp()
+    with running(devices="cpu:2") as pool:
+        jobs = [pool.submit(task(model=lambda: shared, epochs=20, seed=seed)) for seed in range(2)]
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    errors = [result.error for result in results if result.error is not None]
+    assert all(isinstance(error, HydraTuneError) for error in errors), errors
+
+
+def test_nothing_comes_after_a_jobs_last_event():
+    with running() as pool:
+        for _ in range(40):
+            stream = pool.events()
+            job = pool.submit(short(), events=stream)
+            while job.state not in ("waiting", "failed"):
+                pass
+            job.cancel()
+            events = []
+            while not isinstance(event := stream.get(PATIENCE_SECONDS), Finished | Failed):
+                events.append(event)
+            assert event.result.status == "cancelled"
+            assert stream.get(0.005) is None
+            assert all(isinstance(event, Reported) for event in events)
+
+
+def test_submitting_while_the_pool_shuts_down_ends_every_job():
+    for _ in range(20):
+        pool = HydraExecutor(devices="cpu:1")
+        assert pool.width == 2
+        jobs, begun = [], threading.Event()
+
+        def submit(pool=pool, jobs=jobs, begun=begun):
+            try:
+                while True:
+                    jobs.append(pool.submit(short()))
+                    begun.set()
+            except HydraTuneError:
+                pass
+
+        threads = [threading.Thread(target=submit, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        assert begun.wait(PATIENCE_SECONDS)
+        pool.shutdown()
+        for thread in threads:
+            thread.join(PATIENCE_SECONDS)
+            assert not thread.is_alive()
+        assert {job.result(PATIENCE_SECONDS).status for job in jobs} <= {"cancelled", "completed"}
+
+
+def test_batches_are_the_users_own_and_stay_as_they_were():
+    before = X.clone(), Y.clone()
+    with running() as pool:
+        assert pool.submit(task()).result(PATIENCE_SECONDS).status == "completed"
+    assert torch.equal(before[0], X)
+    assert torch.equal(before[1], Y)

@@ -1,0 +1,47 @@
+"""The documentation's sweep file is one, and every key, distribution and option is documented."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hydra_tune.cli.distributions import DISTRIBUTIONS
+from hydra_tune.cli.sweep import sweep
+from hydra_tune.cli.sweep_file import read_sweep_file
+from hydra_tune.cli.sweep_model import PRUNING, Hydra, SweepModel
+from hydra_tune.observe.snapshot import SweepView
+from hydra_tune.observe.summary import to_json
+
+DOCS = Path(__file__).parents[3] / "docs"
+FILE = (DOCS / "sweep-file.md").read_text(encoding="utf-8")
+CLI = (DOCS / "cli.md").read_text(encoding="utf-8")
+
+
+def test_the_example_is_a_sweep_file(tmp_path):
+    path = tmp_path / "space.yaml"
+    path.write_text(re.search(r"```yaml\n(.*?)```", FILE, re.DOTALL)[1])
+    spec = read_sweep_file(path)
+    assert (spec.task, spec.run_cap, len(spec.parameters)) == ("train:build", 64, 5)
+
+
+@pytest.mark.parametrize("key", [*SweepModel.model_fields, *Hydra.model_fields, *DISTRIBUTIONS, *PRUNING])
+def test_every_key_and_distribution_is_documented(key):
+    assert f"`{key}`" in FILE or f"`{key}." in FILE
+
+
+@pytest.mark.parametrize("kind", PRUNING)
+def test_the_defaults_of_early_termination_are_the_documented_ones(kind):
+    line = next(line for line in FILE.splitlines() if line.startswith(f"| `{kind}` |"))
+    for name, field in PRUNING[kind].model_fields.items():
+        if name != "type":
+            assert f"`{name}`" in line if field.default is None else f"`{name}: {field.default}`" in line
+
+
+@pytest.mark.parametrize("option", [name for option in sweep.params for name in option.opts if name.startswith("--")])
+def test_every_option_is_documented(option):
+    assert f"`{option}" in CLI
+
+
+def test_every_key_of_the_json_is_documented():
+    view = SweepView(name="vit", metric="val_loss", goal="minimize", status="completed")
+    assert [key for key in to_json(view) if f"`{key}`" not in CLI] == []

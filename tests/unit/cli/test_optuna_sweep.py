@@ -1,0 +1,92 @@
+"""A sweep's words become Optuna's sampler and pruner, and what is missing is named."""
+
+import sys
+from importlib.metadata import EntryPoint
+
+import optuna
+import pytest
+
+from hydra_tune.cli import tuners
+from hydra_tune.cli.domains import Choice, IntRange
+from hydra_tune.cli.spec import Pruning, SweepSpec
+from hydra_tune.errors import ConfigError
+from hydra_tune_optuna.sweep import make_pruner, make_sampler, run_sweep
+
+
+def spec(**more):
+    return SweepSpec(file="space.yaml", task="train:build", metric="val_loss", **more)
+
+
+@pytest.mark.parametrize(
+    ("method", "sampler"), [("bayes", optuna.samplers.TPESampler), ("random", optuna.samplers.RandomSampler)]
+)
+def test_method_is_the_sampler_and_seed_its_seed(method, sampler):
+    def first(seed):
+        study = optuna.create_study(sampler=make_sampler(spec(method=method, seed=seed)))
+        return study.ask().suggest_float("x", 0, 1)
+
+    assert type(make_sampler(spec(method=method))) is sampler
+    assert first(3) == first(3) != first(4)
+
+
+def test_grid_has_every_point():
+    domains = {"a": Choice(values=("x", "y")), "b": IntRange(low=0, high=4, step=2)}
+    study = optuna.create_study(sampler=make_sampler(spec(method="grid", parameters=domains)))
+    study.optimize(lambda trial: 0 * len(trial.suggest_categorical("a", ["x", "y"])) + trial.suggest_int("b", 0, 4))
+    points = {(trial.params["a"], trial.params["b"]) for trial in study.trials}
+    assert points == {(a, b) for a in "xy" for b in (0, 2, 4)}
+
+
+@pytest.mark.parametrize(
+    ("pruning", "pruner", "attributes"),
+    [
+        (None, optuna.pruners.NopPruner, {}),
+        (
+            Pruning(type="hyperband", options={"min_iter": 2, "max_iter": 27, "eta": 3}),
+            optuna.pruners.HyperbandPruner,
+            {"_min_resource": 2, "_max_resource": 27, "_reduction_factor": 3},
+        ),
+        (
+            Pruning(type="hyperband", options={"min_iter": 1, "eta": 3}),
+            optuna.pruners.HyperbandPruner,
+            {"_max_resource": "auto"},
+        ),
+        (
+            Pruning(type="successive_halving", options={"min_iter": 2, "eta": 4, "min_early_stopping_rate": 1}),
+            optuna.pruners.SuccessiveHalvingPruner,
+            {"_min_resource": 2, "_reduction_factor": 4, "_min_early_stopping_rate": 1},
+        ),
+        (
+            Pruning(
+                type="median",
+                options={"n_startup_trials": 1, "n_warmup_steps": 2, "interval_steps": 3, "n_min_trials": 4},
+            ),
+            optuna.pruners.MedianPruner,
+            {"_n_startup_trials": 1, "_n_warmup_steps": 2, "_interval_steps": 3, "_n_min_trials": 4},
+        ),
+    ],
+)
+def test_early_terminate_is_the_pruner(pruning, pruner, attributes):
+    made = make_pruner(pruning)
+    assert type(made) is pruner
+    assert {name: getattr(made, name) for name in attributes} == attributes
+
+
+def test_the_tuner_is_found_by_its_entry_point():
+    assert tuners.find_tuner("optuna") is run_sweep
+
+
+def test_a_tuner_that_is_not_installed_is_named_with_its_extra(monkeypatch):
+    with pytest.raises(ConfigError, match=r"pip install 'hydra-tune\[ax\]'"):
+        tuners.find_tuner("ax")
+    monkeypatch.delitem(sys.modules, "hydra_tune_optuna.sweep")
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"a sweep needs optuna, .* pip install 'hydra-tune\[optuna\]'"):
+        tuners.find_tuner("optuna")
+
+
+def test_a_tuner_broken_in_another_way_says_so_itself(monkeypatch):
+    entry = EntryPoint("optuna", "hydra_tune_optuna.nowhere:run", "hydra_tune.tuners")
+    monkeypatch.setattr(tuners, "entry_points", lambda **_: [entry])
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        tuners.find_tuner("optuna")

@@ -1,0 +1,61 @@
+"""Texts that name devices, and what is refused of them."""
+
+import psutil
+import pytest
+import torch
+
+from hydra_tune.devices.discovery import open_devices
+from hydra_tune.errors import ConfigError
+
+
+@pytest.fixture
+def opened():
+    made = []
+
+    def open_and_keep(*arguments):
+        made.extend(open_devices(*arguments))
+        return made
+
+    yield open_and_keep
+    for device in made:
+        device.close()
+
+
+@pytest.mark.parametrize(("text", "names"), [("cpu", ["cpu:0"]), ("cpu:1", ["cpu:0"]), ("cpu:3", ["cpu:0", "cpu:1", "cpu:2"])])
+def test_cpu_devices_are_numbered_and_get_the_budget_asked_for(opened, text, names):
+    devices = opened(text, "1MiB")
+    assert [device.name for device in devices] == names
+    assert {device.budget_bytes for device in devices} == {1 << 20}
+
+
+def test_without_a_budget_cpu_devices_share_half_of_what_is_free(opened):
+    devices = opened("cpu:2")
+    total = sum(device.budget_bytes for device in devices)
+    assert 0.3 * psutil.virtual_memory().available < total < 0.7 * psutil.virtual_memory().total
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_auto_is_one_cpu_device_a_core_where_there_is_no_gpu(opened):
+    assert len(opened("auto", 1 << 20)) == len(psutil.Process().cpu_affinity())
+    with pytest.raises(ConfigError, match="no GPU is visible to torch; use devices='cpu:N'"):
+        open_devices("cuda")
+
+
+@pytest.mark.parametrize("text", ["gpu", "cpu:", "cpu:-1", "cuda:", "cuda:a", "cuda:0,", "cpu:2,3", "", "CPU:2"])
+def test_other_texts_are_refused(text):
+    with pytest.raises(ConfigError, match="devices must be 'auto', 'cuda', 'cuda:0,1' or 'cpu:2', not"):
+        open_devices(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cpu:0",), "N of at least 1"),
+        (("cpu:2", "900TiB"), "2 CPU devices of 900.0 TiB need more memory than is free"),
+        (("cpu:1", "a lot"), "device_memory must be a size such as '11GiB'"),
+        (("cpu:1", 0), "device_memory must be more than 0 bytes"),
+    ],
+)
+def test_budgets_that_make_no_sense_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        open_devices(*arguments)

@@ -1,0 +1,73 @@
+"""The ledger counts and refuses; nothing is ever counted beyond the budget."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hydra_tune.errors import BudgetError
+from hydra_tune.memory.ledger import Ledger
+
+
+def test_what_fits_is_taken_and_what_does_not_is_not():
+    ledger = Ledger("cpu:0", 100)
+    assert ledger.try_take(60)
+    assert not ledger.try_take(41)
+    assert ledger.used_bytes == 60
+    assert ledger.try_take(40)
+    ledger.give_back(100)
+    assert (ledger.used_bytes, ledger.peak_bytes) == (0, 100)
+
+
+def test_a_refusal_says_what_needs_how_much_of_what():
+    ledger = Ledger("cpu:3", 2048)
+    ledger.take(1024, "a block")
+    with pytest.raises(BudgetError, match=r"a unit needs 1\.5 KiB on device cpu:3, where 1\.0 KiB of 2\.0 KiB are taken"):
+        ledger.take(1536, "a unit")
+    assert ledger.used_bytes == 1024
+
+
+def test_more_than_was_taken_cannot_be_given_back():
+    ledger = Ledger("cpu:0", 100)
+    ledger.take(10, "a block")
+    with pytest.raises(AssertionError, match="cpu:0: more given back than was taken"):
+        ledger.give_back(11)
+
+
+def test_who_waits_for_room_is_woken_by_what_is_given_back():
+    ledger = Ledger("cpu:0", 100)
+    ledger.take(100, "a block")
+    waiting = threading.Event()
+
+    def wait():
+        while not ledger.try_take(50):
+            waiting.set()
+            ledger.wait_for_room(10)
+
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(wait)
+        assert waiting.wait(10)
+        ledger.give_back(60)
+        future.result(5)
+    assert ledger.used_bytes == 90
+
+
+def test_threads_that_take_at_once_never_take_too_much():
+    ledger = Ledger("cpu:0", 10)
+    barrier = threading.Barrier(4)
+
+    def take():
+        barrier.wait(10)
+        taken = 0
+        for _ in range(500):
+            if ledger.try_take(3):
+                taken += 1
+                assert ledger.used_bytes <= 10
+                ledger.give_back(3)
+        return taken
+
+    with ThreadPoolExecutor(4) as threads:
+        taken = [future.result(30) for future in [threads.submit(take) for _ in range(4)]]
+    assert sum(taken) > 0
+    assert ledger.used_bytes == 0
+    assert ledger.peak_bytes <= 10

@@ -1,0 +1,269 @@
+"""The pager: what a unit needs is there, what is not needed goes in order, and every byte is counted once."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.errors import BudgetError
+from hydra_tune.memory.block import Block, Kind
+from hydra_tune.memory.pager import Pager, bring_home, drop
+
+SIZE = 640
+PATIENCE_SECONDS = 20
+
+
+@pytest.fixture
+def pagers():
+    devices = [CpuDevice(index, 2 * SIZE + 128) for index in range(2)]
+    yield [Pager(device) for device in devices]
+    for device in devices:
+        device.close()
+
+
+@pytest.fixture
+def pager(pagers):
+    return pagers[0]
+
+
+def block(value=0, size=SIZE):
+    made = Block(Kind.INPUTS, size, 64)
+    made.host = torch.full((size,), value, dtype=torch.uint8)
+    return made
+
+
+def holds(made, value):
+    data = made.data if made.data is not None else made.host
+    return bool((data == value).all())
+
+
+def balanced(pager):
+    return pager.ledger.used_bytes == pager.resident_bytes
+
+
+def test_a_lease_brings_blocks_and_room_and_keeps_the_blocks_for_the_next(pager):
+    made = block(3)
+    with pager.lease([made, made], 100):
+        assert holds(made, 3)
+        assert made.home is pager
+        assert made.pinned_for is pager
+        assert pager.ledger.used_bytes == SIZE + 100
+    assert made.pinned_for is None
+    assert pager.ledger.used_bytes == pager.resident_bytes == SIZE
+    with pager.lease([made], 0):
+        pass
+    assert pager.bytes_in == {Kind.INPUTS: SIZE}, "it was still there"
+
+
+def test_the_block_not_used_for_longest_goes_first(pager):
+    a, b, c = (block(value) for value in range(3))
+    for made in (a, b, a):
+        with pager.lease([made], 0):
+            pass
+    with pager.lease([c], 0):
+        assert (a.home, b.home, c.home) == (pager, None, pager)
+    with pager.lease([b], 0):
+        assert (a.home, b.home, c.home) == (None, pager, pager)
+
+
+def test_a_clean_block_is_dropped_and_a_dirty_one_written_back(pager):
+    clean, dirty = block(1), block(2)
+    with pager.lease([clean, dirty], 0):
+        dirty.data.fill_(9)
+        dirty.dirty = True
+    with pager.lease([block(), block()], 0):
+        assert (clean.home, dirty.home) == (None, None)
+    assert pager.bytes_out == {Kind.INPUTS: SIZE}
+    assert holds(clean, 1)
+    assert holds(dirty, 9)
+    assert not dirty.dirty
+
+
+def test_a_pinned_block_stays(pager):
+    pinned, other = block(1), block(2)
+    with pager.lease([other], 0):
+        pass
+    with pager.lease([pinned], 0):
+        with pager.lease([block()], 0):
+            assert pinned.home is pager
+            assert other.home is None
+
+
+def test_a_unit_that_cannot_fit_is_refused_and_leaves_no_trace(pager):
+    made = block()
+    with pytest.raises(BudgetError, match="at once, but device cpu:0 has a budget of"), pager.lease([made], 2 * SIZE):
+        pass
+    assert made.pinned_for is None
+    assert pager.ledger.used_bytes == pager.resident_bytes == 0
+
+
+def test_a_unit_of_exactly_the_budget_fits(pager):
+    made = block()
+    with pager.lease([made], SIZE + 128):
+        assert pager.ledger.used_bytes == pager.device.budget_bytes
+    with pager.lease([made], SIZE + 128):
+        assert pager.ledger.used_bytes == pager.device.budget_bytes
+
+
+def test_what_a_unit_makes_is_adopted_from_its_workspace(pager):
+    with pager.lease([], 1000) as lease:
+        tensor = torch.full((100,), 5, dtype=torch.uint8)
+        made = lease.block_of(Kind.ACTIVATIONS, tensor[10:20])
+        assert lease.block_of(Kind.ACTIVATIONS, tensor) is made, "one storage, one block"
+        assert made.nbytes == 128
+        assert made.dirty
+        assert made.pinned_for is pager
+        assert pager.ledger.used_bytes == 1000
+        assert lease.owns(tensor, (Kind.ACTIVATIONS,))
+        assert not lease.owns(tensor, (Kind.PARAMETERS,))
+        assert not lease.owns(torch.zeros(1), (Kind.ACTIVATIONS,))
+    assert pager.ledger.used_bytes == pager.resident_bytes == 128
+    assert made.pinned_for is None
+    with pager.lease([block(), block()], 64):
+        assert made.home is None
+    assert holds(made, 5)
+    assert pager.bytes_out == {Kind.ACTIVATIONS: 100}
+
+
+def test_a_tensor_of_a_leased_block_is_that_block(pager):
+    made = block()
+    with pager.lease([made], 0) as lease:
+        assert lease.block_of(Kind.ACTIVATIONS, made.data[5:9]) is made
+    assert pager.ledger.used_bytes == SIZE
+
+
+def test_a_block_larger_than_the_workspace_takes_the_rest_from_the_budget(pager):
+    with pager.lease([], 64) as lease:
+        lease.block_of(Kind.ACTIVATIONS, torch.zeros(256, dtype=torch.uint8))
+        assert pager.ledger.used_bytes == 256
+    assert pager.ledger.used_bytes == pager.resident_bytes == 256
+
+
+def test_a_block_beyond_the_budget_is_refused_and_not_kept(pager):
+    with pytest.raises(BudgetError, match="an? activations block beyond the pilot's needs"), pager.lease([], 64) as lease:
+        lease.block_of(Kind.ACTIVATIONS, torch.zeros(4096, dtype=torch.uint8))
+    assert pager.resident_bytes == 0
+    assert pager.ledger.used_bytes == 0
+
+
+def test_dropped_blocks_give_every_byte_back(pager):
+    made = block(1)
+    with pager.lease([made], 100) as lease:
+        own = lease.block_of(Kind.GRADIENTS, torch.zeros(64, dtype=torch.uint8))
+        drop(own)
+        assert pager.ledger.used_bytes == SIZE + 36, "what was adopted is free at once"
+    drop(made)
+    assert pager.ledger.used_bytes == pager.resident_bytes == 0
+    assert made.host is made.data is made.home is None
+    drop(made)
+    assert pager.ledger.used_bytes == 0
+
+
+def test_a_block_brought_home_is_whole(pager):
+    made = block(1)
+    with pager.lease([made], 0):
+        made.data.fill_(7)
+        made.dirty = True
+    bring_home(made)
+    assert made.data is None
+    assert holds(made, 7)
+    assert pager.ledger.used_bytes == 0
+    bring_home(made)
+
+
+@pytest.mark.parametrize("dirty", [False, True])
+def test_a_block_moves_between_devices_with_its_present_bytes(pagers, dirty):
+    one, other = pagers
+    made = block(1)
+    with one.lease([made], 0):
+        if dirty:
+            made.data.fill_(8)
+            made.dirty = True
+    with other.lease([made], 0):
+        assert holds(made, 8 if dirty else 1)
+        assert made.home is other
+        assert made.place == "cpu:1"
+    assert one.ledger.used_bytes == one.resident_bytes == 0
+    assert other.ledger.used_bytes == other.resident_bytes == SIZE
+    assert one.bytes_out == ({Kind.INPUTS: SIZE} if dirty else {})
+
+
+def test_a_block_made_on_one_device_is_used_on_the_other(pagers):
+    one, other = pagers
+    with one.lease([], SIZE) as lease:
+        made = lease.block_of(Kind.ACTIVATIONS, torch.full((SIZE,), 4, dtype=torch.uint8))
+    with other.lease([made], 0):
+        assert holds(made, 4)
+    assert balanced(one)
+    assert balanced(other)
+
+
+def test_a_failed_load_gives_its_room_back(pager, monkeypatch):
+    good, lost = block(1), block(2)
+
+    def fail(pairs):
+        raise RuntimeError("the copy failed")
+
+    with pager.lease([good], 0):
+        pass
+    monkeypatch.setattr(pager.device, "load", fail)
+    with pytest.raises(RuntimeError, match="the copy failed"), pager.lease([good, lost], 64):
+        pass
+    assert good.pinned_for is lost.pinned_for is None
+    assert balanced(pager)
+    assert pager.resident_bytes == SIZE
+    assert holds(lost, 2)
+
+
+def test_two_units_that_want_what_is_on_each_others_device_both_get_it(pagers):
+    """Each has pinned its block before either makes room: neither may wait for the other's pin."""
+    one, other = pagers
+    size = 2 * SIZE
+    here, there = block(1, size), block(2, size)
+    with one.lease([here], 0), other.lease([there], 0):
+        pass
+    here.pinned_for, there.pinned_for = other, one
+    threads = [
+        threading.Thread(target=pager.bring, args=([made], 128), daemon=True)
+        for pager, made in ((one, there), (other, here))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3)
+    stuck = [thread.is_alive() for thread in threads]
+    here.pinned_for = there.pinned_for = None  # lets stuck threads go
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert stuck == [False, False]
+    assert (here.home, there.home) == (other, one)
+
+
+def test_two_devices_that_fight_over_blocks_lose_nothing(pagers):
+    """Each increments blocks that the other one also wants; more blocks than fit, so that all of them move all the time."""
+    shared = [block(0) for _ in range(5)]
+    users = [threading.Lock() for _ in shared]  # as the scheduler: one unit of a trial at a time
+    barrier = threading.Barrier(2)
+
+    def work(pager, order):
+        barrier.wait(PATIENCE_SECONDS)
+        for number in order:
+            with users[number], pager.lease([shared[number]], 64) as lease:
+                shared[number].data.add_(1)
+                shared[number].dirty = True
+                drop(lease.block_of(Kind.ACTIVATIONS, torch.zeros(64, dtype=torch.uint8)))
+                assert pager.ledger.used_bytes <= pager.device.budget_bytes
+
+    rounds = [[(7 * i) % 5 for i in range(100)], [(3 * i + 1) % 5 for i in range(100)]]
+    with ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(work, *pair) for pair in zip(pagers, rounds, strict=True)]
+        for future in futures:
+            future.result(PATIENCE_SECONDS)
+    for number, made in enumerate(shared):
+        bring_home(made)
+        assert holds(made, sum(order.count(number) for order in rounds))
+    for pager in pagers:
+        assert pager.ledger.used_bytes == pager.resident_bytes == 0
+        assert pager.ledger.peak_bytes <= pager.device.budget_bytes

@@ -1,0 +1,170 @@
+"""A chain of units gives the eager step's numbers, keeps what is needed for as long as it is needed, and no longer."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hydra_tune.devices.cpu import DefaultCpuGenerator
+from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.chain import Chain, gradient_key, parameter_gradient_key, saved_key
+from hydra_tune.shard.verify import HostStore, same_bits
+from tests.parity.models import MODELS, build
+from tests.unit.shard.bench import bench, seeded, task_of, vectors
+
+GENERATOR = DefaultCpuGenerator()
+
+
+class Warmup(nn.Module):
+    """The last layer counts steps, the first reads the count: a recompute must not see the new one."""
+
+    def __init__(self, buffer=0.0):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.full((), buffer))
+
+    def forward(self, x):
+        x = self.last(self.first(x * torch.where(self.count < 2, 1.0, 0.5)))
+        self.count.add_(1)
+        return x
+
+
+def train_step(made, plan):
+    """One step through a chain: loss, gradients, buffers, and what the store is left with."""
+    store = HostStore(dict(named_state(made.model)), plan.constants, tuple(t.clone() for t in made.inputs))
+    chain = Chain(plan, store)
+    for index in range(len(plan.shards) - 1):
+        chain.forward(index, GENERATOR)
+    for index in reversed(range(len(plan.shards))):
+        if plan.shards[index].has_backward:
+            chain.backward(index, GENERATOR)
+        else:
+            chain.skip_backward(index)
+    prefix = parameter_gradient_key("")
+    loss = store.values.pop(plan.outputs[0])
+    gradients = {key.removeprefix(prefix): store.values.pop(key) for key in list(store.values) if key.startswith(prefix)}
+    return loss, gradients, store.values
+
+
+def eager_step(made):
+    inputs, target = made.inputs
+    made.model.train()
+    loss = made.task.loss(made.model(inputs.clone()), target)
+    loss.backward()
+    gradients = {name: p.grad for name, p in made.model.named_parameters() if p.grad is not None}
+    made.model.zero_grad(set_to_none=True)
+    return loss.detach(), gradients
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 7])
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_left_of_a_step_but_its_loss_and_gradients(name, num_shards):
+    made = bench(build(name))
+    loss, gradients, left = train_step(made, made.plan(*made.spread(num_shards)))
+    assert loss.shape == ()
+    assert gradients.keys() == {n for n, _ in made.model.named_parameters()}
+    assert left == {}
+
+
+@pytest.mark.parametrize("buffer", [0.0, 1.0, 2.0])
+def test_a_recompute_reads_buffers_as_the_forward_did(buffer):
+    """With a count of 1 the forward is in the warm-up, and the recompute would not be."""
+    made = bench(task_of(Warmup(buffer)))
+    plan = made.plan(made.position("aten.linear.default", 1))
+    loss, expected = eager_step(made)
+    made.model.count.fill_(buffer)
+    ours, gradients, _ = train_step(made, plan)
+    assert ours.equal(loss)
+    assert all(same_bits(expected[name], gradients[name]) for name in expected)
+    assert made.model.count.item() == buffer + 1
+
+
+def test_a_recompute_reads_the_batch_as_the_forward_did():
+    """The model centres its input in place; the mean is zero at first, so that the first step would not show it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model.register_buffer("mean", torch.full((8,), 0.5))
+
+    def step(module, batch):
+        x, y = batch
+        x.sub_(module.mean)
+        return functional.mse_loss(module(x), y)
+
+    made = bench(task_of(model, step=step))
+    x, y = (t.clone() for t in made.inputs)
+    loss = step(model, (x, y))
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    for cut in made.analysis.cuts:
+        ours, gradients, _ = train_step(made, made.plan(cut))
+        assert ours.equal(loss.detach())
+        assert all(same_bits(expected[name], gradients[name]) for name in expected)
+
+
+def test_batch_norm_counts_a_step_once():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    made = bench(task_of(model))
+    plan = made.plan(made.position("aten.linear.default", 1))
+    train_step(made, plan)
+    assert model[1].num_batches_tracked.item() == 1
+    ours = {name: b.clone() for name, b in model.named_buffers()}
+    model[1].reset_running_stats()
+    eager_step(made)
+    assert all(same_bits(ours[name], b) for name, b in model.named_buffers())
+
+
+def test_a_recompute_draws_the_same_masks_and_the_stream_goes_on_once():
+    made = bench(task_of(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))))
+    second = made.position("aten.linear.default", 1)
+    with seeded(3):
+        loss, expected = eager_step(made)
+    with seeded(3):
+        ours, gradients, _ = train_step(made, made.plan(second))
+    assert ours.equal(loss)
+    assert all(same_bits(expected[name], gradients[name]) for name in expected)
+
+
+def test_gradients_accumulate_across_a_skipped_shard():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    model[0].requires_grad_(False)
+    made = bench(task_of(model))
+    loss, expected = eager_step(made)
+    ours, gradients, left = train_step(made, made.plan(1, 2))
+    assert ours.equal(loss)
+    assert gradients.keys() == expected.keys() == {"1.weight", "1.bias", "2.weight", "2.bias"}
+    assert left == {}
+
+
+def test_keys_name_all_that_a_backward_unit_reads():
+    made = bench(build("cnn"))
+    plan = made.plan(*made.spread(3))
+    chain = Chain(plan, HostStore({}, {}, ()))
+    middle = plan.shards[1].graph
+    assert chain.keys("forward", 1) == list(middle.live_in)
+    keys = chain.keys("backward", 1)
+    assert set(keys) >= {
+        *middle.live_in,
+        *(gradient_key(name) for name in middle.live_out),
+        *(saved_key(1, name) for name in middle.written_state),
+    }
+    assert [chain.has_forward(i) for i in range(3)] == [True, True, False]
+
+
+def test_values_of_an_evaluation_go_after_their_last_use():
+    made = bench(build("vit", validate=build("vit").train), mode="evaluate")
+    plan = made.plan(*made.spread(4))
+    store = HostStore(dict(named_state(made.model)), plan.constants, made.inputs)
+    chain = Chain(plan, store)
+    for index in range(4):
+        chain.forward(index, GENERATOR)
+        alive = {name for name, last in plan.last_use.items() if last > index and plan.birth[name] <= index}
+        assert set(store.values) - set(plan.outputs) == alive
+    assert set(store.values) == set(plan.outputs)
+    assert chain.has_forward(3)
+
+
+def test_a_value_dropped_too_early_is_our_own_mistake():
+    made = bench(task_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))))
+    chain = Chain(made.plan(1), HostStore(dict(named_state(made.model)), {}, vectors()))
+    with pytest.raises(AssertionError, match="were dropped too early"):
+        chain.backward(1, GENERATOR)

@@ -1,0 +1,310 @@
+"""What a trial computes is what the plain loop computes, or it is refused: nothing in between.
+
+Each case here has a trait that an engine can get wrong without an error.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, IterableDataset
+
+from hydra_tune import TrainTask
+from hydra_tune.errors import HydraTuneError, TaskError
+from tests.unit.pool.tasks import PATIENCE_SECONDS, SAMPLES, X, Y, against_plain, mlp, running, short, task, train
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Normalized(nn.Module):
+    """BatchNorm, dropout, a layer that is never used and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.frozen(self.drop(self.norm(self.first(x)).relu())))
+
+
+class Tied(nn.Module):
+    """One weight in two layers, both used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.head(self.two(self.one(self.two(self.one(x)).relu()).relu()))
+
+
+class AveragedCodes(nn.Module):
+    """A buffer that follows the activations, updated without gradients as vector quantizers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("code", torch.zeros(8))
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if self.training:
+            with torch.no_grad():
+                self.code.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+        return self.head(hidden - self.code.clone())
+
+
+class Encoder(nn.Module):
+    """Torch has a kernel of its own for this in evaluation, which rounds differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1)
+        self.layers, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.layers(x.view(-1, 1, 8).repeat(1, 3, 1)).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells, self.head = kind(4, 8, 2, batch_first=True, dropout=0.2), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.cells(x.view(-1, 2, 4))[0][:, -1])
+
+
+class Stream(IterableDataset[Any]):
+    """Unknown length, and drawn from the trial's own random stream."""
+
+    def __iter__(self):
+        return ((X[i] + torch.rand(()), Y[i]) for i in range(21))
+
+
+class LeakyMomentum(torch.optim.Optimizer):
+    """Makes new state tensors at every step, as simple optimizers do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["momentum"] = 0.9 * state.get("momentum", torch.zeros_like(p)) + p.grad
+                    p.sub_(group["lr"] * state["momentum"])
+
+
+class CountsSteps(torch.optim.SGD):
+    """Keeps a count in its group: stepping it once a shard counts too often."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+        return super().step(closure)
+
+
+class ClipsInside(torch.optim.SGD):
+    """Couples all gradients."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+def _decay(module):
+    return [
+        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": 0.5},
+        {"params": [p for p in module.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def _slices():
+    """Batches that are views of one tensor, at odd offsets."""
+    flat = X.flatten()[5 : 5 + 160].view(20, 8)
+    return [(flat[i : i + 5], Y[i : i + 5]) for i in range(0, 20, 5)]
+
+
+def _strided():
+    return [(X.t().contiguous().t(), Y), (X.flip(0)[::2], Y[::2]), (X[:1].expand(6, 8), Y[:6])]
+
+
+def _nested():
+    return [{"in": (X[i : i + 7], 3), "y": Y[i : i + 7], "scale": 0.5} for i in range(0, 24, 7)]
+
+
+def _nested_step(module, batch):
+    return functional.cross_entropy(module(batch["in"][0]), batch["y"]) * batch["scale"]
+
+
+def _with_numpy(module, batch):
+    output = module(batch[0])
+    return {"loss": functional.cross_entropy(output, batch[1]).item(), "mean": float(output.numpy().mean())}
+
+
+def _named_twice(module, batch):
+    loss = functional.cross_entropy(module(batch[0]), batch[1])
+    return {"loss": loss, "ce": loss}
+
+
+O = torch.optim  # noqa: E741
+CASES: dict[str, TrainTask] = {
+    "weight decay by group": task(param_groups=_decay),
+    "one cycle": task(
+        optimizer=partial(O.SGD, lr=0.1, momentum=0.9),
+        scheduler=partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=6),
+        scheduler_interval="step",
+    ),
+    "plateau": task(scheduler=partial(lr_scheduler.ReduceLROnPlateau, patience=0), validate=SAMPLES, epochs=3),
+    "amsgrad": task(optimizer=partial(O.Adam, lr=0.01, amsgrad=True)),
+    "foreach": task(optimizer=partial(O.AdamW, foreach=True)),
+    "fused": task(optimizer=partial(O.AdamW, fused=True)),
+    "adagrad": task(optimizer=O.Adagrad),
+    "tensor rate": task(optimizer=partial(O.Adam, lr=torch.tensor(0.01))),
+    "new state every step": task(optimizer=partial(LeakyMomentum, lr=0.01)),
+    "batch norm, dropout, frozen, unused": task(model=Normalized, validate=SAMPLES),
+    "tied": task(model=Tied),
+    "buffer written without gradients": task(model=AveragedCodes, validate=SAMPLES),
+    "spectral norm": task(
+        model=lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
+    ),
+    "transformer encoder": task(model=Encoder, validate=SAMPLES),
+    "gru": task(model=partial(Recurrent, nn.GRU), validate=SAMPLES),
+    "lstm": task(model=partial(Recurrent, nn.LSTM), validate=SAMPLES),
+    "float64": task(model=lambda: mlp().double(), train=lambda: [(X.double(), Y)]),
+    "slices": task(train=_slices),
+    "strided": task(train=_strided),
+    "nested": task(train=_nested, step=_nested_step, loss=None),
+    "iterable": task(train=Stream(), batch_size=4, report_every=3, validate=SAMPLES),
+    "shuffled loader": task(train=DataLoader(SAMPLES, 5, shuffle=True)),
+    "evaluation with numpy": task(validate=SAMPLES, evaluate=_with_numpy),
+    "one value under two names": task(validate=SAMPLES, evaluate=_named_twice),
+    "gradient hook": task(model=lambda: _hooked(mlp())),
+}
+
+
+def _hooked(module):
+    module[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return module
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_plain_loop(name, cut):
+    assert against_plain(CASES[name], train(CASES[name], num_shards=cut, devices="cpu:2")) == []
+
+
+def _aliased_parameters():
+    module = Tied()
+    module.two.weight = nn.Parameter(module.one.weight.data)
+    return module
+
+
+class Counts(nn.Module):
+    """Hidden state that no attribute of a plain type shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 4), []
+
+    def forward(self, x):
+        self.calls.append(1)
+        return self.layer(x) / len(self.calls)
+
+
+def _scales_the_batch(module, batch):
+    batch[0].mul_(0.9)
+    return functional.cross_entropy(module(batch[0]), batch[1])
+
+
+def _own_batches():
+    batches = [(X.clone(), Y.clone())]
+    return lambda: batches
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: task(model=_aliased_parameters), id="two parameters on one storage"),
+        pytest.param(lambda: task(model=Counts), id="a count in a list"),
+        pytest.param(lambda: task(optimizer=partial(CountsSteps, lr=0.1)), id="an optimizer that counts its steps"),
+        pytest.param(lambda: task(optimizer=partial(ClipsInside, lr=0.1)), id="an optimizer that clips"),
+        pytest.param(
+            lambda: task(train=_own_batches(), step=_scales_the_batch, loss=None), id="a batch that is changed"
+        ),
+    ],
+)
+def test_what_is_hard_is_exact_or_refused_with_a_reason(make, cut):
+    try:
+        result = train(make(), num_shards=cut)
+        if result.error is not None:
+            raise result.error
+    except HydraTuneError:
+        return
+    described = make()
+    # a task whose batches are changed in place is made anew for each run
+    result = train(described, num_shards=cut)
+    assert against_plain(make(), result) == []
+
+
+def test_the_weights_of_a_loss_module_are_the_trials_own():
+    """Two tasks that differ only there must not share a captured graph."""
+    tasks = [
+        task(loss=nn.CrossEntropyLoss(weight=torch.tensor(weight))) for weight in ([1.0, 1, 1, 1], [9.0, 0.1, 1, 1])
+    ]
+    with running() as pool:
+        for described in tasks:
+            assert against_plain(described, pool.submit(described).result(PATIENCE_SECONDS)) == []
+
+
+_WEIGHT = torch.ones(4)
+
+
+def _globally_weighted(output, target):
+    return functional.cross_entropy(output, target, weight=_WEIGHT)
+
+
+def test_a_global_tensor_of_the_step_is_read_anew(monkeypatch):
+    described = task(loss=_globally_weighted)
+    with running() as pool:
+        assert against_plain(described, pool.submit(described).result(PATIENCE_SECONDS)) == []
+        monkeypatch.setitem(globals(), "_WEIGHT", torch.tensor([9.0, 1, 1, 1]))
+        assert against_plain(described, pool.submit(described).result(PATIENCE_SECONDS)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": lambda: None}, TaskError, "model= must build a torch.nn.Module, but returned NoneType"),
+        ({"model": lambda: nn.LazyLinear(4)}, TaskError, "parameter 'weight' is lazy"),
+        ({"optimizer": lambda groups: None}, TaskError, "optimizer= must build a torch.optim.Optimizer"),
+        ({"optimizer": O.LBFGS}, TaskError, "LBFGS"),
+        (
+            {"optimizer": lambda groups: O.SGD([*groups, nn.Parameter(torch.ones(7))], lr=0.1)},
+            TaskError,
+            r"a tensor of shape \(7,\) that is not a parameter",
+        ),
+        ({"loss": lambda output, target: output}, TaskError, r"must be a scalar, got shape \(8, 4\)"),
+        ({"train": lambda: [torch.randn(2, 8)]}, TaskError, r"needs batches \(input, target\), got Tensor"),
+        ({"train": lambda: [{"x": X, "y": Y}]}, TaskError, r"needs batches \(input, target\), got dict"),
+        ({"train": list}, TaskError, "train yielded no batch in epoch 0"),
+        ({"validate": list}, TaskError, "validate yielded no batch"),
+    ],
+)
+def test_what_cannot_work_is_named(changes, error, message):
+    result = train(short(**changes))
+    assert result.status == "failed"
+    with pytest.raises(error, match=message):
+        raise result.error
