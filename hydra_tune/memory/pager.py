@@ -81,6 +81,10 @@ class Pager:
             self._resident[id(block)] = block
         return block
 
+    def size_on_ledger(self, tensor: Tensor) -> int:
+        """Bytes the ledger counts for a tensor's storage."""
+        return -(-tensor.untyped_storage().nbytes() // self.device.alignment) * self.device.alignment
+
     def write_back(self, block: Block) -> None:
         """Make the host copy present; the device copy stays. Call under the block's lock."""
         data = block.data
@@ -185,13 +189,12 @@ class Lease:
         """
         block = self._storages.get(_identity(tensor))
         if block is None:
+            nbytes = self._pager.size_on_ledger(tensor)
+            if nbytes > self._workspace_bytes:
+                self._pager.ledger.take(nbytes - self._workspace_bytes, f"a {kind.value} block beyond the pilot's")
+                self._workspace_bytes = nbytes
+            self._workspace_bytes -= nbytes
             block = self._pager.adopt(kind, tensor)
-            if block.nbytes > self._workspace_bytes:
-                self._pager.ledger.take(
-                    block.nbytes - self._workspace_bytes, f"a {kind.value} block beyond the pilot's"
-                )
-                self._workspace_bytes = block.nbytes
-            self._workspace_bytes -= block.nbytes
             block.pinned_for = self._pager  # until the unit ends, like all it works on
             self._blocks.append(block)
             self._storages[_identity(tensor)] = block

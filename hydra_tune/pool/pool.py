@@ -92,6 +92,9 @@ class Pool:
         self._moves: deque[tuple[str, int, str | None]] = deque()
         self._numbers = itertools.count()
         self._closed = False
+        self._ended = False
+        self._error: BaseException | None = None
+        self._abandoned: list[Record] = []
         self._started = time.perf_counter()
         self._scheduler_seconds = 0.0
         self._units_saved = 0
@@ -118,7 +121,8 @@ class Pool:
         """Queue a task."""
         with self._changed:
             if self._closed:
-                raise HydraTuneError("the executor is shut down; make a new HydraExecutor")
+                message = "the executor is shut down" if self._error is None else f"the pool has broken: {self._error}"
+                raise HydraTuneError(f"{message}; make a new HydraExecutor") from self._error
             number = next(self._numbers)
             key = f"{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
@@ -186,10 +190,11 @@ class Pool:
     def shutdown(self) -> None:
         """Cancel what is not over, wait for the running units, end all threads. May be called again."""
         with self._changed:
-            first, self._closed = not self._closed, True
+            first, self._closed, self._ended = not self._ended, True, True
             jobs = [record.job for record in self._records.values()]
         for job in jobs:
-            self.stop(job, "cancelled")
+            with contextlib.suppress(HydraTuneError):  # the pool may break down now, which ends all jobs as well
+                self.stop(job, "cancelled")
         for job in jobs:
             job.result()
         if first:
@@ -199,6 +204,9 @@ class Pool:
         for thread in self._threads:
             thread.join()
         if first:
+            for record in self._abandoned:
+                record.outcome = "cancelled"
+                record.finish()
             for device in self._devices.values():
                 device.close()
             torch.set_num_threads(self._intraop_threads)
@@ -212,13 +220,22 @@ class Pool:
         self._carry_out(commands)
 
     def _decide(self, *events: Event) -> list[Command]:
-        """Under the lock."""
+        """Under the lock.
+
+        Raises:
+            HydraTuneError: the pool has broken down before.
+        """
+        if self._error is not None:
+            raise HydraTuneError(f"the pool has stopped after an error: {self._error}") from self._error
         start = time.thread_time()
         moves = [ShardMoved(job=job, shard=shard, device=device) for job, shard, device in self._drain_moves()]
         commands: list[Command] = []
-        for event in (*moves, *events[:-1]):
-            commands += self._scheduler.handle(event)
-        commands += self._scheduler.handle(*events[-1:])
+        try:
+            for event in (*moves, *events):
+                commands += self._scheduler.handle(event)
+        except BaseException as error:
+            self._break(error)
+            raise
         for command in commands:
             if isinstance(command, Release):
                 self._records[command.job].is_released = True
@@ -239,15 +256,16 @@ class Pool:
     def _carry_out(self, commands: Sequence[Command]) -> None:
         """Not under the lock."""
         for command in commands:
+            record = self._records.get(command.job)
+            if record is None:
+                continue  # the pool has broken down meanwhile
             if isinstance(command, Run):
-                record = self._records[command.job]
                 self._inboxes[command.device].put((record, command.unit))
             elif isinstance(command, Admit):
-                record = self._records[command.job]
                 record.job.enter("preparing")
                 self._to_prepare.put(record)
-            elif isinstance(command, Release):
-                self._release(self._records[command.job])
+            else:
+                self._release(record)
 
     # The preparer.
 
@@ -371,9 +389,10 @@ class Pool:
                 remaining_seconds=trial.remaining_seconds,
                 step_seconds=trial.step_seconds,
             )
+            if report is not None and job.events is not None:
+                # Under the lock: a job that is cancelled meanwhile must not be over before its report is out.
+                job.events.put(Reported(job, report.step, report.metrics))
             commands = self._decide(done)
-        if report is not None and job.events is not None:
-            job.events.put(Reported(job, report.step, report.metrics))
         self._carry_out(commands)
 
     @contextlib.contextmanager
@@ -387,8 +406,10 @@ class Pool:
     def _break(self, error: BaseException) -> None:
         with self._changed:
             self._closed = True
+            self._error = self._error or error
             records = list(self._records.values())
             self._records.clear()
+            self._abandoned += records  # their units may still run: their memory is given back at shutdown
             self._changed.notify_all()
         for record in records:
             result = Result(status="failed", error=error)
@@ -419,7 +440,8 @@ class Pool:
         job = record.job
         result = record.finish()
         with self._changed:
-            del self._records[job.key]
+            if self._records.pop(job.key, None) is None:
+                return  # the pool has broken down meanwhile, and has said so
             self._units_saved += result.units_saved
             job.end(result)
             self._changed.notify_all()

@@ -142,6 +142,10 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
     written_state = frozenset(
         name for placeholder, name in captured.state.items() if recorder.values[placeholder].storage in written_storages
     )
+    if any(recorder.values[placeholder].storage in written_storages for placeholder in captured.inputs):
+        raise CaptureError(
+            "the step overwrites its batch in place, which later shards and epochs would see; clone it first"
+        )
     for name in written_state:
         if specs[name].is_parameter:
             raise CaptureError(f"the model's forward overwrites its parameter {name!r} in place")
@@ -173,10 +177,8 @@ def draws_random_numbers(node: fx.Node) -> bool:
 
 
 def _subgraph_is_stochastic(node: fx.Node, argument: fx.Node) -> bool:
-    if argument.op != "get_attr":
-        return False
-    body = getattr(node.graph.owning_module, str(argument.target), None)
-    return isinstance(body, fx.GraphModule) and any(draws_random_numbers(n) for n in body.graph.nodes)
+    body = _body(node, argument)
+    return body is not None and any(draws_random_numbers(n) for n in body.graph.nodes if n.op == "call_function")
 
 
 def _named_arguments(node: fx.Node) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
 def _written_arguments(node: fx.Node) -> list[str]:
     """Names of the nodes whose tensors this node overwrites."""
     if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
-        return []
+        return _written_by_body(node)
     schema = node.target._schema  # noqa: SLF001
     named = _named_arguments(node)
     hidden = _RUNNING_STATISTICS.get(schema.name, ())
@@ -201,6 +203,45 @@ def _written_arguments(node: fx.Node) -> list[str]:
     values = [named[name] for name in (*written, *(h for h in hidden if h in named))]
     flat = [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
     return [item.name for item in flat if isinstance(item, fx.Node)]
+
+
+def _written_by_body(node: fx.Node) -> list[str]:
+    """What a higher-order operator (a `no_grad` or autocast region) overwrites among its operands."""
+    found: list[str] = []
+    for position, argument in enumerate(node.args):
+        body = _body(node, argument)
+        if body is None:
+            continue
+        formal = [n for n in body.graph.nodes if n.op == "placeholder"]
+        operands = dict(zip((n.name for n in formal), node.args[position + 1 :], strict=False))
+        inside = {n.name: n for n in body.graph.nodes}
+        for inner in body.graph.nodes:
+            for name in _written_arguments(inner) if inner.op == "call_function" else ():
+                operand = operands.get(_view_base(inside[name]).name)
+                if isinstance(operand, fx.Node):
+                    found.append(operand.name)
+    return found
+
+
+def _body(node: fx.Node, argument: object) -> fx.GraphModule | None:
+    if not isinstance(argument, fx.Node) or argument.op != "get_attr":
+        return None
+    body = getattr(node.graph.owning_module, str(argument.target), None)
+    return body if isinstance(body, fx.GraphModule) else None
+
+
+def _view_base(node: fx.Node) -> fx.Node:
+    """The node whose storage a chain of views and in-place operators goes back to."""
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
+        schema = node.target._schema  # noqa: SLF001
+        if not schema.returns or schema.returns[0].alias_info is None:
+            break
+        named = _named_arguments(node)
+        bases = [named[a.name] for a in schema.arguments if a.alias_info is not None]
+        if not bases or not isinstance(bases[0], fx.Node):
+            break
+        node = bases[0]
+    return node
 
 
 def _written_storages(writes: list[tuple[int, str]], values: dict[str, Value]) -> dict[int, frozenset[str]]:
@@ -250,7 +291,7 @@ def _overwrite_hazards(captured: Captured, values: dict[str, Value], writes: lis
 
     A value that crosses a cut reaches the later shard as a tensor of its own. If that shard overwrites it, no other crossing
     value may share its storage (it would not see the change), and nobody may read the old value afterwards. A storage that
-    belongs to the batch or to the state must not be overwritten while a view of it crosses.
+    belongs to the state must not be overwritten while a view of it crosses.
     """
     nodes = captured.nodes
     last = _last_uses(nodes)
@@ -266,8 +307,6 @@ def _overwrite_hazards(captured: Captured, values: dict[str, Value], writes: lis
         shared = values[name].storage
         family = [n for n in sharing[shared] if n in index]
         external = shared in outside
-        if external and any(n in captured.inputs for n in sharing[shared]):
-            forbidden.update(range(1, max(last[n] for n in sharing[shared]) + 1))
         for cut in range(1, position + 1):
             alive = [n for n in family if index[n] < cut <= last[n]]
             stale = any(last[n] > position for n in alive)

@@ -41,6 +41,12 @@ class Leaves:
     signature: Hashable
     spec: pytree.TreeSpec
     values: tuple[Any, ...]  # TENSOR where a tensor was
+    copies: tuple[tuple[Tensor, Tensor], ...]  # (as in the batch, as in `tensors`), where these are not one
+
+    def hand_back(self) -> None:
+        """Let what has changed in the tensors show in the batch, where a tensor had to be copied."""
+        for original, copy in self.copies:
+            original.copy_(copy)
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> Any:
         """The batch again, with other tensors in the places of its own."""
@@ -49,7 +55,7 @@ class Leaves:
 
     def without_tensors(self) -> "Leaves":
         """The same structure, keeping no tensor alive."""
-        return replace(self, tensors=())
+        return replace(self, tensors=(), copies=())
 
 
 def flatten(batch: Any) -> Leaves:
@@ -71,7 +77,8 @@ def flatten(batch: Any) -> Leaves:
             key.append((type(value).__qualname__, _hashable(value)))
     tensors = tuple(value for value in values if isinstance(value, Tensor))
     places = tuple(TENSOR if isinstance(value, Tensor) else value for value in values)
-    return Leaves(tensors=tensors, signature=tuple(key), spec=spec, values=places)
+    copies = tuple((a, b) for a, b in zip(found, values, strict=True) if a is not b)
+    return Leaves(tensors=tensors, signature=tuple(key), spec=spec, values=places, copies=copies)
 
 
 def _compact(tensor: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class Chain:
                 shard.graph.written_state, self._store.state(shard.graph.written_state), strict=True
             ):
                 self._store.put(saved_key(index, name), tensor.detach().clone())
-        outputs = compute.forward(shard.graph, self._operands(shard))
+        outputs = compute.forward(shard.graph, self._operands(shard), shard.needs_gradient if training else None)
         for name, tensor in outputs.items():
             self._store.put(name, tensor)
         if not training:

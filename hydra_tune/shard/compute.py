@@ -36,19 +36,45 @@ class Gradients:
     outputs: dict[str, Tensor]
 
 
-def forward(shard: ShardGraph, operands: Operands) -> dict[str, Tensor]:
-    """Run a shard without gradients.
+def forward(shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str] | None = None) -> dict[str, Tensor]:
+    """Run a shard and keep only its outputs.
+
+    Args:
+        shard: the shard.
+        operands: what it is run on.
+        needs_gradient: in training, the live-ins that require gradients. The run then records gradients like the eager
+            forward, for operators may choose other kernels without, but saves nothing for a backward.
 
     Returns:
         Tensor by name of `shard.live_out`.
     """
-    live_in = [
-        tensor.clone() if name in shard.cloned else tensor
+    if needs_gradient is None:
+        with torch.no_grad():
+            arguments = list(_arguments(shard, operands, frozenset()).values())
+            outputs = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
+        return dict(zip(shard.live_out, outputs, strict=True))
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_save_nothing, _never):
+        leaves = _arguments(shard, operands, needs_gradient)
+        outputs = shard.module(*operands.state, *operands.constants, *operands.inputs, *leaves.values())
+    return {name: tensor.detach() for name, tensor in zip(shard.live_out, outputs, strict=True)}
+
+
+def _arguments(shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]) -> dict[str, Tensor]:
+    """The live-ins as the graph takes them: a copy where it overwrites one, which a leaf would refuse."""
+    leaves = {
+        name: tensor.detach().requires_grad_(name in needs_gradient)
         for name, tensor in zip(shard.live_in, operands.live_in, strict=True)
-    ]
-    with torch.no_grad():
-        outputs = shard.module(*operands.state, *operands.constants, *operands.inputs, *live_in)
-    return dict(zip(shard.live_out, outputs, strict=True))
+    }
+    return {name: leaf.clone() if name in shard.cloned else leaf for name, leaf in leaves.items()}
+
+
+def _save_nothing(tensor: Tensor) -> None:
+    del tensor
+
+
+def _never(packed: None) -> Tensor:
+    del packed
+    raise AssertionError("a forward unit has no backward")
 
 
 def backward(

@@ -5,6 +5,7 @@ edited class is another one), plain attributes, closures and referenced globals,
 What cannot be keyed has no key, and is captured afresh.
 """
 
+import dis
 import enum
 import functools
 import hashlib
@@ -34,7 +35,7 @@ def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
     """
     try:
         return (
-            _module(model, {}, 0),
+            _module(model, {}, 0, contents=False),
             tuple(_value(part, {}, 0) for part in (task.loss, task.step, task.evaluate)),
             str(torch.get_default_dtype()),
         )
@@ -59,12 +60,13 @@ def _switch(value: object) -> str:
     return str(bool(value))
 
 
-def _module(module: nn.Module, seen: dict[int, int], depth: int) -> Hashable:
+def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bool) -> Hashable:
+    """A module's key; the values of its tensors are part of it where they would be constants of the graph."""
     number = seen.setdefault(id(module), len(seen))
     if number < len(seen) - 1:
         return ("seen", number)
     tensors = tuple(
-        (name, _geometry(tensor), seen.setdefault(id(tensor), len(seen)))
+        (name, _tensor(tensor, {}) if contents else _geometry(tensor), seen.setdefault(id(tensor), len(seen)))
         for registry in (module._parameters, module._buffers)  # noqa: SLF001 - tied names must show
         for name, tensor in registry.items()
         if tensor is not None
@@ -75,7 +77,7 @@ def _module(module: nn.Module, seen: dict[int, int], depth: int) -> Hashable:
         if name not in _SKIPPED and not (isinstance(value, Mapping) and not value)
     )
     children = tuple(
-        (name, _module(child, seen, depth + 1))
+        (name, _module(child, seen, depth + 1, contents=contents))
         for name, child in module._modules.items()  # noqa: SLF001
         if child is not None
     )
@@ -84,10 +86,21 @@ def _module(module: nn.Module, seen: dict[int, int], depth: int) -> Hashable:
 
 def _class_code(kind: type, seen: dict[int, int], depth: int) -> Hashable:
     """The methods of a user's class: its identity alone would miss an edited helper that they call."""
-    if _installed(kind.__module__):
-        return None
-    methods = ((name, method) for name, method in vars(kind).items() if isinstance(method, types.FunctionType))
-    return tuple((name, _function(method, seen, depth)) for name, method in methods)
+    members = (
+        (base, name, member)
+        for base in kind.__mro__
+        if not _installed(base.__module__)
+        for name, member in vars(base).items()
+        if not (name.startswith("__") and not callable(member))
+    )
+    return tuple((base, name, _member(member, seen, depth)) for base, name, member in members)
+
+
+def _member(member: Any, seen: dict[int, int], depth: int) -> Hashable:
+    """A class's attribute: code, or a constant that the code may read."""
+    if isinstance(member, property):
+        return tuple(_value(part, seen, depth) for part in (member.fget, member.fset))
+    return _value(getattr(member, "__func__", member), seen, depth)
 
 
 def _installed(module: str | None) -> bool:
@@ -107,10 +120,12 @@ def _value(value: Any, seen: dict[int, int], depth: int) -> Hashable:
         value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | enum.Enum | type
     ):
         return (type(value), value)
+    if isinstance(value, types.ModuleType):
+        return ("module", value.__name__)
     if isinstance(value, Tensor):
         return _tensor(value, seen)
     if isinstance(value, nn.Module):
-        return _module(value, seen, depth)
+        return _module(value, seen, depth, contents=True)
     for kinds, make in _BY_TYPE:
         if isinstance(value, kinds):
             return make(value, seen, depth + 1)
@@ -120,8 +135,8 @@ def _value(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 def _tensor(value: Tensor, seen: dict[int, int]) -> Hashable:
     if id(value) in seen:  # a parameter kept in a plain list as well
         return ("seen", seen[id(value)])
-    if isinstance(value, nn.Parameter) or value.numel() * value.element_size() > _MAX_TENSOR_BYTES:
-        raise UnkeyableError("a large tensor outside the module's registers")
+    if value.numel() * value.element_size() > _MAX_TENSOR_BYTES:
+        raise UnkeyableError("a large tensor outside the model's registers")
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return (_geometry(value), hashlib.sha256(raw).hexdigest())
 
@@ -147,7 +162,7 @@ def _method(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 
 
 def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
-    """Code, defaults, closure, and the globals it names: plain values, and a user's own functions and classes."""
+    """Code, defaults, closure, and the globals it names, those of nested functions included."""
     if depth > _MAX_DEPTH:
         raise UnkeyableError("nested too deeply")
     if _installed(value.__module__):
@@ -156,14 +171,18 @@ def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
         return ("seen", seen[id(value)])
     seen[id(value)] = len(seen)
     cells = tuple(_value(cell.cell_contents, seen, depth) for cell in value.__closure__ or () if _filled(cell))
-    named = ((name, value.__globals__[name]) for name in value.__code__.co_names if name in value.__globals__)
-    plain = tuple(
-        (name, _value(found, seen, depth))
-        for name, found in named
-        if isinstance(found, bool | int | float | str | bytes | type | types.FunctionType)
-    )
+    named = ((name, value.__globals__[name]) for name in _names(value.__code__) if name in value.__globals__)
+    plain = tuple((name, _value(found, seen, depth)) for name, found in named)
     defaults = _value((value.__defaults__ or (), value.__kwdefaults__ or {}), seen, depth)
     return ("function", value.__code__, value.__module__, cells, plain, defaults)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that code reads, which `co_names` mixes with attributes."""
+    nested = (name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant))
+    own = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return tuple(sorted({*own, *nested}))
 
 
 def _filled(cell: types.CellType) -> bool:

@@ -25,6 +25,7 @@ from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.partition import NumShards, Partitioner
 from hydra_tune.shard.pilot import Pilot, UpdatePilot
 from hydra_tune.shard.plan import Plan, build_plan, operators
+from hydra_tune.shard.separable import check_separable
 from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.shard.verify import UnitSeconds, verify
 from hydra_tune.shard.whole import whole_plan
@@ -175,6 +176,8 @@ class PlanLibrary:
             edges = partitioner.partition(None, _cuts_like(captured, analysis, request.like))
         plan = build_plan(captured, analysis, pilot, edges)
         with GATE.shared():
+            if request.mode == "train" and len(plan.shards) > 1:
+                check_separable(request.optimizer, dict(request.model.named_parameters()), specs)
             seconds = verify(request.task, _twin(request.model), plan, request.batch)
         return Prepared(plan=plan, seconds=seconds)
 

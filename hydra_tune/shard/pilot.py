@@ -237,9 +237,14 @@ class Pilot:
             live_in=live_in,
         )
 
+    def _needs_gradient(self, shard: ShardGraph) -> frozenset[str]:
+        return frozenset(name for name in shard.live_in if self._analysis.values[name].requires_grad)
+
     def _forward(self, shard: ShardGraph, operands: compute.Operands) -> int:
+        training = self._captured.mode == "train"
+
         def run() -> object:
-            return compute.forward(shard, operands)
+            return compute.forward(shard, operands, self._needs_gradient(shard) if training else None)
 
         return self._peak(run)
 
@@ -267,7 +272,7 @@ class Pilot:
             return compute.backward(
                 shard,
                 operands,
-                needs_gradient=frozenset(n for n in shard.live_in if values[n].requires_grad),
+                needs_gradient=self._needs_gradient(shard),
                 output_gradients=incoming,
                 accumulated=accumulated,
                 parameter_gradients=carried,

@@ -24,13 +24,10 @@ def training_loss(task: TrainTask) -> Callable[[nn.Module, Any], Any]:
     assert loss is not None, "TrainTask holds exactly one of loss and step"
 
     def step(module: nn.Module, batch: Any) -> Any:
-        try:
-            inputs, target = batch
-        except (TypeError, ValueError) as error:
-            raise TaskError(
-                f"loss= needs batches (input, target), got {type(batch).__name__}; use step= for other batches"
-            ) from error
-        return loss(module(inputs), target)
+        if not isinstance(batch, tuple | list) or len(batch) != 2:  # noqa: PLR2004 - a pair
+            got = "Tensor" if isinstance(batch, Tensor) else type(batch).__name__
+            raise TaskError(f"loss= needs batches (input, target), got {got}; give step= instead")
+        return loss(module(batch[0]), batch[1])
 
     return step
 

@@ -3,7 +3,7 @@
 Knows optimizers only through `torch.optim.Optimizer`'s own interface, so it holds for a user's class as well.
 """
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -53,7 +53,7 @@ def _measure(
         leaf = fake_like(mode, spec) if fake else torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_()
         leaf.grad = torch.zeros_like(leaf)
         leaves.append(leaf)
-    stand_in = _stand_in(optimizer, members, leaves)
+    stand_in = stand_in_for(optimizer, members, leaves)
     tracker = StorageTracker(alignment)
     with quiet_collector(), tracker:
         tracker.know(*leaves, *(leaf.grad for leaf in leaves if leaf.grad is not None))
@@ -72,7 +72,7 @@ def _measure(
     return sum(state), later, first
 
 
-def _stand_in(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
+def stand_in_for(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
     """An optimizer of the same class and options over other tensors, without calling its constructor."""
     groups = [
         {**group, "params": [leaf for leaf, (_, owner) in zip(leaves, members, strict=True) if owner == index]}
@@ -80,6 +80,10 @@ def _stand_in(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list
     ]
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__)
+    # A learning-rate scheduler has put its own step there, bound to the trial's optimizer; hooks are the trial's too.
+    stand_in.__dict__.pop("step", None)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        stand_in.__dict__[hooks] = OrderedDict()
     stand_in.param_groups = [group for group in groups if group["params"]]
     stand_in.state = defaultdict(dict)
     return stand_in

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune.devices.cpu import DefaultCpuGenerator
-from hydra_tune.errors import CaptureError
+from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
@@ -26,10 +27,48 @@ from hydra_tune.shard.plan import Plan
 from hydra_tune.shard.steps import step_module
 from hydra_tune.task import TrainTask
 
+_NO_ARITHMETIC = {
+    f"aten::{name}"
+    for name in [
+        "_to_copy",
+        "clone",
+        "copy_",
+        "detach",
+        "lift",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "alias",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "ones_like",
+        "full",
+        "full_like",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty_strided",
+        "fill_",
+        "zero_",
+        "arange",
+        "scalar_tensor",
+        "_local_scalar_dense",
+        "_unsafe_view",
+        "_reshape_copy",
+        "item",
+        "set_",
+        "is_same_size",
+    ]
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Seconds of each shard's units as first run, on the host."""
+    """Seconds of each shard's units as first run, on the host: a first guess, a little high for small operators."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -41,6 +80,23 @@ class _Outcome:
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     random_state: Tensor
+    operators: frozenset[str]
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operators that compute something, by name: views, copies and fills are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name  # noqa: SLF001
+        if not func.is_view and name not in _NO_ARITHMETIC:
+            self.seen.add(name)
+        return func(*args, **(kwargs or {}))
 
 
 class HostStore:
@@ -89,18 +145,33 @@ def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> UnitSeco
     """
     buffers = {name: tensor.detach().clone() for name, tensor in twin.named_buffers()}
     random_state = torch.get_rng_state()
-    try:
-        eager = _watched(twin, lambda: _run_eager(task, twin, plan.mode, _copy(batch)))
+
+    def rewind() -> None:
         _restore(twin, buffers)
         torch.set_rng_state(random_state)
+
+    try:
+        eager = _watched(twin, lambda: _run_eager(task, twin, plan.mode, _copy(batch)))
+        rewind()
+        again = _run_eager(task, twin, plan.mode, _copy(batch))
+        rewind()
         ours, seconds = _run_plan(twin, plan, batches.flatten(_copy(batch)).tensors)
     finally:
         torch.set_rng_state(random_state)
-    for what in ("results", "gradients", "buffers"):
-        _compare(what, getattr(eager, what), getattr(ours, what))
-    if not torch.equal(eager.random_state, ours.random_state):
-        raise CaptureError("the captured graph draws other random numbers than the eager step")
+    _same_outcome("the eager step gives other {what} when it is run again from the same state", eager, again)
+    _same_outcome("the captured graph gives other {what} than the eager step", eager, ours)
+    missing = sorted(eager.operators - ours.operators)
+    if missing:
+        # Their results may agree on one batch and differ on the next.
+        raise CaptureError(f"the eager step runs operators that the captured graph does not: {', '.join(missing[:3])}")
     return seconds
+
+
+def _same_outcome(message: str, expected: "_Outcome", found: "_Outcome") -> None:
+    for what in ("results", "gradients", "buffers"):
+        _compare(message.format(what=what), getattr(expected, what), getattr(found, what))
+    if not torch.equal(expected.random_state, found.random_state):
+        raise CaptureError(message.format(what="random numbers"))
 
 
 def _copy(batch: Any) -> Any:
@@ -152,18 +223,29 @@ def _restore(twin: nn.Module, buffers: dict[str, Tensor]) -> None:
 
 def _run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> _Outcome:
     wrapper = step_module(task, twin, mode)
-    with torch.set_grad_enabled(mode == "train"):
+    operators = _Operators()
+    with torch.set_grad_enabled(mode == "train"), operators:
         results = wrapper(batch)
         if mode == "train":
             results["loss"].backward()
     gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    _refuse_sparse(gradients)
     twin.zero_grad(set_to_none=True)
     return _Outcome(
         results={name: value.detach() for name, value in results.items()},
         gradients=gradients,
         buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
         random_state=torch.get_rng_state(),
+        operators=frozenset(operators.seen),
     )
+
+
+def _refuse_sparse(gradients: dict[str, Tensor]) -> None:
+    for name, gradient in gradients.items():
+        if gradient.layout is not torch.strided:
+            raise TaskError(
+                f"the gradient of {name!r} is sparse, which cannot be spilled; build its layer with sparse=False"
+            )
 
 
 def _run_plan(twin: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> tuple[_Outcome, UnitSeconds]:
@@ -171,21 +253,23 @@ def _run_plan(twin: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> tuple[_O
     chain, generator = Chain(plan, store), DefaultCpuGenerator()
     count = len(plan.shards)
     forward, backward = [0.0] * count, [0.0] * count
-    for index in range(count):
-        if chain.has_forward(index):
-            forward[index] = _timed(lambda i=index: chain.forward(i, generator))  # type: ignore[misc]
-    final_state = torch.get_rng_state()
-    for index in reversed(range(count)):
-        if plan.mode == "train" and plan.shards[index].has_backward:
-            backward[index] = _timed(lambda i=index: chain.backward(i, generator))  # type: ignore[misc]
-            if index == count - 1:
-                final_state = torch.get_rng_state()
+    with _Operators() as operators:
+        for index in range(count):
+            if chain.has_forward(index):
+                forward[index] = _timed(lambda i=index: chain.forward(i, generator))  # type: ignore[misc]
+        final_state = torch.get_rng_state()
+        for index in reversed(range(count)):
+            if plan.mode == "train" and plan.shards[index].has_backward:
+                backward[index] = _timed(lambda i=index: chain.backward(i, generator))  # type: ignore[misc]
+                if index == count - 1:
+                    final_state = torch.get_rng_state()
     prefix = parameter_gradient_key("")
     outcome = _Outcome(
         results={name: store.values[key] for name, key in zip(plan.names, plan.outputs, strict=True)},
         gradients={key.removeprefix(prefix): t for key, t in store.values.items() if key.startswith(prefix)},
         buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
         random_state=final_state,
+        operators=frozenset(operators.seen),
     )
     return outcome, UnitSeconds(forward=tuple(forward), backward=tuple(backward))
 
@@ -196,20 +280,18 @@ def _timed(run: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _compare(what: str, eager: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
-    if eager.keys() != ours.keys():
-        odd = sorted(eager.keys() ^ ours.keys())
-        raise CaptureError(f"the captured graph gives other {what} than the eager step: {', '.join(odd[:3])}")
-    for name, expected in eager.items():
-        if not same_bits(expected, ours[name]):
-            raise CaptureError(f"the captured graph gives other {what} than the eager step: {name!r} differs")
+def _compare(message: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    if expected.keys() != found.keys():
+        odd = sorted(expected.keys() ^ found.keys())
+        raise CaptureError(f"{message}: {', '.join(odd[:3])}")
+    for name, tensor in expected.items():
+        if not same_bits(tensor, found[name]):
+            raise CaptureError(f"{message}: {name!r} differs")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal to the last bit, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if a.is_sparse or b.is_sparse:
-        return a.is_sparse == b.is_sparse and same_bits(a.to_dense(), b.to_dense())
     left, right = a.detach().contiguous(), b.detach().contiguous()
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))

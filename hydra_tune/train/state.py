@@ -41,7 +41,7 @@ class ModelState:
         self._group_of: dict[str, Group] = {}
         self._optimizer_groups: dict[tuple[str, ...], list[Group]] = {}
         self._adopted: dict[tuple[str, str], Tensor] = {}
-        self._check_optimizer()
+        _check_storages(self.tensors)
         device.on_host(lambda: self._build(plan, device))
 
     def groups(self, names: Iterable[str]) -> list[Block]:
@@ -82,10 +82,16 @@ class ModelState:
         """Take state tensors that the optimizer has just made into a group on the host, on the device's copy thread."""
         fresh: dict[tuple[str, str], Tensor] = {}
         for name in names:
-            for key, value in self.optimizer.state.get(self.tensors[name], {}).items():
+            entries = self.optimizer.state.get(self.tensors[name], {})
+            for key, value in entries.items():
                 if not isinstance(value, Tensor) or value.device.type != device.torch_device.type:
                     continue  # plain numbers, and the host-side step counters of GPU optimizers
-                if self._adopted.get((name, key)) is not value:
+                old = self._adopted.get((name, key))
+                if old is not None and old is not value and _alike(old, value):
+                    # An optimizer that makes new state at each step: its place in the group is taken already.
+                    old.copy_(value)
+                    entries[key] = old
+                elif old is not value:
                     fresh[name, key] = value
         if not fresh:
             return
@@ -142,17 +148,41 @@ class ModelState:
                 group = device.on_host(lambda kind=kind, tensors=tensors: Group(kind, tensors, device))  # type: ignore[misc]
                 self._group_of.update(dict.fromkeys(members, group))
 
-    def _check_optimizer(self) -> None:
-        if isinstance(self.optimizer, torch.optim.LBFGS):
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+def _check_storages(tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors that share memory without being one object: in blocks of their own they would come apart."""
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if not tensor.numel():
+            continue
+        other = names.setdefault(tensor.untyped_storage()._cdata, name)  # noqa: SLF001 - the storage's identity
+        if other != name:
             raise TaskError(
-                "LBFGS evaluates the model several times within a step and couples all parameters, so it cannot be stepped "
-                "shard by shard; use an optimizer whose update is per parameter"
+                f"{other!r} and {name!r} of the model share memory but are different tensors; to tie them, let both names "
+                "hold the same Parameter, otherwise .clone() one"
             )
-        own = {id(parameter) for parameter in self.module.parameters()}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in own:
-                    raise TaskError(
-                        f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
-                        "module that model= builds; build it inside the module"
-                    )
+
+
+def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    """Refuse an optimizer that cannot be stepped shard by shard, or that trains something else.
+
+    Raises:
+        TaskError: LBFGS, or a parameter that is not the module's.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TaskError(
+            "LBFGS evaluates the model several times within a step and couples all parameters, so it cannot be stepped "
+            "shard by shard; use an optimizer whose update is per parameter"
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise TaskError(
+                    f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
+                    "module that model= builds; build it inside the module"
+                )

@@ -1,15 +1,14 @@
 """One optimizer step, or one evaluated batch, as units that the pool can run one by one on any device."""
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
 from hydra_tune.memory.pager import Lease, Pager
+from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import Prepared
@@ -66,7 +65,7 @@ class _Step:
         plan: Plan,
         times: UnitTimes,
         state: ModelState,
-        batch: Sequence[Tensor],
+        leaves: Leaves,
         streams: RandomStreams,
         device: Device,
     ) -> None:
@@ -74,11 +73,16 @@ class _Step:
         self._times = times
         self._state = state
         self._streams = streams
-        self._store = BlockStore(state, plan, batch, device)
+        self._leaves = leaves
+        self._store = BlockStore(state, plan, leaves.tensors, device)
         self._chain = Chain(plan, self._store)
 
     def close(self) -> None:
         """Give up all of the step's values."""
+        if self._plan.eager:
+            # The user's own code may have changed the batch, and would see that when it draws it again.
+            self._store.bring_inputs_home()
+            self._leaves.hand_back()
         self._store.clear()
 
     def _unit(self, kind: str, index: int, run: Callable[[Device, Pager], float]) -> PendingUnit:
@@ -105,6 +109,7 @@ class _Step:
                     self._state.touched(graph.written_state)
                     if self._plan.eager:
                         self._state.touched(graph.state)
+                        self._store.touched_inputs()
             return waited
 
         return self._unit(kind, index, run)
@@ -203,9 +208,10 @@ class EvaluationStep(_Step):
                 value = self._store.get(name)
                 assert value is not None
                 self.metrics[metric] = float(value.item())
-                # An output that later shards also use goes with its last use.
-                if name not in self._plan.last_use:
-                    self._store.drop(name)
+        for name in set(self._plan.outputs):
+            # An output that later shards also use goes with its last use.
+            if self._plan.birth[name] == index and name not in self._plan.last_use:
+                self._store.drop(name)
 
 
 __all__ = ["EvaluationStep", "PendingUnit", "TrainingStep", "unit_times"]

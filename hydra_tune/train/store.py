@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block, Kind, Value, whole_storage
-from hydra_tune.memory.pager import Lease, drop
+from hydra_tune.memory.pager import Lease, bring_home, drop
 from hydra_tune.shard.plan import Plan
 from hydra_tune.train.state import ModelState
 
@@ -77,6 +77,19 @@ class BlockStore:
             del self._uses[value.block]
             drop(value.block)
 
+    def touched_inputs(self) -> None:
+        """The device copies of the batch may have changed."""
+        for block in self._input_blocks():
+            block.dirty = block.data is not None
+
+    def bring_inputs_home(self) -> None:
+        """The batch's own memory holds what the step has made of it."""
+        for block in self._input_blocks():
+            bring_home(block)
+
+    def _input_blocks(self) -> list[Block]:
+        return [value.block for key, value in self._values.items() if key.startswith(_input_key(""))]
+
     def clear(self) -> None:
         """Forget everything."""
         for key in list(self._values):
@@ -104,5 +117,5 @@ def _constant_key(name: str) -> str:
     return f"constant:{name}"
 
 
-def _input_key(index: int) -> str:
+def _input_key(index: int | str) -> str:
     return f"input:{index}"

@@ -4,7 +4,9 @@ The training loop is written once, as a generator that reads like the plain loop
 pool runs the unit on a device of its choice and lets the generator go on. Knows nothing of other trials or of the schedule.
 """
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -24,9 +26,12 @@ from hydra_tune.task import TrainTask
 from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import make_loader, num_batches, num_samples
 from hydra_tune.train.mean import Mean
-from hydra_tune.train.state import ModelState
+from hydra_tune.train.state import ModelState, check_optimizer
 from hydra_tune.train.step import EvaluationStep, PendingUnit, TrainingStep, unit_times
 from hydra_tune.train.streams import RandomStreams
+
+_IN_TRAINING: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules of trials under way in this process
+_CLAIM = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,7 @@ class Trial:
             batches=num_batches(task.train, task.batch_size),
             validation=0 if task.validate is None else num_batches(task.validate, task.batch_size),
         )
+        self._claimed: nn.Module | None = None
         self._library = library
         self._device = device
         self._streams = RandomStreams(task.seed)
@@ -121,15 +127,20 @@ class Trial:
 
     def close(self, *, keep: bool) -> None:
         """End the trial: values of the step go; the state comes home, or goes too."""
-        self._program.close()
-        if self.state is not None:
-            if keep:
-                self.state.bring_home()
-            else:
-                self.state.drop()
-        if not keep:
-            self.module, self.optimizer, self.state = None, None, None
-        self._plans.clear()
+        try:
+            self._program.close()
+        finally:
+            if self.state is not None:
+                if keep:
+                    self.state.bring_home()
+                else:
+                    self.state.drop()
+            if self._claimed is not None:
+                _IN_TRAINING.discard(self._claimed)
+            self._claimed = None
+            if not keep:
+                self.module, self.optimizer, self.state = None, None, None
+            self._plans.clear()
 
     def _run(self) -> Generator[PendingUnit | Report, None, None]:
         """The training loop."""
@@ -159,16 +170,28 @@ class Trial:
             if not isinstance(module, nn.Module):
                 raise TaskError(f"model= must build a torch.nn.Module, but returned {type(module).__name__}")
             _refuse_lazy(module)
+            self._claim(module)
             groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
             optimizer = task.optimizer(groups)
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise TaskError(
                     f"optimizer= must build a torch.optim.Optimizer, but returned {type(optimizer).__name__}"
                 )
+            check_optimizer(optimizer, module)
             self._scheduler = None if task.scheduler is None else task.scheduler(optimizer)
         module.train()
         self.module, self.optimizer = module, optimizer
         return module, optimizer
+
+    def _claim(self, module: nn.Module) -> None:
+        """A module belongs to one trial at a time."""
+        with _CLAIM:
+            if module in _IN_TRAINING:
+                raise TaskError(
+                    "model= returned a module that another trial is training; let it build a new one each time"
+                )
+            _IN_TRAINING.add(module)
+        self._claimed = module
 
     def _draw(self, handle: Any, *, shuffle: bool) -> Iterator[Any]:
         """The batches of one pass, each drawn with the trial's own streams and not before it is needed."""
@@ -192,7 +215,7 @@ class Trial:
             self.state = ModelState(module, optimizer, prepared.plan, self._device)
             self.num_shards = len(prepared.plan.shards)
         self._train_times, self._step_left = times, times.total
-        step = TrainingStep(prepared.plan, times, self.state, leaves.tensors, self._streams, self._device)
+        step = TrainingStep(prepared.plan, times, self.state, leaves, self._streams, self._device)
         try:
             yield from step.units()
         finally:
@@ -224,7 +247,7 @@ class Trial:
             leaves = batches.flatten(batch)
             prepared, times = self._plan(self.module, self.optimizer, batch, leaves, "evaluate")
             self._evaluation_times, self._step_left = times, times.total
-            step = EvaluationStep(prepared.plan, times, self.state, leaves.tensors, self._streams, self._device)
+            step = EvaluationStep(prepared.plan, times, self.state, leaves, self._streams, self._device)
             try:
                 yield from step.units()
             finally:

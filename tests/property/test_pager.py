@@ -39,7 +39,12 @@ class TwoDevices(RuleBasedStateMachine):
         known = list(self.blocks)
         return list(dict.fromkeys(known[number % len(known)] for number in numbers)) if known else []
 
-    @rule(where=st.integers(0, 1), numbers=st.lists(st.integers(0, 20), max_size=4), workspace=st.integers(0, 500), write=st.booleans())
+    @rule(
+        where=st.integers(0, 1),
+        numbers=st.lists(st.integers(0, 20), max_size=4),
+        workspace=st.integers(0, 500),
+        write=st.booleans(),
+    )
     def unit(self, where, numbers, workspace, write):
         """A unit reads its blocks, perhaps writes the first."""
         pager, wanted = self.pagers[where], self.pick(numbers)

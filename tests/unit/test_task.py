@@ -65,7 +65,10 @@ WRONG = [
     ({"seed": "1"}, "not '1'"),
     ({"batch_size": ...}, "train is a Dataset, so batch_size is needed; or give a DataLoader"),
     ({"train": no_batches, "validate": ROWS, "batch_size": ...}, "validate is a Dataset, so batch_size is needed"),
-    ({"train": [1, 2]}, "train must be a Dataset, a DataLoader or a callable that returns an iterable of batches, not list;"),
+    (
+        {"train": [1, 2]},
+        "train must be a Dataset, a DataLoader or a callable that returns an iterable of batches, not list;",
+    ),
     ({"train": [1, 2]}, "for batches at hand, train=lambda: batches"),
     ({"train": EMPTY}, "train is empty: TensorDataset of length 0"),
     ({"validate": EMPTY}, "validate is empty: TensorDataset of length 0"),
@@ -141,4 +144,8 @@ def test_nothing_is_built_before_it_is_needed():
     def explode(*_):
         raise AssertionError("built too early")
 
-    TrainTask(**arguments(model=explode, optimizer=explode, scheduler=explode, param_groups=explode, train=explode, batch_size=...))
+    TrainTask(
+        **arguments(
+            model=explode, optimizer=explode, scheduler=explode, param_groups=explode, train=explode, batch_size=...
+        )
+    )

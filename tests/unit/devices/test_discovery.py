@@ -21,7 +21,9 @@ def opened():
         device.close()
 
 
-@pytest.mark.parametrize(("text", "names"), [("cpu", ["cpu:0"]), ("cpu:1", ["cpu:0"]), ("cpu:3", ["cpu:0", "cpu:1", "cpu:2"])])
+@pytest.mark.parametrize(
+    ("text", "names"), [("cpu", ["cpu:0"]), ("cpu:1", ["cpu:0"]), ("cpu:3", ["cpu:0", "cpu:1", "cpu:2"])]
+)
 def test_cpu_devices_are_numbered_and_get_the_budget_asked_for(opened, text, names):
     devices = opened(text, "1MiB")
     assert [device.name for device in devices] == names

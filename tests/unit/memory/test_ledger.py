@@ -22,7 +22,9 @@ def test_what_fits_is_taken_and_what_does_not_is_not():
 def test_a_refusal_says_what_needs_how_much_of_what():
     ledger = Ledger("cpu:3", 2048)
     ledger.take(1024, "a block")
-    with pytest.raises(BudgetError, match=r"a unit needs 1\.5 KiB on device cpu:3, where 1\.0 KiB of 2\.0 KiB are taken"):
+    with pytest.raises(
+        BudgetError, match=r"a unit needs 1\.5 KiB on device cpu:3, where 1\.0 KiB of 2\.0 KiB are taken"
+    ):
         ledger.take(1536, "a unit")
     assert ledger.used_bytes == 1024
 

@@ -85,10 +85,9 @@ def test_a_pinned_block_stays(pager):
     pinned, other = block(1), block(2)
     with pager.lease([other], 0):
         pass
-    with pager.lease([pinned], 0):
-        with pager.lease([block()], 0):
-            assert pinned.home is pager
-            assert other.home is None
+    with pager.lease([pinned], 0), pager.lease([block()], 0):
+        assert pinned.home is pager
+        assert other.home is None
 
 
 def test_a_unit_that_cannot_fit_is_refused_and_leaves_no_trace(pager):
@@ -142,7 +141,10 @@ def test_a_block_larger_than_the_workspace_takes_the_rest_from_the_budget(pager)
 
 
 def test_a_block_beyond_the_budget_is_refused_and_not_kept(pager):
-    with pytest.raises(BudgetError, match="an? activations block beyond the pilot's needs"), pager.lease([], 64) as lease:
+    with (
+        pytest.raises(BudgetError, match="a activations block beyond the pilot's needs"),
+        pager.lease([], 64) as lease,
+    ):
         lease.block_of(Kind.ACTIVATIONS, torch.zeros(4096, dtype=torch.uint8))
     assert pager.resident_bytes == 0
     assert pager.ledger.used_bytes == 0

@@ -1,5 +1,6 @@
 """What the tests of the cutting layers share: a task around a model, and everything the library makes of it, step by step."""
 
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from hydra_tune.shard.plan import Plan, build_plan
 from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.task import TrainTask
 from hydra_tune.train.data import make_loader
+from tests.parity.models import build
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -100,14 +102,18 @@ class Bench:
 
     def partitioner(self, budget_bytes: int, buffer_bytes: int = 0) -> Partitioner:
         """A partitioner of this step."""
-        return Partitioner(
-            self.pilot, self.analysis, self.end, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes
-        )
+        return Partitioner(self.pilot, self.analysis, self.end, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes)
 
     def position(self, operator: str, occurrence: int = 0) -> int:
         """Position of a node by its operator, e.g. "aten.add_.Tensor"."""
         found = [i for i, node in enumerate(self.captured.nodes) if str(node.target) == operator]
         return found[occurrence]
+
+
+@functools.cache
+def parity_bench(name: str, mode: str = "train") -> Bench:
+    """One of the parity models, made once; for tests that leave it as it is but for its buffers."""
+    return bench(build(name), mode=mode)
 
 
 def bench(task: TrainTask, batch: Any = None, *, mode: str = "train", alignment: int = 1) -> Bench:
@@ -130,6 +136,4 @@ def analysed(task: TrainTask, model: nn.Module, batch: Any, captured: Captured, 
     pilot = Pilot(
         captured, analysis, specs, tensors, update=update if captured.mode == "train" else None, alignment=alignment
     )
-    return Bench(
-        task=task, model=model, batch=batch, captured=captured, specs=specs, analysis=analysis, pilot=pilot
-    )
+    return Bench(task=task, model=model, batch=batch, captured=captured, specs=specs, analysis=analysis, pilot=pilot)

@@ -1,5 +1,7 @@
 """The captured graph holds names for all it needs and no tensor of the trial; what cannot be captured says where and why."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +9,8 @@ from torch.nn import functional
 
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard.capture import capture, describe, named_state, state_specs, user_line
-from tests.unit.shard.bench import bench, first_batch, task_of, vectors
 from tests.parity.models import build
-
+from tests.unit.shard.bench import bench, first_batch, task_of, vectors
 
 TWO_LINES = "first\nsecond"
 
@@ -133,22 +134,33 @@ def test_errors_of_the_step_itself_come_as_they_are():
         capture_of(nn.Linear(8, 8), loss=lambda output, target: output)
 
 
+def caught(function):
+    with pytest.raises(Exception) as found:  # noqa: PT011 - whatever it is
+        function()
+    return found.value
+
+
 def test_an_error_is_described_by_its_first_line_and_the_innermost_line_of_the_users_code():
     def fail():
         raise ValueError(TWO_LINES)
 
-    try:
-        fail()
-    except ValueError as error:
-        assert describe(error).startswith("ValueError: first (at ")
-        assert "second" not in describe(error)
-        assert user_line(error).endswith("raise ValueError(TWO_LINES)")
+    error = caught(fail)
+    assert describe(error).startswith("ValueError: first (at ")
+    assert "second" not in describe(error)
+    assert user_line(error).endswith("raise ValueError(TWO_LINES)")
     assert user_line(ValueError()) is None
     assert describe(KeyError()) == "KeyError: KeyError"
 
 
 def test_the_line_is_the_users_where_torch_raised():
-    try:
-        nn.Linear(8, 8)(torch.zeros(3))
-    except RuntimeError as error:
-        assert user_line(error).endswith("nn.Linear(8, 8)(torch.zeros(3))")
+    error = caught(lambda: nn.Linear(8, 8)(torch.zeros(3)))
+    assert user_line(error).endswith("error = caught(lambda: nn.Linear(8, 8)(torch.zeros(3)))")
+
+
+def test_the_line_is_not_the_standard_librarys():
+    """Torch raises through context managers, whose frames are in contextlib."""
+
+    def fail():
+        json.loads("{")
+
+    assert user_line(caught(fail)).endswith('json.loads("{")')

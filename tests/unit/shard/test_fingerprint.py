@@ -214,7 +214,17 @@ def other_helper(x):
         (lambda module, batch: module(batch[0]).mean(), lambda patch: patch.setitem(globals(), "helper", other_helper)),
         (lambda module, batch: module(batch[0]).mean(), lambda patch: patch.setattr(Net, "factor", 3.0)),
     ],
-    ids=["number", "dict", "class", "object", "tensor", "inner", "methods_helper", "replaced_helper", "class_attribute"],
+    ids=[
+        "number",
+        "dict",
+        "class",
+        "object",
+        "tensor",
+        "inner",
+        "methods_helper",
+        "replaced_helper",
+        "class_attribute",
+    ],
 )
 def test_what_the_code_reads_from_outside_is_in_the_key(monkeypatch, step, change):
     """Or there is no key, and the step is captured afresh."""

@@ -49,14 +49,22 @@ def test_nobody_is_beside_who_is_alone(threads):
     assert len(seen) == 200 * 7
 
 
+class Announcing(threading.Condition):
+    """Says when somebody begins to wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = threading.Event()
+
+    def wait_for(self, predicate, timeout=None):
+        self.waits.set()
+        return super().wait_for(predicate, timeout)
+
+
 def test_who_wants_it_alone_goes_before_who_comes_later_to_share(threads):
     gate, order = CaptureGate(), []
-    release, waiting = threading.Event(), threading.Event()
-    first = gate.shared()
-    first.__enter__()
 
     def alone():
-        waiting.set()
         with gate.exclusive():
             order.append("alone")
 
@@ -64,16 +72,14 @@ def test_who_wants_it_alone_goes_before_who_comes_later_to_share(threads):
         with gate.shared():
             order.append("late")
 
-    capture = threads.submit(alone)
-    assert waiting.wait(PATIENCE_SECONDS)
-    with gate._condition:
-        assert gate._condition.wait_for(lambda: True)
-    while not gate._waiting:
-        release.wait(0.001)
-    latecomer = threads.submit(late)
-    assert not capture.done()
-    assert order == []
-    first.__exit__(None, None, None)
+    with gate.shared():
+        gate._condition = Announcing()
+        capture = threads.submit(alone)
+        assert gate._condition.waits.wait(PATIENCE_SECONDS)
+        gate._condition.waits.clear()
+        latecomer = threads.submit(late)
+        assert gate._condition.waits.wait(PATIENCE_SECONDS)
+        assert order == []
     capture.result(PATIENCE_SECONDS)
     latecomer.result(PATIENCE_SECONDS)
     assert order == ["alone", "late"]

@@ -1,6 +1,7 @@
 """Shards fit, are as few as the greedy rule makes them, and a refusal names a budget that works."""
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,10 +9,10 @@ from torch import nn
 
 from hydra_tune.errors import BudgetError, ConfigError
 from hydra_tune.quantities import parse_bytes
-from tests.parity.models import MODELS, build
+from tests.parity.models import build
 from tests.unit.shard.bench import bench, task_of, vectors
 
-NAMES = tuple(MODELS)
+NAMES = ("mlp", "cnn", "vit")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def benches():
 
 
 def peaks(made, edges):
-    return [made.pilot.cost(a, b).peak_bytes for a, b in zip(edges, edges[1:], strict=False)]
+    return [made.pilot.cost(a, b).peak_bytes for a, b in pairwise(edges)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,7 +32,7 @@ def test_a_model_that_fits_whole_is_one_shard_and_needs_no_buffer(benches, name)
     assert len(made.partition(whole - 1, buffer_bytes=0)) > 2
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+@pytest.mark.parametrize("share", [0.9, 0.5])
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_cover_the_step_at_allowed_cuts_and_each_fits(benches, name, share):
     made = benches[name]
@@ -57,7 +58,7 @@ def test_the_smallest_budget_works_and_one_byte_less_does_not(benches, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("fraction", [0.0, 0.15, 0.4])
+@pytest.mark.parametrize("fraction", [0.0, 0.3])
 def test_the_budget_that_a_refusal_names_works(benches, name, fraction):
     made = benches[name]
     budget = made.partitioner(1 << 40).smallest_budget()[0] // 2
@@ -158,9 +159,7 @@ def test_a_piece_that_costs_more_than_a_longer_one_does_not_hide_it():
 
     made = bench(task_of(Bulge()))
     edges = [0, *made.analysis.cuts, made.end]
-    feasible = min(
-        max(peaks(made, [0, cut, made.end])) for cut in made.analysis.cuts
-    )
+    feasible = min(max(peaks(made, [0, cut, made.end])) for cut in made.analysis.cuts)
     smallest = made.partitioner(1 << 40).smallest_budget()[0]
     assert max(peaks(made, made.partition(min(feasible, smallest)))) <= min(feasible, smallest)
     assert len(edges) > 4

@@ -15,9 +15,9 @@ from hydra_tune.shard.pilot import StorageTracker, aligned
 from hydra_tune.shard.verify import HostStore
 from tests.parity.models import MODELS, build
 from tests.support.tracker import Account, Mode
-from tests.unit.shard.bench import bench, task_of, vectors
+from tests.unit.shard.bench import bench, parity_bench, task_of, vectors
 
-CUTS = (1, 3, 8)
+CUTS = (1, 2, 8)
 
 
 class NoGenerator:
@@ -59,7 +59,7 @@ class Token(nn.Module):
 
 def made_bench(name):
     if name in MODELS:
-        return bench(build(name))
+        return parity_bench(name)
     return bench(task_of({"unet": UNet, "token": Token}[name](), loss=squares), vectors())
 
 
@@ -172,7 +172,7 @@ def test_alignment_rounds_each_storage_up():
 
 
 def test_a_cost_is_the_most_of_its_units():
-    made = bench(build("vit"))
+    made = parity_bench("vit")
     cost = made.pilot.cost(0, made.end)
     assert cost.peak_bytes == max(cost.forward_bytes, cost.backward_bytes, cost.update_bytes)
     assert made.pilot.cost(0, made.end) is cost, "measured once"

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from hydra_tune.shard.plan import operators
-from tests.parity.models import build
-from tests.unit.shard.bench import bench, task_of
+from tests.unit.shard.bench import bench, parity_bench, task_of
 from tests.unit.shard.test_split import Skip
 
 
@@ -22,7 +21,7 @@ def test_values_are_born_used_and_let_go_by_known_shards():
 
 
 def test_a_tied_parameter_is_completed_by_its_lowest_user():
-    made = bench(build("gpt2"))
+    made = parity_bench("gpt2")
     plan = made.plan(*made.spread(4))
     used = plan.used_state()["tokens.weight"]
     assert used == [0, 3]
@@ -53,7 +52,7 @@ def test_frozen_layers_between_pass_gradients_through():
 
 
 def test_an_evaluation_has_no_gradients_at_all():
-    made = bench(build("cnn"), mode="evaluate")
+    made = parity_bench("cnn", "evaluate")
     plan = made.plan(*made.spread(3))
     assert plan.names == ("acc", "loss")
     for shard in plan.shards:

@@ -53,7 +53,7 @@ def test_a_loss_that_is_no_scalar_is_refused(changes, message):
 
 @pytest.mark.parametrize("batch", [{"x": torch.zeros(1)}, [torch.zeros(1)], 3])
 def test_loss_needs_pairs(batch):
-    with pytest.raises(TaskError, match=rf"got {type(batch).__name__}; use step= for other batches"):
+    with pytest.raises(TaskError, match=rf"got {type(batch).__name__}; give step= instead"):
         run("train", batch)
 
 

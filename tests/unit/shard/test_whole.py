@@ -1,6 +1,7 @@
 """A step that cannot be captured: one shard, the user's own code, and a peak measured on a copy."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from hydra_tune.shard.whole import whole_plan
 from tests.unit.shard.bench import task_of, vectors
 from tests.unit.shard.test_library import Branch
 from tests.unit.shard.test_pilot import measured_units
-from types import SimpleNamespace
 
 
 def made_plan(model, batch, mode="train", budget_bytes=1 << 30, **changes):

@@ -1,0 +1,165 @@
+"""On a real GPU: the budget is a ceiling, and the numbers are those of a plain loop there. Needs torch and pytest only."""
+
+import gc
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hydra_tune import HydraExecutor, TrainTask
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+MIB = 1 << 20
+WIDTHS = (256, 1024, 1024, 1024, 1024, 1024, 16)
+PATIENCE_SECONDS = 300
+
+
+class Net(nn.Module):
+    """About 17 MiB of parameters; no dropout, so that a plain loop needs no generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        layers = []
+        for inputs, outputs in pairwise(WIDTHS):
+            layers += [nn.Linear(inputs, outputs), nn.LayerNorm(outputs), nn.ReLU(inplace=True)]
+        self.layers = nn.Sequential(*layers[:-2])
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(64, WIDTHS[0], generator=generator) for _ in range(5)]
+    return [(x, x[:, : WIDTHS[-1]].argmax(dim=1)) for x in inputs]
+
+
+def task(seed=0, model=Net, **changes):
+    arguments = {
+        "model": model,
+        "optimizer": partial(torch.optim.AdamW, lr=1e-3),
+        "loss": functional.cross_entropy,
+        "train": batches,
+        "report_every": 1,
+        "seed": seed,
+    }
+    return TrainTask(**(arguments | changes))
+
+
+def plain_losses(described):
+    """The loop anyone would write, on the GPU: built on the CPU with the task's seed, moved, trained."""
+    torch.manual_seed(described.seed)
+    module = described.model().cuda()
+    optimizer = described.optimizer(list(module.parameters()))
+    losses = []
+    for inputs, target in described.train():
+        loss = described.loss(module(inputs.cuda()), target.cuda())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = {name: tensor.cpu() for name, tensor in module.state_dict().items()}
+    return losses, state
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.use_deterministic_algorithms(before)
+    torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def losses_of(result):
+    if result.error is not None:
+        raise result.error
+    return [entry["train_loss"] for entry in result.history]
+
+
+def test_four_trials_in_a_small_budget_give_the_plain_numbers_and_stay_within_it():
+    """Their state alone is several times the budget."""
+    budget = 48 * MIB
+    tasks = [task(seed) for seed in range(4)]
+    expected = [plain_losses(described) for described in tasks]
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(0)
+    torch.cuda.reset_peak_memory_stats(0)
+    with HydraExecutor(devices="cuda:0", device_memory=budget, max_concurrent=4) as pool:
+        jobs = [pool.submit(described) for described in tasks]
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+        shards = {job.progress.num_shards for job in jobs}
+        statistics = pool.stats().devices["cuda:0"]
+    peak = torch.cuda.max_memory_allocated(0) - before
+    for result, (losses, state) in zip(results, expected, strict=True):
+        assert losses_of(result) == losses
+        assert all(tensor.cpu().equal(state[name]) for name, tensor in result.state_dict().items())
+    assert min(shards) > 1
+    assert statistics.peak_bytes <= budget
+    # Beside the ledger's bytes the allocator holds cuBLAS workspaces, once for each stream.
+    assert peak <= budget + 32 * MIB
+    assert statistics.bytes_out > 0, "state was spilled to the host"
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, "layer"])
+def test_one_trial_on_any_cut_gives_the_plain_numbers(num_shards):
+    losses, _ = plain_losses(task())
+    with HydraExecutor(devices="cuda:0", device_memory="1GiB", num_shards=num_shards) as pool:
+        (result,) = pool.run([task()])
+    assert losses_of(result) == losses
+
+
+def test_masks_are_drawn_again_by_the_recompute_and_do_not_depend_on_other_trials():
+    def dropped():
+        return nn.Sequential(
+            nn.Linear(256, 256), nn.Dropout(0.5), nn.Linear(256, 256), nn.Dropout(0.5), nn.Linear(256, 16)
+        )
+
+    tasks = [task(seed, dropped) for seed in range(3)]
+    with HydraExecutor(devices="cuda:0", device_memory="1GiB", num_shards=1) as pool:
+        whole = [losses_of(result) for result in pool.run(tasks[:1])]
+    with HydraExecutor(devices="cuda:0", device_memory="1GiB", num_shards=3, max_concurrent=3) as pool:
+        crowded = [losses_of(result) for result in pool.run(tasks)]
+    assert crowded[0] == whole[0]
+    assert len({tuple(losses) for losses in crowded}) == 3
+
+
+def test_a_model_that_runs_whole_gives_the_plain_numbers():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(256, 16)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y if y.sum() > 0 else -y
+
+    losses, _ = plain_losses(task(model=Branch))
+    with HydraExecutor(devices="cuda:0", device_memory="1GiB") as pool:
+        (result,) = pool.run([task(model=Branch)])
+    assert losses_of(result) == losses
+
+
+def test_everything_is_given_back():
+    with HydraExecutor(devices="cuda:0", device_memory="1GiB") as pool:
+        results = pool.run([task()])
+        losses_of(results[0])
+        assert pool.stats().devices["cuda:0"].resident_bytes == 0
+    state = results[0].state_dict()
+    assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+    gc.collect()
+    torch.cuda.synchronize()
+    # What is left is cuBLAS workspaces.
+    assert torch.cuda.memory_allocated(0) <= 32 * MIB
