@@ -80,6 +80,7 @@ def _best_table(trials: tuple[TrialView, ...], view: SweepView) -> Table:
     table.add_column("trial", justify="right", no_wrap=True)
     table.add_column(view.metric, justify="right", no_wrap=True, max_width=20, overflow="ellipsis")
     table.add_column("epochs", justify="right", no_wrap=True)
+    table.add_column("shards", justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("parameters", overflow="fold")
     for rank, trial in enumerate(trials, start=1):
@@ -88,6 +89,7 @@ def _best_table(trials: tuple[TrialView, ...], view: SweepView) -> Table:
             str(trial.number),
             text.number(trial.value),
             text.epochs(trial.epoch, trial.epochs),
+            str(trial.num_shards or ""),
             Text(trial.state, style="green" if trial.state == "completed" else "dim"),
             Text(text.params(trial.params)),
         )

@@ -50,6 +50,7 @@ class Result:
         metrics: of the last report; empty if there was none.
         history: one dict per report: `step`, `epoch`, `seconds` since the job began, and the metrics.
         error: what a failed job raised, with its traceback; else None.
+        num_shards: shards its model was cut into; 0 if it failed before that.
         units_run: shard units run.
         units_saved: units it would still have run, had it not been pruned or cancelled; 0 where that is unknown.
     """
@@ -58,6 +59,7 @@ class Result:
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
     error: BaseException | None = None
+    num_shards: int = 0
     units_run: int = 0
     units_saved: int = 0
     _module: nn.Module | None = None

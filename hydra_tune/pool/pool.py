@@ -229,10 +229,8 @@ class Pool:
             raise HydraTuneError(f"the pool has stopped after an error: {self._error}") from self._error
         start = time.thread_time()
         moves = [ShardMoved(job=job, shard=shard, device=device) for job, shard, device in self._drain_moves()]
-        commands: list[Command] = []
         try:
-            for event in (*moves, *events):
-                commands += self._scheduler.handle(event)
+            commands = self._scheduler.handle(*moves, *events)
         except BaseException as error:
             self._break(error)
             raise

@@ -53,7 +53,8 @@ class Record:
         if trial is None:
             return result
         planned = trial.units_planned
-        result.metrics, result.history, result.units_run = trial.metrics, trial.history, trial.units_run
+        result.metrics, result.history = trial.metrics, trial.history
+        result.num_shards, result.units_run = trial.num_shards, trial.units_run
         if result.status in ("pruned", "cancelled") and planned is not None:
             result.units_saved = max(0, planned - trial.units_run)
         module, optimizer = trial.module, trial.optimizer
@@ -93,7 +94,7 @@ def progress_without_trial(job: Job) -> Progress:
         step=0,
         num_steps=None,
         remaining_seconds=0.0 if result else None,
-        num_shards=0,
+        num_shards=result.num_shards if result else 0,
         units_run=result.units_run if result else 0,
         metrics=result.metrics if result else {},
     )

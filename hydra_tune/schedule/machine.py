@@ -135,7 +135,7 @@ class Scheduler:
     def _choose(self, device: str) -> JobView:
         candidates = tuple(self._state.eligible.values())
         view = self._policy.choose(device, candidates)
-        if not isinstance(view, JobView) or self._state.eligible.get(view.job) != view:
+        if not isinstance(view, JobView) or self._state.eligible.get(view.job) is not view:
             raise ScheduleError(
                 f"{type(self._policy).__name__}.choose gave {view!r} for device {device!r}, expected one of "
                 f"{[candidate.job for candidate in candidates]}; a policy must return one of its candidates"

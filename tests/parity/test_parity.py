@@ -14,6 +14,7 @@ from hydra_tune import HydraExecutor, Result
 from tests.parity.conftest import SPECS
 from tests.parity.exact import differences, without_seconds
 from tests.parity.models import MODELS, NUM_STEPS, build
+from tests.support.tracker import StorageTracker
 
 CUTS = (1, 2, 8, "layer")
 DEVICES = ("cpu:1", "cpu:2")
@@ -24,6 +25,20 @@ FAST_CROWDS = {(1, "cpu:2"), (2, "cpu:1"), (8, "cpu:2"), ("layer", "cpu:2")}
 def task_of(spec: str, **changes: Any):
     name, seed = spec.split(":")
     return build(name, seed=int(seed), **changes)
+
+
+def run(specs: list[str], **options: Any) -> list[Result]:
+    """Train on a pool, and hold what a tracker saw on each device against what the device's ledger counted."""
+    tracker = StorageTracker()
+    with HydraExecutor(instrument=tracker, **options) as pool:
+        results = pool.run([task_of(spec) for spec in specs])
+        devices = pool.stats().devices.values()
+    seen = sorted(tracker.peak_bytes, reverse=True)
+    counted = sorted((device.peak_bytes for device in devices), reverse=True)
+    assert seen[0] > 0
+    for tracked, ledger in zip(seen, counted, strict=False):
+        assert tracked <= ledger <= max(device.budget_bytes for device in devices)
+    return results
 
 
 def assert_same(result: Result, reference: dict[str, Any]) -> None:
@@ -70,8 +85,7 @@ def test_a_difference_in_the_last_bit_is_seen():
 )
 def test_alone(references, name, cut, devices):
     spec = f"{name}:5"
-    with HydraExecutor(devices=devices, num_shards=cut) as pool:
-        (result,) = pool.run([task_of(spec)])
+    (result,) = run([spec], devices=devices, num_shards=cut)
     assert_same(result, references[spec])
 
 
@@ -87,7 +101,6 @@ def test_among_seven_others(references, cut, devices):
     """All models at once, most twice with different seeds: their random streams and their state stay apart."""
     specs = random.Random(str((cut, devices))).sample(SPECS, k=len(SPECS))
     assert len(specs) == 8
-    with HydraExecutor(devices=devices, num_shards=cut, max_concurrent=8) as pool:
-        results = pool.run([task_of(spec) for spec in specs])
+    results = run(specs, devices=devices, num_shards=cut, max_concurrent=8)
     for spec, result in zip(specs, results, strict=True):
         assert_same(result, references[spec])

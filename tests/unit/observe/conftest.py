@@ -20,7 +20,10 @@ def view():
         study="vit",
         trials=(
             TrialView(number=0, state="completed", params=params, value=0.9, epoch=8, epochs=8, step=80, num_steps=80),
-            TrialView(number=1, state="completed", params=params, value=0.97, epoch=8, epochs=8, step=80, num_steps=80),
+            TrialView(
+                number=1, state="completed", params=params, value=0.97, epoch=8, epochs=8, step=80, num_steps=80,
+                num_shards=4,
+            ),
             TrialView(number=2, state="pruned", params=params, value=0.98, epoch=2, epochs=8, step=20, num_steps=80),
             TrialView(number=3, state="failed", params=params, epochs=8, error="RuntimeError: boom (train.py:6)"),
             TrialView(

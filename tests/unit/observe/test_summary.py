@@ -37,9 +37,9 @@ def test_a_pruned_trial_is_not_the_best(view):
 
 def test_the_table_and_the_totals(view):
     lines = printed(replace(view, status="completed"))
-    table = lines.index("rank  trial  val_acc  epochs  state      parameters")
-    assert lines[table + 1] == "   1      1     0.97     8/8  completed  lr=0.001235 width=128 act=relu"
-    assert lines[table + 3] == "   3      2     0.98     2/8  pruned     lr=0.001235 width=128 act=relu"
+    table = lines.index("rank  trial  val_acc  epochs  shards  state      parameters")
+    assert lines[table + 1] == "   1      1     0.97     8/8       4  completed  lr=0.001235 width=128 act=relu"
+    assert lines[table + 3] == "   3      2     0.98     2/8          pruned     lr=0.001235 width=128 act=relu"
     best = lines.index("best: trial 1, val_acc 0.97")
     assert lines[best + 1 : best + 4] == ["  lr: 0.00123456", "  width: 128", "  act: relu"]
     assert "1 trial failed: RuntimeError: boom (train.py:6)" in lines

@@ -227,7 +227,7 @@ def test_a_graph_that_draws_too_much_is_caught_though_its_loss_is_right():
     with graph.inserting_before(made.captured.nodes[1]):
         graph.call_function(torch.ops.aten.rand.default, ([1],))
     made = analysed(made.task, made.model, made.batch, made.captured)
-    with pytest.raises(CaptureError, match="draws other random numbers"):
+    with pytest.raises(CaptureError, match="other random numbers"):
         check(made, made.plan())
 
 
@@ -295,6 +295,3 @@ def test_bits_are_compared_and_not_values():
     assert not same_bits(zero, zero[:2])
     assert same_bits(torch.arange(6.0).view(2, 3).t(), torch.arange(6.0).view(2, 3).t().contiguous())
     assert not same_bits(torch.ones(1), torch.nextafter(torch.ones(1), torch.full((1,), 2.0)))
-    sparse = torch.eye(3).to_sparse()
-    assert same_bits(sparse, sparse.clone())
-    assert not same_bits(sparse, torch.eye(3))
