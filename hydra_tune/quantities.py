@@ -4,6 +4,7 @@ Pure text and numbers; knows nothing of tensors or devices.
 """
 
 import re
+from fractions import Fraction
 
 from hydra_tune.errors import ConfigError
 
@@ -47,7 +48,7 @@ def parse_bytes(text: str | int, *, what: str = "memory") -> int:
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
             raise ConfigError(f"{what} must be a size such as '11GiB', '800 MB' or '4096', not {text!r}")
-        size = int(float(match[1]) * unit)
+        size = int(Fraction(match[1]) * unit)  # exact: a float would lose bytes
     if size <= 0:
         raise ConfigError(f"{what} must be more than 0 bytes, not {text!r}")
     return size

@@ -17,10 +17,10 @@ from hydra_tune.errors import CaptureError
 from hydra_tune.shard.capture import Captured, StateSpec
 
 _RUNNING_STATISTICS = {
-    # Operators that overwrite running statistics without saying so in their schema: argument names.
-    "aten::batch_norm": ("running_mean", "running_var"),
-    "aten::instance_norm": ("running_mean", "running_var"),
-    "aten::native_batch_norm": ("running_mean", "running_var"),
+    # Operators that overwrite `running_mean` and `running_var` without saying so in their schema: which argument says if.
+    "aten::batch_norm": "training",
+    "aten::instance_norm": "use_input_stats",
+    "aten::native_batch_norm": "training",
 }
 _DROPOUT_SWITCHES = {
     # Operators that draw random numbers only if one of their arguments says so: argument name -> value when they do not.
@@ -151,7 +151,8 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
             raise CaptureError(f"the model's forward overwrites its parameter {name!r} in place")
     forbidden = _overwrite_hazards(captured, recorder.values, writes)
     crossing, plain = _crossings(nodes, recorder.values)
-    cuts = [position for position in range(1, len(nodes)) if plain[position] and position not in forbidden]
+    end = _last_cut(captured)
+    cuts = [position for position in range(1, end + 1) if plain[position] and position not in forbidden]
     return Analysis(
         values=recorder.values,
         cuts=cuts,
@@ -161,6 +162,14 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
         stochastic=frozenset(position for position, node in enumerate(nodes) if draws_random_numbers(node)),
         layers=[_layer(node) for node in nodes],
     )
+
+
+def _last_cut(captured: Captured) -> int:
+    """In training the last shard must hold the loss, for the backward begins there: what comes after stays with it."""
+    nodes = captured.nodes
+    if captured.mode != "train":
+        return len(nodes) - 1
+    return max((position for position, node in enumerate(nodes) if node.name in captured.outputs), default=0)
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
@@ -198,7 +207,8 @@ def _written_arguments(node: fx.Node) -> list[str]:
         return _written_by_body(node)
     schema = node.target._schema  # noqa: SLF001
     named = _named_arguments(node)
-    hidden = _RUNNING_STATISTICS.get(schema.name, ())
+    switch = _RUNNING_STATISTICS.get(schema.name)
+    hidden = ("running_mean", "running_var") if switch is not None and named[switch] else ()
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     values = [named[name] for name in (*written, *(h for h in hidden if h in named))]
     flat = [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]

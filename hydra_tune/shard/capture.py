@@ -4,6 +4,7 @@ The graph takes state, constants and batch tensors as inputs and holds no tensor
 trial of the same architecture. Knows nothing of cutting or memory.
 """
 
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from hydra_tune.errors import CaptureError, HydraTuneError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.steps import MODEL_PREFIX, step_module
 from hydra_tune.task import TrainTask
+
+_STDLIB = sysconfig.get_paths()["stdlib"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,7 @@ def user_line(error: BaseException) -> str | None:
         if "/torch/" not in frame.filename
         and "/hydra_tune/" not in frame.filename
         and not frame.filename.startswith("<frozen")
+        and not (frame.filename.startswith(_STDLIB) and "site-packages" not in frame.filename)
     ]
     if not foreign:
         return None

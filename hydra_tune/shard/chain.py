@@ -75,7 +75,7 @@ class Chain:
         if kind == "backward":
             keys += [gradient_key(name) for name in (*shard.gradient_outputs, *shard.graph.live_in)]
             keys += [parameter_gradient_key(name) for name in (*shard.trained, *shard.shared_gradients)]
-            keys += [saved_key(index, name) for name in shard.graph.written_state]
+            keys += [saved_key(index, name) for name in shard.graph.saved_state]
         return keys
 
     def has_forward(self, index: int) -> bool:
@@ -89,9 +89,7 @@ class Chain:
         if training:
             if shard.graph.stochastic:
                 self._random_states[index] = generator.get_state()
-            for name, tensor in zip(
-                shard.graph.written_state, self._store.state(shard.graph.written_state), strict=True
-            ):
+            for name, tensor in zip(shard.graph.saved_state, self._store.state(shard.graph.saved_state), strict=True):
                 self._store.put(saved_key(index, name), tensor.detach().clone())
         outputs = compute.forward(shard.graph, self._operands(shard), shard.needs_gradient if training else None)
         for name, tensor in outputs.items():
@@ -141,7 +139,7 @@ class Chain:
                 self._store.drop(name)
         for name in shard.graph.live_out:
             self._store.drop(gradient_key(name))
-        for name in shard.graph.written_state:
+        for name in shard.graph.saved_state:
             self._store.drop(saved_key(index, name))
 
     def _present(self, keys: dict[str, str]) -> dict[str, Tensor]:
@@ -152,7 +150,7 @@ class Chain:
         state = self._store.state(shard.graph.state)
         if saved is not None:
             for position, name in enumerate(shard.graph.state):
-                if name in shard.graph.written_state:
+                if name in shard.graph.saved_state:
                     replay = self._store.get(saved_key(saved, name))
                     assert replay is not None, f"{name} was not saved by the forward unit"
                     state[position] = replay

@@ -110,7 +110,8 @@ def backward(
     roots = [(outputs[name], g) for name, g in output_gradients.items() if outputs[name].requires_grad]
     roots += [(leaves[name], gradient) for name, gradient in accumulated.items() if name in leaves]
     roots += [(parameters[name], gradient) for name, gradient in parameter_gradients.items() if name in parameters]
-    losses = {name: outputs[name].detach() for name, gradient in output_gradients.items() if gradient is None}
+    # Copied, because a loss may keep the storage of its unreduced form alive.
+    losses = {name: outputs[name].detach().clone() for name, gradient in output_gradients.items() if gradient is None}
     if roots:
         torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
     return Gradients(

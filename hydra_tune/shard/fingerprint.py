@@ -9,6 +9,7 @@ import dis
 import enum
 import functools
 import hashlib
+import sys
 import types
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -53,7 +54,7 @@ def optimizer_key(optimizer: torch.optim.Optimizer) -> Hashable:
 
 
 def _switch(value: object) -> str:
-    if isinstance(value, bool | str) or value is None:
+    if isinstance(value, int | str) or value is None:  # a whole number may be a size
         return str(value)
     if isinstance(value, Tensor):
         return "tensor"
@@ -84,6 +85,14 @@ def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bo
     return (type(module), _class_code(type(module), seen, depth + 1), tensors, attributes, children)
 
 
+def _class(kind: type, seen: dict[int, int], depth: int) -> Hashable:
+    """A class that code names: what it is, and the constants and methods that may be read from it."""
+    if id(kind) in seen:
+        return ("seen", seen[id(kind)])
+    seen[id(kind)] = len(seen)
+    return (type(kind), kind, _class_code(kind, seen, depth + 1))
+
+
 def _class_code(kind: type, seen: dict[int, int], depth: int) -> Hashable:
     """The methods of a user's class: its identity alone would miss an edited helper that they call."""
     members = (
@@ -105,7 +114,8 @@ def _member(member: Any, seen: dict[int, int], depth: int) -> Hashable:
 
 def _installed(module: str | None) -> bool:
     """Whether code comes from a library, which does not change while a study runs."""
-    return (module or "").partition(".")[0] in _LIBRARIES
+    top = (module or "").partition(".")[0]
+    return top in _LIBRARIES or top in sys.stdlib_module_names
 
 
 def _geometry(tensor: Tensor) -> Hashable:
@@ -117,22 +127,18 @@ def _value(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     if depth > _MAX_DEPTH:
         raise UnkeyableError("nested too deeply")
     if value is None or isinstance(
-        value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | enum.Enum | type
+        value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | enum.Enum
     ):
         return (type(value), value)
-    if isinstance(value, types.ModuleType):
-        return ("module", value.__name__)
-    if isinstance(value, Tensor):
-        return _tensor(value, seen)
-    if isinstance(value, nn.Module):
-        return _module(value, seen, depth, contents=True)
     for kinds, make in _BY_TYPE:
         if isinstance(value, kinds):
             return make(value, seen, depth + 1)
     return _object(value, seen, depth + 1)
 
 
-def _tensor(value: Tensor, seen: dict[int, int]) -> Hashable:
+def _tensor(value: Tensor, seen: dict[int, int], depth: int = 0) -> Hashable:
+    """A tensor's geometry and contents."""
+    del depth
     if id(value) in seen:  # a parameter kept in a plain list as well
         return ("seen", seen[id(value)])
     if value.numel() * value.element_size() > _MAX_TENSOR_BYTES:
@@ -209,7 +215,21 @@ def _builtin(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     return ("builtin", getattr(value, "__module__", None), value.__qualname__)
 
 
+def _constant_module(value: nn.Module, seen: dict[int, int], depth: int) -> Hashable:
+    """A module that is not part of the model: its tensors would be constants of the graph."""
+    return _module(value, seen, depth, contents=True)
+
+
+def _library(value: types.ModuleType, seen: dict[int, int], depth: int) -> Hashable:
+    del seen, depth
+    return ("module", value.__name__)
+
+
 _BY_TYPE: tuple[tuple[Any, Callable[[Any, dict[int, int], int], Hashable]], ...] = (
+    ((type,), _class),
+    ((types.ModuleType,), _library),
+    ((Tensor,), _tensor),
+    ((nn.Module,), _constant_module),
     ((tuple, list, range), _sequence),
     ((set, frozenset), _set),
     ((Mapping,), _mapping),

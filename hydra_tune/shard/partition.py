@@ -21,6 +21,14 @@ _BACK_OFF = 0.6  # a cheaper cut may give up to this share of the nodes that wou
 _NEAR = 12  # positions to each side among which a cut must have the fewest crossing bytes to be preferred
 
 
+class _DoesNotFitError(Exception):
+    """A piece that cannot be cut further does not fit."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(first, last)
+        self.piece = (first, last)
+
+
 class Partitioner:
     """Cuts one captured step for a given capacity.
 
@@ -47,13 +55,47 @@ class Partitioner:
 
         Args:
             num_shards: None for as few as fit; a number for that many, more if they do not fit; "layer" for one shard per
-                layer with parameters.
+                layer, that is wherever the module changes.
             boundaries: positions at which a cut must be, e.g. where another capture of the same model was cut.
 
         Raises:
             BudgetError: some part that cannot be cut further does not fit; the message has the budget that would do.
             ConfigError: more shards asked for than the graph can be cut into.
         """
+        try:
+            return self._partition(num_shards, boundaries)
+        except _DoesNotFitError as error:
+            raise self._refusal(*error.piece, self.smallest_budget(num_shards, boundaries)) from None
+
+    def smallest_budget(self, num_shards: NumShards = None, boundaries: Sequence[int] = ()) -> int:
+        """A budget in bytes with which the step can be cut, found to a per mille.
+
+        The pieces between all allowed cuts tell a budget that is enough. Longer pieces may need less, where values are made and
+        used within them, so the cutting itself is tried with smaller ones.
+        """
+        edges = [0, *self._analysis.cuts, self._end]
+        worst = max(self._cost(first, last).peak_bytes for first, last in pairwise(edges))
+        low, high = 0, -(-worst * self._budget // self._capacity) + 1
+        while high - low > 1 + high // 1000:
+            middle = (low + high) // 2
+            if self._would_do(middle, num_shards, boundaries):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _would_do(self, budget_bytes: int, num_shards: NumShards, boundaries: Sequence[int]) -> bool:
+        capacity = budget_bytes * self._capacity // self._budget
+        smaller = Partitioner(
+            self._pilot, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
+        )
+        try:
+            smaller._partition(num_shards, boundaries)
+        except _DoesNotFitError:
+            return False
+        return True
+
+    def _partition(self, num_shards: NumShards, boundaries: Sequence[int]) -> list[int]:
         wanted = sorted({0, *boundaries, self._end})
         if num_shards is None and len(wanted) == 2 and self._cost(0, self._end).peak_bytes <= self._budget:  # noqa: PLR2004
             return wanted
@@ -65,12 +107,6 @@ class Partitioner:
         for first, last in pairwise(wanted):
             found += self._fill(first, last)
         return found
-
-    def smallest_budget(self) -> tuple[int, int, int]:
-        """The smallest capacity with which the step can be cut at all, and the piece that decides it: bytes, first, last."""
-        edges = [0, *self._analysis.cuts, self._end]
-        pieces = pairwise(edges)
-        return max((self._cost(first, last).peak_bytes, first, last) for first, last in pieces)
 
     def _cost(self, first: int, last: int) -> ShardCost:
         return self._pilot.cost(first, last)
@@ -95,7 +131,7 @@ class Partitioner:
             if furthest is not None:
                 return self._cheapest(first, furthest, inside)
         edges = [cut for cut in self._analysis.cuts if first < cut] or [self._end]
-        raise self._refusal(first, min(edges[0], last))
+        raise _DoesNotFitError(first, min(edges[0], last))
 
     def _furthest(self, first: int, cuts: list[int]) -> int | None:
         """The last of the cuts up to which a shard from `first` fits, by bisection."""
@@ -137,16 +173,12 @@ class Partitioner:
         allowed = set(self._analysis.cuts)
         return [position for position in starts if position in allowed]
 
-    def _refusal(self, first: int, last: int) -> BudgetError:
-        need, worst_first, worst_last = self.smallest_budget()
-        layer = self._name(first, last)
-        budget = -(-need * self._budget // self._capacity)
-        worst = "" if (worst_first, worst_last) == (first, last) else f" (for {self._name(worst_first, worst_last)})"
+    def _refusal(self, first: int, last: int, enough: int) -> BudgetError:
         return BudgetError(
-            f"{layer} needs {format_bytes(self._cost(first, last).peak_bytes)} at once, but a shard may take "
+            f"{self._name(first, last)} needs {format_bytes(self._cost(first, last).peak_bytes)} at once, but a shard may take "
             f"{format_bytes(self._capacity)}: the smallest device has a budget of {format_bytes(self._budget)}, of which "
             f"{format_bytes(self._budget - self._capacity)} are kept for loading; lower batch_size, or raise device_memory "
-            f"to at least {format_bytes_up(budget)}{worst}"
+            f"to at least {format_bytes_up(enough)}"
         )
 
     def _name(self, first: int, last: int) -> str:

@@ -196,7 +196,7 @@ class Pilot:
         training = self._captured.mode == "train"
         runs_forward = not training or shard.last < len(self._captured.nodes)
         forward = self._forward(shard, operands) if runs_forward else 0
-        written = sum(self._size(self._state[name]) for name in shard.written_state) if runs_forward else 0
+        written = sum(self._size(self._state[name]) for name in shard.saved_state) if runs_forward else 0
         backward, gradient_bytes = self._backward(shard, operands) if training else (0, 0)
         trained = self.trained_here(shard) if training else []
         state_bytes, later, first = self._update(trained) if self._update and trained else (0, 0, 0)
@@ -246,7 +246,7 @@ class Pilot:
         def run() -> object:
             return compute.forward(shard, operands, self._needs_gradient(shard) if training else None)
 
-        return self._peak(run)
+        return self._peak(run, _tensors(operands))
 
     def _backward(self, shard: ShardGraph, operands: compute.Operands) -> tuple[int, int]:
         values = self._analysis.values
@@ -260,10 +260,10 @@ class Pilot:
                 if name in outputs:
                     incoming[name] = None
                 elif values[name].requires_grad:
-                    incoming[name] = torch.empty(nodes[name].meta["val"].shape, dtype=nodes[name].meta["val"].dtype)
+                    incoming[name] = _gradient_of(nodes[name].meta["val"])
             for name in shard.live_in:
                 if values[name].requires_grad and _used_after(nodes[name], shard.last, self._captured):
-                    accumulated[name] = torch.empty(nodes[name].meta["val"].shape, dtype=nodes[name].meta["val"].dtype)
+                    accumulated[name] = _gradient_of(nodes[name].meta["val"])
             for name in shard.state:
                 if self._specs[name].requires_grad and _state_used_after(name, shard.last, self._captured):
                     carried[name] = torch.empty_like(self._state[name])
@@ -279,11 +279,13 @@ class Pilot:
             )
 
         handed = [g for g in (*incoming.values(), *accumulated.values(), *carried.values()) if g is not None]
-        return self._peak(run), self._storage_bytes(handed)
+        return self._peak(run, [*_tensors(operands), *handed]), self._storage_bytes(handed)
 
-    def _peak(self, run: Callable[[], object]) -> int:
+    def _peak(self, run: Callable[[], object], given: Sequence[Tensor]) -> int:
+        """Peak of what a unit makes; views of what it is given make nothing."""
         tracker = StorageTracker(self._alignment)
         with quiet_collector(), self._mode:
+            tracker.know(*given)
             with tracker:
                 made = run()
             del made
@@ -295,6 +297,17 @@ class Pilot:
     def _storage_bytes(self, tensors: Sequence[Tensor]) -> int:
         storages = {t.untyped_storage()._cdata: self._size(t) for t in tensors}  # noqa: SLF001
         return sum(storages.values())
+
+
+def _tensors(operands: compute.Operands) -> list[Tensor]:
+    return [*operands.state, *operands.constants, *operands.inputs, *operands.live_in]
+
+
+def _gradient_of(value: Tensor) -> Tensor:
+    """A gradient as autograd accumulates it on a leaf: in the leaf's own layout where that is dense."""
+    if torch.ops.aten.is_non_overlapping_and_dense(value):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return torch.empty(value.shape, dtype=value.dtype)
 
 
 def _uses_of_state(captured: Captured) -> dict[str, int]:

@@ -29,6 +29,8 @@ class ShardGraph:
         live_out: names of the values made here that cross the end of the shard.
         cloned: those of `live_in` that are overwritten in place here, so that the shard must work on a copy.
         written_state: canonical names of the buffers the shard overwrites.
+        saved_state: canonical names of the buffers used here that this shard or a later one overwrites: a recompute needs them
+            as they were.
         stochastic: whether it draws random numbers.
     """
 
@@ -43,6 +45,7 @@ class ShardGraph:
     live_out: tuple[str, ...]
     cloned: frozenset[str]
     written_state: tuple[str, ...]
+    saved_state: tuple[str, ...]
     stochastic: bool
 
     @property
@@ -79,6 +82,7 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int) -> 
         copies[node] = graph.node_copy(node, lambda argument: copies[argument])
     graph.output(tuple(copies[node] for node in live_out))
     overwritten = {name for position in range(first, last) for name in analysis.written_values.get(position, ())}
+    from_here = {name for position, names in analysis.written_values.items() if position >= first for name in names}
     return ShardGraph(
         module=fx.GraphModule(captured.module, graph, class_name=f"Shard_{first}_{last}").forward,
         first=first,
@@ -92,6 +96,9 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int) -> 
         cloned=frozenset(n.name for n in live_in if n.name in overwritten),
         written_state=tuple(
             dict.fromkeys(name for placeholder, name in captured.state.items() if placeholder in overwritten)
+        ),
+        saved_state=tuple(
+            dict.fromkeys(captured.state[n.name] for n in used if n.name in captured.state and n.name in from_here)
         ),
         stochastic=any(first <= position < last for position in analysis.stochastic),
     )

@@ -66,6 +66,9 @@ _NO_ARITHMETIC = {
 }
 
 
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
     """Seconds of each shard's units as first run, on the host: a first guess, a little high for small operators."""
@@ -191,20 +194,31 @@ def _watched(twin: nn.Module, run: Callable[[], _Outcome]) -> _Outcome:
     if numpy_state is not None and _numpy_state() != numpy_state:
         raise CaptureError("the model draws from numpy.random in its forward; a graph would repeat one draw for ever")
     for name, value in _attributes(twin).items():
-        if attributes.get(name, value) != value or name not in attributes:
+        if name not in attributes or attributes[name] != value:
             raise CaptureError(f"the model's forward changes its attribute {name!r}, which a graph would not")
     return outcome
 
 
 def _attributes(twin: nn.Module) -> dict[str, Any]:
-    """Plain attributes of all submodules: those that compare by value."""
-    plain = int | float | str | bool | None
+    """Attributes of all submodules as far as they are plain values, and containers of such."""
     return {
-        f"{path}.{name}".lstrip("."): value
+        f"{path}.{name}".lstrip("."): _plain(value)
         for path, module in twin.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, plain) and name != "training"
+        if name not in _MODULE_INTERNALS
     }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return value.hex()  # NaN is NaN
+    if isinstance(value, int | str | None):
+        return value
+    if isinstance(value, dict):
+        return tuple((key, _plain(item)) for key, item in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return tuple(_plain(item) for item in value)
+    return value.getstate() if isinstance(value, random.Random) else None
 
 
 def _numpy_state() -> Any:

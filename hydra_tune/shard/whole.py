@@ -99,6 +99,7 @@ def whole_plan(
         live_out=names,
         cloned=frozenset(),
         written_state=(),
+        saved_state=(),
         stochastic=True,
     )
     shard = Shard(
@@ -135,7 +136,9 @@ def _measure(
         tracker.know(*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
         results = wrapper(batch)
         if mode == "train":
+            kept = results["loss"].detach().clone()  # as a backward unit does
             results["loss"].backward()
+            del kept
     return tuple(results), tracker.peak_bytes
 
 

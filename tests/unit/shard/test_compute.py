@@ -7,7 +7,7 @@ from torch import nn
 from hydra_tune.shard import compute
 from tests.unit.shard.bench import bench, task_of
 
-# In float32 these add up to 2 ** -24 in one order and to 0 in another, so a wrong order shows.
+# In float32 two small ones and a large one add up to 1 + 2 ** -23 in one order and to 1 in another: a wrong order shows.
 LARGE, SMALL = 1.0, 2.0**-24
 
 
@@ -22,8 +22,8 @@ class Uses(nn.Module):
     def forward(self, x):
         value = self.start * x
         total = value * SMALL * self.weight
-        total = total + value * LARGE * self.weight
-        return total + value * -LARGE * self.weight
+        total = total + value * SMALL * self.weight
+        return total + value * LARGE * self.weight
 
 
 def step(module, batch):
@@ -72,8 +72,9 @@ def operands(made, shard, values):
 
 def test_the_order_matters_here():
     small, large = torch.tensor(SMALL), torch.tensor(LARGE)
-    assert ((small + large) - large).item() == 0
-    assert (small + (large - large)).item() == SMALL
+    assert ((large + small) + small).item() == LARGE
+    assert ((small + small) + large).item() == LARGE + 2 * SMALL
+    assert eager_gradients() == {"start": LARGE, "weight": LARGE}
 
 
 @pytest.mark.parametrize("cut", range(1, 10))

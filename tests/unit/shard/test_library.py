@@ -141,6 +141,13 @@ def test_nothing_of_a_preparation_shows_in_the_trial(mode):
     assert all(a.equal(b) for a, b in zip(kept, flatten(batch).tensors, strict=True))
 
 
+def test_the_streams_of_a_model_that_draws_and_runs_whole_come_back():
+    task = task_of(nn.Sequential(Branch(), nn.Dropout(0.5)))
+    states = torch.get_rng_state()
+    assert prepare(library(), task).plan.eager
+    assert torch.get_rng_state().equal(states)
+
+
 def test_streams_come_back_though_the_preparation_fails():
     task = task_of(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), loss=lambda output, target: output)
     states = torch.get_rng_state(), random.getstate()
