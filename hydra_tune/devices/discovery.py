@@ -3,6 +3,7 @@
 `"auto"` takes every visible GPU, or one CPU device per core where there is none.
 """
 
+import os
 import re
 from typing import Any
 
@@ -34,13 +35,18 @@ def open_devices(devices: str = "auto", device_memory: str | int | None = None) 
     """
     budget = None if device_memory is None else parse_bytes(device_memory, what="device_memory")
     if devices == "auto":
-        devices = "cuda" if torch.cuda.is_available() else f"cpu:{len(psutil.Process().cpu_affinity() or [0])}"
+        devices = "cuda" if torch.cuda.is_available() else f"cpu:{_num_cores()}"
     cpu, cuda = _CPU.fullmatch(devices), _CUDA.fullmatch(devices)
     if cpu:
         return _open_cpu(int(cpu[1] or 1), budget)
     if cuda:
         return _open_cuda(cuda[1], budget)
     raise ConfigError(f"devices must be 'auto', 'cuda', 'cuda:0,1' or 'cpu:2', not {devices!r}")
+
+
+def _num_cores() -> int:
+    """Cores this process may use; not every system can tell them from those there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _open_cpu(count: int, budget: int | None) -> list[Device]:
@@ -83,7 +89,10 @@ def gpu_memory(index: int) -> tuple[int, int]:
     """Free and total bytes of a GPU, from NVML by its PCI address, which counts other processes' use without a context."""
     properties: Any = torch.cuda.get_device_properties(index)  # torch's stub lacks the PCI fields
     address = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    pynvml.nvmlInit()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # a GPU that is not NVIDIA's
+        return torch.cuda.mem_get_info(index)
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByPciBusId(address.encode()))
         return int(memory.free), int(memory.total)
