@@ -1,9 +1,9 @@
 """The pool: drives the scheduler's state machine with real devices.
 
 Note: threads. One worker a device runs units; one preparer builds and captures models, one at a time; drivers submit and answer
-from threads of their own. All of them hand events to the state machine under one lock, and what it commands is carried out
-after the lock is free: units go to the workers' inboxes, jobs to the preparer's. A job's trial is touched by one thread at a
-time, because the machine never has two units of a job under way.
+from threads of their own. All of them hand events to the state machine under one lock, and pass on what it commands: units go
+to the workers' inboxes, jobs to the preparer's; memory is given back after the lock is free. A job's trial is touched by one
+thread at a time, because the machine never has two units of a job under way.
 """
 
 import contextlib
@@ -37,7 +37,6 @@ from hydra_tune.schedule import (
     JobStopped,
     JobSubmitted,
     Policy,
-    Release,
     Run,
     Scheduler,
     ShardMoved,
@@ -90,6 +89,7 @@ class Pool:
         self._changed = threading.Condition()
         self._records: dict[str, Record] = {}
         self._moves: deque[tuple[str, int, str | None]] = deque()
+        self._to_release: deque[Record] = deque()
         self._numbers = itertools.count()
         self._closed = False
         self._ended = False
@@ -128,11 +128,11 @@ class Pool:
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
             self._records[key] = Record(job)
             try:
-                commands = self._decide(JobSubmitted(job=key))
+                self._decide(JobSubmitted(job=key))
             except BaseException:
-                del self._records[key]
+                self._records.pop(key, None)
                 raise
-        self._carry_out(commands)
+        self._release_all()
         return job
 
     def proceed(self, job: Job) -> None:
@@ -144,8 +144,8 @@ class Pool:
             assert record.trial is not None
             job.enter("running")
             resumed = JobResumed(job=job.key, unit=_RESUME, remaining_seconds=record.trial.remaining_seconds)
-            commands = self._decide(resumed)
-        self._carry_out(commands)
+            self._decide(resumed)
+        self._release_all()
 
     def stop(self, job: Job, status: str) -> None:
         """End a job; one that is over already stays as it is."""
@@ -154,9 +154,9 @@ class Pool:
             if record is None or record.outcome is not None:
                 return
             record.outcome = status
-            commands = self._decide(JobStopped(job=job.key))
+            self._decide(JobStopped(job=job.key))
             self._changed.notify_all()
-        self._carry_out(commands)
+        self._release_all()
 
     def progress(self, job: Job) -> Progress:
         """How far a job is."""
@@ -189,12 +189,17 @@ class Pool:
 
     def shutdown(self) -> None:
         """Cancel what is not over, wait for the running units, end all threads. May be called again."""
+        if threading.current_thread() in self._threads:
+            raise HydraTuneError(
+                "shutdown() was called by a trial's own code; a pool cannot wait for itself: call it elsewhere"
+            )
         with self._changed:
             first, self._closed, self._ended = not self._ended, True, True
             jobs = [record.job for record in self._records.values()]
         for job in jobs:
             with contextlib.suppress(HydraTuneError):  # the pool may break down now, which ends all jobs as well
                 self.stop(job, "cancelled")
+        self._release_all()
         for job in jobs:
             job.result()
         if first:
@@ -214,13 +219,12 @@ class Pool:
     # The state machine.
 
     def _tell(self, *events: Event) -> None:
-        """Hand events to the machine and carry out what it commands."""
         with self._changed:
-            commands = self._decide(*events)
-        self._carry_out(commands)
+            self._decide(*events)
+        self._release_all()
 
-    def _decide(self, *events: Event) -> list[Command]:
-        """Under the lock.
+    def _decide(self, *events: Event) -> None:
+        """Hand events to the machine and carry out what it commands. Under the lock.
 
         Raises:
             HydraTuneError: the pool has broken down before.
@@ -228,42 +232,48 @@ class Pool:
         if self._error is not None:
             raise HydraTuneError(f"the pool has stopped after an error: {self._error}") from self._error
         start = time.thread_time()
-        moves = [ShardMoved(job=job, shard=shard, device=device) for job, shard, device in self._drain_moves()]
+        moves = self._shard_moves(events)
         try:
             commands = self._scheduler.handle(*moves, *events)
         except BaseException as error:
             self._break(error)
             raise
-        for command in commands:
-            if isinstance(command, Release):
-                self._records[command.job].is_released = True
         self._scheduler_seconds += time.thread_time() - start
-        return commands
+        for command in commands:
+            self._carry_out(command)
 
-    def _drain_moves(self) -> list[tuple[str, int, str | None]]:
-        """Loads and spills since the last call, of jobs the machine still knows as admitted."""
-        found: dict[tuple[str, int], str | None] = {}
+    def _shard_moves(self, events: tuple[Event, ...]) -> list[ShardMoved]:
+        """Loads and spills since the last call, as far as they are about a unit that a device may be given now."""
+        concerned: dict[str, Record] = {}
         with contextlib.suppress(IndexError):
             while True:
                 key, shard, device = self._moves.popleft()
-                record = self._records.get(key)
-                if record is not None and not record.is_released and record.job.state in ("running", "waiting"):
-                    found[key, shard] = device
-        return [(key, shard, device) for (key, shard), device in found.items()]
+                if key in self._records:
+                    concerned[key] = self._records[key]
+                    concerned[key].places[shard] = device
+        for event in events:
+            if isinstance(event, UnitFinished) and event.job in self._records:
+                concerned[event.job] = self._records[event.job]
+        told = [(key, record.news()) for key, record in concerned.items()]
+        return [ShardMoved(job=key, shard=news[0], device=news[1]) for key, news in told if news is not None]
 
-    def _carry_out(self, commands: Sequence[Command]) -> None:
-        """Not under the lock."""
-        for command in commands:
-            record = self._records.get(command.job)
-            if record is None:
-                continue  # the pool has broken down meanwhile
-            if isinstance(command, Run):
-                self._inboxes[command.device].put((record, command.unit))
-            elif isinstance(command, Admit):
-                record.job.enter("preparing")
-                self._to_prepare.put(record)
-            else:
-                self._release(record)
+    def _carry_out(self, command: Command) -> None:
+        """Under the lock, where a command is no more than a word to another thread."""
+        record = self._records[command.job]
+        if isinstance(command, Run):
+            self._inboxes[command.device].put((record, command.unit))
+        elif isinstance(command, Admit):
+            record.job.enter("preparing")
+            self._to_prepare.put(record)
+        else:
+            record.is_released = True
+            self._to_release.append(record)
+
+    def _release_all(self) -> None:
+        """Not under the lock: give back the memory of jobs that are over, whichever thread's event ended them."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._release(self._to_release.popleft())
 
     # The preparer.
 
@@ -296,7 +306,7 @@ class Pool:
             return
         with self._changed:
             job.enter("running")
-            commands = self._decide(
+            self._decide(
                 JobAdmitted(
                     job=job.key,
                     unit=_unit(unit),
@@ -304,7 +314,7 @@ class Pool:
                     step_seconds=trial.step_seconds,
                 )
             )
-        self._carry_out(commands)
+        self._release_all()
 
     def _await_host_memory(self, record: Record) -> None:
         assert record.trial is not None
@@ -340,22 +350,30 @@ class Pool:
         seconds = 0.0
         try:
             if unit.kind != _RESUME.kind:
-                assert record.pending is not None
-                pending, record.pending = record.pending, None
-                seconds = self._timed_unit(pending, device)
-                trial.finished(pending, seconds)
-                del pending
-            following = None
-            report = None
-            if record.outcome is None:
-                following = record.advance(report_is_free=job.events is None)
-                report = following if isinstance(following, Report) else None
+                seconds = self._run_pending(record, trial, device)
+            following = self._advance(record)
+            while isinstance(following, PendingUnit) and following.kind == "update":
+                # Just in time, while parameters and gradients are here: a backward's update is no decision of its own.
+                seconds += self._run_pending(record, trial, device)
+                following = self._advance(record)
+            report = following if isinstance(following, Report) else None
         except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
+            following = None  # the error's traceback keeps this frame, and a unit keeps its trial
             self._fail(record, error, UnitFailed(job=job.key, device=device.name))
             return
         if following is None and record.outcome is None:
             self._stop_completed(record)
         self._finish_unit(record, device, seconds, following, report)
+
+    def _advance(self, record: Record) -> PendingUnit | Report | None:
+        return None if record.outcome is not None else record.advance(report_is_free=record.job.events is None)
+
+    def _run_pending(self, record: Record, trial: Trial, device: Device) -> float:
+        assert record.pending is not None
+        pending, record.pending = record.pending, None
+        seconds = self._timed_unit(pending, device)
+        trial.finished(pending, seconds)
+        return seconds
 
     def _timed_unit(self, pending: PendingUnit, device: Device) -> float:
         start = time.perf_counter()
@@ -390,8 +408,8 @@ class Pool:
             if report is not None and job.events is not None:
                 # Under the lock: a job that is cancelled meanwhile must not be over before its report is out.
                 job.events.put(Reported(job, report.step, report.metrics))
-            commands = self._decide(done)
-        self._carry_out(commands)
+            self._decide(done)
+        self._release_all()
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -422,21 +440,25 @@ class Pool:
         with self._changed:
             if record.outcome is None:
                 record.outcome = "completed"
-                commands = self._decide(JobStopped(job=record.job.key))
-            else:
-                commands = []
-        self._carry_out(commands)
+                self._decide(JobStopped(job=record.job.key))
+        self._release_all()
 
     def _fail(self, record: Record, error: BaseException, event: Event) -> None:
         with self._changed:
             record.fail(error)
-            commands = self._decide(event)
-        self._carry_out(commands)
+            self._decide(event)
+        self._release_all()
 
     def _release(self, record: Record) -> None:
         """The job is over and nothing of it runs: give its memory back and say so."""
-        job = record.job
-        result = record.finish()
+        result = Result(status="failed", error=HydraTuneError("interrupted while the job's memory was given back"))
+        try:
+            result = record.finish()
+        finally:
+            # Whatever happens, Ctrl-C in a driver's thread included: a job that is over must say so.
+            self._say_over(record.job, result)
+
+    def _say_over(self, job: Job, result: Result) -> None:
         with self._changed:
             if self._records.pop(job.key, None) is None:
                 return  # the pool has broken down meanwhile, and has said so

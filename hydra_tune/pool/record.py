@@ -18,6 +18,8 @@ class Record:
         error: why it failed.
         host_bytes: host memory it has been given.
         is_released: whether the scheduler has forgotten it.
+        places: device of each shard that is on one.
+        told: the places the scheduler knows of.
     """
 
     def __init__(self, job: Job) -> None:
@@ -28,6 +30,8 @@ class Record:
         self.error: BaseException | None = None
         self.host_bytes = 0
         self.is_released = False
+        self.places: dict[int, str | None] = {}
+        self.told: dict[int, str | None] = {}
 
     def advance(self, *, report_is_free: bool) -> PendingUnit | Report | None:
         """The job's next unit, a report that waits for an answer, or None at its end."""
@@ -38,6 +42,17 @@ class Record:
         if isinstance(following, PendingUnit):
             self.pending = following
         return following
+
+    def news(self) -> tuple[int, str | None] | None:
+        """Shard and place of the next unit, if the scheduler has not been told; it asks about no other shard."""
+        if self.pending is None or self.is_released or self.job.state not in ("running", "waiting"):
+            return None
+        shard = self.pending.shard
+        place = self.places.get(shard)
+        if self.told.get(shard) == place:
+            return None
+        self.told[shard] = place
+        return shard, place
 
     def fail(self, error: BaseException) -> None:
         """The job's own code, or a unit of it, has raised."""

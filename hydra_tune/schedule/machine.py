@@ -13,7 +13,6 @@ What it promises:
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from hydra_tune.errors import ConfigError, ScheduleError
@@ -127,7 +126,7 @@ class Scheduler:
             # Both are idle, so the chosen job is served at once either way, and here nothing is loaded.
             device = view.shard_device if view.shard_device in idle else idle[0]
             idle.remove(device)
-            state.put(replace(state.jobs[view.job], phase=Phase.RUNNING, device=device))
+            state.put(state.jobs[view.job]._replace(phase=Phase.RUNNING, device=device))
             state.devices[device] = view.job
             runs.append(Run(job=view.job, device=device, unit=view.unit))
         return runs
@@ -146,7 +145,7 @@ class Scheduler:
         state, admitted = self._state, list[Command]()
         while state.queue and state.num_slots_taken < self._max_concurrent:
             job = next(iter(state.queue))
-            state.put(replace(state.jobs[job], phase=Phase.PREPARING))
+            state.put(state.jobs[job]._replace(phase=Phase.PREPARING))
             admitted.append(Admit(job=job))
         return admitted
 

@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
 
 from hydra_tune.schedule.policy import JobView
 from hydra_tune.schedule.units import Unit
@@ -34,9 +36,8 @@ class Phase(StrEnum):
         return self is not Phase.QUEUED and self is not Phase.WAITING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRecord:
-    """What is known of one job.
+class JobRecord(NamedTuple):
+    """What is known of one job; a tuple, because one is made at every event.
 
     Args:
         job: its name.
@@ -58,7 +59,7 @@ class JobRecord:
     device: str | None = None
     remaining_seconds: float = 0.0
     step_seconds: float = 0.0
-    shard_devices: Mapping[int, str] = field(default_factory=dict)
+    shard_devices: Mapping[int, str] = MappingProxyType({})
 
     def view(self) -> JobView:
         """What a policy sees of this job; it must be ready."""

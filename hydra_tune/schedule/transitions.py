@@ -5,7 +5,6 @@ Choosing what runs next is not done here.
 """
 
 import math
-from dataclasses import replace
 
 from hydra_tune.schedule.events import (
     DeviceAdded,
@@ -98,7 +97,7 @@ def _unit_ended(state: State, event: UnitFinished | UnitFailed) -> str | None:
         state.drop(event.job)
         return event.job
     if event.unit is None:
-        state.put(replace(record, phase=Phase.WAITING, unit=None, device=None, step_seconds=step_seconds))
+        state.put(record._replace(phase=Phase.WAITING, unit=None, device=None, step_seconds=step_seconds))
     else:
         _make_ready(state, record, event.unit, event.remaining_seconds, step_seconds)
     return None
@@ -113,7 +112,7 @@ def _resume(state: State, event: JobResumed) -> None:
 def _stop(state: State, event: JobStopped) -> str | None:
     record = _expect(state, event, *Phase)
     if record.phase in (Phase.PREPARING, Phase.RUNNING):
-        state.put(replace(record, stopped=True))
+        state.put(record._replace(stopped=True))
         return None
     state.drop(event.job)
     return event.job
@@ -129,13 +128,12 @@ def _move_shard(state: State, event: ShardMoved) -> None:
         shard_devices.pop(event.shard, None)
     else:
         shard_devices[event.shard] = event.device
-    state.put(replace(record, shard_devices=shard_devices))
+    state.put(record._replace(shard_devices=shard_devices))
 
 
 def _make_ready(state: State, record: JobRecord, unit: Unit, remaining_seconds: float, step_seconds: float) -> None:
     state.put(
-        replace(
-            record,
+        record._replace(
             phase=Phase.READY,
             unit=unit,
             device=None,

@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.shard.verify import UnitSeconds, verify
 from hydra_tune.shard.whole import whole_plan
 from hydra_tune.task import TrainTask
+
+_MAX_PLANS = 128  # kept for trials to come; those under way hold their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,13 @@ class Layout:
     plan: Plan
     owners: dict[str, int]
 
+    def groups(self, specs: dict[str, StateSpec]) -> dict[str, frozenset[str]]:
+        """Each owned name -> all the names that are loaded with it."""
+        members: dict[tuple[int, bool], set[str]] = {}
+        for name, owner in self.owners.items():
+            members.setdefault((owner, specs[name].is_parameter), set()).add(name)
+        return {name: frozenset(names) for names in members.values() for name in names}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
@@ -95,7 +105,7 @@ class PlanLibrary:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self._plans: dict[Hashable, Prepared | CaptureError] = {}
+        self._plans: OrderedDict[Hashable, Prepared | CaptureError] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
     def prepare(
@@ -136,8 +146,11 @@ class PlanLibrary:
             found = self._plans.get(key) if key is not None else None
             if found is None:
                 found = self._capture(request)
-                if key is not None:
-                    self._plans[key] = found
+            if key is not None:
+                self._plans[key] = found
+                self._plans.move_to_end(key)
+                while len(self._plans) > _MAX_PLANS:
+                    self._plans.popitem(last=False)
             return self._whole(request, found) if isinstance(found, CaptureError) else found
 
     def _capture(self, request: _Request) -> Prepared | CaptureError:
@@ -164,6 +177,7 @@ class PlanLibrary:
             request.leaves.tensors,
             update=self._update_pilot(request, specs),
             alignment=self.budget.alignment,
+            groups={} if request.like is None else request.like.groups(specs),
         )
         nodes = len(captured.nodes)
         buffer_bytes = int(self.budget.budget_bytes * self.budget.buffer_fraction)

@@ -9,9 +9,10 @@ Source: HYDRA section 4.1, the pilot runs of Algorithm 1. Differs: there an out-
 """
 
 import gc
+import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -151,6 +152,8 @@ class Pilot:
         batch: the tensors of a batch, for their geometry.
         update: measures an optimizer update; None for evaluation.
         alignment: bytes to which a device aligns its allocations.
+        groups: names of the state -> all the names that are loaded with it, where the trial's state is grouped already; a
+            name that is not there is loaded alone.
     """
 
     def __init__(
@@ -162,7 +165,9 @@ class Pilot:
         *,
         update: UpdatePilot | None,
         alignment: int,
+        groups: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
+        self._groups = groups or {}
         self._captured = captured
         self._analysis = analysis
         self._specs = specs
@@ -200,8 +205,11 @@ class Pilot:
         backward, gradient_bytes = self._backward(shard, operands) if training else (0, 0)
         trained = self.trained_here(shard) if training else []
         state_bytes, later, first = self._update(trained) if self._update and trained else (0, 0, 0)
+        if self._update and trained and self._groups:
+            # The optimizer's state is loaded by groups as well.
+            state_bytes = self._update([n for n in self._loaded(trained) if self._specs[n].requires_grad])[0]
         return ShardCost(
-            state_bytes=sum(self._size(self._state[name]) for name in shard.state),
+            state_bytes=sum(self._spec_bytes(name) for name in self._loaded(shard.state)),
             value_bytes=self._storage_bytes(values),
             gradient_bytes=gradient_bytes,
             optimizer_bytes=state_bytes,
@@ -211,6 +219,14 @@ class Pilot:
             first_update_workspace=first,
             trained_bytes=sum(self._size(self._state[name]) for name in trained),
         )
+
+    def _loaded(self, names: Sequence[str]) -> list[str]:
+        """What is on the device when these names are: whole groups."""
+        return sorted({member for name in names for member in self._groups.get(name, {name})})
+
+    def _spec_bytes(self, name: str) -> int:
+        spec = self._specs[name]
+        return aligned(math.prod(spec.shape) * spec.dtype.itemsize, self._alignment)
 
     def _operands(self, shard: ShardGraph) -> compute.Operands:
         """Fake operands; live-ins that share a storage share it here too."""

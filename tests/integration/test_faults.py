@@ -1,5 +1,6 @@
 """Whatever goes wrong in one trial ends that trial alone; whatever goes wrong in the pool leaves nobody waiting."""
 
+import copy
 import gc
 import threading
 import weakref
@@ -9,10 +10,13 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_tune import Failed, Finished, HydraExecutor, Reported
+from hydra_tune import Failed, Finished, HydraExecutor, Reported, TrainTask
 from hydra_tune.errors import HydraTuneError
+from hydra_tune.train.trial import Trial
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import (
     PATIENCE_SECONDS,
@@ -238,7 +242,7 @@ def test_one_module_in_two_trials_is_refused_or_exact():
 
 def test_nothing_comes_after_a_jobs_last_event():
     with running() as pool:
-        for _ in range(40):
+        for _ in range(4):
             stream = pool.events()
             job = pool.submit(short(), events=stream)
             while job.state not in ("waiting", "failed"):
@@ -283,3 +287,52 @@ def test_batches_are_the_users_own_and_stay_as_they_were():
         assert pool.submit(task()).result(PATIENCE_SECONDS).status == "completed"
     assert torch.equal(before[0], X)
     assert torch.equal(before[1], Y)
+
+
+def test_an_interrupt_while_a_driver_prunes_loses_no_job(monkeypatch):
+    """Ctrl-C may come at any moment of a driver's call; what the scheduler has decided is carried out all the same."""
+    close = Trial.close
+
+    def interrupted(self, *, keep):
+        monkeypatch.setattr(Trial, "close", close)
+        close(self, keep=keep)
+        raise KeyboardInterrupt
+
+    with running(devices="cpu:1", max_concurrent=1) as pool:
+        stream = pool.events()
+        job = pool.submit(short(), events=stream)
+        behind = pool.submit(short(seed=1))
+        assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
+        monkeypatch.setattr(Trial, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            job.prune()
+        assert job.result(PATIENCE_SECONDS).status == "failed"
+        assert behind.result(PATIENCE_SECONDS).status == "completed"
+
+
+def test_shutdown_from_a_trials_own_code_is_refused():
+    with running(devices="cpu:1") as pool:
+        (result,) = pool.run([short(model=lambda: (pool.shutdown(), mlp())[1])])
+        assert "call it elsewhere" in str(result.error)
+
+
+@pytest.mark.parametrize(("batch", "kib"), [(512, 1200), (640, 1200), (512, 1400), (640, 1400)])
+def test_an_evaluation_cut_finer_than_the_training_fits_or_is_refused_by_layer(batch, kib):
+    """Parameters are loaded in the groups that the training made, whatever part of them an evaluated shard uses."""
+    layers = [layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.ReLU())]
+    wide = TensorDataset(torch.randn(batch, 128), torch.randn(batch, 128))
+    narrow = torch.randn(8, 128)
+    job = TrainTask(
+        model=lambda: nn.Sequential(*copy.deepcopy(layers)),
+        optimizer=partial(torch.optim.SGD, lr=0.01),
+        loss=functional.mse_loss,
+        train=lambda: [(narrow, narrow)],
+        validate=DataLoader(wide, batch_size=batch),
+    )
+    with running(devices="cpu:1", device_memory=f"{kib}KiB") as pool:
+        (result,) = pool.run([job])
+    if result.error is not None:
+        assert "layer" in str(result.error)
+        assert "raise device_memory to at least" in str(result.error)
+    else:
+        assert result.status == "completed"
