@@ -68,42 +68,15 @@ def whole_plan(
     names, workspace = _measure(task, twin, leaves, mode, alignment)
     training = mode == "train"
     trained = tuple(name for name, spec in specs.items() if spec.requires_grad) if training else ()
-    state_bytes = sum(_state_bytes(spec, alignment) for spec in specs.values())
-    optimizer_bytes, later, first = update(trained) if update else (0, 0, 0)
-    cost = ShardCost(
-        state_bytes=state_bytes,
-        value_bytes=sum(aligned(batches.tensor_bytes(t), alignment) for t in leaves.tensors),
-        gradient_bytes=0,
-        optimizer_bytes=optimizer_bytes,
-        forward_workspace=0 if training else workspace,
-        backward_workspace=workspace if training else 0,
-        update_workspace=later,
-        first_update_workspace=first,
-        trained_bytes=sum(_state_bytes(specs[name], alignment) for name in trained),
-    )
+    cost = _cost(specs, trained, leaves, workspace, update, alignment=alignment, training=training)
     if cost.peak_bytes > budget_bytes:
         raise BudgetError(
             f"the model cannot be cut ({reason}), and whole it needs {format_bytes(cost.peak_bytes)} at once, more than the "
             f"smallest device's budget of {format_bytes(budget_bytes)}; make it capturable, lower batch_size, or raise "
             f"device_memory to at least {format_bytes_up(cost.peak_bytes)}"
         ) from reason
-    graph = ShardGraph(
-        module=EagerStep(task, model, mode, leaves, len(specs)),
-        first=0,
-        last=1,
-        layers=("", ""),
-        state=tuple(specs),
-        constants=(),
-        inputs=tuple(range(len(leaves.tensors))),
-        live_in=(),
-        live_out=names,
-        cloned=frozenset(),
-        written_state=(),
-        saved_state=(),
-        stochastic=True,
-    )
     shard = Shard(
-        graph=graph,
+        graph=_graph(EagerStep(task, model, mode, leaves, len(specs)), tuple(specs), leaves, names),
         cost=cost,
         needs_gradient=frozenset(),
         gradient_outputs=names if training else (),
@@ -122,6 +95,48 @@ def whole_plan(
         first_use={},
         last_use={},
         eager=True,
+    )
+
+
+def _graph(step: EagerStep, state: tuple[str, ...], leaves: batches.Leaves, names: tuple[str, ...]) -> ShardGraph:
+    return ShardGraph(
+        module=step,
+        first=0,
+        last=1,
+        layers=("", ""),
+        state=state,
+        constants=(),
+        inputs=tuple(range(len(leaves.tensors))),
+        live_in=(),
+        live_out=names,
+        cloned=frozenset(),
+        written_state=(),
+        saved_state=(),
+        stochastic=True,
+    )
+
+
+def _cost(
+    specs: dict[str, StateSpec],
+    trained: tuple[str, ...],
+    leaves: batches.Leaves,
+    workspace: int,
+    update: UpdatePilot | None,
+    *,
+    alignment: int,
+    training: bool,
+) -> ShardCost:
+    optimizer_bytes, later, first = update(trained) if update else (0, 0, 0)
+    return ShardCost(
+        state_bytes=sum(_state_bytes(spec, alignment) for spec in specs.values()),
+        value_bytes=sum(aligned(batches.tensor_bytes(t), alignment) for t in leaves.tensors),
+        gradient_bytes=0,
+        optimizer_bytes=optimizer_bytes,
+        forward_workspace=0 if training else workspace,
+        backward_workspace=workspace if training else 0,
+        update_workspace=later,
+        first_update_workspace=first,
+        trained_bytes=sum(_state_bytes(specs[name], alignment) for name in trained),
     )
 
 
