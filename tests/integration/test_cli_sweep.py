@@ -25,7 +25,7 @@ def test_lines_table_and_totals_at_80_columns(project):
     lines = done.stdout.splitlines()
     assert len([line for line in lines if re.match(r"trial \d+  completed  val_loss \S+  epoch 4/4  lr=", line)]) == 8
     table = lines[lines.index("") + 1 :]
-    assert table[0].split() == ["rank", "trial", "val_loss", "epochs", "state", "parameters"]
+    assert table[0].split() == ["rank", "trial", "val_loss", "epochs", "shards", "state", "parameters"]
     assert max(map(len, table)) <= 80
     values = [float(line.split()[2]) for line in table[1:9]]
     assert values == sorted(values)
