@@ -21,6 +21,7 @@ import torch
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, HydraTuneError
+from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Progress, Reported, Result
 from hydra_tune.pool.record import Record, progress_without_trial
@@ -117,6 +118,7 @@ class Pool:
 
     # Called by drivers.
 
+    @hold_interrupts()
     def submit(self, task: TrainTask, name: str | None, events: EventStream | None) -> Job:
         """Queue a task."""
         with self._changed:
@@ -135,6 +137,7 @@ class Pool:
         self._release_all()
         return job
 
+    @hold_interrupts()
     def proceed(self, job: Job) -> None:
         """Let a job that waits at a report go on."""
         with self._changed:
@@ -147,6 +150,7 @@ class Pool:
             self._decide(resumed)
         self._release_all()
 
+    @hold_interrupts()
     def stop(self, job: Job, status: str) -> None:
         """End a job; one that is over already stays as it is."""
         with self._changed:
@@ -158,12 +162,14 @@ class Pool:
             self._changed.notify_all()
         self._release_all()
 
+    @hold_interrupts()
     def progress(self, job: Job) -> Progress:
         """How far a job is."""
         with self._changed:
             record = self._records.get(job.key)
             return progress_without_trial(job) if record is None else record.progress()
 
+    @hold_interrupts()
     def stats(self) -> PoolStats:
         """Figures since the pool began."""
         with self._changed:
@@ -193,8 +199,8 @@ class Pool:
             raise HydraTuneError(
                 "shutdown() was called by a trial's own code; a pool cannot wait for itself: call it elsewhere"
             )
-        with self._changed:
-            first, self._closed, self._ended = not self._ended, True, True
+        with hold_interrupts(), self._changed:
+            self._closed = True
             jobs = [record.job for record in self._records.values()]
         for job in jobs:
             with contextlib.suppress(HydraTuneError):  # the pool may break down now, which ends all jobs as well
@@ -202,19 +208,23 @@ class Pool:
         self._release_all()
         for job in jobs:
             job.result()
-        if first:
-            for inbox in self._inboxes.values():
-                inbox.put(None)
-            self._to_prepare.put(None)
+        for inbox in self._inboxes.values():
+            inbox.put(None)
+        self._to_prepare.put(None)
         for thread in self._threads:
             thread.join()
-        if first:
-            for record in self._abandoned:
-                record.outcome = "cancelled"
-                record.finish()
-            for device in self._devices.values():
-                device.close()
-            torch.set_num_threads(self._intraop_threads)
+        with hold_interrupts(), self._changed:
+            if not self._ended:
+                self._close()
+                self._ended = True
+
+    def _close(self) -> None:
+        for record in self._abandoned:
+            record.outcome = "cancelled"
+            record.finish()
+        for device in self._devices.values():
+            device.close()
+        torch.set_num_threads(self._intraop_threads)
 
     # The state machine.
 

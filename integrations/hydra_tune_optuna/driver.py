@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hydra_tune import Failed, Finished, HydraExecutor, Job, Reported, TrainTask
 from hydra_tune.errors import HydraTuneError, TaskError
+from hydra_tune.interrupts import hold_interrupts, let_interrupts_through
 from hydra_tune_optuna import private
 from hydra_tune_optuna.errors import TrialCancelledError
 from hydra_tune_optuna.heartbeat import Heartbeat
@@ -117,7 +118,7 @@ class Driver:
             Exception: the first error of a trial that is not in `catch`, after the trials running then have finished;
                 or what a callback, the storage or the pool raised, after they were cancelled.
         """
-        with self._heartbeat:
+        with hold_interrupts(), self._heartbeat:
             try:
                 while self._step():
                     pass
@@ -137,6 +138,8 @@ class Driver:
         may_ask = self._may_ask()
         if not may_ask and not self._untold:
             return False
+        with let_interrupts_through():
+            pass  # here, and not while waiting: an event once taken must be answered
         event = self._stream.get(timeout=0 if may_ask else _POLL_SECONDS)
         match event:
             case Reported():
@@ -163,12 +166,13 @@ class Driver:
 
     def _start_trial(self) -> None:
         private.fail_stale(self._study)
-        trial = self._study.ask()
+        trial = private.ask(self._study)
         self._asked += 1
         self._untold[private.trial_id(trial)] = trial
         self._heartbeat.add(private.trial_id(trial))
         try:
-            outcome = self._build(trial)
+            with let_interrupts_through():
+                outcome = self._build(trial)
         except Exception as error:  # noqa: BLE001 - an objective may raise anything; `catch` decides
             self._conclude_error(trial, error)
             return
@@ -254,7 +258,9 @@ class Driver:
             self._error = self._error or error
             return told
         for callback in self._callbacks:
-            callback(self._study, private.frozen_copy(self._study, trial))
+            frozen = private.frozen_copy(self._study, trial)
+            with let_interrupts_through():
+                callback(self._study, frozen)
         self._progress_bar.update(self._elapsed_seconds(), self._study)
         return told
 
@@ -293,8 +299,10 @@ class Driver:
     def _abandon(self, error: BaseException) -> None:
         """Cancel what runs, fail it in the storage, and wait until no unit of it runs any more.
 
-        The storage comes first: a second Ctrl-C while units end must not leave trials that seem to run.
+        The storage comes first: a second Ctrl-C while units end must not leave trials that seem to run. Its session is
+        a new one: the old one may be in the middle of what the error has cut short.
         """
+        private.storage_of(self._study).remove_session()
         jobs = [running.job for running in self._running.values()]
         for job in jobs:
             job.cancel()
@@ -307,7 +315,8 @@ class Driver:
             except Exception:
                 _logger.warning("Trial %d could not be told that it failed.", trial.number, exc_info=True)
         while any(job.state not in _ENDED for job in jobs):
-            self._stream.get(timeout=_POLL_SECONDS)
+            with let_interrupts_through():
+                self._stream.get(timeout=_POLL_SECONDS)
 
 
 def _error_of(event: Finished | Failed) -> BaseException | None:

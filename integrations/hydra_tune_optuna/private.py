@@ -7,6 +7,7 @@ contract test over it says whether a release of Optuna still fits. Nothing here 
 # ruff: noqa: SLF001 - that is what this module is for
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,11 @@ from optuna.study._optimize import _logger as logger
 from optuna.study._tell import _tell_with_warning
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from hydra_tune.interrupts import hold_interrupts
+
 __all__ = [
     "ProgressBar",
+    "ask",
     "fail_stale",
     "frozen_copy",
     "heartbeat_of",
@@ -48,6 +52,26 @@ def storage_of(study: Study) -> BaseStorage:
 def trial_id(trial: Trial) -> int:
     """The key of a trial in its storage; a trial's number is its place in its study."""
     return trial._trial_id
+
+
+class _HeldTrial(Trial):
+    """A trial in whose methods Ctrl-C waits.
+
+    Interrupted in the middle of a statement, a connection keeps its lock on an SQLite database for as long as somebody
+    holds the traceback, and then nobody can tell that the trial has failed.
+    """
+
+
+for _name, _method in vars(Trial).items():
+    if inspect.isfunction(_method) and (not _name.startswith("_") or _name == "_get_latest_trial"):
+        setattr(_HeldTrial, _name, hold_interrupts()(_method))
+
+
+def ask(study: Study) -> Trial:
+    """A new trial, in whose methods Ctrl-C waits."""
+    trial = study.ask()
+    trial.__class__ = _HeldTrial
+    return trial
 
 
 def frozen_copy(study: Study, trial: Trial) -> FrozenTrial:

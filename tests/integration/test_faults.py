@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import signal
 import threading
 import weakref
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune import Failed, Finished, HydraExecutor, Reported, TrainTask
 from hydra_tune.errors import HydraTuneError
+from hydra_tune.schedule import Scheduler
 from hydra_tune.train.trial import Trial
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import (
@@ -308,6 +310,57 @@ def test_an_interrupt_while_a_driver_prunes_loses_no_job(monkeypatch):
             job.prune()
         assert job.result(PATIENCE_SECONDS).status == "failed"
         assert behind.result(PATIENCE_SECONDS).status == "completed"
+
+
+def test_ctrl_c_inside_a_scheduling_decision_breaks_nothing(monkeypatch):
+    handle = Scheduler.handle
+
+    def pressing(self, *events):
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
+        return handle(self, *events)
+
+    with running(devices="cpu:1", max_concurrent=2) as pool:
+        stream = pool.events()
+        job = pool.submit(short(), events=stream)
+        assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
+        monkeypatch.setattr(Scheduler, "handle", pressing)
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(short(seed=1), name="behind", events=stream)
+        with pytest.raises(KeyboardInterrupt):
+            job.prune()
+        monkeypatch.undo()
+        assert job.result(PATIENCE_SECONDS).status == "pruned"
+        ended = []
+        while len(ended) < 2:
+            event = stream.get(PATIENCE_SECONDS)
+            assert event is not None
+            if isinstance(event, Reported):
+                event.job.proceed()
+            else:
+                ended.append((event.job.name.split()[0], event.result.status))
+        assert ended == [("job", "pruned"), ("behind", "completed")]
+
+
+def test_an_interrupted_shutdown_can_be_repeated():
+    entered, leave = threading.Event(), threading.Event()
+
+    def held():
+        entered.set()
+        assert leave.wait(PATIENCE_SECONDS)
+        return one_batch()
+
+    pool = HydraExecutor(devices="cpu:1")
+    job = pool.submit(short(train=held))
+    assert entered.wait(PATIENCE_SECONDS)
+    pressing = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.shutdown()
+    leave.set()
+    pool.shutdown()
+    assert job.result(0).status == "cancelled"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hydra-")]
 
 
 def test_shutdown_from_a_trials_own_code_is_refused():

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import signal
 import threading
 from datetime import datetime, timedelta
 
@@ -181,3 +182,39 @@ def test_no_trial_is_stored_with_more_than_stock_optuna_would(wide):
     assert study.user_attrs == {}
     assert [trial.user_attrs for trial in study.trials] == [{}] * 3
     assert [trial.system_attrs for trial in study.trials] == [{}] * 3
+
+
+@pytest.mark.parametrize("table", ["trials", "trial_params", "trial_intermediate_values"])
+@pytest.mark.parametrize("moment", ["in the statement", "after the commit"])
+def test_ctrl_c_in_the_middle_of_a_write_leaves_no_trial_running(table, moment, wide, tmp_path):
+    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db")
+    study = hydra_tune_optuna.create_study(storage=storage, pruner=optuna.pruners.NopPruner(), executor=wide)
+    seen, pressed = [], []
+
+    def run_and_press(cursor, sql, parameters, _context):
+        if not sql.startswith(f"INSERT INTO {table} "):
+            return False
+        cursor.execute(sql, parameters)
+        seen.append(sql)
+        if len(seen) == 3 and moment == "in the statement":  # some trials are running by then
+            signal.raise_signal(signal.SIGINT)
+        return True
+
+    def press_after_commit(*_):
+        if len(seen) == 3 and moment == "after the commit" and not pressed:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+
+    sqlalchemy.event.listen(storage.engine, "do_execute", run_and_press)
+    sqlalchemy.event.listen(storage.engine, "checkin", press_after_commit)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        study.optimize(lambda trial: small_task(trial.suggest_float("rate", 0, 0.1), epochs=1_000_000))
+
+    # The traceback is alive here, as in a notebook, and with it all that the interrupt may have cut short.
+    assert {trial.state.name for trial in study.trials} == {"FAIL"}, raised
+    with storage.engine.connect() as connection:
+        assert connection.scalar(sqlalchemy.text(f"SELECT count(*) FROM {table}")) == len(seen) >= 3
+    study.optimize(build, n_trials=1)
+    assert study.trials[-1].state.name == "COMPLETE"
+    storage.remove_session()
+    storage.engine.dispose()

@@ -1,0 +1,156 @@
+"""Ctrl-C waits where it is held, and is neither lost nor raised twice."""
+# ruff: noqa: PT012 - what comes after the interrupt within the block is the matter of these tests
+
+import signal
+import threading
+
+import pytest
+
+from hydra_tune.interrupts import hold_interrupts, let_interrupts_through
+
+
+def press():
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def _the_handler_is_given_back():
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_waits_for_the_end_of_the_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt), hold_interrupts():
+        press()
+        press()
+        done.append("all of it")
+    assert done == ["all of it"]
+
+
+def test_a_held_function_ends_before_the_interrupt_is_raised():
+    done = []
+
+    @hold_interrupts()
+    def write():
+        press()
+        done.append("written")
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert done == ["written"]
+
+
+def test_inner_blocks_leave_it_to_the_outermost():
+    done = []
+    with pytest.raises(KeyboardInterrupt), hold_interrupts():
+        with hold_interrupts():
+            press()
+        done.append("after the inner block")
+    assert done == ["after the inner block"]
+
+
+def test_the_third_press_gets_through():
+    done = []
+    with pytest.raises(KeyboardInterrupt), hold_interrupts():
+        press()
+        press()
+        done.append("two")
+        press()
+        done.append("three")
+    assert done == ["two"]
+
+
+def test_a_window_raises_what_was_held_and_what_comes():
+    with pytest.raises(KeyboardInterrupt), hold_interrupts():
+        press()
+        with let_interrupts_through():
+            pytest.fail("the held one comes first")
+    done = []
+    with pytest.raises(KeyboardInterrupt), hold_interrupts():
+        with let_interrupts_through():
+            done.append("window")
+            press()
+        pytest.fail("raised at once")
+    assert done == ["window"]
+
+
+def test_once_raised_interrupts_are_held_again_while_the_block_cleans_up():
+    done = []
+    with pytest.raises(KeyboardInterrupt) as raised, hold_interrupts():
+        try:
+            with let_interrupts_through():
+                press()
+        except KeyboardInterrupt:
+            press()
+            done.append("cleaned up")
+            raise
+    assert done == ["cleaned up"]
+    assert raised.value.__context__ is None
+
+
+def test_a_block_inside_a_window_holds_until_its_own_end():
+    done = []
+    with pytest.raises(KeyboardInterrupt), hold_interrupts(), let_interrupts_through():
+        with hold_interrupts():
+            press()
+            done.append("inner")
+        pytest.fail("the window is open again")
+    assert done == ["inner"]
+
+
+def test_another_error_does_not_lose_the_interrupt():
+    with pytest.raises(KeyboardInterrupt) as raised, hold_interrupts():
+        press()
+        raise ValueError("while held")
+    assert isinstance(raised.value.__context__, ValueError)
+
+
+def test_the_programs_own_handler_is_called_instead():
+    called = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: called.append(number))
+    try:
+        with hold_interrupts():
+            press()
+            assert called == []
+        assert called == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_ignored_interrupt_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with hold_interrupts(), let_interrupts_through():
+            press()
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_set_meanwhile_is_kept():
+    before = signal.getsignal(signal.SIGINT)
+
+    def mine(number, frame):
+        pass
+
+    with hold_interrupts():
+        signal.signal(signal.SIGINT, mine)
+    try:
+        assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_hold_nothing():
+    handlers = []
+
+    def elsewhere():
+        with hold_interrupts(), let_interrupts_through():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGINT)]
