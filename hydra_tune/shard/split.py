@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from hydra_tune.shard.analysis import Analysis
 from hydra_tune.shard.capture import Captured
+from hydra_tune.shard.draws import Draws
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class ShardGraph:
         saved_state: canonical names of the buffers used here that this shard or a later one overwrites: a recompute needs them
             as they were.
         stochastic: whether it draws random numbers.
+        own_draws: whether it draws them from a generator that its thread draws from (`drawing_from`), if there is one.
     """
 
     module: Callable[..., tuple[Tensor, ...]]
@@ -47,6 +49,7 @@ class ShardGraph:
     written_state: tuple[str, ...]
     saved_state: tuple[str, ...]
     stochastic: bool
+    own_draws: bool = False
 
     @property
     def label(self) -> str:
@@ -67,6 +70,10 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int) -> 
     live_in = tuple(n for n in used if n.op != "get_attr" and n.name not in external)
     live_out = _live_out(captured, nodes, inside)
 
+    stochastic = any(first <= position < last for position in analysis.stochastic)
+    own_draws = stochastic and analysis.draws.cover(nodes)
+    draws = analysis.draws if own_draws else Draws()
+
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     by_name = {name: graph.placeholder(f"state_{i}") for i, name in enumerate(state)}
@@ -79,12 +86,12 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int) -> 
         if node.op == "get_attr":
             copies[node] = graph.node_copy(node)
     for node in nodes:
-        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+        copies[node] = draws.copy(graph, node, copies)
     graph.output(tuple(copies[node] for node in live_out))
     overwritten = {name for position in range(first, last) for name in analysis.written_values.get(position, ())}
     from_here = {name for position, names in analysis.written_values.items() if position >= first for name in names}
     return ShardGraph(
-        module=fx.GraphModule(captured.module, graph, class_name=f"Shard_{first}_{last}").forward,
+        module=fx.GraphModule(draws.attributes([*used, *nodes]), graph, class_name=f"Shard_{first}_{last}").forward,
         first=first,
         last=last,
         layers=(analysis.layers[first], analysis.layers[last - 1]),
@@ -100,7 +107,8 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int) -> 
         saved_state=tuple(
             dict.fromkeys(captured.state[n.name] for n in used if n.name in captured.state and n.name in from_here)
         ),
-        stochastic=any(first <= position < last for position in analysis.stochastic),
+        stochastic=stochastic,
+        own_draws=own_draws,
     )
 
 

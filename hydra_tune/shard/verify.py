@@ -10,7 +10,8 @@ gives their first times.
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_tune.devices.cpu import DefaultCpuGenerator
+from hydra_tune.devices.cpu import DefaultCpuGenerator, drawing_from
+from hydra_tune.devices.device import RandomGenerator
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import Plan, Shard
 from hydra_tune.shard.steps import step_module
 from hydra_tune.task import TrainTask
 
@@ -267,16 +269,25 @@ def _run_plan(twin: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> tuple[_O
     chain, generator = Chain(plan, store), DefaultCpuGenerator()
     count = len(plan.shards)
     forward, backward = [0.0] * count, [0.0] * count
+    stream = torch.Generator()
+    stream.set_state(torch.get_rng_state())
+
+    def timed(index: int, unit: Callable[[int, RandomGenerator], None]) -> float:
+        with _drawing(plan.shards[index], stream):
+            start = time.perf_counter()
+            unit(index, generator)
+            return time.perf_counter() - start
+
     with _Operators() as operators:
         for index in range(count):
             if chain.has_forward(index):
-                forward[index] = _timed(lambda i=index: chain.forward(i, generator))  # type: ignore[misc]
-        final_state = torch.get_rng_state()
+                forward[index] = timed(index, chain.forward)
+        final_state = stream.get_state()
         for index in reversed(range(count)):
             if plan.mode == "train" and plan.shards[index].has_backward:
-                backward[index] = _timed(lambda i=index: chain.backward(i, generator))  # type: ignore[misc]
+                backward[index] = timed(index, chain.backward)
                 if index == count - 1:
-                    final_state = torch.get_rng_state()
+                    final_state = stream.get_state()
     prefix = parameter_gradient_key("")
     outcome = _Outcome(
         results={name: store.values[key] for name, key in zip(plan.names, plan.outputs, strict=True)},
@@ -288,10 +299,16 @@ def _run_plan(twin: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> tuple[_O
     return outcome, UnitSeconds(forward=tuple(forward), backward=tuple(backward))
 
 
-def _timed(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+@contextmanager
+def _drawing(shard: Shard, stream: torch.Generator) -> Iterator[None]:
+    """Let a shard draw from the stream the way it will in training."""
+    if shard.graph.own_draws:
+        with drawing_from(stream):
+            yield
+        return
+    torch.set_rng_state(stream.get_state())
+    yield
+    stream.set_state(torch.get_rng_state())
 
 
 def _compare(message: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:

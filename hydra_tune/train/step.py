@@ -127,7 +127,7 @@ class _Step:
         if self._plan.eager:
             stack.enter_context(self._streams.everything())
         if shard.graph.stochastic and not (self._plan.eager and device.shares_generator):
-            stack.enter_context(self._streams.drawing(device, keep=keep))
+            stack.enter_context(self._streams.drawing(device, keep=keep, own=shard.graph.own_draws))
         stack.enter_context(GATE.shared())
         return stack
 

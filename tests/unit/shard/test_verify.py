@@ -199,10 +199,11 @@ def test_a_right_evaluation_passes():
 
 
 def patch(made, operator, argument, value):
-    """Change one constant of the captured graph before it is cut."""
+    """Change one constant of the captured graph before it is analysed and cut."""
     node = made.captured.nodes[made.position(operator)]
     assert node.args[argument] != value
     node.update_arg(argument, value)
+    made = analysed(made.task, made.model, made.batch, made.captured)
     return made.plan(*made.spread(2))
 
 
