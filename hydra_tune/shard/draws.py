@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hydra_tune.devices.cpu import own_generator
 from hydra_tune.shard.stochastic import body_of, draws_random_numbers
@@ -158,7 +158,11 @@ class DrawFinder(fx.Interpreter):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the primitives that one operator runs, with a generator for those that draw."""
+    """Notes the primitives that one operator runs, with a generator for those that draw.
+
+    Autograd runs some of its own: it detaches what it keeps, and makes views anew whose base was overwritten. A replay above
+    autograd brings these about by itself, so they are not noted; nor is what depends on them.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -172,8 +176,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace != "prim":  # questions, such as for the device
-            self._note(func, args, kwargs or {}, result)
+        if func.namespace != "prim" and func is not torch.ops.aten.detach.default:  # prim: questions, as for the device
+            self._possible = self._possible and self._note(func, args, kwargs or {}, result)
         return result
 
     def record(self, result: Any) -> fx.Graph | None:
@@ -182,36 +186,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._possible or node is None:
             return None
         self._graph.output(node)
-        _drop_unused_detached(self._graph)
-        if any(n.target is torch.ops.aten.detach.default for n in self._graph.nodes):
-            return None  # a replay would run it above autograd, and lose a gradient
         self._graph.lint()
         return self._graph
 
-    def _note(self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        drawing = _drawing(func) if torch.Tag.nondeterministic_seeded in func.tags else None
-        seeded = torch.Tag.nondeterministic_seeded in func.tags
-        if seeded and drawing is None:
-            self._possible = False
-        given = (*args, *kwargs.values())
-        if not isinstance(result, Tensor) or any(
-            isinstance(t, Tensor) and id(t) not in self._nodes for value in given for t in _flat(value)
-        ):
-            self._possible = False
-        if not self._possible:
-            return
-        node_args, node_kwargs = tree_map(self._node, (args, kwargs))
-        if drawing is not None:
-            node_kwargs["generator"] = self._generator
-        self._nodes[id(result)] = self._graph.call_function(drawing or func, node_args, node_kwargs)
+    def _note(self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+        """Note one primitive; returns False if none like it can be replayed."""
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        primitive = _drawing(func) if draws else func
+        if primitive is None or not isinstance(result, Tensor):
+            return False
         self._alive.append(result)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not all(id(tensor) in self._nodes for tensor in given):
+            return not (draws or func._schema.is_mutable)  # noqa: SLF001
+        noted_args, noted_kwargs = tree_map(self._node, (args, kwargs))
+        if draws:
+            noted_kwargs["generator"] = self._generator
+        self._nodes[id(result)] = self._graph.call_function(primitive, noted_args, noted_kwargs)
+        return True
 
     def _node(self, value: Any) -> Any:
         return self._nodes[id(value)] if isinstance(value, Tensor) else value
-
-
-def _flat(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _drawing(func: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
@@ -226,13 +221,6 @@ def _drawing(func: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
 
 def _signature(func: OpOverload[..., Any], but: str = "") -> dict[str, str]:
     return {a.name: str(a.type) for a in func._schema.arguments if a.name != but}  # noqa: SLF001
-
-
-def _drop_unused_detached(graph: fx.Graph) -> None:
-    """What autograd keeps for its backward passes the recorder too."""
-    for node in reversed(graph.nodes):
-        if node.target is torch.ops.aten.detach.default and not node.users:
-            graph.erase_node(node)
 
 
 def _alone(node: fx.Node) -> fx.Graph:
