@@ -1,13 +1,20 @@
 """A trial's torch stream is one stream, whichever way its units and its own code draw from it."""
 
 import threading
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice, DefaultCpuGenerator, own_generator
 from hydra_tune.train.streams import STREAMS, RandomStreams
 
-DEVICE = CpuDevice(0, 1 << 20)
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    made = CpuDevice(0, 1 << 20)
+    yield made
+    made.close()
 
 
 def draw() -> list[float]:
@@ -15,7 +22,7 @@ def draw() -> list[float]:
     return torch.randn(3, generator=own_generator()).tolist() + torch.rand(2, generator=own_generator()).tolist()
 
 
-def test_all_ways_of_drawing_go_on_with_one_stream():
+def test_all_ways_of_drawing_go_on_with_one_stream(device):
     before = torch.get_rng_state()
     streams = RandomStreams(7)
     found = []
@@ -24,7 +31,7 @@ def test_all_ways_of_drawing_go_on_with_one_stream():
             with streams.everything():
                 found += draw()
             continue
-        with streams.drawing(DEVICE, keep=True, own=turn % 3 == 1):
+        with streams.drawing(device, keep=True, own=turn % 3 == 1):
             found += draw()
     assert torch.equal(torch.get_rng_state(), before)
     with torch.random.fork_rng(devices=()):
@@ -32,28 +39,28 @@ def test_all_ways_of_drawing_go_on_with_one_stream():
         assert found == [number for _ in range(9) for number in draw()]
 
 
-def test_a_recompute_draws_again_and_leaves_the_stream():
+def test_a_recompute_draws_again_and_leaves_the_stream(device):
     for own in (False, True):
         streams = RandomStreams(7)
-        with streams.drawing(DEVICE, keep=True, own=own):
-            saved = DEVICE.generator.get_state()
+        with streams.drawing(device, keep=True, own=own):
+            saved = device.generator.get_state()
             first = draw()
-        with streams.drawing(DEVICE, keep=True, own=own):
+        with streams.drawing(device, keep=True, own=own):
             second = draw()
-        with streams.drawing(DEVICE, keep=False, own=own):
-            DEVICE.generator.set_state(saved)
+        with streams.drawing(device, keep=False, own=own):
+            device.generator.set_state(saved)
             assert draw() == first
-        with streams.drawing(DEVICE, keep=True, own=own):
+        with streams.drawing(device, keep=True, own=own):
             assert draw() not in (first, second)
 
 
-def test_units_that_draw_on_their_own_do_not_wait_for_each_other_nor_touch_the_default_generator():
+def test_units_that_draw_on_their_own_do_not_wait_for_each_other_nor_touch_the_default_generator(device):
     before = torch.get_rng_state()
     inside = threading.Barrier(3, timeout=60)
     found = {}
 
     def unit(seed: int) -> None:
-        with RandomStreams(seed).drawing(DEVICE, keep=True, own=True):
+        with RandomStreams(seed).drawing(device, keep=True, own=True):
             inside.wait()
             found[seed] = draw()
             inside.wait()
