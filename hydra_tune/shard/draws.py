@@ -38,20 +38,19 @@ _REGIONS = (
 class Draw(nn.Module):
     """Stands for one random operator, as a function of the tensors it is given."""
 
-    def __init__(self, operator: fx.Graph, record: fx.Graph, *, casts: bool) -> None:
+    def __init__(self, operator: fx.Graph, record: fx.Graph) -> None:
         super().__init__()
         self._operator = fx.GraphModule({}, operator)
         self._record = fx.GraphModule({}, record)
-        self._casts = casts
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """The operator's result, drawn from the thread's own generator if it has one."""
         generator = own_generator()
         if generator is None:
             return self._operator.forward(*tensors)  # type: ignore[no-any-return]
-        if not self._casts:
+        if not torch.is_autocast_enabled("cpu"):
             return self._record.forward(generator, *tensors)  # type: ignore[no-any-return]
-        # The casts of autocast are in the record, and what an operator does inside is not cast again.
+        # What autocast casts for the operator is in the record, and inside of it torch casts nothing more.
         torch.set_autocast_enabled("cpu", False)
         try:
             return self._record.forward(generator, *tensors)  # type: ignore[no-any-return]
@@ -135,8 +134,7 @@ class DrawFinder(fx.Interpreter):
             result = target(*args, **kwargs)
         record = recorder.record(result)
         if record is not None:
-            casts = torch.is_autocast_enabled("cpu")
-            self._draws.operators[n] = Draw(_alone(n), record, casts=casts)
+            self._draws.operators[n] = Draw(_alone(n), record)
         return result
 
     def _enter(self, n: fx.Node, target: HigherOrderOperator) -> Any:

@@ -64,6 +64,7 @@ _NO_ARITHMETIC = {
         "item",
         "set_",
         "is_same_size",
+        "tril",  # of a mask: models give attention a mask or `is_causal` as they are captured or not, and torch makes the mask
     ]
 }
 
