@@ -26,6 +26,8 @@ from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.partition import NumShards, Partitioner
 from hydra_tune.shard.pilot import Pilot, UpdatePilot
 from hydra_tune.shard.plan import Plan, build_plan, operators
+from hydra_tune.shard.precision import autocast, share_casts
+from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.separable import check_separable
 from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.shard.verify import UnitSeconds, verify
@@ -139,7 +141,7 @@ class PlanLibrary:
         architecture = architecture_key(task, model)
         key = None
         if architecture is not None:
-            tail = optimizer_key(optimizer) if mode == "train" else None
+            tail = (optimizer_key(optimizer), GradientRules.of(task)) if mode == "train" else None
             held = None if like is None else (like.plan.mode, like.plan.cuts, frozenset(like.owners.items()))
             key = (architecture, mode, leaves.signature, tail, held)
         with self._lock, _preserved_streams():
@@ -157,8 +159,9 @@ class PlanLibrary:
         """A verified plan, or why there is none; a budget that cannot be met is raised."""
         try:
             twin = _twin(request.model)
-            with GATE.exclusive(), _quiet_export():
+            with GATE.exclusive(), _quiet_export(), autocast(request.task.precision):
                 captured = capture(request.task, twin, request.batch, request.mode)
+            share_casts(captured, state_specs(request.model), captured.precision)
             return self._cut(request, captured)
         except CaptureError as error:
             return CaptureError(str(error))
@@ -178,6 +181,7 @@ class PlanLibrary:
             update=self._update_pilot(request, specs),
             alignment=self.budget.alignment,
             groups={} if request.like is None else request.like.groups(specs),
+            rules=GradientRules.of(request.task),
         )
         nodes = len(captured.nodes)
         buffer_bytes = int(self.budget.budget_bytes * self.budget.buffer_fraction)
