@@ -158,7 +158,7 @@ def test_steps_are_counted_as_optimizer_steps():
 def test_overflow_skips_whole_steps_and_then_trains():
     """The first scale is too large for this loss; no part of such a step may be taken."""
     plain = train_plain(CASES["float16, overflow"])
-    untrained = {name: value for name, value in _built(CASES["float16, overflow"]).named_parameters()}
+    untrained = dict(_built(CASES["float16, overflow"]).named_parameters())
     moved = [not torch.equal(untrained[name], value) for name, value in plain.module.named_parameters()]
     assert all(moved)
     first = train_plain(task(**_fields(CASES["float16, overflow"], epochs=1, train=lambda: [(X, Y)])))
