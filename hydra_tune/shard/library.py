@@ -10,14 +10,14 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hydra_tune.errors import CaptureError, HydraTuneError
+from hydra_tune.errors import BudgetError, CaptureError, HydraTuneError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.analysis import Analysis, analyse
 from hydra_tune.shard.capture import Captured, StateSpec, capture, describe, state_specs
@@ -118,6 +118,8 @@ class PlanLibrary:
         batch: Any,
         mode: str,
         like: Layout | None = None,
+        *,
+        prefer_whole: bool = False,
     ) -> Prepared:
         """The plan for one kind of batch of a trial; the random streams are left as they were.
 
@@ -129,6 +131,7 @@ class PlanLibrary:
             mode: "train" or "evaluate".
             like: how the trial's state has been cut, if it has: a further capture of the same model is cut at the same
                 nodes if its graph has the same operators, else at the same parameters.
+            prefer_whole: do not capture this kind of batch if the model fits whole: it will hardly come again.
 
         Raises:
             BudgetError: a part that cannot be cut further does not fit.
@@ -138,6 +141,9 @@ class PlanLibrary:
         request = _Request(
             task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like
         )
+        if prefer_whole:
+            with self._lock, _preserved_streams(), suppress(BudgetError):
+                return self._whole(request, CaptureError("batches of too many kinds"))
         architecture = architecture_key(task, model)
         key = None
         if architecture is not None:

@@ -44,4 +44,4 @@ class GradientRules:
 
     def scratch_bytes(self, count: int, alignment: int) -> int:
         """Bytes for the scalars that unscaling and clipping the gradients of so many parameters make."""
-        return (3 * count + 8) * alignment if self.has_two_phases else 0
+        return (4 * count + 8) * alignment if self.has_two_phases else 0

@@ -63,8 +63,7 @@ class Gradients:
         if self._scale is not None:
             self._unscale(gradients, self._scale)
         if self._max_norm is not None:
-            for name, gradient in gradients.items():
-                self._norms[name] = float(get_total_norm([gradient])), gradient.dtype
+            self._take_norms(gradients)
 
     def clip(self, parameters: Sequence[Tensor], order: Sequence[str]) -> None:
         """Scale the `.grad` of some parameters as the norm of all gradients of the step wants it.
@@ -89,6 +88,13 @@ class Gradients:
             )
         self._norms.clear()
         self._found_inf = False
+
+    def _take_norms(self, gradients: Mapping[str, Tensor]) -> None:
+        if not gradients:
+            return
+        norms = torch.stack([get_total_norm([gradient]).double() for gradient in gradients.values()]).tolist()
+        for (name, gradient), norm in zip(gradients.items(), norms, strict=True):
+            self._norms[name] = norm, gradient.dtype
 
     def _unscale(self, gradients: Mapping[str, Tensor], scale: Tensor) -> None:
         inverse = scale.double().reciprocal().float()

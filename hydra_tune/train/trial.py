@@ -7,6 +7,7 @@ pool runs the unit on a device of its choice and lets the generator go on. Knows
 import threading
 import time
 import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from hydra_tune.train.training import OptimizerStep
 
 _IN_TRAINING: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules of trials under way in this process
 _CLAIM = threading.Lock()
+_MAX_CAPTURES = 8  # kinds of batches for which a trial's step is captured; further ones run whole where that fits
+_MAX_PLANS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,8 @@ class Trial:
         self._streams = RandomStreams(task.seed)
         self._gradients = Gradients(task)
         self._scheduler: Any = None
-        self._plans: dict[Any, tuple[Prepared, UnitTimes]] = {}
+        self._plans: OrderedDict[Any, tuple[Prepared, UnitTimes]] = OrderedDict()  # least recently used first
+        self._kinds: Counter[str] = Counter()
         self._interval = Mean()
         self._started = time.perf_counter()
         self._train_times = UnitTimes({})
@@ -309,12 +313,18 @@ class Trial:
             if self.state is not None:
                 self.state.bring_home()  # a capture copies the model
                 like = self.state.layout
+            self._kinds[mode] += 1
             with self._streams.everything():
-                prepared = self._library.prepare(self.task, module, optimizer, batch, mode, like)
+                prepared = self._library.prepare(
+                    self.task, module, optimizer, batch, mode, like, prefer_whole=self._kinds[mode] > _MAX_CAPTURES
+                )
             if self.state is not None:
                 self.state.adopt_state(list(prepared.plan.used_state()), self._device)
             module.train()
             self._plans[key] = (prepared, unit_times(prepared, self.task.accumulate if mode == "train" else 1))
+            while len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
         return self._plans[key]
 
     def _step_scheduler(self) -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.errors import BadLossError, TaskError
+from hydra_tune.shard.library import PlanLibrary
 from tests.unit.pool.tasks import SAMPLES, X, Y, against_plain, mlp, running, task, train
 
 
@@ -261,3 +262,44 @@ def test_memory_of_waiting_gradients_is_counted():
         assert pool.stats().devices["cpu:0"].peak_bytes <= budget
     for result in results:
         assert against_plain(described, result) == []
+
+
+def _lengths(count):
+    """Every batch of another length, in another order each time."""
+    inputs = torch.randn(8, count + 1, 8, generator=torch.Generator().manual_seed(2))
+    return lambda: [(inputs[:, : n + 1], Y[:8]) for n in range(count)]
+
+
+class OverTime(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Linear(8, 32), *(nn.Linear(32, 32) for _ in range(6))]
+        self.inner = nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(self.inner(x).mean(1))
+
+
+def test_batches_of_ever_new_length_are_not_captured_for_ever(monkeypatch):
+    captured = []
+    capture = PlanLibrary._capture
+
+    def noting(self, request):
+        captured.append(request.leaves.signature)
+        return capture(self, request)
+
+    monkeypatch.setattr(PlanLibrary, "_capture", noting)
+    described = task(model=OverTime, train=_lengths(14), epochs=2)
+    assert against_plain(described, train(described)) == []
+    assert len(captured) == 8
+
+
+def test_a_model_too_large_to_run_whole_is_captured_for_every_length():
+    described = task(model=OverTime, train=_lengths(12), epochs=2)
+    with HydraExecutor(devices="cpu:1") as pool:
+        pool.run([described])
+        whole = pool.stats().devices["cpu:0"].peak_bytes
+    result = train(described, device_memory=whole * 4 // 5, buffer_fraction=0.0)
+    assert against_plain(described, result) == []
+    assert result.num_shards > 1
