@@ -52,6 +52,8 @@ class TrainTask:
             `torch.nn.utils.clip_grad_norm_` does; None for no clipping.
         precision: what matrix products are computed in: `"float32"` as the model is, or under `torch.autocast` to
             `"bfloat16"` or `"float16"`, the latter with a `torch.amp.GradScaler`. Parameters stay as they are.
+        compile: name of a `torch.compile` backend that the shards of a captured model are run with, e.g. `"inductor"`. The
+            numbers are then the compiler's own: close to those of plain PyTorch, not equal. None for no compiler.
         on_bad_loss: whether a training loss that is NaN or infinite makes the trial `"fail"`, or ends it as if pruned
             (`"prune"`). The step is not taken.
         scheduler: builds the learning-rate scheduler from the optimizer; `ReduceLROnPlateau` is given `metric`.
@@ -78,6 +80,7 @@ class TrainTask:
     accumulate: int = 1
     max_grad_norm: float | None = None
     precision: Precision = "float32"
+    compile: str | None = None
     on_bad_loss: Literal["fail", "prune"] = "fail"
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     scheduler_interval: Literal["epoch", "step"] = "epoch"
@@ -98,6 +101,7 @@ class TrainTask:
         if self.report_every != "epoch":
             _check_positive("report_every", self.report_every, instead="'epoch' or a number of optimizer steps")
         _check_choice("precision", self.precision, ("float32", "bfloat16", "float16"))
+        _check_backend(self.compile)
         _check_choice("on_bad_loss", self.on_bad_loss, ("fail", "prune"))
         _check_choice("scheduler_interval", self.scheduler_interval, ("epoch", "step"))
         _check_choice("result", self.result, ("last", "best"))
@@ -148,6 +152,14 @@ def _check_norm(norm: object) -> None:
         return
     if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
         raise TaskError(f"max_grad_norm must be a number above 0, or None for no clipping, not {norm!r}")
+
+
+def _check_backend(backend: object) -> None:
+    if backend is None:
+        return
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise TaskError(f"compile must be None or a backend of torch.compile ({', '.join(known)}), not {backend!r}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ from hydra_tune.shard.precision import autocast, share_casts
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.separable import check_separable
 from hydra_tune.shard.update_pilot import optimizer_pilot
-from hydra_tune.shard.verify import UnitSeconds, verify
+from hydra_tune.shard.verify import UnitSeconds, verify, verify_close
 from hydra_tune.shard.whole import whole_plan
 from hydra_tune.task import TrainTask
 
@@ -203,6 +203,10 @@ class PlanLibrary:
             if request.mode == "train" and len(plan.shards) > 1:
                 check_separable(request.optimizer, dict(request.model.named_parameters()), specs)
             seconds = verify(request.task, _twin(request.model), plan, request.batch)
+        if request.task.compile is not None:
+            plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
+            with GATE.exclusive():  # the first run compiles
+                seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
         return Prepared(plan=plan, seconds=seconds)
 
     def _whole(self, request: _Request, reason: CaptureError) -> Prepared:
