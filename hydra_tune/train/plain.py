@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.errors import MetricError, TaskError
 from hydra_tune.task import Batch, TrainTask
-from hydra_tune.train.data import make_loader, num_samples
+from hydra_tune.train.data import make_loader, no_batch, num_samples
 
 Report = Callable[[int, dict[str, float]], bool | None]
 """Called at each report with the step and the metrics; False prunes the run there."""
@@ -117,7 +117,7 @@ class _Run:
             if every != "epoch" and steps % every == 0 and not self._report(steps, epoch):
                 return False
         if len(self.losses) == before:
-            raise TaskError(f"train yielded no batch in epoch {epoch}; every pass needs at least one")
+            raise no_batch("train", self.task.train, epoch)
         if every == "epoch" and not self._report(epoch, epoch):
             return False
         if self.task.scheduler_interval == "epoch":
@@ -172,7 +172,7 @@ class _Run:
                     means.setdefault(name, _Mean()).add(value, num_samples(batch))
         self.module.train()
         if not batches:
-            raise TaskError(f"validate yielded no batch: {type(self.task.validate).__name__} is empty")
+            raise no_batch("validate", self.task.validate)
         return {f"val_{name}": mean.value() for name, mean in means.items()}
 
 

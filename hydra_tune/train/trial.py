@@ -7,7 +7,7 @@ pool runs the unit on a device of its choice and lets the generator go on. Knows
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,8 @@ from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
 from hydra_tune.task import TrainTask
 from hydra_tune.train.clock import Progress, UnitTimes
-from hydra_tune.train.data import make_loader, num_batches, num_samples
+from hydra_tune.train.data import no_batch, num_batches, num_samples
+from hydra_tune.train.feed import Feed
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.state import ModelState, check_optimizer
 from hydra_tune.train.step import EvaluationStep, PendingUnit, TrainingStep, unit_times
@@ -75,6 +76,7 @@ class Trial:
         self._library = library
         self._device = device
         self._streams = RandomStreams(task.seed)
+        self._feed = Feed(task.batch_size, self._own_code)
         self._scheduler: Any = None
         self._plans: dict[Any, tuple[Prepared, UnitTimes]] = {}
         self._interval = Mean()
@@ -130,6 +132,7 @@ class Trial:
         try:
             self._program.close()
         finally:
+            self._feed.close()
             if self.state is not None:
                 if keep:
                     self.state.bring_home()
@@ -145,6 +148,8 @@ class Trial:
     def _run(self) -> Generator[PendingUnit | Report, None, None]:
         """The training loop."""
         task = self.task
+        for handle in (task.train, task.validate):
+            self._feed.check(handle)
         module, optimizer = self._build()
         for epoch in range(task.epochs):
             self.progress.epoch = epoch
@@ -157,7 +162,7 @@ class Trial:
                     yield from self._report(self.progress.steps, epoch)
             self.progress.batches_per_epoch = self.progress.steps - before
             if not self.progress.batches_per_epoch:
-                raise TaskError(f"train yielded no batch in epoch {epoch}; every pass needs at least one")
+                raise no_batch("train", task.train, epoch)
             if task.report_every == "epoch":
                 yield from self._report(epoch, epoch)
             if task.scheduler_interval == "epoch":
@@ -195,16 +200,7 @@ class Trial:
 
     def _draw(self, handle: Any, *, shuffle: bool) -> Iterator[Any]:
         """The batches of one pass, each drawn with the trial's own streams and not before it is needed."""
-        with self._own_code():
-            loader: Iterable[Any] = make_loader(handle, self.task.batch_size, shuffle)
-            iterator = iter(loader)
-        while True:
-            with self._own_code():
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
-            yield batch
+        return self._feed.draw(handle, shuffle=shuffle)
 
     def _train(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
@@ -257,7 +253,8 @@ class Trial:
             count += 1
             self.progress.evaluated_batches += 1
         if not count:
-            raise TaskError(f"validate yielded no batch: {type(self.task.validate).__name__} is empty")
+            assert self.task.validate is not None
+            raise no_batch("validate", self.task.validate)
         self.progress.validation_batches = count
         self.module.train()
         return means
