@@ -93,11 +93,14 @@ def death_explained() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        if "exited unexpectedly" not in str(error):
+    except (RuntimeError, FileNotFoundError, ConnectionError, EOFError) as error:
+        # Where a worker dies with a batch on its way, what fails is fetching the tensor, from a process that is gone.
+        lost = not isinstance(error, RuntimeError) and "in DataLoader worker process" not in str(error)
+        if not lost and "exited unexpectedly" not in str(error):
             raise
         raise TaskError(
-            f"{error}: it was killed, for want of memory perhaps, or crashed, or never came up; {_REMEDY}"
+            f"a worker of a DataLoader exited unexpectedly ({error!r}): it was killed, for want of memory perhaps, or crashed, "
+            f"or never came up; {_REMEDY}"
         ) from error
 
 

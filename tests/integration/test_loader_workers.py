@@ -66,6 +66,11 @@ class Raises(Awaits):
         return X[index], Y[index]
 
 
+class RaisesLikeALostWorker(Awaits):
+    def __getitem__(self, index: int) -> Any:
+        raise FileNotFoundError("rows.csv")
+
+
 class Dies(Awaits):
     def __getitem__(self, index: int) -> Any:
         if index == 8:
@@ -117,7 +122,11 @@ def test_a_shutdown_ends_the_workers_of_trials_that_it_cancels():
 
 @pytest.mark.parametrize(
     ("dataset", "error", "text"),
-    [(Raises, WorkerError, "sample 8"), (Dies, TaskError, "exited unexpectedly.*num_workers=0")],
+    [
+        (Raises, WorkerError, "sample 8"),
+        (RaisesLikeALostWorker, FileNotFoundError, "rows.csv"),
+        (Dies, TaskError, "exited unexpectedly.*num_workers=0"),
+    ],
 )
 def test_a_worker_that_fails_ends_its_trial_alone_and_says_why(dataset, error, text, tmp_path):
     with running(devices="cpu:2") as pool:
