@@ -35,7 +35,8 @@ class TrainTask:
         model: builds the module; called once, with the trial's own random streams.
         optimizer: builds the optimizer from what `param_groups` returns, e.g. `partial(torch.optim.AdamW, lr=1e-3)`.
         train: training data: a `Dataset` (with `batch_size`, shuffled), a `DataLoader`, or a callable that returns an
-            iterable of batches; iterated anew each epoch.
+            iterable of batches; iterated anew each epoch, on a copy of the trial's own where it is a `DataLoader`, so that
+            several trials may share one.
         param_groups: what the optimizer is given; default `list(module.parameters())`.
         loss: `(output, target) -> scalar`, for batches `(input, target)`. Exactly one of `loss` and `step`.
         step: `(module, batch) -> scalar loss`, for full control.
@@ -188,8 +189,8 @@ def _check_not_empty(name: str, handle: object) -> None:
         return
     try:
         length = len(handle)
-    except TypeError:  # a DataLoader over an IterableDataset is Sized but has no length
-        return
+    except (TypeError, NotImplementedError, AttributeError):
+        return  # a DataLoader is Sized, but what it takes its length from may have none
     if length == 0:
         raise TaskError(f"{name} is empty: {type(handle).__name__} of length 0")
 

@@ -6,6 +6,7 @@ A shard's inputs are what it uses and does not make: state, constants, batch ten
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -126,7 +127,9 @@ def _compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> C
     the positions `written` are overwritten in copies of their own.
     """
     # Inductor has a random generator of its own unless told to use torch's, which a recompute can rewind.
-    options = {"fallback_random": True} if backend == "inductor" else None
+    options: dict[str, str | int | bool | Callable[..., Any]] | None = None
+    if backend == "inductor":
+        options = {"fallback_random": True}
     compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(module, backend=backend, dynamic=False, options=options)
 
     def run(*arguments: Tensor) -> tuple[Tensor, ...]:

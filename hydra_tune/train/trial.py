@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,8 @@ from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
 from hydra_tune.task import TrainTask
 from hydra_tune.train.clock import Progress, UnitTimes
-from hydra_tune.train.data import make_loader, num_batches, num_samples
+from hydra_tune.train.data import no_batch, num_batches, num_samples
+from hydra_tune.train.feed import Feed
 from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.state import ModelState, check_optimizer
@@ -82,6 +83,7 @@ class Trial:
         self._device = device
         self._streams = RandomStreams(task.seed)
         self._gradients = Gradients(task)
+        self._feed = Feed(task.batch_size, self._own_code)
         self._scheduler: Any = None
         self._plans: OrderedDict[Any, tuple[Prepared, UnitTimes]] = OrderedDict()  # least recently used first
         self._kinds: Counter[str] = Counter()
@@ -138,6 +140,7 @@ class Trial:
         try:
             self._program.close()
         finally:
+            self._feed.close()
             if self.state is not None:
                 if keep:
                     self.state.bring_home()
@@ -164,6 +167,8 @@ class Trial:
 
     def _train(self) -> Generator[PendingUnit | Report, None, None]:
         task = self.task
+        for handle in (task.train, task.validate):
+            self._feed.check(handle)
         module, optimizer = self._build()
         for epoch in range(task.epochs):
             self.progress.epoch = epoch
@@ -197,7 +202,7 @@ class Trial:
             if step is not None:
                 step.close()
         if not count:
-            raise TaskError(f"train yielded no batch in epoch {epoch}; every pass needs at least one")
+            raise no_batch("train", self.task.train, epoch)
         return count
 
     def _new_step(self, prepared: Prepared, times: UnitTimes) -> OptimizerStep:
@@ -254,16 +259,7 @@ class Trial:
 
     def _draw(self, handle: Any, *, shuffle: bool) -> Iterator[Any]:
         """The batches of one pass, each drawn with the trial's own streams and not before it is needed."""
-        with self._own_code():
-            loader: Iterable[Any] = make_loader(handle, self.task.batch_size, shuffle)
-            iterator = iter(loader)
-        while True:
-            with self._own_code():
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
-            yield batch
+        return self._feed.draw(handle, shuffle=shuffle)
 
     def _report(self, step: int, epoch: int) -> Generator[PendingUnit | Report, None, None]:
         metrics = {"train_loss": self._interval.value()}
@@ -299,7 +295,8 @@ class Trial:
             count += 1
             self.progress.evaluated_batches += 1
         if not count:
-            raise TaskError(f"validate yielded no batch: {type(self.task.validate).__name__} is empty")
+            assert self.task.validate is not None
+            raise no_batch("validate", self.task.validate)
         self.progress.validation_batches = count
         self.module.train()
         return means
