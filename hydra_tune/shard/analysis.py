@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hydra_tune.errors import CaptureError
 from hydra_tune.shard.capture import Captured, StateSpec
 from hydra_tune.shard.draws import DrawFinder, Draws
+from hydra_tune.shard.precision import autocast
 from hydra_tune.shard.stochastic import body_of, draws_random_numbers, named_arguments
 
 _RUNNING_STATISTICS = {
@@ -123,7 +124,7 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
     inputs = placeholders(captured, specs, batch, mode)
     recorder, draws = _Recorder(), Draws()
     arguments = [inputs.get(n.name) for n in captured.module.graph.nodes if n.op == "placeholder"]
-    with mode, torch.set_grad_enabled(captured.mode == "train"):
+    with mode, torch.set_grad_enabled(captured.mode == "train"), autocast(captured.precision):
         _Interpreter(captured.module, recorder, draws).run(*arguments)
     nodes = captured.nodes
     writes = [(position, name) for position, node in enumerate(nodes) for name in _written_arguments(node)]

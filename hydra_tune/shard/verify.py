@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ from hydra_tune.devices.cpu import DefaultCpuGenerator, drawing_from
 from hydra_tune.devices.device import RandomGenerator
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard import batch as batches
-from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.capture import describe, named_state
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
 from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.steps import step_module
 from hydra_tune.task import TrainTask
 
@@ -68,6 +69,8 @@ _NO_ARITHMETIC = {
     ]
 }
 
+
+_TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.05  # of a compiled plan, relative to a tensor's largest value
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
@@ -136,6 +139,9 @@ class HostStore:
         """Forget a value."""
         self.values.pop(key, None)
 
+    def changed(self, key: str) -> None:
+        """Nothing to do: there is one copy."""
+
 
 def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> UnitSeconds:
     """Compare a plan with the eager step, on the host, and time its units.
@@ -171,6 +177,52 @@ def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> UnitSeco
         # Their results may agree on one batch and differ on the next.
         raise CaptureError(f"the eager step runs operators that the captured graph does not: {', '.join(missing[:3])}")
     return seconds
+
+
+def verify_close(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> UnitSeconds:
+    """Compare a compiled plan with the eager step, up to rounding, and time its units once they are compiled.
+
+    Args:
+        task: describes the step.
+        twin: a copy of the trial's model; left in an undefined state.
+        plan: the plan to check.
+        batch: a batch of the trial's data; not changed.
+
+    Raises:
+        TaskError: the compiler fails, or its numbers are far from the eager ones.
+    """
+    buffers = {name: tensor.detach().clone() for name, tensor in twin.named_buffers()}
+    random_state = torch.get_rng_state()
+    outcomes = []
+    seconds = UnitSeconds(forward=(), backward=())
+    try:
+        expected = _run_eager(task, twin, plan.mode, _copy(batch))
+        for _ in range(2):  # the first run compiles
+            _restore(twin, buffers)
+            torch.set_rng_state(random_state)
+            found, seconds = _run_plan(twin, plan, batches.flatten(_copy(batch)).tensors, watched=False)
+            outcomes.append(found)
+    except Exception as error:
+        raise TaskError(f"compile={task.compile!r} fails on this model: {describe(error)}") from error
+    finally:
+        torch.set_rng_state(random_state)
+    tolerance = _TOLERANCE if task.precision == "float32" else _LOW_TOLERANCE
+    for what in ("results", "gradients", "buffers"):
+        for name, value in getattr(expected, what).items():
+            other = getattr(outcomes[-1], what).get(name)
+            if other is None or not _close(value, other, tolerance):
+                raise TaskError(
+                    f"compile={task.compile!r} gives other {what} than the eager step: {name!r} differs by more than "
+                    f"{tolerance:g} of its largest value; train this model without a compiler"
+                )
+    return seconds
+
+
+def _close(expected: Tensor, found: Tensor, tolerance: float) -> bool:
+    if not expected.is_floating_point():
+        return torch.equal(expected, found)
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(expected, found, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 def _same_outcome(message: str, expected: "_Outcome", found: "_Outcome") -> None:
@@ -242,7 +294,8 @@ def _run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> _Outc
     wrapper = step_module(task, twin, mode)
     operators = _Operators()
     with torch.set_grad_enabled(mode == "train"), operators:
-        results = wrapper(batch)
+        with eager_autocast(task.precision):
+            results = wrapper(batch)
         if mode == "train":
             results["loss"].backward()
     gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
@@ -265,7 +318,10 @@ def _refuse_sparse(gradients: dict[str, Tensor]) -> None:
             )
 
 
-def _run_plan(twin: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> tuple[_Outcome, UnitSeconds]:
+def _run_plan(
+    twin: nn.Module, plan: Plan, inputs: Sequence[Tensor], *, watched: bool = True
+) -> tuple[_Outcome, UnitSeconds]:
+    """Run a plan's units; compilers refuse to work while operators are watched."""
     store = HostStore(dict(named_state(twin)), plan.constants, inputs)
     chain, generator = Chain(plan, store), DefaultCpuGenerator()
     count = len(plan.shards)
@@ -279,7 +335,8 @@ def _run_plan(twin: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> tuple[_O
             unit(index, generator)
             return time.perf_counter() - start
 
-    with _Operators() as operators:
+    operators = _Operators()
+    with operators if watched else nullcontext():
         for index in range(count):
             if chain.has_forward(index):
                 forward[index] = timed(index, chain.forward)
