@@ -14,7 +14,8 @@ from tests.parity.models import MODELS
 
 ROOT = Path(__file__).parents[2]
 SPECS = (*(f"{name}:5" for name in MODELS), "mlp:11", "cnn_by_epoch:11", "vit:11", "gpt2:11")
-DROPOUT_SPECS = tuple(f"{name}:{seed}" for name in ("gpt2_attention", "cnn_dropout", "mlp_native") for seed in (5, 11))
+DROPOUTS = ("gpt2_attention", "gpt2_bfloat16", "cnn_dropout", "mlp_native")
+DROPOUT_SPECS = tuple(f"{name}:{seed}" for name in DROPOUTS for seed in (5, 11))
 
 
 @pytest.fixture(scope="session")

@@ -251,6 +251,7 @@ MODELS: dict[str, Callable[..., TrainTask]] = {"mlp": _mlp, "cnn": _cnn, "vit": 
 VARIANTS = MODELS | {
     "cnn_by_epoch": partial(_cnn, report_every="epoch"),
     "gpt2_attention": partial(_gpt2, model=partial(GPT2, attention_dropout=0.2)),
+    "gpt2_bfloat16": partial(_gpt2, model=partial(GPT2, attention_dropout=0.2), precision="bfloat16"),
     "cnn_dropout": partial(_cnn, model=DropoutCNN),
     "mlp_native": partial(_mlp, model=NativeMLP),
 }

@@ -8,10 +8,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune import HydraExecutor
-from tests.parity.conftest import DROPOUT_SPECS
+from tests.parity.conftest import DROPOUT_SPECS, DROPOUTS
 from tests.parity.test_parity import CUTS, DEVICES, assert_same, run, task_of
 
-FAST_ALONE = {("gpt2_attention", 8, "cpu:2"), ("cnn_dropout", "layer", "cpu:1"), ("mlp_native", 8, "cpu:2")}
+FAST_ALONE = {
+    ("gpt2_attention", 8, "cpu:2"),
+    ("gpt2_bfloat16", 2, "cpu:1"),
+    ("cnn_dropout", "layer", "cpu:1"),
+    ("mlp_native", 8, "cpu:2"),
+}
 FAST_CROWDS = {(2, "cpu:2")}
 
 
@@ -19,7 +24,7 @@ FAST_CROWDS = {(2, "cpu:2")}
     ("name", "cut", "devices"),
     [
         pytest.param(*case, marks=() if case in FAST_ALONE else pytest.mark.slow)
-        for name in dict.fromkeys(spec.split(":")[0] for spec in DROPOUT_SPECS)
+        for name in DROPOUTS
         for cut in CUTS
         for devices in DEVICES
         for case in [(name, cut, devices)]
@@ -40,7 +45,7 @@ def test_alone(references, name, cut, devices):
 )
 def test_among_others(references, cut, devices):
     specs = [*DROPOUT_SPECS, "mlp:5", "mlp:11"]
-    results = run(specs, devices=devices, num_shards=cut, max_concurrent=8)
+    results = run(specs, devices=devices, num_shards=cut, max_concurrent=len(specs))
     for spec, result in zip(specs, results, strict=True):
         assert_same(result, references[spec])
 

@@ -327,7 +327,7 @@ def test_whole_models_draw_on_their_own_and_as_the_eager_step_does(middle):
     assert all(recorded(made))
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "gpt2_attention", "gpt2_bfloat16", "cnn_dropout"])
 def test_the_parity_models_draw_on_their_own(name):
     assert all(recorded(bench(build(name))))
 
