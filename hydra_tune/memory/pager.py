@@ -12,7 +12,8 @@ for each other's room. What a pager still waits for is a block being fetched fro
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +23,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind, whole_storage
 from hydra_tune.memory.ledger import Ledger
+from hydra_tune.memory.saved import SavedTensors
 from hydra_tune.quantities import format_bytes
 
 _PATIENCE_SECONDS = 0.05  # between looks at blocks that another device is fetching from here
@@ -204,6 +206,17 @@ class Lease:
         """Whether a tensor lies in one of the lease's blocks of these kinds."""
         block = self._storages.get(_identity(tensor))
         return block is not None and block.kind in kinds
+
+    @contextmanager
+    def spilling_activations(self) -> Iterator[None]:
+        """What autograd saves meanwhile, beyond the lease's own blocks, is kept on the host; the unit has to end inside."""
+        saved = SavedTensors(self._pager.device, stays=lambda tensor: _identity(tensor) in self._storages)
+        try:
+            with saved.hooks():
+                yield
+        finally:
+            self._pager.bytes_out[Kind.ACTIVATIONS] += saved.bytes_out
+            self._pager.bytes_in[Kind.ACTIVATIONS] += saved.bytes_in
 
     def _unpin(self) -> None:
         for block in self._blocks:

@@ -104,6 +104,7 @@ class ShardCost:
         update_workspace: bytes made during an update, beyond parameters, gradients and optimizer state.
         first_update_workspace: the same for the first update, which makes the optimizer state.
         trained_bytes: gradients of the parameters whose update ends here.
+        spilled_bytes: host memory for the activations that the backward unit spills; 0 if it keeps them all.
     """
 
     state_bytes: int
@@ -115,6 +116,7 @@ class ShardCost:
     update_workspace: int
     first_update_workspace: int
     trained_bytes: int
+    spilled_bytes: int = 0
 
     @property
     def forward_bytes(self) -> int:

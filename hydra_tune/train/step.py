@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 from hydra_tune.devices.device import Device
@@ -102,7 +102,8 @@ class _Step:
             blocks = self._state.groups(graph.state) + self._store.blocks(keys, graph.constants, graph.inputs)
             with pager.lease(blocks, workspace) as lease:
                 start = time.perf_counter()
-                with self._surroundings(shard, device, keep=not recompute):
+                spilling = lease.spilling_activations() if backward and shard.cost.spilled_bytes else nullcontext()
+                with self._surroundings(shard, device, keep=not recompute), spilling:
                     waited = time.perf_counter() - start
                     self._leased(lease, lambda: compute(device))
                 if not recompute:

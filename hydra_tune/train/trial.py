@@ -122,7 +122,7 @@ class Trial:
         if self.state is None:
             return 0
         shards = self.state.layout.plan.shards
-        values = sum(shard.cost.value_bytes + shard.cost.gradient_bytes for shard in shards)
+        values = sum(shard.cost.value_bytes + shard.cost.gradient_bytes + shard.cost.spilled_bytes for shard in shards)
         return self.state.nbytes + values + sum(shard.cost.optimizer_bytes for shard in shards)
 
     def close(self, *, keep: bool) -> None:
