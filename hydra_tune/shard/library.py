@@ -135,6 +135,11 @@ class PlanLibrary:
         request = _Request(
             task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like
         )
+        if like is not None and like.plan.eager:
+            with self._lock, preserved_streams():
+                return self._whole(
+                    request, CaptureError("its training runs whole, and may change what a graph would repeat for ever")
+                )
         architecture = architecture_key(task, model)
         key = None
         if architecture is not None:

@@ -10,8 +10,8 @@ Source: HYDRA section 4.1, the pilot runs of Algorithm 1. Differs: there an out-
 
 import gc
 import math
-import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,16 +38,23 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the bytes of all storages made while it is active, and their peak.
 
     A storage counts from the first operator that returns it until it is freed. Storages marked as known before do not
-    count.
+    count. A storage may be freed on any thread, at any moment: its finalizer leaves a note for the next look.
     """
 
     def __init__(self, alignment: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.current_bytes = 0
         self.peak_bytes = 0
         self._alignment = alignment
+        self._current_bytes = 0
         self._seen: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._freed: deque[int] = deque()
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes of the storages that are alive now."""
+        while self._freed:
+            self._current_bytes -= self._seen.pop(self._freed.popleft())
+        return self._current_bytes
 
     def know(self, *tensors: Tensor) -> None:
         """Leave the storages of these tensors out of the count."""
@@ -66,16 +73,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _track(self, tensor: Tensor, size: int | None = None) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001 - the storage's identity
+        before = self.current_bytes  # notes are read first: a freed storage's identity may be another's by now
         if key in self._seen:
             return
         nbytes = aligned(storage.nbytes(), self._alignment) if size is None else size
         self._seen[key] = nbytes
-        self.current_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-        weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.current_bytes -= self._seen.pop(key, 0)
+        self._current_bytes = before + nbytes
+        self.peak_bytes = max(self.peak_bytes, self._current_bytes)
+        weakref.finalize(storage, self._freed.append, key)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.shard.verify import plain_attributes
 from hydra_tune.task import TrainTask
 from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import make_loader, num_batches, num_samples
@@ -77,6 +78,7 @@ class Trial:
         self._streams = RandomStreams(task.seed)
         self._scheduler: Any = None
         self._plans: dict[Any, tuple[Prepared, UnitTimes]] = {}
+        self._baked_in: dict[Any, dict[str, Any]] = {}
         self._interval = Mean()
         self._started = time.perf_counter()
         self._train_times = UnitTimes({})
@@ -266,7 +268,7 @@ class Trial:
         self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, leaves: batches.Leaves, mode: str
     ) -> tuple[Prepared, UnitTimes]:
         key = (mode, leaves.signature)
-        if key not in self._plans:
+        if key not in self._plans or self._is_outdated(key, module):
             like = None
             if self.state is not None:
                 self.state.bring_home()  # a capture copies the model
@@ -277,7 +279,14 @@ class Trial:
                 self.state.adopt_state(list(prepared.plan.used_state()), self._device)
             module.train()
             self._plans[key] = (prepared, unit_times(prepared))
+            self._baked_in[key] = plain_attributes(module)
         return self._plans[key]
+
+    def _is_outdated(self, key: Any, module: nn.Module) -> bool:
+        """Whether eager units have changed attributes that a graph has baked in; a graph itself changes none."""
+        if self._plans[key][0].plan.eager or not any(prepared.plan.eager for prepared, _ in self._plans.values()):
+            return False
+        return self._baked_in[key] != plain_attributes(module)
 
     def _step_scheduler(self) -> None:
         if self._scheduler is None:
