@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -107,23 +108,58 @@ class PenalizesAndBranches(Deep):
         return PenalizesGradients.between(self, Branches.between(self, x))
 
 
+class CountsInAnObject(Deep):
+    """Where no attribute of a plain type shows it; evaluation reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SimpleNamespace(calls=0)
+
+    def between(self, x):
+        self.state.calls += self.training
+        return x / (1 + 0.1 * self.state.calls)
+
+
+class WarmsUp(Deep):
+    """Its first steps are all alike."""
+
+    calls = 0
+
+    def between(self, x):
+        self.calls += 1
+        return x if self.calls < 3 * DEPTH else x.tanh()
+
+
+class RarelyDrops(Deep):
+    """Most steps are alike."""
+
+    def between(self, x):
+        return x if random.random() < 0.97 and np.random.rand() < 0.97 else x.tanh()  # noqa: NPY002
+
+
 class CountsEvaluations(Deep):
     """Only evaluation moves it, and training reads it."""
 
-    evaluations = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluations = 0
 
     def between(self, x):
-        self.evaluations += not self.training
+        if not self.training:
+            self.evaluations += 1
         return x / (1 + 0.1 * self.evaluations)
 
 
 class CountsSmallBatches(Deep):
     """Only the second kind of batch moves it, and the first reads it."""
 
-    small = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = 0
 
     def between(self, x):
-        self.small += self.training and len(x) < ROWS
+        if self.training and len(x) < ROWS:
+            self.small += 1
         return x / (1 + 0.1 * self.small)
 
 
@@ -133,6 +169,9 @@ WHOLE = (
     PythonLayerDrop,
     NumpyNoise,
     Counts,
+    CountsInAnObject,
+    WarmsUp,
+    RarelyDrops,
     HooksTensors,
     PenalizesAndBranches,
 )
@@ -173,7 +212,7 @@ def test_what_a_graph_cannot_follow_runs_whole(trap):
     assert "activations" not in device.bytes_out_by_kind, "they fit"
 
 
-@pytest.mark.parametrize("trap", WHOLE)
+@pytest.mark.parametrize("trap", [OwnBackward, Branches, PythonLayerDrop, Counts, HooksTensors, PenalizesAndBranches])
 def test_activations_that_do_not_fit_are_spilled(trap):
     make = partial(task, trap)
     result, device = train(make(), device_memory="400KiB")
