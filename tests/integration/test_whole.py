@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import TrainTask
+from hydra_tune.errors import BudgetError
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 ROWS, WIDTH, DEPTH = 256, 32, 8
 X = torch.randn(2 * ROWS, 8, generator=torch.Generator().manual_seed(1))
 Y = X[:, :4].argmax(1)
+CALLS = {"steps": 0}
 
 
 class Deep(nn.Module):
@@ -229,3 +231,36 @@ def test_what_a_graph_may_follow_for_a_while_is_exact(trap):
     make = partial(task, trap, train=lambda: batches)
     result, _ = train(make(), num_shards=3)
     assert against_plain(make(), result) == []
+
+
+def test_spilled_activations_need_host_memory():
+    kept, _ = train(task(), host_memory="600KiB")
+    assert kept.status == "completed"
+    spilled, device = train(task(), host_memory="600KiB", device_memory="400KiB")
+    assert isinstance(spilled.error, BudgetError)
+    assert "of host memory" in str(spilled.error)
+    assert device.units == 0
+    need = device.budget_bytes + 4 * WIDTH * ROWS * 4 * DEPTH  # four results of each layer's operators are saved
+    assert train(task(), host_memory=need, device_memory="400KiB")[0].status == "completed"
+
+
+def test_a_step_that_needs_more_than_its_pilot_saw_and_than_there_is_fails_by_name():
+    class Grows(Branches):
+        def forward(self, x):
+            x = super().forward(x)
+            return x if x[0, 0] != 12345 and CALLS["steps"] < 2 else (x.repeat(100, 1) * 2)[: len(x)]
+
+    def batches():
+        for CALLS["steps"] in range(3):
+            yield X[:ROWS], Y[:ROWS]
+
+    described = task(Grows, train=batches, validate=None)
+    grown, device = train(described, device_memory="2MiB")
+    assert against_plain(described, grown) == []
+    assert device.peak_bytes > 1500 * 1024
+    with running(device_memory="1400KiB") as pool:
+        refused = pool.submit(described).result(PATIENCE_SECONDS)
+        assert pool.stats().devices["cpu:0"].peak_bytes < device.peak_bytes
+    assert isinstance(refused.error, BudgetError)
+    assert "a shard unit needs" in str(refused.error)
+    assert refused.units_run == 4
