@@ -18,7 +18,8 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import CaptureError
 from hydra_tune.memory.saved import HostCopy, Packed, SavedTensors
 from hydra_tune.shard import batch as batches
-from hydra_tune.shard.capture import describe
+from hydra_tune.shard.capture import describe, named_state
+from hydra_tune.shard.own_state import replaced_buffers
 from hydra_tune.shard.pilot import StorageTracker, quiet_collector
 from hydra_tune.shard.steps import step_module
 from hydra_tune.shard.streams import preserved_streams
@@ -107,6 +108,7 @@ class EagerPilot:
         """One step as its unit will run it; returns the names of its results."""
         training = self._mode == "train"
         wrapper = step_module(self._task, twin, self._mode)
+        state = dict(named_state(twin))
         with preserved_streams(), quiet_collector(), torch.set_grad_enabled(training), tracker, saving:
             if isinstance(tracker, StorageTracker):
                 tracker.know(*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
@@ -115,6 +117,7 @@ class EagerPilot:
                 kept = results["loss"].detach().clone()  # as a backward unit does
                 results["loss"].backward()
                 del kept
+        replaced_buffers(state, twin)
         return tuple(results)
 
 

@@ -19,6 +19,7 @@ from hydra_tune.memory.block import Block, Group, Kind
 from hydra_tune.memory.pager import bring_home, drop
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.library import Layout
+from hydra_tune.shard.own_state import put_back, replaced_buffers
 from hydra_tune.shard.plan import Plan
 
 
@@ -60,6 +61,17 @@ class ModelState:
         """The device copies of these parameters and buffers have changed."""
         for group in self.groups(names):
             group.dirty = True
+
+    def follow(self) -> None:
+        """The user's own code has run on the module: take over the buffers that it has replaced.
+
+        Raises:
+            TaskError: it has changed the module's state in another way.
+        """
+        for name, tensor in replaced_buffers(self.tensors, self.module).items():
+            with torch.no_grad():
+                self.tensors[name].copy_(tensor)
+            put_back(self.module, name, self.tensors[name])
 
     def update(self, names: tuple[str, ...], gradients: dict[str, Tensor]) -> None:
         """One optimizer step for some parameters; all others have no gradient, so the optimizer skips them.

@@ -106,6 +106,8 @@ class _Step:
                 with self._surroundings(shard, device, keep=not recompute), self._room(shard, lease, workspace, device):
                     waited = time.perf_counter() - start
                     self._leased(lease, lambda: compute(device))
+                    if self._plan.eager:
+                        self._state.follow()
                 if not recompute:
                     self._state.touched(graph.written_state)
                     if self._plan.eager:

@@ -26,6 +26,7 @@ from hydra_tune.shard.verify import plain_attributes
 from hydra_tune.task import TrainTask
 from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import make_loader, num_batches, num_samples
+from hydra_tune.train.hooks import refuse_gradient_hooks
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.state import ModelState, check_optimizer
 from hydra_tune.train.step import EvaluationStep, PendingUnit, TrainingStep, unit_times
@@ -181,6 +182,7 @@ class Trial:
                 )
             check_optimizer(optimizer, module)
             self._scheduler = None if task.scheduler is None else task.scheduler(optimizer)
+            refuse_gradient_hooks(module)
         module.train()
         self.module, self.optimizer = module, optimizer
         return module, optimizer
