@@ -215,11 +215,12 @@ def test_a_forward_that_changes_what_the_state_is_is_refused(model, message):
         raise result.error
 
 
-def test_state_that_the_first_batch_adds_is_refused_before_training():
-    for model in (AddsParameter, AddsModule, AddsBuffer):
-        result = train(short(model=model))
+@pytest.mark.parametrize("model", [AddsParameter, AddsModule, AddsBuffer])
+def test_state_that_the_first_batch_adds_is_refused_before_training(model):
+    with running() as pool:
+        result = pool.submit(short(model=model)).result(PATIENCE_SECONDS)
         assert "make it in __init__" in _raised(result)
-        assert result.units_run == 0
+        assert pool.stats().units_run == 0
 
 
 def test_a_lazy_module_that_has_seen_a_batch_trains():
