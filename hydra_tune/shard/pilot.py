@@ -34,6 +34,13 @@ def aligned(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
 
 
+class _StorageReference(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows which storage it was."""
+
+    __slots__ = ("storage",)
+    storage: int
+
+
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the bytes of all storages made while it is active, and their peak.
 
@@ -46,14 +53,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._alignment = alignment
         self._current_bytes = 0
-        self._seen: dict[int, int] = {}
-        self._freed: deque[int] = deque()
+        self._seen: dict[int, tuple[int, _StorageReference]] = {}
+        self._freed: deque[_StorageReference] = deque()
 
     @property
     def current_bytes(self) -> int:
         """Bytes of the storages that are alive now."""
         while self._freed:
-            self._current_bytes -= self._seen.pop(self._freed.popleft())
+            self._current_bytes -= self._seen.pop(self._freed.popleft().storage)[0]
         return self._current_bytes
 
     def know(self, *tensors: Tensor) -> None:
@@ -65,9 +72,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._track(leaf)
+        if isinstance(result, Tensor):  # most are: this runs for every operator of the user's own code
+            self._track(result)
+        else:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._track(leaf)
         return result
 
     def _track(self, tensor: Tensor, size: int | None = None) -> None:
@@ -77,10 +87,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._seen:
             return
         nbytes = aligned(storage.nbytes(), self._alignment) if size is None else size
-        self._seen[key] = nbytes
+        reference = _StorageReference(storage, self._freed.append)
+        reference.storage = key
+        self._seen[key] = (nbytes, reference)
         self._current_bytes = before + nbytes
         self.peak_bytes = max(self.peak_bytes, self._current_bytes)
-        weakref.finalize(storage, self._freed.append, key)
 
 
 @contextmanager
