@@ -264,3 +264,23 @@ def test_a_step_that_needs_more_than_its_pilot_saw_and_than_there_is_fails_by_na
     assert isinstance(refused.error, BudgetError)
     assert "a shard unit needs" in str(refused.error)
     assert refused.units_run == 4
+
+
+class Straight(Deep):
+    """Nothing that a graph could not follow."""
+
+    def between(self, x):
+        return x
+
+
+def test_spilled_trials_and_sharded_ones_share_devices():
+    tasks = [task(model, seed=seed) for model in (Branches, Straight, PythonLayerDrop) for seed in (1, 2)]
+    tracker = StorageTracker()
+    with running(devices="cpu:2", device_memory="400KiB", max_concurrent=6, instrument=tracker) as pool:
+        jobs = [pool.submit(described) for described in tasks]
+        results = [job.result(4 * PATIENCE_SECONDS) for job in jobs]
+        devices = pool.stats().devices.values()
+    for described, result in zip(tasks, results, strict=True):
+        assert against_plain(described, result) == []
+    assert [result.num_shards > 1 for result in results] == [False, False, True, True, False, False]
+    assert max(tracker.peak_bytes) <= max(device.peak_bytes for device in devices) <= 400 * 1024
