@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_tune.devices.device import Device
@@ -40,10 +41,14 @@ class HostCopy:
         self._loaded: StorageWeakRef | None = None
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a view of the copied storage, and nobody has overwritten that since."""
+        """Whether the tensor is a view of the copied storage, and nobody has overwritten that since.
+
+        Views with a counter of their own (`unsafe_chunk`, which GRUs are made of) have a copy of their own.
+        """
         known = [self._original.cdata] if self._loaded is None else [self._original.cdata, self._loaded.cdata]
         same = tensor.untyped_storage()._cdata in known  # noqa: SLF001 - the storage's identity
-        return same and self._version == tensor._version == self._counter._version  # noqa: SLF001
+        unchanged = self._version == tensor._version == self._counter._version  # noqa: SLF001
+        return same and unchanged and _share_counter(self._counter, tensor)
 
     def storage(self) -> torch.UntypedStorage | None:
         """A storage on the device with these bytes, if there is one still."""
@@ -167,6 +172,14 @@ def _counter(tensor: Tensor) -> Tensor:
     counter = tensor.detach()
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
+
+
+def _share_counter(counter: Tensor, tensor: Tensor) -> bool:
+    """Whether two tensors have one version counter: what moves one moves the other."""
+    before = tensor._version  # noqa: SLF001
+    with _unsafe_preserve_version_counter(counter):
+        torch.autograd.graph.increment_version(counter)
+        return tensor._version != before  # noqa: SLF001
 
 
 def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:

@@ -75,6 +75,14 @@ def conjugated(x):
     return (x.conj() * x.exp()).real.sum() + (x.conj().imag * x.real.exp()).sum()
 
 
+def gated(x):
+    """Overwrites parts of one storage by chunks that have a version counter each."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        gru = nn.GRU(ROWS, ROWS, 2, batch_first=True)
+    return gru(x.view(16, -1, ROWS))[0].square().mean()
+
+
 STEPS = {
     "views, outputs, inputs": chain,
     "second derivatives": gradient_penalty,
@@ -84,6 +92,7 @@ STEPS = {
         .sum()
     ),
     "complex, conjugated": lambda x: conjugated(torch.view_as_complex((x * 1).view(-1, 2))),
+    "chunks of one storage": gated,
     "a backward that overwrites": lambda x: Scratch.apply(x * 3).sum(),
     "checkpointed": lambda x: torch.utils.checkpoint.checkpoint(chain, x * 2, use_reentrant=False),
 }
