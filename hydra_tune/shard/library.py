@@ -4,8 +4,6 @@ One library serves one pool, whose devices decide the budget that everything is 
 """
 
 import copy
-import random
-import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -29,6 +27,7 @@ from hydra_tune.shard.plan import Plan, build_plan, operators
 from hydra_tune.shard.precision import autocast, share_casts
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.separable import check_separable
+from hydra_tune.shard.streams import preserved_streams
 from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.shard.verify import UnitSeconds, verify, verify_close
 from hydra_tune.shard.whole import whole_plan
@@ -141,8 +140,13 @@ class PlanLibrary:
         request = _Request(
             task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like
         )
+        if like is not None and like.plan.eager:
+            with self._lock, preserved_streams():
+                return self._whole(
+                    request, CaptureError("its training runs whole, and may change what a graph would repeat for ever")
+                )
         if prefer_whole:
-            with self._lock, _preserved_streams(), suppress(BudgetError):
+            with self._lock, preserved_streams(), suppress(BudgetError):
                 return self._whole(request, CaptureError("batches of too many kinds"))
         architecture = architecture_key(task, model)
         key = None
@@ -150,7 +154,7 @@ class PlanLibrary:
             tail = (optimizer_key(optimizer), GradientRules.of(task)) if mode == "train" else None
             held = None if like is None else (like.plan.mode, like.plan.cuts, frozenset(like.owners.items()))
             key = (architecture, mode, leaves.signature, tail, held)
-        with self._lock, _preserved_streams():
+        with self._lock, preserved_streams():
             found = self._plans.get(key) if key is not None else None
             if found is None:
                 found = self._capture(request)
@@ -259,20 +263,6 @@ def _owner_cuts(captured: Captured, analysis: Analysis, owners: dict[str, int]) 
             before = [cut for cut in allowed if cut <= positions[node]]
             cuts += before[-1:]
     return sorted(set(cuts))
-
-
-@contextmanager
-def _preserved_streams() -> Iterator[None]:
-    """Capture, pilot and verification draw random numbers; none of that may show in the trial."""
-    numpy = sys.modules.get("numpy")
-    states = torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if numpy is not None:
-            numpy.random.set_state(states[2])
 
 
 @contextmanager

@@ -239,7 +239,7 @@ def _copy(batch: Any) -> Any:
 
 def _watched(twin: nn.Module, run: Callable[[], _Outcome]) -> _Outcome:
     """Run the eager step and refuse a model that moves state which no graph can move."""
-    attributes, python_state, numpy_state = _attributes(twin), random.getstate(), _numpy_state()
+    attributes, python_state, numpy_state = plain_attributes(twin), random.getstate(), _numpy_state()
     outcome = run()
     if random.getstate() != python_state:
         random.setstate(python_state)
@@ -248,14 +248,14 @@ def _watched(twin: nn.Module, run: Callable[[], _Outcome]) -> _Outcome:
         )
     if numpy_state is not None and _numpy_state() != numpy_state:
         raise CaptureError("the model draws from numpy.random in its forward; a graph would repeat one draw for ever")
-    for name, value in _attributes(twin).items():
+    for name, value in plain_attributes(twin).items():
         if name not in attributes or attributes[name] != value:
             raise CaptureError(f"the model's forward changes its attribute {name!r}, which a graph would not")
     return outcome
 
 
-def _attributes(twin: nn.Module) -> dict[str, Any]:
-    """Attributes of all submodules as far as they are plain values, and containers of such."""
+def plain_attributes(twin: nn.Module) -> dict[str, Any]:
+    """Attributes of all submodules as far as they are plain values, and containers of such: what a graph would bake in."""
     return {
         f"{path}.{name}".lstrip("."): _plain(value)
         for path, module in twin.named_modules()

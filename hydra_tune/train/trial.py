@@ -23,11 +23,13 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.shard.verify import plain_attributes
 from hydra_tune.task import TrainTask
 from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import no_batch, num_batches, num_samples
 from hydra_tune.train.feed import Feed
 from hydra_tune.train.gradients import Gradients
+from hydra_tune.train.hooks import refuse_gradient_hooks
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.state import ModelState, check_optimizer
 from hydra_tune.train.step import EvaluationStep, PendingUnit, unit_times
@@ -87,6 +89,7 @@ class Trial:
         self._scheduler: Any = None
         self._plans: OrderedDict[Any, tuple[Prepared, UnitTimes]] = OrderedDict()  # least recently used first
         self._kinds: Counter[str] = Counter()
+        self._baked_in: dict[Any, dict[str, Any]] = {}
         self._interval = Mean()
         self._started = time.perf_counter()
         self._train_times = UnitTimes({})
@@ -243,6 +246,7 @@ class Trial:
                 )
             check_optimizer(optimizer, module)
             self._scheduler = None if task.scheduler is None else task.scheduler(optimizer)
+            refuse_gradient_hooks(module)
         module.train()
         self.module, self.optimizer = module, optimizer
         return module, optimizer
@@ -305,7 +309,7 @@ class Trial:
         self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, leaves: batches.Leaves, mode: str
     ) -> tuple[Prepared, UnitTimes]:
         key = (mode, leaves.signature)
-        if key not in self._plans:
+        if key not in self._plans or self._is_outdated(key, module):
             like = None
             if self.state is not None:
                 self.state.bring_home()  # a capture copies the model
@@ -319,10 +323,18 @@ class Trial:
                 self.state.adopt_state(list(prepared.plan.used_state()), self._device)
             module.train()
             self._plans[key] = (prepared, unit_times(prepared, self.task.accumulate if mode == "train" else 1))
+            self._baked_in[key] = plain_attributes(module)
             while len(self._plans) > _MAX_PLANS:
-                self._plans.popitem(last=False)
+                oldest, _ = self._plans.popitem(last=False)
+                del self._baked_in[oldest]
         self._plans.move_to_end(key)
         return self._plans[key]
+
+    def _is_outdated(self, key: Any, module: nn.Module) -> bool:
+        """Whether eager units have changed attributes that a graph has baked in; a graph itself changes none."""
+        if self._plans[key][0].plan.eager or not any(prepared.plan.eager for prepared, _ in self._plans.values()):
+            return False
+        return self._baked_in[key] != plain_attributes(module)
 
     def _step_scheduler(self) -> None:
         if self._scheduler is None:

@@ -187,6 +187,40 @@ def test_a_model_that_runs_whole_gives_the_plain_numbers():
     assert losses_of(result) == losses
 
 
+class Deep(nn.Module):
+    """Its activations take 48 MiB, everything else half of that; it looks at a value, so it runs whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(24))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        x = x[:, : WIDTHS[-1]]
+        return x if x.sum() > 0 else -x
+
+
+def test_activations_that_do_not_fit_are_spilled_and_the_numbers_are_the_plain_ones():
+    def large():
+        return [(x.repeat(32, 1), y.repeat(32)) for x, y in batches()]
+
+    described = task(model=Deep, train=large)
+    losses, _ = plain_losses(described)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(0)
+    torch.cuda.reset_peak_memory_stats(0)
+    budget = 48 * MIB
+    with HydraExecutor(devices="cuda:0", device_memory=budget) as pool:
+        (result,) = pool.run([described])
+        statistics = pool.stats().devices["cuda:0"]
+    assert losses_of(result) == losses
+    assert statistics.bytes_out_by_kind["activations"] >= 5 * 40 * MIB
+    assert statistics.peak_bytes <= budget
+    assert torch.cuda.max_memory_allocated(0) - before <= budget + 32 * MIB
+
+
 def test_everything_is_given_back():
     with HydraExecutor(devices="cuda:0", device_memory="1GiB") as pool:
         results = pool.run([task()])
