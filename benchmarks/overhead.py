@@ -131,21 +131,20 @@ def run(name: str, arm: str) -> dict[str, float]:
     build, num_steps, _ = MODELS[name]
     task, clock = build(num_steps)
     if arm == "plain":
-        loss = train_plain(task).losses[-1]
-        mean = None
+        loss = train_plain(task).metrics["train_loss"]
     else:
         with HydraExecutor(devices="cpu:1") as pool:
             (result,) = pool.run([task])
         if result.error is not None:
             raise result.error
         assert result.num_shards == 1
-        loss, mean = None, result.metrics["train_loss"]
+        loss = result.metrics["train_loss"]
     steps = [after - before for before, after in pairwise(clock.marks)]
     return {
         "step": statistics.median(steps[WARM_STEPS:]),
         "first": sum(steps[:WARM_STEPS]),
         "parameters": sum(p.numel() for p in task.model().parameters()),
-        "loss": loss or mean,
+        "loss": loss,
     }
 
 
@@ -176,6 +175,9 @@ def main() -> int:
         for number in range(options.rounds):
             for arm in ("plain", "pool") if number % 2 == 0 else ("pool", "plain"):
                 runs[arm].append(start(name, arm))
+        losses = {run["loss"] for both in runs.values() for run in both}
+        if len(losses) != 1:
+            raise SystemExit(f"{name}: the arms disagree on the loss: {losses}")
         plain, pool = (statistics.median(r["step"] for r in runs[arm]) for arm in ("plain", "pool"))
         first = [statistics.median(r["first"] for r in runs[arm]) for arm in ("plain", "pool")]
         met = met and pool / plain <= goal
