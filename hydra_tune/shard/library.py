@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydra_tune.errors import CaptureError, HydraTuneError
+from hydra_tune.errors import CaptureError, HydraTuneError, TaskError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.analysis import Analysis, analyse
 from hydra_tune.shard.capture import Captured, StateSpec, capture, describe, state_specs
@@ -132,6 +132,7 @@ class PlanLibrary:
             BudgetError: a part that cannot be cut further does not fit.
             TaskError, MetricError: the step is not right.
         """
+        _refuse_accumulation_hooks(model)
         leaves = batches.flatten(batch)
         request = _Request(
             task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like
@@ -140,7 +141,9 @@ class PlanLibrary:
         key = None
         if architecture is not None:
             tail = optimizer_key(optimizer) if mode == "train" else None
-            held = None if like is None else (like.plan.mode, like.plan.cuts, frozenset(like.owners.items()))
+            held = None
+            if like is not None:
+                held = (like.plan.mode, like.plan.eager, like.plan.cuts, frozenset(like.owners.items()))
             key = (architecture, mode, leaves.signature, tail, held)
         with self._lock, _preserved_streams():
             found = self._plans.get(key) if key is not None else None
@@ -155,6 +158,9 @@ class PlanLibrary:
 
     def _capture(self, request: _Request) -> Prepared | CaptureError:
         """A verified plan, or why there is none; a budget that cannot be met is raised."""
+        if request.like is not None and request.like.plan.eager:
+            # Its own code runs in every training step and may change what a graph would have baked in.
+            return CaptureError("its training step runs whole")
         try:
             twin = _twin(request.model)
             with GATE.exclusive(), _quiet_export():
@@ -170,6 +176,7 @@ class PlanLibrary:
     def _cut(self, request: _Request, captured: Captured) -> Prepared:
         specs = state_specs(request.model)
         analysis = analyse(captured, specs, request.leaves.tensors)
+        _check_gradients(captured, analysis)
         pilot = Pilot(
             captured,
             analysis,
@@ -189,6 +196,8 @@ class PlanLibrary:
         else:
             edges = partitioner.partition(None, _cuts_like(captured, analysis, request.like))
         plan = build_plan(captured, analysis, pilot, edges)
+        if request.mode == "train":
+            _check_hooks(request.model, plan)
         with GATE.shared():
             if request.mode == "train" and len(plan.shards) > 1:
                 check_separable(request.optimizer, dict(request.model.named_parameters()), specs)
@@ -220,10 +229,41 @@ class PlanLibrary:
 
 
 def _twin(model: nn.Module) -> nn.Module:
+    """A copy of a model, with the hooks on its parameters, which `deepcopy` leaves out."""
     try:
-        return copy.deepcopy(model)
+        twin = copy.deepcopy(model)
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
+    for original, parameter in zip(model.parameters(), twin.parameters(), strict=True):
+        for hook in _hooks(original):
+            parameter.register_hook(hook)
+    return twin
+
+
+def _hooks(parameter: Tensor) -> list[Any]:
+    return list((parameter._backward_hooks or {}).values())  # noqa: SLF001 - there is no public way to ask
+
+
+def _check_hooks(model: nn.Module, plan: Plan) -> None:
+    """A hook must see a parameter's whole gradient once; where several shards use the parameter it would see parts."""
+    used = plan.used_state()
+    for name, parameter in model.named_parameters():
+        if _hooks(parameter) and len(used.get(name, ())) > 1:
+            raise CaptureError(f"parameter {name!r} has a gradient hook and is used by several shards")
+
+
+def _refuse_accumulation_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise TaskError(
+                f"parameter {name!r} has a post-accumulate-grad hook, which would run before its gradient is complete; "
+                "do its work in the optimizer's step"
+            )
+
+
+def _check_gradients(captured: Captured, analysis: Analysis) -> None:
+    if captured.mode == "train" and not all(analysis.values[name].requires_grad for name in captured.outputs):
+        raise CaptureError("the captured loss has lost its gradients (reentrant checkpoints do that)")
 
 
 def _cuts_like(captured: Captured, analysis: Analysis, like: Layout) -> list[int]:

@@ -27,6 +27,7 @@ from hydra_tune.shard import compute
 from hydra_tune.shard.analysis import Analysis, placeholders
 from hydra_tune.shard.capture import Captured, StateSpec
 from hydra_tune.shard.split import ShardGraph, cut_shard
+from hydra_tune.shard.workspace import with_workspace
 
 
 def aligned(size: int, alignment: int) -> int:
@@ -57,7 +58,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = with_workspace(func, args, func(*args, **(kwargs or {})))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._track(leaf)

@@ -32,6 +32,45 @@ def training_loss(task: TrainTask) -> Callable[[nn.Module, Any], Any]:
     return step
 
 
+def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> None:
+    """Let buffers that a forward replaced (`self.scale = ...`) be the tensors they were, with the new values.
+
+    A graph, and the blocks that state is spilled in, know a buffer by its tensor.
+
+    Args:
+        before: the model's buffers before the forward, from `buffers_of`.
+
+    Raises:
+        TaskError: a buffer was replaced by one of another shape or type, or removed.
+    """
+    replaced = [(owner, name, old) for owner, name, old in before if owner._buffers.get(name) is not old]  # noqa: SLF001
+    # All copied first: buffers may have changed places.
+    values = [_fitting(owner._buffers.get(name), name, old) for owner, name, old in replaced]  # noqa: SLF001
+    for (owner, name, old), value in zip(replaced, values, strict=True):
+        old.copy_(value)
+        owner._buffers[name] = old  # noqa: SLF001 - an assignment would be seen by export
+
+
+def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Each buffer with the module that holds it and its name there."""
+    return [
+        (owner, name, tensor)
+        for owner in model.modules()
+        for name, tensor in owner._buffers.items()  # noqa: SLF001 - tied buffers under each of their names
+        if tensor is not None
+    ]
+
+
+def _fitting(new: Tensor | None, name: str, old: Tensor) -> Tensor:
+    if new is None or new.shape != old.shape or new.dtype != old.dtype:
+        got = "nothing" if new is None else f"one of shape {tuple(new.shape)} and {new.dtype}"
+        raise TaskError(
+            f"the model's forward replaces its buffer {name!r} of shape {tuple(old.shape)} and {old.dtype} by {got}; "
+            "a model's state must keep its shapes, so keep this in a plain attribute or register it as it will be"
+        )
+    return new.detach().clone()
+
+
 class TrainStep(nn.Module):
     """`forward(batch)` is `{"loss": the training loss}`."""
 
@@ -46,7 +85,9 @@ class TrainStep(nn.Module):
         Raises:
             TaskError: what the step returned is not a scalar tensor.
         """
+        buffers = buffers_of(self.model)
         loss = self._step(self.model, batch)
+        settle_buffers(buffers)
         if not isinstance(loss, Tensor):
             raise TaskError(f"the training step must return a scalar tensor, not {type(loss).__name__}")
         if loss.numel() != 1:
@@ -71,7 +112,9 @@ class EvaluateStep(nn.Module):
         Raises:
             MetricError: not a mapping of names to scalars.
         """
+        buffers = buffers_of(self.model)
         metrics = self._evaluate(self.model, batch)
+        settle_buffers(buffers)
         if not isinstance(metrics, Mapping):
             raise MetricError(f"evaluate must return {{name: scalar tensor}}, not {type(metrics).__name__}")
         return {str(name): _scalar(name, value) for name, value in metrics.items()}
