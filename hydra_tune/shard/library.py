@@ -236,7 +236,7 @@ def _twin(model: nn.Module) -> nn.Module:
         raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
     for original, parameter in zip(model.parameters(), twin.parameters(), strict=True):
         for hook in _hooks(original):
-            parameter.register_hook(hook)
+            parameter.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return twin
 
 

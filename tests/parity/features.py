@@ -70,6 +70,12 @@ def _schedule(make: Callable[..., Any], interval: str, **arguments: Any) -> Chan
     return lambda entry: {"scheduler": partial(make, **arguments), "scheduler_interval": interval}
 
 
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    """Moves the rate, and the momentum of those that have one."""
+    has_momentum = not optimizer.defaults.keys().isdisjoint({"momentum", "betas"})
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=STEPS, cycle_momentum=has_momentum)
+
+
 def _plateau(entry: Entry) -> dict[str, Any]:
     return _evaluation(entry) | {
         "scheduler": partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.5, threshold=0.5)
@@ -112,7 +118,7 @@ FEATURES: dict[str, Change] = {
     "schedule per step": _schedule(lr_scheduler.CosineAnnealingLR, "step", T_max=STEPS),
     "schedule per epoch": _schedule(lr_scheduler.StepLR, "epoch", step_size=1, gamma=0.5),
     "plateau": _plateau,
-    "one cycle": _schedule(lr_scheduler.OneCycleLR, "step", max_lr=1e-2, total_steps=STEPS),
+    "one cycle": _schedule(one_cycle, "step"),
     "ragged": _ragged,
     "shapes": _shapes,
     "iterable": _iterable,

@@ -1,4 +1,4 @@
-"""Runs tasks of the registry on a pool and says what was seen: the path each took, and whether its bits were the reference's."""
+"""Runs tasks of the registry on a pool and says what was seen: the path each took, and whether its bits are the same."""
 
 import os
 import subprocess
@@ -62,9 +62,7 @@ def run(specs: list[Spec], **options: Any) -> list[Seen]:
     assert seen[0] > 0
     for tracked, ledger in zip(seen, counted, strict=False):
         assert tracked <= ledger <= max(device.budget_bytes for device in devices), (seen, counted)
-    return [
-        Seen(result, *plans.get(id(task), ({}, {}))) for task, result in zip(tasks, results, strict=True)
-    ]
+    return [Seen(result, *plans.get(id(task), ({}, {}))) for task, result in zip(tasks, results, strict=True)]
 
 
 def difference(seen: Seen, reference: dict[str, Any]) -> list[str]:
@@ -90,7 +88,9 @@ def _watched_plans() -> Iterator[dict[int, tuple[dict[str, int], dict[str, str]]
         shards[mode] = min(shards.get(mode, 1 << 30), 0 if prepared.plan.eager else len(prepared.plan.shards))
         return prepared
 
-    def reasoned(task: TrainTask, model: Any, twin: Any, leaves: Any, mode: str, *, reason: CaptureError, **rest: Any) -> Any:
+    def reasoned(
+        task: TrainTask, model: Any, twin: Any, leaves: Any, mode: str, *, reason: CaptureError, **rest: Any
+    ) -> Any:
         found.setdefault(id(task), ({}, {}))[1][mode] = str(reason)
         return whole(task, model, twin, leaves, mode, reason=reason, **rest)
 

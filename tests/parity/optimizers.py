@@ -11,7 +11,9 @@ from torch import optim
 class Lion(optim.Optimizer):
     """An optimizer as a user writes one: the sign of a mix of gradient and momentum (Chen et al., 2023)."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
+    def __init__(
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -15,9 +15,7 @@ from tests.parity.zoo import hugging_face, sequences, traits, vision, whole
 from tests.parity.zoo.entry import Entry
 
 ENTRIES: dict[str, Entry] = {
-    entry.name: entry
-    for part in (traits, vision, sequences, hugging_face, whole)
-    for entry in part.ENTRIES
+    entry.name: entry for part in (traits, vision, sequences, hugging_face, whole) for entry in part.ENTRIES
 }
 
 

@@ -77,9 +77,9 @@ def _entry(name: str, what: str, model, samples, shorter=_shorter, **changes) ->
 
 
 ENTRIES = [
-    _entry("hf_bert", "`BertForSequenceClassification`", bert, _classified),
-    _entry("hf_gpt2", "`GPT2LMHeadModel`, tied embeddings", gpt2, _causal),
-    _entry("hf_t5", "`T5ForConditionalGeneration`, encoder states and shared embeddings", t5, _reversed),
-    _entry("hf_llama", "`LlamaForCausalLM`, rotary positions, grouped heads", llama, _causal),
+    _entry("hf_bert", "`BertForSequenceClassification`", bert, _classified, train="whole"),
+    _entry("hf_gpt2", "`GPT2LMHeadModel`, tied embeddings", gpt2, _causal, train="whole"),
+    _entry("hf_t5", "`T5ForConditionalGeneration`, encoder states and shared embeddings", t5, _reversed, train="whole"),
+    _entry("hf_llama", "`LlamaForCausalLM`, rotary positions, grouped heads", llama, _causal, train="whole"),
     _entry("hf_vit", "`ViTForImageClassification`", vit, _pictures, None),
 ]

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from tests.parity.models import GPT2, next_token_loss
 from tests.parity.zoo.entry import Entry, accuracy, shorter_texts, texts
@@ -61,17 +62,28 @@ class Encoder(nn.Module):
 class Translator(nn.Module):
     """Encoder states and two masks are used by every layer of the decoder."""
 
+    says_causal: bool | None = True
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(23, 16)
-        self.transformer = nn.Transformer(16, 2, 2, 2, 32, 0.1, batch_first=True, norm_first=True)
+        layers = (16, 2, 32, 0.1, functional.relu, 1e-5, True, True)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(*layers), 2, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(*layers), 2)
         self.head = nn.Linear(16, 4)
 
     def forward(self, ids):
         x, padding = self.embedding(ids), ids == 0
         causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
-        y = self.transformer(x, x, tgt_mask=causal, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+        memory = self.encoder(x, src_key_padding_mask=padding)
+        y = self.decoder(x, memory, causal, memory_key_padding_mask=padding, tgt_is_causal=self.says_causal)
         return self.head(y.mean(1))
+
+
+class AsksMask(Translator):
+    """Lets torch find out from the mask's values whether it is causal."""
+
+    says_causal = None
 
 
 class Masks(nn.Module):
@@ -104,9 +116,7 @@ def _shorter_dicts(batch):
 
 
 def _texts(name: str, what: str, model, **changes) -> Entry:
-    return Entry(
-        name=name, what=what, model=model, samples=texts, shorter=shorter_texts, evaluate=accuracy, **changes
-    )
+    return Entry(name=name, what=what, model=model, samples=texts, shorter=shorter_texts, evaluate=accuracy, **changes)
 
 
 ENTRIES = [
@@ -122,6 +132,7 @@ ENTRIES = [
     _texts("gru", "two layers, both directions, dropout", gru),
     _texts("lstm_cells", "a Python loop over time", Cells),
     _texts("transformer_encoder", "`nn.TransformerEncoder`", Encoder, evaluation="whole"),
-    _texts("transformer", "`nn.Transformer`, encoder and decoder, padding masks", Translator, evaluation="whole"),
+    _texts("transformer", "`nn.TransformerDecoder` after an encoder, padding masks, `tgt_is_causal=True`", Translator),
+    _texts("transformer_asks", "the same without `tgt_is_causal`", AsksMask, train="whole"),
     _texts("masks", "int and bool masks across all cuts", Masks),
 ]

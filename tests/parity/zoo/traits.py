@@ -59,9 +59,7 @@ def clicks(count: int) -> list[Any]:
     source = generator(5)
     dense = torch.randn(count, 6, generator=source)
     ids, bag = (torch.randint(11, (count, width), generator=source) for width in (2, 5))
-    return [
-        {"features": (dense[i], ids[i], bag[i]), "clicked": (dense[i, 0] > 0).float()} for i in range(count)
-    ]
+    return [{"features": (dense[i], ids[i], bag[i]), "clicked": (dense[i, 0] > 0).float()} for i in range(count)]
 
 
 def click_loss(module, batch):
@@ -100,9 +98,7 @@ class Nested(nn.Module):
 
 
 def nests(count: int) -> list[Any]:
-    return [
-        ({"early": x[:4], "late": (x[4:8], {"wide": x[8:]})}, [label]) for x, label in vectors(count)
-    ]
+    return [({"early": x[:4], "late": (x[4:8], {"wide": x[8:]})}, [label]) for x, label in vectors(count)]
 
 
 def nest_loss(module, batch):
@@ -233,7 +229,9 @@ class Normalizations(nn.Module):
         super().__init__()
         self.first = nn.Sequential(nn.Linear(16, 24), nn.BatchNorm1d(24), nn.AlphaDropout(0.1), nn.RReLU())
         self.second = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.InstanceNorm1d(4, track_running_stats=True))
-        self.third = nn.Sequential(nn.Dropout1d(0.2), nn.PReLU(), nn.Flatten(), nn.RMSNorm(96), nn.FeatureAlphaDropout(0.1))
+        self.third = nn.Sequential(
+            nn.Dropout1d(0.2), nn.PReLU(), nn.Flatten(), nn.RMSNorm(96), nn.FeatureAlphaDropout(0.1)
+        )
         self.head = nn.Linear(96, 4)
 
     def forward(self, x):
@@ -247,16 +245,24 @@ def _vectors(name: str, what: str, model, **changes: Any) -> Entry:
 ENTRIES = [
     _vectors("mlp", "dropout, in-place activations", MLP),
     _vectors("free_form", "dicts, slices, in-place writes, einsum", FreeForm),
-    Entry(name="dlrm", what="`nn.Embedding`, `nn.EmbeddingBag`, interactions", model=Dlrm, samples=clicks, step=click_loss),
+    Entry(
+        name="dlrm", what="`nn.Embedding`, `nn.EmbeddingBag`, interactions", model=Dlrm, samples=clicks, step=click_loss
+    ),
     _vectors("bag_offsets", "`nn.EmbeddingBag` with offsets", Offsets, samples=bags),
-    Entry(name="nested_batch", what="dicts, tuples and lists in the batch", model=Nested, samples=nests, step=nest_loss),
-    _vectors("several_losses", "heads in the middle, penalties on weights", SeveralLosses, step=added_losses, evaluate=None),
+    Entry(
+        name="nested_batch", what="dicts, tuples and lists in the batch", model=Nested, samples=nests, step=nest_loss
+    ),
+    _vectors(
+        "several_losses", "heads in the middle, penalties on weights", SeveralLosses, step=added_losses, evaluate=None
+    ),
     _vectors("shared_module", "one Linear used far apart, a weight used transposed", Shared),
     _vectors("frozen", "parameters that are not trained, among others", Frozen),
     _vectors("weight_norm", "`parametrizations.weight_norm`", weight_norm),
     _vectors("spectral_norm", "`parametrizations.spectral_norm`", spectral_norm),
     _vectors("checkpointed", "`torch.utils.checkpoint` inside, not reentrant", Checkpointed),
-    _vectors("checkpointed_reentrant", "`torch.utils.checkpoint` inside, reentrant", ReentrantlyCheckpointed),
+    _vectors(
+        "checkpointed_reentrant", "`torch.utils.checkpoint` inside, reentrant", ReentrantlyCheckpointed, train="whole"
+    ),
     _vectors("moving_average", "buffers that follow the activations", MovingAverage),
     _vectors("normalizations", "all kinds of dropout and of running statistics", Normalizations),
 ]

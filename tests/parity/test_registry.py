@@ -1,0 +1,95 @@
+"""Every model of the registry trains bit for bit, and on the path it is expected to take.
+
+The fast part covers every model, feature and optimizer over few pools; the product of models, features, cuts and devices
+is marked slow.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.parity import cases
+from tests.parity.features import FEATURES, fits
+from tests.parity.observe import Seen, difference, reference_of, run
+from tests.parity.optimizers import OPTIMIZERS, OTHERS
+from tests.parity.registry import ENTRIES, Spec, product
+
+POOLS = {pool.name: pool for pool in cases.pools()}
+SECONDS = 280
+
+
+def check(spec: Spec, seen: Seen, reference: dict[str, Any]) -> list[str]:
+    """What is wrong with a task's outcome, in lines."""
+    if seen.result.error is not None:
+        return [f"{spec}: {seen.result.error!r}"]
+    entry, wrong = ENTRIES[spec.model], []
+    expected = {"train": entry.train, "evaluate": entry.evaluation if entry.train == "cut" else "whole"}
+    for mode, shards in seen.shards.items():
+        path = "cut" if shards else "whole"
+        if path != expected[mode]:
+            wrong.append(f"{spec}: {mode} ran {path}, expected {expected[mode]}: {seen.reasons.get(mode)}")
+    return wrong + [f"{spec}: {line}" for line in difference(seen, reference)]
+
+
+def outcomes(specs: list[Spec], references: dict[Spec, Any], **options: Any) -> list[str]:
+    return [
+        line
+        for spec, seen in zip(specs, run(specs, **options), strict=True)
+        for line in check(spec, seen, references[spec])
+    ]
+
+
+@pytest.fixture(scope="module")
+def fast_references():
+    """One fresh process for all of them: each would cost seconds."""
+    return reference_of(spec for pool in POOLS.values() for spec in pool.specs)
+
+
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("name", POOLS)
+def test_a_pool_of_everything(fast_references, name):
+    pool = POOLS[name]
+    wrong = outcomes(list(pool.specs), fast_references, **dict(pool.options))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_fast_part_leaves_nothing_out():
+    specs = [spec for pool in POOLS.values() for spec in pool.specs]
+    assert {spec.model for spec in specs} == set(ENTRIES)
+    assert {spec.feature for spec in specs} == set(FEATURES)
+    assert {spec.optimizer for spec in specs} == set(OPTIMIZERS)
+    for name in ENTRIES:
+        assert len({spec.feature for spec in specs if spec.model == name}) == 2
+        assert len({spec.optimizer for spec in specs if spec.model == name}) == 2
+
+
+def test_every_reference_trains(fast_references):
+    for spec, reference in fast_references.items():
+        assert len(set(reference["losses"])) == len(reference["losses"]), spec
+        assert all(loss == loss for loss in reference["losses"]), spec  # noqa: PLR0124 - NaN
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("devices", cases.DEVICES)
+@pytest.mark.parametrize("cut", cases.CUTS)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_product(name, cut, devices):
+    specs = product([name])
+    wrong = outcomes(specs, reference_of(specs), devices=devices, device_memory=cases.BUDGET, **cases.CUTS[cut])
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("name", ["mlp", "masks", "shared_module"])
+def test_every_other_optimizer_of_torch(name):
+    specs = [Spec(name, "schedule per step", optimizer) for optimizer in (*OPTIMIZERS, *OTHERS)]
+    wrong = outcomes(specs, reference_of(specs), devices="cpu:2", device_memory=cases.BUDGET, num_shards=3)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_features_fit_models_or_are_left_out():
+    assert {feature for feature in FEATURES if not all(fits(entry, feature) for entry in ENTRIES.values())} == {
+        "shapes"
+    }
