@@ -35,3 +35,7 @@ class ScheduleError(HydraTuneError):
 
 class MetricError(HydraTuneError, ValueError):
     """A metric that is asked for but never reported, or is not a number."""
+
+
+class BadLossError(HydraTuneError, ArithmeticError):
+    """A training loss that is NaN or infinite."""

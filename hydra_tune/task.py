@@ -18,6 +18,8 @@ from hydra_tune.errors import TaskError
 Batch = Any
 """What a data handle yields: any nesting of tuples, lists, dicts, tensors and plain Python values."""
 
+Precision = Literal["float32", "bfloat16", "float16"]
+
 DataHandle = Dataset[Any] | DataLoader[Any] | Callable[[], Iterable[Batch]]
 
 
@@ -26,7 +28,8 @@ class TrainTask:
     """One training run, described and not yet built.
 
     The reference for what a task means is `hydra_tune.train_plain`: seed torch, numpy and random; build model, parameter
-    groups, optimizer, scheduler; for each epoch, train on every batch, then evaluate. The pool gives the same numbers.
+    groups, optimizer, scheduler; for each epoch, train on every batch (accumulate, clip, step, zero), then evaluate. The
+    pool gives the same numbers.
 
     Args:
         model: builds the module; called once, with the trial's own random streams.
@@ -43,6 +46,14 @@ class TrainTask:
             `train_loss` where there is no `validate`.
         epochs: passes over `train`.
         batch_size: samples per batch, where `train` or `validate` is a `Dataset`.
+        accumulate: batches whose gradients are added up for one optimizer step, each loss divided by this number. What is
+            left over at the end of an epoch makes a step of its own, with the same divisor.
+        max_grad_norm: clips the norm of all gradients of the optimizer's parameters together to this, as
+            `torch.nn.utils.clip_grad_norm_` does; None for no clipping.
+        precision: what matrix products are computed in: `"float32"` as the model is, or under `torch.autocast` to
+            `"bfloat16"` or `"float16"`, the latter with a `torch.amp.GradScaler`. Parameters stay as they are.
+        on_bad_loss: whether a training loss that is NaN or infinite makes the trial `"fail"`, or ends it as if pruned
+            (`"prune"`). The step is not taken.
         scheduler: builds the learning-rate scheduler from the optimizer; `ReduceLROnPlateau` is given `metric`.
         scheduler_interval: whether the scheduler steps after each `"epoch"` or each optimizer `"step"`.
         report_every: `"epoch"`, or a number of optimizer steps; every report evaluates if there is `validate`.
@@ -64,6 +75,10 @@ class TrainTask:
     metric: str | tuple[str, ...] | None = None
     epochs: int = 1
     batch_size: int | None = None
+    accumulate: int = 1
+    max_grad_norm: float | None = None
+    precision: Precision = "float32"
+    on_bad_loss: Literal["fail", "prune"] = "fail"
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     scheduler_interval: Literal["epoch", "step"] = "epoch"
     report_every: Literal["epoch"] | int = "epoch"
@@ -76,10 +91,14 @@ class TrainTask:
             given = "neither" if self.loss is None else "both"
             raise TaskError(f"TrainTask needs exactly one of loss= and step=, got {given}")
         _check_positive("epochs", self.epochs)
+        _check_positive("accumulate", self.accumulate)
+        _check_norm(self.max_grad_norm)
         if self.batch_size is not None:
             _check_positive("batch_size", self.batch_size)
         if self.report_every != "epoch":
             _check_positive("report_every", self.report_every, instead="'epoch' or a number of optimizer steps")
+        _check_choice("precision", self.precision, ("float32", "bfloat16", "float16"))
+        _check_choice("on_bad_loss", self.on_bad_loss, ("fail", "prune"))
         _check_choice("scheduler_interval", self.scheduler_interval, ("epoch", "step"))
         _check_choice("result", self.result, ("last", "best"))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
@@ -122,6 +141,13 @@ def _check_factories(task: TrainTask) -> None:
 def _check_positive(name: str, value: object, *, instead: str = "a whole number of at least 1") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise TaskError(f"{name} must be {instead}, not {value!r}")
+
+
+def _check_norm(norm: object) -> None:
+    if norm is None:
+        return
+    if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
+        raise TaskError(f"max_grad_norm must be a number above 0, or None for no clipping, not {norm!r}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -2,5 +2,9 @@
 
 import signal
 
+import torch
+
 # A shell that starts the tests in the background has them ignore SIGINT, and tests that send it would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# The plain loop gives the pool's numbers with one intra-op thread, like every device of a pool.
+torch.set_num_threads(1)

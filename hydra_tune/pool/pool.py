@@ -362,7 +362,7 @@ class Pool:
             if unit.kind != _RESUME.kind:
                 seconds = self._run_pending(record, trial, device)
             following = self._advance(record)
-            while isinstance(following, PendingUnit) and following.kind == "update":
+            while isinstance(following, PendingUnit) and (following.kind, following.shard) == ("update", unit.shard):
                 # Just in time, while parameters and gradients are here: a backward's update is no decision of its own.
                 seconds += self._run_pending(record, trial, device)
                 following = self._advance(record)
@@ -449,7 +449,8 @@ class Pool:
         """The job has no further unit: it ends with the unit that is finishing now."""
         with self._changed:
             if record.outcome is None:
-                record.outcome = "completed"
+                assert record.trial is not None
+                record.outcome = record.trial.outcome
                 self._decide(JobStopped(job=record.job.key))
         self._release_all()
 

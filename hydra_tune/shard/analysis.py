@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.errors import CaptureError
 from hydra_tune.shard.capture import Captured, StateSpec
+from hydra_tune.shard.precision import autocast
 
 _RUNNING_STATISTICS = {
     # Operators that overwrite `running_mean` and `running_var` without saying so in their schema: which argument says if.
@@ -139,7 +140,7 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
     inputs = placeholders(captured, specs, batch, mode)
     recorder = _Recorder()
     arguments = [inputs.get(n.name) for n in captured.module.graph.nodes if n.op == "placeholder"]
-    with mode, torch.set_grad_enabled(captured.mode == "train"):
+    with mode, torch.set_grad_enabled(captured.mode == "train"), autocast(captured.precision):
         _Interpreter(captured.module, recorder).run(*arguments)
     recorder.settle()
     nodes = captured.nodes

@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind
 from hydra_tune.errors import CaptureError, HydraTuneError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.steps import MODEL_PREFIX, step_module
-from hydra_tune.task import TrainTask
+from hydra_tune.task import Precision, TrainTask
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
@@ -46,6 +46,7 @@ class Captured:
         inputs: placeholder name -> index among the batch's tensors.
         outputs: names of the output nodes, in the order of `names`.
         names: what the outputs are: `("loss",)` or the metrics.
+        precision: what it is to be run in; casts are not part of the graph.
     """
 
     module: fx.GraphModule
@@ -55,6 +56,7 @@ class Captured:
     inputs: dict[str, int]
     outputs: tuple[str, ...]
     names: tuple[str, ...]
+    precision: Precision = "float32"
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -84,7 +86,7 @@ def state_specs(model: nn.Module) -> dict[str, StateSpec]:
 
 
 def capture(task: TrainTask, twin: nn.Module, batch: Any, mode: str) -> Captured:
-    """Capture one step of a model.
+    """Capture one step of a model; for another precision than float32, inside `precision.autocast`.
 
     Args:
         task: describes the step.
@@ -104,7 +106,7 @@ def capture(task: TrainTask, twin: nn.Module, batch: Any, mode: str) -> Captured
             raise
         except Exception as error:
             raise CaptureError(f"torch.export cannot capture this model: {describe(error)}") from error
-    return _read(program, twin, mode)
+    return _read(program, twin, mode, task.precision)
 
 
 def describe(error: BaseException) -> str:
@@ -130,7 +132,7 @@ def user_line(error: BaseException) -> str | None:
     return f"{last.filename}:{last.lineno}: {last.line}" if last.line else f"{last.filename}:{last.lineno}"
 
 
-def _read(program: Any, twin: nn.Module, mode: str) -> Captured:
+def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> Captured:
     canonical = {id(tensor): name for name, tensor in named_state(twin)}
     state: dict[str, str] = {}
     constants: dict[str, Tensor] = {}
@@ -156,6 +158,7 @@ def _read(program: Any, twin: nn.Module, mode: str) -> Captured:
         inputs=inputs,
         outputs=outputs,
         names=tuple(program.call_spec.out_spec.context),
+        precision=precision,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from hydra_tune.devices.device import RandomGenerator
 from hydra_tune.shard import compute
 from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.steps import Objective, loss_itself
 
 
 def gradient_key(name: str) -> str:
@@ -26,6 +27,11 @@ def gradient_key(name: str) -> str:
 def parameter_gradient_key(name: str) -> str:
     """Key of the accumulated gradient of a parameter."""
     return f"parameter_gradient:{name}"
+
+
+def earlier_gradient_key(name: str) -> str:
+    """Key of a parameter's gradient from earlier batches of the same step."""
+    return f"earlier_gradient:{name}"
 
 
 def saved_key(shard: int, name: str) -> str:
@@ -54,6 +60,9 @@ class Store(Protocol):
     def drop(self, key: str) -> None:
         """Forget a value; unknown keys are ignored."""
 
+    def changed(self, key: str) -> None:
+        """The value under a key was changed in place."""
+
 
 class Chain:
     """One step of one trial.
@@ -61,10 +70,12 @@ class Chain:
     Args:
         plan: the step cut into shards.
         store: where values are between units.
+        objective: what the backward starts from; the loss itself unless given.
     """
 
-    def __init__(self, plan: Plan, store: Store) -> None:
+    def __init__(self, plan: Plan, store: Store, objective: Objective = loss_itself) -> None:
         self.plan = plan
+        self._objective = objective
         self._store = store
         self._random_states: dict[int, Tensor] = {}
 
@@ -75,6 +86,7 @@ class Chain:
         if kind == "backward":
             keys += [gradient_key(name) for name in (*shard.gradient_outputs, *shard.graph.live_in)]
             keys += [parameter_gradient_key(name) for name in (*shard.trained, *shard.shared_gradients)]
+            keys += [earlier_gradient_key(name) for name in shard.trained]
             keys += [saved_key(index, name) for name in shard.graph.saved_state]
         return keys
 
@@ -100,7 +112,10 @@ class Chain:
                     self._store.drop(name)
 
     def backward(self, index: int, generator: RandomGenerator) -> None:
-        """Run a backward unit; leaves gradients of parameters under `parameter_gradient_key`."""
+        """Run a backward unit; leaves gradients of parameters under `parameter_gradient_key`.
+
+        To those that are complete, what is under `earlier_gradient_key` is added as autograd would add to `.grad`.
+        """
         shard = self.plan.shards[index]
         recompute = self.has_forward(index)
         if recompute and shard.graph.stochastic:
@@ -118,14 +133,27 @@ class Chain:
             parameter_gradients=self._present(
                 {name: parameter_gradient_key(name) for name in (*shard.trained, *shard.shared_gradients)}
             ),
+            objective=self._objective,
         )
         for name, gradient in gradients.live_in.items():
             self._store.put(gradient_key(name), gradient)
         for name, gradient in gradients.parameters.items():
             self._store.put(parameter_gradient_key(name), gradient)
+        for name in shard.trained:
+            self._add_earlier(name)
         for name, tensor in gradients.outputs.items():
             self._store.put(name, tensor)
         self._forget(shard, index)
+
+    def _add_earlier(self, name: str) -> None:
+        earlier, fresh = self._store.get(earlier_gradient_key(name)), self._store.get(parameter_gradient_key(name))
+        if earlier is None:
+            return
+        if fresh is not None:
+            earlier.add_(fresh)
+            self._store.changed(earlier_gradient_key(name))
+        self._store.put(parameter_gradient_key(name), earlier)
+        self._store.drop(earlier_gradient_key(name))
 
     def skip_backward(self, index: int) -> None:
         """Nothing of a shard is trained and no gradient flows through it: its backward only lets values go."""

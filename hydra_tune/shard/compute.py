@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.shard.split import ShardGraph
+from hydra_tune.shard.steps import Objective, loss_itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,7 @@ def backward(
     output_gradients: Mapping[str, Tensor | None],
     accumulated: Mapping[str, Tensor],
     parameter_gradients: Mapping[str, Tensor],
+    objective: Objective = loss_itself,
 ) -> Gradients:
     """Run a shard with gradients, then backward.
 
@@ -92,9 +94,10 @@ def backward(
         shard: the shard.
         operands: parameters are leaves; their `.grad` is taken over and left None.
         needs_gradient: live-ins that require gradients.
-        output_gradients: gradient of each live-out; None stands for the loss itself (a gradient of one).
+        output_gradients: gradient of each live-out; None stands for the loss itself, whose objective the backward starts from.
         accumulated: gradients of live-ins from later shards, by name.
         parameter_gradients: gradients of parameters from later shards, by name.
+        objective: of the loss.
     """
     leaves = {
         name: tensor.detach().requires_grad_(name in needs_gradient)
@@ -106,8 +109,12 @@ def backward(
     }
     with torch.enable_grad():
         made = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
-    outputs = dict(zip(shard.live_out, made, strict=True))
-    roots = [(outputs[name], g) for name, g in output_gradients.items() if outputs[name].requires_grad]
+        outputs = dict(zip(shard.live_out, made, strict=True))
+        roots = [
+            (objective(outputs[name]) if gradient is None else outputs[name], gradient)
+            for name, gradient in output_gradients.items()
+            if outputs[name].requires_grad
+        ]
     roots += [(leaves[name], gradient) for name, gradient in accumulated.items() if name in leaves]
     roots += [(parameters[name], gradient) for name, gradient in parameter_gradients.items() if name in parameters]
     # Copied, because a loss may keep the storage of its unreduced form alive.

@@ -39,6 +39,7 @@ def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
             _module(model, {}, 0, contents=False),
             tuple(_value(part, {}, 0) for part in (task.loss, task.step, task.evaluate)),
             str(torch.get_default_dtype()),
+            task.precision,
         )
     except UnkeyableError:
         return None

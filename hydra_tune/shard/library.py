@@ -10,14 +10,14 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hydra_tune.errors import CaptureError, HydraTuneError, TaskError
+from hydra_tune.errors import BudgetError, CaptureError, HydraTuneError, TaskError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.analysis import Analysis, analyse
 from hydra_tune.shard.capture import Captured, StateSpec, capture, describe, state_specs
@@ -26,6 +26,8 @@ from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.partition import NumShards, Partitioner
 from hydra_tune.shard.pilot import Pilot, UpdatePilot
 from hydra_tune.shard.plan import Plan, build_plan, operators
+from hydra_tune.shard.precision import autocast, share_casts
+from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.separable import check_separable
 from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.shard.verify import UnitSeconds, verify
@@ -116,6 +118,8 @@ class PlanLibrary:
         batch: Any,
         mode: str,
         like: Layout | None = None,
+        *,
+        prefer_whole: bool = False,
     ) -> Prepared:
         """The plan for one kind of batch of a trial; the random streams are left as they were.
 
@@ -127,6 +131,7 @@ class PlanLibrary:
             mode: "train" or "evaluate".
             like: how the trial's state has been cut, if it has: a further capture of the same model is cut at the same
                 nodes if its graph has the same operators, else at the same parameters.
+            prefer_whole: do not capture this kind of batch if the model fits whole: it will hardly come again.
 
         Raises:
             BudgetError: a part that cannot be cut further does not fit.
@@ -137,10 +142,13 @@ class PlanLibrary:
         request = _Request(
             task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like
         )
+        if prefer_whole:
+            with self._lock, _preserved_streams(), suppress(BudgetError):
+                return self._whole(request, CaptureError("batches of too many kinds"))
         architecture = architecture_key(task, model)
         key = None
         if architecture is not None:
-            tail = optimizer_key(optimizer) if mode == "train" else None
+            tail = (optimizer_key(optimizer), GradientRules.of(task)) if mode == "train" else None
             held = None
             if like is not None:
                 held = (like.plan.mode, like.plan.eager, like.plan.cuts, frozenset(like.owners.items()))
@@ -163,8 +171,9 @@ class PlanLibrary:
             return CaptureError("its training step runs whole")
         try:
             twin = _twin(request.model)
-            with GATE.exclusive(), _quiet_export():
+            with GATE.exclusive(), _quiet_export(), autocast(request.task.precision):
                 captured = capture(request.task, twin, request.batch, request.mode)
+            share_casts(captured, state_specs(request.model), captured.precision)
             return self._cut(request, captured)
         except CaptureError as error:
             return CaptureError(str(error))
@@ -185,6 +194,7 @@ class PlanLibrary:
             update=self._update_pilot(request, specs),
             alignment=self.budget.alignment,
             groups={} if request.like is None else request.like.groups(specs),
+            rules=GradientRules.of(request.task),
         )
         nodes = len(captured.nodes)
         buffer_bytes = int(self.budget.budget_bytes * self.budget.buffer_fraction)

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from hydra_tune.shard import compute
 from hydra_tune.shard.analysis import Analysis, placeholders
 from hydra_tune.shard.capture import Captured, StateSpec
+from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.split import ShardGraph, cut_shard
 from hydra_tune.shard.workspace import with_workspace
 
@@ -105,6 +106,7 @@ class ShardCost:
         update_workspace: bytes made during an update, beyond parameters, gradients and optimizer state.
         first_update_workspace: the same for the first update, which makes the optimizer state.
         trained_bytes: gradients of the parameters whose update ends here.
+        phased: whether these gradients wait for others before the update.
     """
 
     state_bytes: int
@@ -116,6 +118,14 @@ class ShardCost:
     update_workspace: int
     first_update_workspace: int
     trained_bytes: int
+    phased: bool = False
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that may lie on the host between the shard's units: its values, gradients and optimizer state."""
+        return (
+            self.value_bytes + self.gradient_bytes + self.optimizer_bytes + (self.trained_bytes if self.phased else 0)
+        )
 
     @property
     def forward_bytes(self) -> int:
@@ -155,6 +165,7 @@ class Pilot:
         alignment: bytes to which a device aligns its allocations.
         groups: names of the state -> all the names that are loaded with it, where the trial's state is grouped already; a
             name that is not there is loaded alone.
+        rules: what is done with gradients.
     """
 
     def __init__(
@@ -167,8 +178,10 @@ class Pilot:
         update: UpdatePilot | None,
         alignment: int,
         groups: Mapping[str, frozenset[str]] | None = None,
+        rules: GradientRules | None = None,
     ) -> None:
         self._groups = groups or {}
+        self._rules = rules or GradientRules()
         self._captured = captured
         self._analysis = analysis
         self._specs = specs
@@ -205,6 +218,10 @@ class Pilot:
         written = sum(self._size(self._state[name]) for name in shard.saved_state) if runs_forward else 0
         backward, gradient_bytes = self._backward(shard, operands) if training else (0, 0)
         trained = self.trained_here(shard) if training else []
+        trained_bytes = sum(self._size(self._state[name]) for name in trained)
+        if self._rules.accumulates:
+            gradient_bytes += trained_bytes  # those of the step's earlier batches
+        scratch = self._rules.scratch_bytes(len(trained), self._alignment)
         state_bytes, later, first = self._update(trained) if self._update and trained else (0, 0, 0)
         if self._update and trained and self._groups:
             # The optimizer's state is loaded by groups as well.
@@ -215,10 +232,11 @@ class Pilot:
             gradient_bytes=gradient_bytes,
             optimizer_bytes=state_bytes,
             forward_workspace=forward + (written if training else 0),
-            backward_workspace=backward + (written if training else 0),
-            update_workspace=later,
-            first_update_workspace=first,
-            trained_bytes=sum(self._size(self._state[name]) for name in trained),
+            backward_workspace=backward + (written if training else 0) + scratch,
+            update_workspace=later + scratch,
+            first_update_workspace=first + scratch,
+            trained_bytes=trained_bytes,
+            phased=self._rules.has_two_phases or self._rules.accumulates,
         )
 
     def _loaded(self, names: Sequence[str]) -> list[str]:
@@ -293,6 +311,7 @@ class Pilot:
                 output_gradients=incoming,
                 accumulated=accumulated,
                 parameter_gradients=carried,
+                objective=self._rules.objective,
             )
 
         handed = [g for g in (*incoming.values(), *accumulated.values(), *carried.values()) if g is not None]

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from hydra_tune.shard.analysis import Analysis
 from hydra_tune.shard.capture import Captured
+from hydra_tune.shard.precision import under_autocast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,9 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int) -> 
     graph.output(tuple(copies[node] for node in live_out))
     overwritten = {name for position in range(first, last) for name in analysis.written_values.get(position, ())}
     from_here = {name for position, names in analysis.written_values.items() if position >= first for name in names}
+    module = fx.GraphModule(captured.module, graph, class_name=f"Shard_{first}_{last}")
     return ShardGraph(
-        module=fx.GraphModule(captured.module, graph, class_name=f"Shard_{first}_{last}").forward,
+        module=under_autocast(module.forward, captured.precision),
         first=first,
         last=last,
         layers=(analysis.layers[first], analysis.layers[last - 1]),

@@ -15,6 +15,24 @@ from hydra_tune.task import TrainTask
 
 MODEL_PREFIX = "model."
 
+Objective = Callable[[Tensor], Tensor]
+"""The training loss -> what its backward starts from."""
+
+
+def loss_itself(loss: Tensor) -> Tensor:
+    """The objective where nothing is accumulated or scaled."""
+    return loss
+
+
+def objective(accumulate: int, scale: Tensor | None) -> Objective:
+    """The loss over the number of batches that make a step, times the loss scale; as in a plain loop, in that order."""
+
+    def from_loss(loss: Tensor) -> Tensor:
+        mean = loss if accumulate == 1 else loss / accumulate
+        return mean if scale is None else mean * scale.to(loss.device)
+
+    return from_loss
+
 
 def training_loss(task: TrainTask) -> Callable[[nn.Module, Any], Any]:
     """The task's training step as `(module, batch) -> loss`, whether it was given as `loss` or as `step`."""

@@ -24,6 +24,7 @@ from hydra_tune.shard import batch as batches
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
 from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.steps import step_module
 from hydra_tune.task import TrainTask
 
@@ -133,6 +134,9 @@ class HostStore:
         """Forget a value."""
         self.values.pop(key, None)
 
+    def changed(self, key: str) -> None:
+        """Nothing to do: there is one copy."""
+
 
 def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> UnitSeconds:
     """Compare a plan with the eager step, on the host, and time its units.
@@ -239,7 +243,8 @@ def _run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> _Outc
     wrapper = step_module(task, twin, mode)
     operators = _Operators()
     with torch.set_grad_enabled(mode == "train"), operators:
-        results = wrapper(batch)
+        with eager_autocast(task.precision):
+            results = wrapper(batch)
         if mode == "train":
             results["loss"].backward()
     gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}

@@ -13,6 +13,8 @@ from hydra_tune.shard import batch as batches
 from hydra_tune.shard.capture import StateSpec
 from hydra_tune.shard.pilot import ShardCost, StorageTracker, UpdatePilot, aligned, quiet_collector
 from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.precision import eager_autocast
+from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.steps import step_module
 from hydra_tune.task import TrainTask
@@ -31,7 +33,9 @@ class EagerStep:
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         """The step's results for the batch tensors among the arguments."""
-        results = step_module(*self._call)(self._rebuild(arguments[self._num_state :]))
+        device_type = arguments[0].device.type if arguments else "cpu"
+        with eager_autocast(self._call[0].precision, device_type):
+            results = step_module(*self._call)(self._rebuild(arguments[self._num_state :]))
         return tuple(results.values())
 
 
@@ -68,7 +72,8 @@ def whole_plan(
     names, workspace = _measure(task, twin, leaves, mode, alignment)
     training = mode == "train"
     trained = tuple(name for name, spec in specs.items() if spec.requires_grad) if training else ()
-    cost = _cost(specs, trained, leaves, workspace, update, alignment=alignment, training=training)
+    rules = GradientRules.of(task)
+    cost = _cost(specs, trained, leaves, workspace, update, rules, alignment=alignment, training=training)
     if cost.peak_bytes > budget_bytes:
         raise BudgetError(
             f"the model cannot be cut ({reason}), and whole it needs {format_bytes(cost.peak_bytes)} at once, more than the "
@@ -122,21 +127,25 @@ def _cost(
     leaves: batches.Leaves,
     workspace: int,
     update: UpdatePilot | None,
+    rules: GradientRules,
     *,
     alignment: int,
     training: bool,
 ) -> ShardCost:
     optimizer_bytes, later, first = update(trained) if update else (0, 0, 0)
+    trained_bytes = sum(_state_bytes(specs[name], alignment) for name in trained)
+    scratch = rules.scratch_bytes(len(trained), alignment)
     return ShardCost(
         state_bytes=sum(_state_bytes(spec, alignment) for spec in specs.values()),
         value_bytes=sum(aligned(batches.tensor_bytes(t), alignment) for t in leaves.tensors),
-        gradient_bytes=0,
+        gradient_bytes=trained_bytes if rules.accumulates else 0,
         optimizer_bytes=optimizer_bytes,
         forward_workspace=0 if training else workspace,
-        backward_workspace=workspace if training else 0,
-        update_workspace=later,
-        first_update_workspace=first,
-        trained_bytes=sum(_state_bytes(specs[name], alignment) for name in trained),
+        backward_workspace=workspace + scratch if training else 0,
+        update_workspace=later + scratch,
+        first_update_workspace=first + scratch,
+        trained_bytes=trained_bytes,
+        phased=rules.has_two_phases or rules.accumulates,
     )
 
 
@@ -149,10 +158,11 @@ def _measure(
     tracker = StorageTracker(alignment)
     with quiet_collector(), torch.set_grad_enabled(mode == "train"), tracker:
         tracker.know(*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
-        results = wrapper(batch)
+        with eager_autocast(task.precision):
+            results = wrapper(batch)
         if mode == "train":
             kept = results["loss"].detach().clone()  # as a backward unit does
-            results["loss"].backward()
+            GradientRules.of(task).objective(results["loss"]).backward()  # type: ignore[no-untyped-call]
             del kept
     return tuple(results), tracker.peak_bytes
 

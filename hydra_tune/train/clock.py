@@ -3,34 +3,42 @@
 Starts from the pilot's run and follows what is measured.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 _WEIGHT = 0.3  # of a new measurement against what was known
 _UPDATE_BYTES_PER_SECOND = 2e9  # a first guess for updates, which the pilot does not run
 
 
 class UnitTimes:
-    """Seconds of the units of one step, and their sum."""
+    """Seconds of the units of one step, and their sum.
 
-    def __init__(self, seconds: dict[Hashable, float]) -> None:
+    Args:
+        seconds: first estimates by unit.
+        repeats: how often a unit runs in a step; once unless named.
+    """
+
+    def __init__(self, seconds: Mapping[Hashable, float], repeats: Mapping[Hashable, int] | None = None) -> None:
         self._seconds = dict(seconds)
+        self._repeats = dict(repeats or {})
         self._measured: set[Hashable] = set()
-        self.total = sum(seconds.values())
+        self.total = sum(value * self._repeats.get(unit, 1) for unit, value in seconds.items())
 
     def of(self, unit: Hashable) -> float:
         """Seconds a unit is expected to take."""
         return self._seconds.get(unit, 0.0)
 
     def measured(self, unit: Hashable, seconds: float) -> None:
-        """A unit took so long."""
+        """A unit took so long; one that is not part of every step does not count."""
+        if unit not in self._seconds:
+            return
         known = self._seconds.get(unit, 0.0)
         fresh = seconds if unit not in self._measured else known + _WEIGHT * (seconds - known)
         self._measured.add(unit)
         self._seconds[unit] = fresh
-        self.total += fresh - known
+        self.total += (fresh - known) * self._repeats.get(unit, 1)
 
     def __len__(self) -> int:
-        return len(self._seconds)
+        return sum(self._repeats.get(unit, 1) for unit in self._seconds)
 
 
 def update_guess(nbytes: int) -> float:
@@ -41,8 +49,11 @@ def update_guess(nbytes: int) -> float:
 class Progress:
     """Counts of steps and evaluations, done and to come; the totals are None until they are known."""
 
-    def __init__(self, *, epochs: int, report_every: int | None, batches: int | None, validation: int | None) -> None:
+    def __init__(
+        self, *, epochs: int, accumulate: int, report_every: int | None, batches: int | None, validation: int | None
+    ) -> None:
         self._epochs = epochs
+        self._accumulate = accumulate
         self._report_every = report_every
         self.batches_per_epoch = batches
         self.validation_batches = validation
@@ -54,7 +65,9 @@ class Progress:
     @property
     def num_steps(self) -> int | None:
         """Optimizer steps of the whole run."""
-        return None if self.batches_per_epoch is None else self.batches_per_epoch * self._epochs
+        if self.batches_per_epoch is None:
+            return None
+        return -(-self.batches_per_epoch // self._accumulate) * self._epochs
 
     @property
     def num_evaluated_batches(self) -> int | None:

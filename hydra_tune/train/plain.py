@@ -5,9 +5,11 @@ drawn. Runs on the CPU, one task at a time, with as many intra-op threads as tor
 """
 
 import importlib.util
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hydra_tune.errors import MetricError, TaskError
+from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.data import make_loader, num_samples
 
@@ -28,10 +30,10 @@ class PlainResult:
     """What a plain run left.
 
     Args:
-        status: `"pruned"` where a report was answered with False.
+        status: `"pruned"` where a report was answered with False, or a bad loss met `on_bad_loss="prune"`.
         metrics: those of the last report; empty if there was none.
         history: one dict per report: `step`, `epoch`, `seconds` since the start, and the metrics.
-        losses: every training loss in order.
+        losses: the training loss of every batch in order.
         module: the trained module, in training mode.
         optimizer: its optimizer.
     """
@@ -57,6 +59,7 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
 
     Raises:
         TaskError: data that yields nothing, or a loss that is not a scalar.
+        BadLossError: a training loss that is NaN or infinite, with `on_bad_loss="fail"`.
         MetricError: an evaluation that is not made of scalars, or a metric that is not reported.
     """
     _seed(task.seed)
@@ -64,8 +67,20 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
     groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
     optimizer = task.optimizer(groups)
     scheduler = None if task.scheduler is None else task.scheduler(optimizer)
-    run = _Run(task=task, module=module, optimizer=optimizer, scheduler=scheduler, report=report)
-    finished = all(run.epoch(epoch) for epoch in range(task.epochs))
+    run = _Run(
+        task=task,
+        module=module,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        report=report,
+        scaler=torch.amp.GradScaler("cpu", enabled=task.precision == "float16"),
+    )
+    try:
+        finished = all(run.epoch(epoch) for epoch in range(task.epochs))
+    except BadLossError:
+        if task.on_bad_loss == "fail":
+            raise
+        finished = False
     return PlainResult(
         status="completed" if finished else "pruned",
         metrics=run.metrics,
@@ -100,6 +115,9 @@ class _Run:
     optimizer: torch.optim.Optimizer
     scheduler: Any
     report: Report | None
+    scaler: torch.amp.GradScaler
+    steps: int = 0
+    pending: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -110,29 +128,46 @@ class _Run:
         """Train on every batch once; returns False where a report pruned the run."""
         self.module.train()
         before = len(self.losses)
-        every = self.task.report_every
         for batch in make_loader(self.task.train, self.task.batch_size, shuffle=True):
-            self._step(batch)
-            steps = len(self.losses)
-            if every != "epoch" and steps % every == 0 and not self._report(steps, epoch):
+            self._backward(batch)
+            if self.pending == self.task.accumulate and not self._step(epoch):
                 return False
         if len(self.losses) == before:
             raise TaskError(f"train yielded no batch in epoch {epoch}; every pass needs at least one")
-        if every == "epoch" and not self._report(epoch, epoch):
+        if self.pending and not self._step(epoch):
+            return False
+        if self.task.report_every == "epoch" and not self._report(epoch, epoch):
             return False
         if self.task.scheduler_interval == "epoch":
             self._step_scheduler()
         return True
 
-    def _step(self, batch: Batch) -> None:
-        loss = _loss(self.task, self.module, batch)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.optimizer.step()
+    def _backward(self, batch: Batch) -> None:
+        with _autocast(self.task):
+            loss = _loss(self.task, self.module, batch)
+        value = loss.item()
+        self.losses.append(value)
+        if not math.isfinite(value):
+            raise BadLossError(f"the training loss is {value} in step {self.steps + 1}")
+        self.scaler.scale(loss / self.task.accumulate).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.interval.add(value, num_samples(batch))
+        self.pending += 1
+
+    def _step(self, epoch: int) -> bool:
+        """One optimizer step; returns False where a report after it pruned the run."""
+        task = self.task
+        self.scaler.unscale_(self.optimizer)
+        if task.max_grad_norm is not None:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, task.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
-        self.losses.append(loss.item())
-        self.interval.add(self.losses[-1], num_samples(batch))
-        if self.task.scheduler_interval == "step":
+        self.steps += 1
+        self.pending = 0
+        if task.scheduler_interval == "step":
             self._step_scheduler()
+        return task.report_every == "epoch" or self.steps % task.report_every != 0 or self._report(self.steps, epoch)
 
     def _step_scheduler(self) -> None:
         if self.scheduler is None:
@@ -143,7 +178,7 @@ class _Run:
         name = self.task.metrics[0]
         if name not in self.metrics:
             raise MetricError(
-                f"ReduceLROnPlateau needs {name!r} after step {len(self.losses)}, but nothing has been reported yet; "
+                f"ReduceLROnPlateau needs {name!r} after step {self.steps}, but nothing has been reported yet; "
                 "step it per epoch (scheduler_interval='epoch') and report at least as often"
             )
         self.scheduler.step(self.metrics[name])
@@ -168,12 +203,21 @@ class _Run:
         with torch.no_grad():
             for batch in make_loader(self.task.validate, self.task.batch_size, shuffle=False):
                 batches += 1
-                for name, value in _scalars(self.task, self.module, batch):
+                with _autocast(self.task):
+                    values = dict(_scalars(self.task, self.module, batch))
+                for name, value in values.items():
                     means.setdefault(name, _Mean()).add(value, num_samples(batch))
         self.module.train()
         if not batches:
             raise TaskError(f"validate yielded no batch: {type(self.task.validate).__name__} is empty")
         return {f"val_{name}": mean.value() for name, mean in means.items()}
+
+
+def _autocast(task: TrainTask) -> AbstractContextManager[object]:
+    """The region in which a task's forward runs."""
+    if task.precision == "float32":
+        return nullcontext()
+    return torch.autocast("cpu", dtype=getattr(torch, task.precision))
 
 
 def _seed(seed: int) -> None:

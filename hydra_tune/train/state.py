@@ -20,6 +20,7 @@ from hydra_tune.memory.pager import bring_home, drop
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.library import Layout
 from hydra_tune.shard.plan import Plan
+from hydra_tune.train.gradients import Gradients
 
 
 class ModelState:
@@ -38,6 +39,8 @@ class ModelState:
         self.tensors: dict[str, Tensor] = dict(named_state(module))
         owners = {name: shards[0] for name, shards in plan.used_state().items() if len(shards) == 1}
         self.layout = Layout(plan=plan, owners=owners)
+        names = {id(tensor): name for name, tensor in self.tensors.items()}
+        self._optimized = tuple(names[id(p)] for group in optimizer.param_groups for p in group["params"])
         self._group_of: dict[str, Group] = {}
         self._optimizer_groups: dict[tuple[str, ...], list[Group]] = {}
         self._adopted: dict[tuple[str, str], Tensor] = {}
@@ -61,7 +64,11 @@ class ModelState:
         for group in self.groups(names):
             group.dirty = True
 
-    def update(self, names: tuple[str, ...], gradients: dict[str, Tensor]) -> None:
+    def optimized(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of these parameters that the optimizer has."""
+        return {name: values[name] for name in self._optimized if name in values}
+
+    def update(self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: Gradients) -> None:
         """One optimizer step for some parameters; all others have no gradient, so the optimizer skips them.
 
         Equal, to the last bit, to one step over all parameters for every optimizer whose update is per parameter; and since
@@ -70,6 +77,8 @@ class ModelState:
         for name, gradient in gradients.items():
             self.tensors[name].grad = gradient
         try:
+            if clipped := [self.tensors[name] for name in self.optimized(gradients)]:
+                rules.clip(clipped, self._optimized)
             self.optimizer.step()
         finally:
             for name in gradients:

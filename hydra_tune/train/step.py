@@ -1,4 +1,4 @@
-"""One optimizer step, or one evaluated batch, as units that the pool can run one by one on any device."""
+"""A batch as units that the pool can run one by one on any device: what training and evaluation share, and evaluation."""
 
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import TaskError
 from hydra_tune.memory.pager import Lease, Pager
 from hydra_tune.shard.batch import Leaves
-from hydra_tune.shard.chain import Chain, parameter_gradient_key
+from hydra_tune.shard.chain import Chain
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import Prepared
 from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.steps import Objective, loss_itself
 from hydra_tune.train.clock import UnitTimes, update_guess
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.store import BlockStore
@@ -24,7 +24,7 @@ class PendingUnit:
     """A unit that is due.
 
     Attributes:
-        kind: "forward", "backward", "update" or "evaluate".
+        kind: "forward", "backward", "complete", "update" or "evaluate".
         shard: index of the shard.
         seconds: expected.
         run: runs it on a device's worker; returns seconds spent waiting for other trials' code.
@@ -39,8 +39,8 @@ class PendingUnit:
     key: tuple[str, int]
 
 
-def unit_times(prepared: Prepared) -> UnitTimes:
-    """First estimates of the seconds of a plan's units."""
+def unit_times(prepared: Prepared, accumulate: int = 1) -> UnitTimes:
+    """First estimates of the seconds of a plan's units in a step of so many batches."""
     plan, seconds = prepared.plan, prepared.seconds
     times: dict[Hashable, float] = {}
     for index, shard in enumerate(plan.shards):
@@ -54,11 +54,22 @@ def unit_times(prepared: Prepared) -> UnitTimes:
         if shard.trained:
             cost = shard.cost
             times["update", index] = update_guess(cost.trained_bytes * 2 + cost.optimizer_bytes)
-    return UnitTimes(times)
+    repeated = ((kind, index) for kind in ("forward", "backward") for index in range(len(plan.shards)))
+    return UnitTimes(times, dict.fromkeys(repeated, accumulate))
 
 
-class _Step:
-    """What training and evaluation share: running one shard on a device."""
+class Step:
+    """One batch: running one shard after the other on a device.
+
+    Args:
+        plan: how the step is cut for this kind of batch.
+        times: of its units.
+        state: the trial's long-lived tensors.
+        leaves: the batch.
+        streams: the trial's random streams.
+        device: any device of the pool, for host memory.
+        objective: what the backward starts from.
+    """
 
     def __init__(
         self,
@@ -68,6 +79,7 @@ class _Step:
         leaves: Leaves,
         streams: RandomStreams,
         device: Device,
+        objective: Objective = loss_itself,
     ) -> None:
         self._plan = plan
         self._times = times
@@ -75,7 +87,7 @@ class _Step:
         self._streams = streams
         self._leaves = leaves
         self._store = BlockStore(state, plan, leaves.tensors, device)
-        self._chain = Chain(plan, self._store)
+        self._chain = Chain(plan, self._store, objective)
 
     def close(self) -> None:
         """Give up all of the step's values."""
@@ -83,6 +95,10 @@ class _Step:
             # The user's own code may have changed the batch, and would see that when it draws it again.
             self._store.bring_inputs_home()
             self._leaves.hand_back()
+        self.clear()
+
+    def clear(self) -> None:
+        """Give up all values, and leave the batch alone."""
         self._store.clear()
 
     def _unit(self, kind: str, index: int, run: Callable[[Device, Pager], float]) -> PendingUnit:
@@ -132,65 +148,7 @@ class _Step:
         return stack
 
 
-class TrainingStep(_Step):
-    """One optimizer step. After its units have run, `loss` is the training loss."""
-
-    loss: float
-
-    def units(self) -> Iterator[PendingUnit]:
-        """The step's units in order: forward to the last shard, then backward and update, shard by shard."""
-        shards = self._plan.shards
-        for index in range(len(shards) - 1):
-            yield self._shard_unit("forward", index, lambda device, i=index: self._chain.forward(i, device.generator))  # type: ignore[misc]
-        for index in reversed(range(len(shards))):
-            if shards[index].has_backward:
-                yield self._shard_unit("backward", index, lambda device, i=index: self._backward(i, device))  # type: ignore[misc]
-            elif index == len(shards) - 1:
-                raise TaskError("the training loss does not depend on any parameter that requires gradients")
-            else:
-                self._chain.skip_backward(index)
-            if shards[index].trained:
-                yield self._update_unit(index)
-
-    def _backward(self, index: int, device: Device) -> None:
-        self._chain.backward(index, device.generator)
-        (name,) = self._plan.outputs
-        if name in self._plan.shards[index].losses:
-            loss = self._store.get(name)
-            assert loss is not None
-            self.loss = float(loss.item())
-            self._store.drop(name)
-
-    def _update_unit(self, index: int) -> PendingUnit:
-        shard = self._plan.shards[index]
-        names, cost = shard.trained, shard.cost
-
-        def run(device: Device, pager: Pager) -> float:
-            state = self._state
-            optimizer_groups = state.optimizer_groups(names)
-            keys = [parameter_gradient_key(name) for name in names]
-            blocks = state.groups(names) + optimizer_groups + self._store.blocks(keys, (), ())
-            workspace = cost.update_workspace if optimizer_groups else cost.first_update_workspace
-            with pager.lease(blocks, workspace):
-                gradients = {
-                    name: gradient
-                    for name, key in zip(names, keys, strict=True)
-                    if (gradient := self._store.get(key)) is not None
-                }
-                start = time.perf_counter()
-                with GATE.shared():
-                    waited = time.perf_counter() - start
-                    state.update(names, gradients)
-                gradients.clear()
-                for key in keys:
-                    self._store.drop(key)
-                state.adopt_optimizer_state(names, device)
-            return waited
-
-        return self._unit("update", index, run)
-
-
-class EvaluationStep(_Step):
+class EvaluationStep(Step):
     """One evaluated batch. After its units have run, `metrics` has its values."""
 
     metrics: dict[str, float]
@@ -212,6 +170,3 @@ class EvaluationStep(_Step):
             # An output that later shards also use goes with its last use.
             if self._plan.birth[name] == index and name not in self._plan.last_use:
                 self._store.drop(name)
-
-
-__all__ = ["EvaluationStep", "PendingUnit", "TrainingStep", "unit_times"]

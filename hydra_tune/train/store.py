@@ -1,7 +1,7 @@
 """A step's values as blocks: the store that a chain of units works on in the pool."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ class BlockStore:
         self._state = state
         self._values: dict[str, Value] = {}
         self._uses: Counter[Block] = Counter()
+        self._given: set[Block] = set()
         self.lease: Lease | None = None
         fixed = {**{_input_key(i): tensor for i, tensor in enumerate(batch)}, **_named(plan.constants)}
         device.on_host(lambda: self._take_over(fixed, device))
@@ -67,6 +68,26 @@ class BlockStore:
         self.drop(key)
         self._values[key] = Value(block, tensor)
 
+    def changed(self, key: str) -> None:
+        """The device copy of a value has changed."""
+        block = self._values[key].block
+        block.dirty = block.data is not None
+
+    def give_away(self, keys: Iterable[str]) -> dict[str, Value]:
+        """Take values out, blocks and all; those never put are not there."""
+        given = {key: self._values.pop(key) for key in keys if key in self._values}
+        for value in given.values():
+            self._uses[value.block] -= 1
+            self._given.add(value.block)
+        return given
+
+    def take_in(self, values: Mapping[str, Value]) -> None:
+        """Keep values that another store has given away."""
+        self._values |= values
+        for value in values.values():
+            self._uses[value.block] += 1
+            self._given.discard(value.block)
+
     def drop(self, key: str) -> None:
         """Forget a value."""
         value = self._values.pop(key, None)
@@ -75,7 +96,8 @@ class BlockStore:
         self._uses[value.block] -= 1
         if not self._uses[value.block]:
             del self._uses[value.block]
-            drop(value.block)
+            if value.block not in self._given:
+                drop(value.block)
 
     def touched_inputs(self) -> None:
         """The device copies of the batch may have changed."""

@@ -7,6 +7,7 @@ pool runs the unit on a device of its choice and lets the generator go on. Knows
 import threading
 import time
 import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import MetricError, TaskError
+from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
@@ -25,13 +26,17 @@ from hydra_tune.shard.library import PlanLibrary, Prepared
 from hydra_tune.task import TrainTask
 from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import make_loader, num_batches, num_samples
+from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.state import ModelState, check_optimizer
-from hydra_tune.train.step import EvaluationStep, PendingUnit, TrainingStep, unit_times
+from hydra_tune.train.step import EvaluationStep, PendingUnit, unit_times
 from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.training import OptimizerStep
 
 _IN_TRAINING: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules of trials under way in this process
 _CLAIM = threading.Lock()
+_MAX_CAPTURES = 8  # kinds of batches for which a trial's step is captured; further ones run whole where that fits
+_MAX_PLANS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,7 @@ class Trial:
         self.state: ModelState | None = None
         self.progress = Progress(
             epochs=task.epochs,
+            accumulate=task.accumulate,
             report_every=None if task.report_every == "epoch" else task.report_every,
             batches=num_batches(task.train, task.batch_size),
             validation=0 if task.validate is None else num_batches(task.validate, task.batch_size),
@@ -75,14 +81,17 @@ class Trial:
         self._library = library
         self._device = device
         self._streams = RandomStreams(task.seed)
+        self._gradients = Gradients(task)
         self._scheduler: Any = None
-        self._plans: dict[Any, tuple[Prepared, UnitTimes]] = {}
+        self._plans: OrderedDict[Any, tuple[Prepared, UnitTimes]] = OrderedDict()  # least recently used first
+        self._kinds: Counter[str] = Counter()
         self._interval = Mean()
         self._started = time.perf_counter()
         self._train_times = UnitTimes({})
         self._evaluation_times = UnitTimes({})
         self._step_left = 0.0
         self._program = self._run()
+        self.outcome = "completed"
 
     def advance(self) -> PendingUnit | Report | None:
         """Go on to the next unit or report; None at the end. Runs the trial's own code: not inside a unit."""
@@ -122,8 +131,7 @@ class Trial:
         if self.state is None:
             return 0
         shards = self.state.layout.plan.shards
-        values = sum(shard.cost.value_bytes + shard.cost.gradient_bytes for shard in shards)
-        return self.state.nbytes + values + sum(shard.cost.optimizer_bytes for shard in shards)
+        return self.state.nbytes + sum(shard.cost.held_bytes for shard in shards)
 
     def close(self, *, keep: bool) -> None:
         """End the trial: values of the step go; the state comes home, or goes too."""
@@ -143,25 +151,76 @@ class Trial:
             self._plans.clear()
 
     def _run(self) -> Generator[PendingUnit | Report, None, None]:
-        """The training loop."""
+        """The training loop, to its end or to a bad loss."""
+        try:
+            yield from self._train()
+        except BadLossError as error:
+            if self.task.on_bad_loss == "fail":
+                raise BadLossError(
+                    f"{error} in step {self.progress.steps + 1} (epoch {self.progress.epoch}); lower the learning rate, clip "
+                    "the gradients (max_grad_norm), or let such trials be pruned (on_bad_loss='prune')"
+                ) from None
+            self.outcome = "pruned"
+
+    def _train(self) -> Generator[PendingUnit | Report, None, None]:
         task = self.task
         module, optimizer = self._build()
         for epoch in range(task.epochs):
             self.progress.epoch = epoch
-            before = self.progress.steps
-            for batch in self._draw(task.train, shuffle=True):
-                yield from self._train(module, optimizer, batch)
-                if task.scheduler_interval == "step":
-                    self._step_scheduler()
-                if task.report_every != "epoch" and self.progress.steps % task.report_every == 0:
-                    yield from self._report(self.progress.steps, epoch)
-            self.progress.batches_per_epoch = self.progress.steps - before
-            if not self.progress.batches_per_epoch:
-                raise TaskError(f"train yielded no batch in epoch {epoch}; every pass needs at least one")
+            self.progress.batches_per_epoch = yield from self._train_epoch(module, optimizer, epoch)
             if task.report_every == "epoch":
                 yield from self._report(epoch, epoch)
             if task.scheduler_interval == "epoch":
                 self._step_scheduler()
+
+    def _train_epoch(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, epoch: int
+    ) -> Generator[PendingUnit | Report, None, int]:
+        """One pass over the training data; returns the number of its batches."""
+        count = 0
+        step: OptimizerStep | None = None
+        try:
+            for batch in self._draw(self.task.train, shuffle=True):
+                count += 1
+                leaves = batches.flatten(batch)
+                prepared, times = self._plan(module, optimizer, batch, leaves, "train")
+                step = step or self._new_step(prepared, times)
+                yield from step.batch(prepared.plan, times, leaves)
+                self._interval.add(step.loss, num_samples(batch))
+                if step.is_full:
+                    done, step = step, None
+                    yield from self._finish(done, epoch)
+            if step is not None:
+                done, step = step, None
+                yield from self._finish(done, epoch)
+        finally:
+            if step is not None:
+                step.close()
+        if not count:
+            raise TaskError(f"train yielded no batch in epoch {epoch}; every pass needs at least one")
+        return count
+
+    def _new_step(self, prepared: Prepared, times: UnitTimes) -> OptimizerStep:
+        assert self.module is not None
+        assert self.optimizer is not None
+        if self.state is None:
+            self.state = ModelState(self.module, self.optimizer, prepared.plan, self._device)
+            self.num_shards = len(prepared.plan.shards)
+        self._train_times, self._step_left = times, times.total
+        return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients)
+
+    def _finish(self, step: OptimizerStep, epoch: int) -> Generator[PendingUnit | Report, None, None]:
+        """The end of an optimizer step, and what is due after it."""
+        task = self.task
+        try:
+            yield from step.finish()
+        finally:
+            step.close()
+        self.progress.steps += 1
+        if task.scheduler_interval == "step":
+            self._step_scheduler()
+        if task.report_every != "epoch" and self.progress.steps % task.report_every == 0:
+            yield from self._report(self.progress.steps, epoch)
 
     def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         task = self.task
@@ -205,23 +264,6 @@ class Trial:
                 except StopIteration:
                     return
             yield batch
-
-    def _train(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
-    ) -> Generator[PendingUnit, None, None]:
-        leaves = batches.flatten(batch)
-        prepared, times = self._plan(module, optimizer, batch, leaves, "train")
-        if self.state is None:
-            self.state = ModelState(module, optimizer, prepared.plan, self._device)
-            self.num_shards = len(prepared.plan.shards)
-        self._train_times, self._step_left = times, times.total
-        step = TrainingStep(prepared.plan, times, self.state, leaves, self._streams, self._device)
-        try:
-            yield from step.units()
-        finally:
-            step.close()
-        self.progress.steps += 1
-        self._interval.add(step.loss, num_samples(batch))
 
     def _report(self, step: int, epoch: int) -> Generator[PendingUnit | Report, None, None]:
         metrics = {"train_loss": self._interval.value()}
@@ -271,12 +313,18 @@ class Trial:
             if self.state is not None:
                 self.state.bring_home()  # a capture copies the model
                 like = self.state.layout
+            self._kinds[mode] += 1
             with self._streams.everything():
-                prepared = self._library.prepare(self.task, module, optimizer, batch, mode, like)
+                prepared = self._library.prepare(
+                    self.task, module, optimizer, batch, mode, like, prefer_whole=self._kinds[mode] > _MAX_CAPTURES
+                )
             if self.state is not None:
                 self.state.adopt_state(list(prepared.plan.used_state()), self._device)
             module.train()
-            self._plans[key] = (prepared, unit_times(prepared))
+            self._plans[key] = (prepared, unit_times(prepared, self.task.accumulate if mode == "train" else 1))
+            while len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(key)
         return self._plans[key]
 
     def _step_scheduler(self) -> None:

@@ -123,6 +123,14 @@ FEATURES: dict[str, Change] = {
     "shapes": _shapes,
     "iterable": _iterable,
     "evaluation": _evaluation,
+    "accumulate": _with(accumulate=2),
+    "clip": _with(max_grad_norm=0.5),
+    "bfloat16": _with(precision="bfloat16"),
+    "float16": _with(precision="float16"),
+    "prune bad losses": _with(on_bad_loss="prune"),
+    "all at once": lambda entry: (
+        _evaluation(entry) | _ragged(entry) | {"accumulate": 3, "max_grad_norm": 0.5, "precision": "bfloat16"}
+    ),
 }
 
 

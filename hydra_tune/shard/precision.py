@@ -1,0 +1,115 @@
+"""Mixed precision: autocast around captured code, with the casts that several operators share made part of the graph.
+
+Autocast is not recorded by a capture that runs inside it, so it is entered again around every piece of a captured graph. In an
+eager step one region spans the whole forward, and a parameter that several operators use is cast once, so that its
+gradients are added in the low precision. Regions around pieces would cast it once each. `share_casts` therefore puts that one
+cast into the graph, as a value that may cross cuts like any other; what is used once is left to autocast.
+
+Note: torch keeps its cache of casts for the whole process and clears it when any thread leaves a `torch.autocast` region. Our
+regions neither use nor clear it: other threads may be in eager code that relies on it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, fx
+
+from hydra_tune.shard.capture import Captured, StateSpec
+from hydra_tune.task import Precision
+
+_CASTING = {
+    # Operators that autocast runs in the low precision, by the positions of the arguments that it casts.
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d"), (0, 1, 2)),
+    **dict.fromkeys(("conv_transpose2d", "conv_transpose3d", "convolution", "_convolution"), (0, 1, 2)),
+    **dict.fromkeys(("matmul", "mm", "mv", "bmm", "prelu", "linalg_matmul"), (0, 1)),
+    **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm"), (0, 1, 2)),
+    "scaled_dot_product_attention": (0, 1, 2),
+}
+
+
+@contextmanager
+def autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
+    """`torch.autocast` for captured code: without its cache, and without clearing other threads'."""
+    if precision == "float32":
+        yield
+        return
+    before = (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+    _set(device_type, True, getattr(torch, precision), False)
+    try:
+        yield
+    finally:
+        _set(device_type, *before)
+
+
+def eager_autocast(precision: Precision, device_type: str = "cpu") -> AbstractContextManager[object]:
+    """`torch.autocast` itself, for the user's own code; leaving it clears the casts of all threads."""
+    if precision == "float32":
+        return nullcontext()
+    return torch.autocast(device_type, dtype=getattr(torch, precision))
+
+
+def _set(device_type: str, enabled: bool, dtype: torch.dtype, cached: bool) -> None:
+    torch.set_autocast_enabled(device_type, enabled)
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(cached)
+
+
+def under_autocast(
+    module: Callable[..., tuple[Tensor, ...]], precision: Precision
+) -> Callable[..., tuple[Tensor, ...]]:
+    """A piece of a captured graph as it runs in a task of that precision."""
+    if precision == "float32":
+        return module
+
+    def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+        device_type = arguments[0].device.type if arguments else "cpu"
+        with autocast(precision, device_type):
+            return module(*arguments)
+
+    return run
+
+
+def share_casts(captured: Captured, specs: dict[str, StateSpec], precision: Precision) -> None:
+    """Cast each trained parameter that several operators want in low precision once, where the first of them is."""
+    if precision == "float32" or captured.mode != "train":
+        return
+    graph = captured.module.graph
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for name in dict.fromkeys(captured.state.values()):
+        spec = specs[name]
+        if not spec.requires_grad or spec.dtype != torch.float32:
+            continue
+        tied = [node for node in graph.nodes if captured.state.get(node.name) == name]
+        users = sorted((user for node in tied for user in node.users if _casts(user, tied)), key=order.__getitem__)
+        if len(users) < 2:  # noqa: PLR2004 - shared
+            continue
+        with graph.inserting_before(users[0]):
+            cast = graph.call_function(torch.ops.aten.to.dtype, (tied[0], getattr(torch, precision)))
+        cast.meta = dict(users[0].meta)
+        cast.meta["val"] = tied[0].meta["val"].to(getattr(torch, precision))
+        for user in users:
+            _replace(user, tied, cast)
+    captured.module.recompile()
+
+
+def _casts(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
+    """Whether autocast casts one of these operands for a node."""
+    return any(argument in operands for argument in _cast_arguments(node).values())
+
+
+def _cast_arguments(node: fx.Node) -> dict[int, fx.Node]:
+    if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001 - the public type of aten operators
+        return {}
+    positions = _CASTING.get(node.target._schema.name.removeprefix("aten::"), ())  # noqa: SLF001
+    return {p: argument for p in positions if p < len(node.args) and isinstance(argument := node.args[p], fx.Node)}
+
+
+def _replace(node: fx.Node, old: Sequence[fx.Node], new: fx.Node) -> None:
+    for position, argument in _cast_arguments(node).items():
+        if argument in old:
+            node.update_arg(position, new)

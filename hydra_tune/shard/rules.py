@@ -1,0 +1,47 @@
+"""What a task does with gradients, as far as it decides the bytes of units."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hydra_tune.shard.steps import Objective, objective
+from hydra_tune.task import TrainTask
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRules:
+    """How gradients come about and are used.
+
+    Args:
+        accumulate: batches that make a step.
+        is_scaled: whether the loss is scaled.
+        is_clipped: whether the norm of all gradients is clipped.
+    """
+
+    accumulate: int = 1
+    is_scaled: bool = False
+    is_clipped: bool = False
+
+    @classmethod
+    def of(cls, task: TrainTask) -> "GradientRules":
+        """The rules of a task."""
+        return cls(task.accumulate, task.precision == "float16", task.max_grad_norm is not None)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of several batches are added up."""
+        return self.accumulate > 1
+
+    @property
+    def has_two_phases(self) -> bool:
+        """Whether no parameter may be updated before all gradients of the step are there."""
+        return self.is_scaled or self.is_clipped
+
+    @property
+    def objective(self) -> Objective:
+        """What the backward starts from, with some loss scale; for measuring."""
+        return objective(self.accumulate, torch.ones(()) if self.is_scaled else None)
+
+    def scratch_bytes(self, count: int, alignment: int) -> int:
+        """Bytes for the scalars that unscaling and clipping the gradients of so many parameters make."""
+        return (4 * count + 8) * alignment if self.has_two_phases else 0

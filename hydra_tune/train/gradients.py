@@ -1,0 +1,112 @@
+"""What is done with gradients between backward and update: loss scaling, unscaling, and clipping by their global norm.
+
+Done shard by shard with the numbers of `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`. Both have to know all
+gradients before the first update, so a step that needs them has its updates in a phase of their own.
+
+Note: the norm. `clip_grad_norm_` takes the norm of the stack of all tensors' norms. Here each tensor's norm is taken where its
+gradient is made and kept as a number; torch's own function over one-element tensors of these numbers then gives the same
+total to the last bit, since the norm of a single number is that number.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from hydra_tune.errors import TaskError
+from hydra_tune.shard.steps import Objective, objective
+from hydra_tune.task import TrainTask
+
+_GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL = 2.0, 0.5, 2000  # as in torch.amp.GradScaler
+_FIRST_SCALE = 2.0**16
+
+
+class Gradients:
+    """The rules of one trial, and what is known of the gradients of its present step.
+
+    Args:
+        task: says whether to accumulate, scale and clip.
+    """
+
+    def __init__(self, task: TrainTask) -> None:
+        self._accumulate = task.accumulate
+        self._max_norm = task.max_grad_norm
+        self._scale = torch.full((), _FIRST_SCALE) if task.precision == "float16" else None
+        self._growth = torch.zeros((), dtype=torch.int32)
+        self._norms: dict[str, tuple[float, torch.dtype]] = {}
+        self._found_inf = False
+
+    @property
+    def has_two_phases(self) -> bool:
+        """Whether no parameter may be updated before all gradients are there."""
+        return self._max_norm is not None or self._scale is not None
+
+    @property
+    def skips_update(self) -> bool:
+        """Whether a gradient of the step was not finite under loss scaling, so that the step is not taken at all."""
+        return self._found_inf
+
+    def objective(self) -> Objective:
+        """What the backward starts from, given the loss."""
+        return objective(self._accumulate, self._scale)
+
+    def complete(self, gradients: Mapping[str, Tensor]) -> None:
+        """All of the step's batches are in these gradients: unscale them in place, and note their norms.
+
+        Args:
+            gradients: by parameter name, on a device.
+
+        Raises:
+            TaskError: gradients in half precision, which loss scaling would lose.
+        """
+        if self._scale is not None:
+            self._unscale(gradients, self._scale)
+        if self._max_norm is not None:
+            self._take_norms(gradients)
+
+    def clip(self, parameters: Sequence[Tensor], order: Sequence[str]) -> None:
+        """Scale the `.grad` of some parameters as the norm of all gradients of the step wants it.
+
+        Args:
+            parameters: with their gradients, on one device.
+            order: names of all parameters as the optimizer has them.
+        """
+        if self._max_norm is None:
+            return
+        device = parameters[0].device
+        norms = [self._norms[name] for name in order if name in self._norms]
+        total = get_total_norm([torch.tensor([norm], dtype=dtype, device=device) for norm, dtype in norms])
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, total)
+
+    def next_step(self) -> None:
+        """The step is over: adapt the loss scale and forget the step's gradients."""
+        if self._scale is not None:
+            found = torch.full((), float(self._found_inf))
+            torch._amp_update_scale_(
+                self._scale, self._growth, found, _GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL
+            )
+        self._norms.clear()
+        self._found_inf = False
+
+    def _take_norms(self, gradients: Mapping[str, Tensor]) -> None:
+        if not gradients:
+            return
+        norms = torch.stack([get_total_norm([gradient]).double() for gradient in gradients.values()]).tolist()
+        for (name, gradient), norm in zip(gradients.items(), norms, strict=True):
+            self._norms[name] = norm, gradient.dtype
+
+    def _unscale(self, gradients: Mapping[str, Tensor], scale: Tensor) -> None:
+        inverse = scale.double().reciprocal().float()
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for name, gradient in gradients.items():
+            if gradient.dtype == torch.float16:
+                raise TaskError(
+                    f"the gradient of {name!r} is in float16, where precision='float16' cannot unscale it; leave the "
+                    "model's parameters in float32, autocast casts what should be cast"
+                )
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for same in by_dtype.values():
+            found = torch.zeros((), device=same[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse.to(found.device))
+            self._found_inf = self._found_inf or bool(found.item())
