@@ -59,7 +59,7 @@ def run(specs: list[Spec], **options: Any) -> list[Seen]:
         devices = pool.stats().devices.values()
     seen = sorted(tracker.peak_bytes, reverse=True)
     counted = sorted((device.peak_bytes for device in devices), reverse=True)
-    assert seen[0] > 0
+    assert seen, [result.error for result in results]
     for tracked, ledger in zip(seen, counted, strict=False):
         assert tracked <= ledger <= max(device.budget_bytes for device in devices), (seen, counted)
     return [Seen(result, *plans.get(id(task), ({}, {}))) for task, result in zip(tasks, results, strict=True)]
@@ -82,8 +82,10 @@ def _watched_plans() -> Iterator[dict[int, tuple[dict[str, int], dict[str, str]]
     prepare = library.PlanLibrary.prepare
     whole = library.whole_plan
 
-    def watched(self: Any, task: TrainTask, model: Any, optimizer: Any, batch: Any, mode: str, like: Any = None) -> Any:
-        prepared = prepare(self, task, model, optimizer, batch, mode, like)
+    def watched(
+        self: Any, task: TrainTask, model: Any, optimizer: Any, batch: Any, mode: str, *rest: Any, **more: Any
+    ) -> Any:
+        prepared = prepare(self, task, model, optimizer, batch, mode, *rest, **more)
         shards, _ = found.setdefault(id(task), ({}, {}))
         shards[mode] = min(shards.get(mode, 1 << 30), 0 if prepared.plan.eager else len(prepared.plan.shards))
         return prepared
