@@ -83,7 +83,7 @@ class Trial:
         self._streams = RandomStreams(task.seed)
         self._gradients = Gradients(task)
         self._scheduler: Any = None
-        self._plans: OrderedDict[Any, tuple[Prepared, UnitTimes]] = OrderedDict()  # least recently used first
+        self._plans: OrderedDict[Any, list[tuple[Prepared, UnitTimes]]] = OrderedDict()  # least recently used first
         self._kinds: Counter[str] = Counter()
         self._interval = Mean()
         self._started = time.perf_counter()
@@ -308,24 +308,33 @@ class Trial:
         self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, leaves: batches.Leaves, mode: str
     ) -> tuple[Prepared, UnitTimes]:
         key = (mode, leaves.signature)
-        if key not in self._plans:
-            like = None
-            if self.state is not None:
-                self.state.bring_home()  # a capture copies the model
-                like = self.state.layout
-            self._kinds[mode] += 1
-            with self._streams.everything():
-                prepared = self._library.prepare(
-                    self.task, module, optimizer, batch, mode, like, prefer_whole=self._kinds[mode] > _MAX_CAPTURES
-                )
-            if self.state is not None:
-                self.state.adopt_state(list(prepared.plan.used_state()), self._device)
-            module.train()
-            self._plans[key] = (prepared, unit_times(prepared, self.task.accumulate if mode == "train" else 1))
+        plans = self._plans.setdefault(key, [])
+        self._plans.move_to_end(key)
+        with GATE.shared():
+            found = next((plan for plan in plans if plan[0].serves(leaves.tensors)), None)
+        if found is None:
+            found = self._prepare(module, optimizer, batch, mode)
+            plans.append(found)
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
-        self._plans.move_to_end(key)
-        return self._plans[key]
+        return found
+
+    def _prepare(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, mode: str
+    ) -> tuple[Prepared, UnitTimes]:
+        like = None
+        if self.state is not None:
+            self.state.bring_home()  # a capture copies the model
+            like = self.state.layout
+        self._kinds[mode] += 1
+        with self._streams.everything():
+            prepared = self._library.prepare(
+                self.task, module, optimizer, batch, mode, like, prefer_whole=self._kinds[mode] > _MAX_CAPTURES
+            )
+        if self.state is not None:
+            self.state.adopt_state(list(prepared.plan.used_state()), self._device)
+        module.train()
+        return prepared, unit_times(prepared, self.task.accumulate if mode == "train" else 1)
 
     def _step_scheduler(self) -> None:
         if self._scheduler is None:

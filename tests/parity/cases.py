@@ -23,10 +23,10 @@ class Pool:
 
 
 CUTS: dict[str, dict[str, Any]] = {
-    "one shard": {"num_shards": 1},
-    "two shards": {"num_shards": 2},
-    "three shards": {"num_shards": 3},
     "a shard per layer": {"num_shards": "layer"},
+    "one shard": {"num_shards": 1},
+    "three shards": {"num_shards": 3},
+    "two shards": {"num_shards": 2},
 }
 DEVICES = ("cpu:1", "cpu:2")
 BUDGET = "64MiB"
@@ -35,7 +35,7 @@ BUDGET = "64MiB"
 def pools(per_model: int = 2) -> list[Pool]:
     """Every model `per_model` times, spread over the cuts and devices; features and optimizers in turn."""
     filled: dict[tuple[str, str], list[Spec]] = {}
-    places = [(cut, DEVICES[index % 2]) for index, cut in enumerate(("a shard per layer", "two shards"))]
+    places = [(cut, DEVICES[index // 2]) for index, cut in enumerate(CUTS)]
     features, optimizers = list(FEATURES), list(OPTIMIZERS)
     for row, name in enumerate(ENTRIES):
         for turn in range(per_model):
@@ -43,7 +43,7 @@ def pools(per_model: int = 2) -> list[Pool]:
             # Steps that share no divisor with the lengths: models, features and optimizers do not move in step.
             feature = fitting[(row * 3 + turn * 5) % len(fitting)]
             optimizer = optimizers[(row + turn * 2 + row // 6) % len(optimizers)]
-            filled.setdefault(places[turn % len(places)], []).append(Spec(name, feature, optimizer))
+            filled.setdefault(places[(row + 2 * turn) % len(places)], []).append(Spec(name, feature, optimizer))
     return [_pool(cut, devices, specs) for (cut, devices), specs in filled.items()]
 
 

@@ -45,6 +45,7 @@ def reference_of(specs: Iterable[Spec]) -> dict[Spec, Any]:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             check=True,
             timeout=REFERENCE_SECONDS,
+            capture_output=True,
         )
         found = torch.load(output, weights_only=True)
     return {spec: found[str(spec)] for spec in wanted}
@@ -93,7 +94,7 @@ def _watched_plans() -> Iterator[dict[int, tuple[dict[str, int], dict[str, str]]
     def reasoned(
         task: TrainTask, model: Any, twin: Any, leaves: Any, mode: str, *, reason: CaptureError, **rest: Any
     ) -> Any:
-        found.setdefault(id(task), ({}, {}))[1][mode] = str(reason)
+        found.setdefault(id(task), ({}, {}))[1].setdefault(mode, str(reason))
         return whole(task, model, twin, leaves, mode, reason=reason, **rest)
 
     with mock.patch.object(library.PlanLibrary, "prepare", watched), mock.patch.object(library, "whole_plan", reasoned):

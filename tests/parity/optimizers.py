@@ -49,7 +49,7 @@ OTHERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "adamax": partial(optim.Adamax, lr=3e-3),
     "asgd": partial(optim.ASGD, lr=1e-2),
     "rprop": partial(optim.Rprop, lr=1e-3),
-    "muon": partial(optim.Muon, lr=1e-2),
+    "muon": lambda params: optim.Muon([p for p in params if p.dim() == 2], lr=1e-2),  # takes matrices only
     "adamw_fused": partial(optim.AdamW, lr=3e-3, fused=True),
     "adamw_foreach": partial(optim.AdamW, lr=3e-3, foreach=True),
     "adamw_capturable_rate": lambda params: optim.AdamW(params, lr=torch.tensor(3e-3), foreach=False),

@@ -63,10 +63,10 @@ def build(spec: Spec) -> TrainTask:
 
 def product(models: list[str] | None = None) -> list[Spec]:
     """Every model with every feature that it fits, the optimizers taking turns."""
-    specs: list[Spec] = []
     optimizers = list(OPTIMIZERS)
-    for row, name in enumerate(models or ENTRIES):
-        for column, feature in enumerate(FEATURES):
-            if fits(ENTRIES[name], feature):
-                specs.append(Spec(name, feature, optimizers[(row + column) % len(optimizers)]))
-    return specs
+    return [
+        Spec(name, feature, optimizers[(row + column) % len(optimizers)])
+        for row, name in enumerate(ENTRIES)
+        for column, feature in enumerate(FEATURES)
+        if fits(ENTRIES[name], feature) and (models is None or name in models)
+    ]

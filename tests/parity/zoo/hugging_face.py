@@ -57,6 +57,23 @@ def _reversed(count: int):
     return [{"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.flip(0)} for ids, _ in texts(count)]
 
 
+def _unmasked(count: int):
+    return [{"input_ids": ids, "labels": ids} for ids, _ in texts(count)]
+
+
+def _mostly_full(samples):
+    """Five samples of six have no padding: many batches have a mask of ones only, which these models skip."""
+
+    def made(count: int):
+        found = samples(count)
+        for index, sample in enumerate(found):
+            if index % 6:
+                sample["attention_mask"] = torch.ones_like(sample["attention_mask"])
+        return found
+
+    return made
+
+
 def _pictures(count: int):
     return [{"pixel_values": pixels, "labels": label} for pixels, label in images(count)]
 
@@ -77,9 +94,16 @@ def _entry(name: str, what: str, model, samples, shorter=_shorter, **changes) ->
 
 
 ENTRIES = [
-    _entry("hf_bert", "`BertForSequenceClassification`", bert, _classified, train="whole"),
-    _entry("hf_gpt2", "`GPT2LMHeadModel`, tied embeddings", gpt2, _causal, train="whole"),
-    _entry("hf_t5", "`T5ForConditionalGeneration`, encoder states and shared embeddings", t5, _reversed, train="whole"),
-    _entry("hf_llama", "`LlamaForCausalLM`, rotary positions, grouped heads", llama, _causal, train="whole"),
+    _entry("hf_bert", "`BertForSequenceClassification`", bert, _classified),
+    _entry("hf_gpt2", "`GPT2LMHeadModel`, tied embeddings", gpt2, _causal),
+    _entry("hf_t5", "`T5ForConditionalGeneration`, encoder states and shared embeddings", t5, _reversed),
+    _entry("hf_llama", "`LlamaForCausalLM`, rotary positions, grouped heads", llama, _causal),
+    _entry(
+        "hf_bert_full", "`BertForSequenceClassification`, only some batches padded", bert, _mostly_full(_classified)
+    ),
+    _entry("hf_t5_full", "`T5ForConditionalGeneration`, only some batches padded", t5, _mostly_full(_reversed)),
+    _entry("hf_llama_full", "`LlamaForCausalLM`, only some batches padded", llama, _mostly_full(_causal)),
+    _entry("hf_gpt2_unmasked", "`GPT2LMHeadModel` without an attention mask", gpt2, _unmasked),
+    _entry("hf_llama_unmasked", "`LlamaForCausalLM` without an attention mask", llama, _unmasked),
     _entry("hf_vit", "`ViTForImageClassification`", vit, _pictures, None),
 ]
