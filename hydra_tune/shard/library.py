@@ -177,7 +177,8 @@ class PlanLibrary:
             key = (architecture, mode, leaves.signature, tail, held)
         with self._lock, _preserved_streams():
             entries = self._plans.get(key, []) if key is not None else []
-            entry = next((e for e in entries if e.guard is None or e.guard.holds(leaves.tensors)), None)
+            with GATE.shared():
+                entry = next((e for e in entries if e.guard is None or e.guard.holds(leaves.tensors)), None)
             if entry is None:
                 found = self._capture(request)
                 entry = _Entry(request.guard, found)

@@ -310,7 +310,8 @@ class Trial:
         key = (mode, leaves.signature)
         plans = self._plans.setdefault(key, [])
         self._plans.move_to_end(key)
-        with GATE.shared():
+        asks = any(prepared.guard is not None for prepared, _ in plans)
+        with GATE.shared() if asks else nullcontext():
             found = next((plan for plan in plans if plan[0].serves(leaves.tensors)), None)
         if found is None:
             found = self._prepare(module, optimizer, batch, mode)

@@ -24,12 +24,11 @@ def check(spec: Spec, seen: Seen, reference: dict[str, Any]) -> list[str]:
         return [] if seen.result.error is not None else [f"{spec}: plain PyTorch fails with {reference['error']}"]
     if seen.result.error is not None:
         return [f"{spec}: {seen.result.error!r}"]
-    entry, wrong = ENTRIES[spec.model], []
-    expected = {"train": entry.train, "evaluate": entry.evaluation if entry.train == "cut" else "whole"}
+    wrong = []
     for mode, shards in seen.shards.items():
-        path = "cut" if shards else "whole"
-        if path != expected[mode]:
-            wrong.append(f"{spec}: {mode} ran {path}, expected {expected[mode]}: {seen.reasons.get(mode)}")
+        path, expected = "cut" if shards else "whole", ENTRIES[spec.model].path(mode, spec.feature)
+        if path != expected:
+            wrong.append(f"{spec}: {mode} ran {path}, expected {expected}: {seen.reasons.get(mode)}")
     return wrong + [f"{spec}: {line}" for line in difference(seen, reference)]
 
 

@@ -25,6 +25,7 @@ class Entry:
         evaluate: as in `TrainTask`.
         train: which path its training is expected to take.
         evaluation: which path its evaluation is expected to take.
+        whole_with: features with which it is expected to run whole all the same.
     """
 
     name: str
@@ -36,6 +37,13 @@ class Entry:
     evaluate: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
     train: Path = "cut"
     evaluation: Path = "cut"
+    whole_with: tuple[str, ...] = ()
+
+    def path(self, mode: str, feature: str) -> Path:
+        """The path that is expected; what trains whole is evaluated whole."""
+        if self.train == "whole" or feature in self.whole_with:
+            return "whole"
+        return self.train if mode == "train" else self.evaluation
 
 
 def accuracy(module: nn.Module, batch: Any) -> dict[str, Tensor]:
