@@ -21,6 +21,7 @@ from hydra_tune.schedule import Policy, make_policy
 from hydra_tune.shard.library import Budget, PlanLibrary
 from hydra_tune.shard.partition import NumShards
 from hydra_tune.task import TrainTask
+from hydra_tune.train.workers import is_worker_starting
 
 _HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
 
@@ -58,6 +59,11 @@ class HydraExecutor:
         num_shards: NumShards = None,
         instrument: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
+        if is_worker_starting():
+            raise ConfigError(
+                "HydraExecutor is made while a new process imports the main script, as a DataLoader's workers do; put what "
+                "the script does under if __name__ == '__main__':"
+            )
         if not isinstance(devices, str):
             raise ConfigError(f"devices must be a text such as 'auto', 'cuda' or 'cpu:2', not {devices!r}")
         if not isinstance(buffer_fraction, int | float) or not 0 <= buffer_fraction < 1:

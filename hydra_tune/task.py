@@ -35,7 +35,8 @@ class TrainTask:
         model: builds the module; called once, with the trial's own random streams.
         optimizer: builds the optimizer from what `param_groups` returns, e.g. `partial(torch.optim.AdamW, lr=1e-3)`.
         train: training data: a `Dataset` (with `batch_size`, shuffled), a `DataLoader`, or a callable that returns an
-            iterable of batches; iterated anew each epoch.
+            iterable of batches; iterated anew each epoch, on a copy of the trial's own where it is a `DataLoader`, so that
+            several trials may share one.
         param_groups: what the optimizer is given; default `list(module.parameters())`.
         loss: `(output, target) -> scalar`, for batches `(input, target)`. Exactly one of `loss` and `step`.
         step: `(module, batch) -> scalar loss`, for full control.
@@ -52,6 +53,8 @@ class TrainTask:
             `torch.nn.utils.clip_grad_norm_` does; None for no clipping.
         precision: what matrix products are computed in: `"float32"` as the model is, or under `torch.autocast` to
             `"bfloat16"` or `"float16"`, the latter with a `torch.amp.GradScaler`. Parameters stay as they are.
+        compile: name of a `torch.compile` backend that the shards of a captured model are run with, e.g. `"inductor"`. The
+            numbers are then the compiler's own: close to those of plain PyTorch, not equal. None for no compiler.
         on_bad_loss: whether a training loss that is NaN or infinite makes the trial `"fail"`, or ends it as if pruned
             (`"prune"`). The step is not taken.
         scheduler: builds the learning-rate scheduler from the optimizer; `ReduceLROnPlateau` is given `metric`.
@@ -78,6 +81,7 @@ class TrainTask:
     accumulate: int = 1
     max_grad_norm: float | None = None
     precision: Precision = "float32"
+    compile: str | None = None
     on_bad_loss: Literal["fail", "prune"] = "fail"
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     scheduler_interval: Literal["epoch", "step"] = "epoch"
@@ -98,6 +102,7 @@ class TrainTask:
         if self.report_every != "epoch":
             _check_positive("report_every", self.report_every, instead="'epoch' or a number of optimizer steps")
         _check_choice("precision", self.precision, ("float32", "bfloat16", "float16"))
+        _check_backend(self.compile)
         _check_choice("on_bad_loss", self.on_bad_loss, ("fail", "prune"))
         _check_choice("scheduler_interval", self.scheduler_interval, ("epoch", "step"))
         _check_choice("result", self.result, ("last", "best"))
@@ -150,6 +155,14 @@ def _check_norm(norm: object) -> None:
         raise TaskError(f"max_grad_norm must be a number above 0, or None for no clipping, not {norm!r}")
 
 
+def _check_backend(backend: object) -> None:
+    if backend is None:
+        return
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise TaskError(f"compile must be None or a backend of torch.compile ({', '.join(known)}), not {backend!r}")
+
+
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise TaskError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
@@ -176,8 +189,8 @@ def _check_not_empty(name: str, handle: object) -> None:
         return
     try:
         length = len(handle)
-    except TypeError:  # a DataLoader over an IterableDataset is Sized but has no length
-        return
+    except (TypeError, NotImplementedError, AttributeError):
+        return  # a DataLoader is Sized, but what it takes its length from may have none
     if length == 0:
         raise TaskError(f"{name} is empty: {type(handle).__name__} of length 0")
 

@@ -5,6 +5,7 @@ Everything above devices is the same code as on a GPU, so the whole system runs,
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
@@ -17,16 +18,39 @@ T = TypeVar("T")
 CPU_ALIGNMENT = 64  # bytes; what torch's CPU allocator gives
 
 
+_OWN: ContextVar[torch.Generator | None] = ContextVar("own generator", default=None)
+
+
+def own_generator() -> torch.Generator | None:
+    """The generator that this thread draws from instead of torch's default one, if there is one."""
+    return _OWN.get()
+
+
+@contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Let code that asks for `own_generator` draw from this one, on this thread only; torch's own operators do not ask."""
+    token = _OWN.set(generator)
+    try:
+        yield
+    finally:
+        _OWN.reset(token)
+
+
 class DefaultCpuGenerator:
-    """Torch's default CPU generator, which all CPU devices share."""
+    """What operators on CPU devices draw from: torch's default generator, which all share, or the thread's own."""
 
     def get_state(self) -> Tensor:
         """The state, as a host tensor."""
-        return torch.get_rng_state()
+        own = own_generator()
+        return torch.get_rng_state() if own is None else own.get_state()
 
     def set_state(self, state: Tensor) -> None:
         """Set the state."""
-        torch.set_rng_state(state)
+        own = own_generator()
+        if own is None:
+            torch.set_rng_state(state)
+        else:
+            own.set_state(state)
 
 
 class CpuDevice:

@@ -134,6 +134,26 @@ class Group(Block):
             self.on_moved(self.place)
 
 
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where a tensor lies in its storage; `offset` in elements of its dtype."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> "Geometry":
+        """A tensor's geometry."""
+        return Geometry(int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
+
+    def view(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor in a storage of the same contents."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+
 class Value:
     """A view of a block: what a store keeps under a key. Holds no memory itself."""
 
@@ -141,15 +161,13 @@ class Value:
 
     def __init__(self, block: Block, tensor: Tensor) -> None:
         self.block = block
-        self._geometry = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        self._geometry = Geometry.of(tensor)
 
     def tensor(self) -> Tensor:
         """The value on the device its block is on."""
         data = self.block.data
         assert data is not None, "the block is not on a device"
-        offset, shape, stride, dtype = self._geometry
-        view = torch.empty(0, dtype=dtype, device=data.device)
-        return view.set_(data.untyped_storage(), offset, shape, stride)
+        return self._geometry.view(data.untyped_storage())
 
 
 def whole_storage(tensor: Tensor) -> Tensor:

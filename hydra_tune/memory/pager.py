@@ -12,7 +12,8 @@ for each other's room. What a pager still waits for is a block being fetched fro
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +23,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind, whole_storage
 from hydra_tune.memory.ledger import Ledger
+from hydra_tune.memory.saved import SavedTensors
 from hydra_tune.quantities import format_bytes
 
 _PATIENCE_SECONDS = 0.05  # between looks at blocks that another device is fetching from here
@@ -59,7 +61,7 @@ class Pager:
     def bring(self, blocks: Sequence[Block], workspace_bytes: int) -> None:
         """Load pinned blocks and take the workspace."""
         missing = [block for block in blocks if block.home is not self]
-        self._make_room(sum(block.nbytes for block in missing) + workspace_bytes, blocks)
+        self.make_room(sum(block.nbytes for block in missing) + workspace_bytes, blocks)
         taken = 0
         try:
             for block in missing:
@@ -121,9 +123,18 @@ class Pager:
         with self._lock:
             self._resident[id(block)] = block
 
-    def _make_room(self, nbytes: int, wanted: Sequence[Block]) -> None:
-        """Take bytes on the ledger, spilling as needed."""
-        here = sum(block.nbytes for block in wanted if block.home is self)
+    def make_room(self, nbytes: int, wanted: Sequence[Block], held_bytes: int = 0) -> None:
+        """Take bytes on the ledger, spilling as needed.
+
+        Args:
+            nbytes: to take.
+            wanted: blocks that have to stay.
+            held_bytes: workspace that is taken already and has to stay.
+
+        Raises:
+            BudgetError: all that is more than the budget.
+        """
+        here = sum(block.nbytes for block in wanted if block.home is self) + held_bytes
         if nbytes + here > self.ledger.budget_bytes:
             raise BudgetError(
                 f"a shard unit needs {format_bytes(nbytes + here)} at once, but device {self.device.name} has a budget of "
@@ -204,6 +215,31 @@ class Lease:
         """Whether a tensor lies in one of the lease's blocks of these kinds."""
         block = self._storages.get(_identity(tensor))
         return block is not None and block.kind in kinds
+
+    @property
+    def data(self) -> list[Tensor]:
+        """The memory of the blocks on the device."""
+        return [block.data for block in self._blocks if block.data is not None]
+
+    def grow(self, nbytes: int) -> None:
+        """Take more workspace.
+
+        Raises:
+            BudgetError: it does not fit the budget.
+        """
+        self._pager.make_room(nbytes, self._blocks, self._workspace_bytes)
+        self._workspace_bytes += nbytes
+
+    @contextmanager
+    def spilling_activations(self) -> Iterator[None]:
+        """What autograd saves meanwhile, beyond the lease's own blocks, is kept on the host; the unit has to end inside."""
+        saved = SavedTensors(self._pager.device, stays=lambda tensor: _identity(tensor) in self._storages)
+        try:
+            with saved.hooks():
+                yield
+        finally:
+            self._pager.bytes_out[Kind.ACTIVATIONS] += saved.bytes_out
+            self._pager.bytes_in[Kind.ACTIVATIONS] += saved.bytes_in
 
     def _unpin(self) -> None:
         for block in self._blocks:

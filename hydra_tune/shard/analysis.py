@@ -15,28 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.errors import CaptureError
 from hydra_tune.shard.capture import Captured, StateSpec
+from hydra_tune.shard.draws import DrawFinder, Draws
 from hydra_tune.shard.precision import autocast
+from hydra_tune.shard.stochastic import body_of, draws_random_numbers, named_arguments
 
 _RUNNING_STATISTICS = {
     # Operators that overwrite `running_mean` and `running_var` without saying so in their schema: which argument says if.
     "aten::batch_norm": "training",
     "aten::instance_norm": "use_input_stats",
     "aten::native_batch_norm": "training",
-}
-_DROPOUT_SWITCHES = {
-    # Operators that draw random numbers only if one of their arguments says so: argument name -> value when they do not.
-    "aten::dropout": (("p", 0.0), ("train", False)),
-    "aten::native_dropout": (("p", 0.0), ("train", False)),
-    "aten::feature_dropout": (("p", 0.0), ("train", False)),
-    "aten::alpha_dropout": (("p", 0.0), ("train", False)),
-    "aten::feature_alpha_dropout": (("p", 0.0), ("train", False)),
-    "aten::scaled_dot_product_attention": (("dropout_p", 0.0),),
-    "aten::rrelu": (("training", False),),
-    "aten::rrelu_with_noise": (("training", False),),
-    "aten::lstm": (("dropout", 0.0), ("train", False)),
-    "aten::gru": (("dropout", 0.0), ("train", False)),
-    "aten::rnn_tanh": (("dropout", 0.0), ("train", False)),
-    "aten::rnn_relu": (("dropout", 0.0), ("train", False)),
 }
 
 
@@ -60,6 +47,7 @@ class Analysis:
         written_state: canonical names of the buffers the step overwrites.
         written_values: position of an overwriting node -> all nodes that see the storage it overwrites.
         stochastic: positions of the nodes that draw random numbers.
+        draws: what stands for these where they draw from a generator of the trial.
         layers: for each position the name of the module the node came from ("" outside any).
     """
 
@@ -69,6 +57,7 @@ class Analysis:
     written_state: frozenset[str]
     written_values: dict[int, frozenset[str]]
     stochastic: frozenset[int]
+    draws: Draws
     layers: list[str]
 
 
@@ -95,9 +84,9 @@ class _Recorder:
             )
 
 
-class _Interpreter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, recorder: _Recorder) -> None:
-        super().__init__(module)
+class _Interpreter(DrawFinder):
+    def __init__(self, module: fx.GraphModule, recorder: _Recorder, draws: Draws) -> None:
+        super().__init__(module, draws)
         self._recorder = recorder
 
     def run_node(self, n: fx.Node) -> Any:
@@ -138,10 +127,10 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = placeholders(captured, specs, batch, mode)
-    recorder = _Recorder()
+    recorder, draws = _Recorder(), Draws()
     arguments = [inputs.get(n.name) for n in captured.module.graph.nodes if n.op == "placeholder"]
     with mode, torch.set_grad_enabled(captured.mode == "train"), autocast(captured.precision):
-        _Interpreter(captured.module, recorder).run(*arguments)
+        _Interpreter(captured.module, recorder, draws).run(*arguments)
     recorder.settle()
     nodes = captured.nodes
     writes = [(position, name) for position, node in enumerate(nodes) for name in _written_arguments(node)]
@@ -167,6 +156,7 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
         written_state=written_state,
         written_values=_written_storages(writes, recorder.values),
         stochastic=frozenset(position for position, node in enumerate(nodes) if draws_random_numbers(node)),
+        draws=draws,
         layers=[_layer(node) for node in nodes],
     )
 
@@ -179,41 +169,12 @@ def _last_cut(captured: Captured) -> int:
     return max((position for position, node in enumerate(nodes) if node.name in captured.outputs), default=0)
 
 
-def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether running the node moves a random generator."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - the public type of aten operators
-        # A higher-order operator: whatever its body holds.
-        return any(_subgraph_is_stochastic(node, argument) for argument in node.all_input_nodes)
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    named = _named_arguments(node)
-    switches = _DROPOUT_SWITCHES.get(target._schema.name, ())  # noqa: SLF001
-    return all(named.get(argument) != value for argument, value in switches)
-
-
-def _subgraph_is_stochastic(node: fx.Node, argument: fx.Node) -> bool:
-    body = _body(node, argument)
-    return body is not None and any(draws_random_numbers(n) for n in body.graph.nodes if n.op == "call_function")
-
-
-def _named_arguments(node: fx.Node) -> dict[str, Any]:
-    schema = node.target._schema  # type: ignore[union-attr]  # noqa: SLF001
-    named: dict[str, Any] = {}
-    for position, argument in enumerate(schema.arguments):
-        if position < len(node.args):
-            named[argument.name] = node.args[position]
-        else:
-            named[argument.name] = node.kwargs.get(argument.name, argument.default_value)
-    return named
-
-
 def _written_arguments(node: fx.Node) -> list[str]:
     """Names of the nodes whose tensors this node overwrites."""
     if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
-        return _written_by_body(node)
+        return _written_bybody_of(node)
     schema = node.target._schema  # noqa: SLF001
-    named = _named_arguments(node)
+    named = named_arguments(node)
     switch = _RUNNING_STATISTICS.get(schema.name)
     hidden = ("running_mean", "running_var") if switch is not None and named[switch] else ()
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -222,11 +183,11 @@ def _written_arguments(node: fx.Node) -> list[str]:
     return [item.name for item in flat if isinstance(item, fx.Node)]
 
 
-def _written_by_body(node: fx.Node) -> list[str]:
+def _written_bybody_of(node: fx.Node) -> list[str]:
     """What a higher-order operator (a `no_grad` or autocast region) overwrites among its operands."""
     found: list[str] = []
     for position, argument in enumerate(node.args):
-        body = _body(node, argument)
+        body = body_of(node, argument)
         if body is None:
             continue
         formal = [n for n in body.graph.nodes if n.op == "placeholder"]
@@ -240,20 +201,13 @@ def _written_by_body(node: fx.Node) -> list[str]:
     return found
 
 
-def _body(node: fx.Node, argument: object) -> fx.GraphModule | None:
-    if not isinstance(argument, fx.Node) or argument.op != "get_attr":
-        return None
-    body = getattr(node.graph.owning_module, str(argument.target), None)
-    return body if isinstance(body, fx.GraphModule) else None
-
-
 def _view_base(node: fx.Node) -> fx.Node:
     """The node whose storage a chain of views and in-place operators goes back to."""
     while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
         schema = node.target._schema  # noqa: SLF001
         if not schema.returns or schema.returns[0].alias_info is None:
             break
-        named = _named_arguments(node)
+        named = named_arguments(node)
         bases = [named[a.name] for a in schema.arguments if a.alias_info is not None]
         if not bases or not isinstance(bases[0], fx.Node):
             break

@@ -40,6 +40,7 @@ def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
             tuple(_value(part, {}, 0) for part in (task.loss, task.step, task.evaluate)),
             str(torch.get_default_dtype()),
             task.precision,
+            task.compile,
         )
     except UnkeyableError:
         return None

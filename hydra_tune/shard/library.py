@@ -4,8 +4,6 @@ One library serves one pool, whose devices decide the budget that everything is 
 """
 
 import copy
-import random
-import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydra_tune.errors import BudgetError, CaptureError, HydraTuneError, TaskError
+from hydra_tune.errors import BudgetError, CaptureError, HydraTuneError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.analysis import Analysis, analyse
 from hydra_tune.shard.capture import Captured, StateSpec, capture, describe, state_specs
@@ -30,8 +28,9 @@ from hydra_tune.shard.plan import Plan, build_plan, operators
 from hydra_tune.shard.precision import autocast, share_casts
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.separable import check_separable
+from hydra_tune.shard.streams import preserved_streams
 from hydra_tune.shard.update_pilot import optimizer_pilot
-from hydra_tune.shard.verify import UnitSeconds, verify
+from hydra_tune.shard.verify import UnitSeconds, verify, verify_close
 from hydra_tune.shard.whole import whole_plan
 from hydra_tune.task import TrainTask
 
@@ -159,23 +158,25 @@ class PlanLibrary:
             BudgetError: a part that cannot be cut further does not fit.
             TaskError, MetricError: the step is not right.
         """
-        _refuse_accumulation_hooks(model)
         leaves = batches.flatten(batch)
         request = _Request(
             task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like
         )
+        if like is not None and like.plan.eager:
+            with self._lock, preserved_streams():
+                return self._whole(
+                    request, CaptureError("its training runs whole, and may change what a graph would repeat for ever")
+                )
         if prefer_whole:
-            with self._lock, _preserved_streams(), suppress(BudgetError):
+            with self._lock, preserved_streams(), suppress(BudgetError):
                 return self._whole(request, CaptureError("batches of too many kinds"))
         architecture = architecture_key(task, model)
         key = None
         if architecture is not None:
             tail = (optimizer_key(optimizer), GradientRules.of(task)) if mode == "train" else None
-            held = None
-            if like is not None:
-                held = (like.plan.mode, like.plan.eager, like.plan.cuts, frozenset(like.owners.items()))
+            held = None if like is None else (like.plan.mode, like.plan.cuts, frozenset(like.owners.items()))
             key = (architecture, mode, leaves.signature, tail, held)
-        with self._lock, _preserved_streams():
+        with self._lock, preserved_streams():
             entries = self._plans.get(key, []) if key is not None else []
             with GATE.shared():
                 entry = next((e for e in entries if e.guard is None or e.guard.holds(leaves.tensors)), None)
@@ -194,9 +195,6 @@ class PlanLibrary:
 
     def _capture(self, request: _Request) -> Prepared | CaptureError:
         """A verified plan, or why there is none; a budget that cannot be met is raised."""
-        if request.like is not None and request.like.plan.eager:
-            # Its own code runs in every training step and may change what a graph would have baked in.
-            return CaptureError("its training step runs whole")
         try:
             twin = _twin(request.model)
             with GATE.exclusive(), _quiet_export(), autocast(request.task.precision):
@@ -234,12 +232,14 @@ class PlanLibrary:
         else:
             edges = partitioner.partition(None, _cuts_like(captured, analysis, request.like))
         plan = build_plan(captured, analysis, pilot, edges)
-        if request.mode == "train":
-            _check_hooks(request.model, plan)
         with GATE.shared():
             if request.mode == "train" and len(plan.shards) > 1:
                 check_separable(request.optimizer, dict(request.model.named_parameters()), specs)
             seconds = verify(request.task, _twin(request.model), plan, request.batch, request.guards)
+        if request.task.compile is not None:
+            plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
+            with GATE.exclusive():  # the first run compiles
+                seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
         return Prepared(plan=plan, seconds=seconds, guard=request.guard)
 
     def _whole(self, request: _Request, reason: CaptureError) -> Prepared:
@@ -267,36 +267,10 @@ class PlanLibrary:
 
 
 def _twin(model: nn.Module) -> nn.Module:
-    """A copy of a model, with the hooks on its parameters, which `deepcopy` leaves out."""
     try:
-        twin = copy.deepcopy(model)
+        return copy.deepcopy(model)
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
-    for original, parameter in zip(model.parameters(), twin.parameters(), strict=True):
-        for hook in _hooks(original):
-            parameter.register_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return twin
-
-
-def _hooks(parameter: Tensor) -> list[Any]:
-    return list((parameter._backward_hooks or {}).values())  # noqa: SLF001 - there is no public way to ask
-
-
-def _check_hooks(model: nn.Module, plan: Plan) -> None:
-    """A hook must see a parameter's whole gradient once; where several shards use the parameter it would see parts."""
-    used = plan.used_state()
-    for name, parameter in model.named_parameters():
-        if _hooks(parameter) and len(used.get(name, ())) > 1:
-            raise CaptureError(f"parameter {name!r} has a gradient hook and is used by several shards")
-
-
-def _refuse_accumulation_hooks(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise TaskError(
-                f"parameter {name!r} has a post-accumulate-grad hook, which would run before its gradient is complete; "
-                "do its work in the optimizer's step"
-            )
 
 
 def _check_gradients(captured: Captured, analysis: Analysis) -> None:
@@ -323,20 +297,6 @@ def _owner_cuts(captured: Captured, analysis: Analysis, owners: dict[str, int]) 
             before = [cut for cut in allowed if cut <= positions[node]]
             cuts += before[-1:]
     return sorted(set(cuts))
-
-
-@contextmanager
-def _preserved_streams() -> Iterator[None]:
-    """Capture, pilot and verification draw random numbers; none of that may show in the trial."""
-    numpy = sys.modules.get("numpy")
-    states = torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if numpy is not None:
-            numpy.random.set_state(states[2])
 
 
 @contextmanager

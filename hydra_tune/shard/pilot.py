@@ -10,8 +10,8 @@ Source: HYDRA section 4.1, the pilot runs of Algorithm 1. Differs: there an out-
 
 import gc
 import math
-import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,20 +36,34 @@ def aligned(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
 
 
+class _StorageReference(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows which storage it was."""
+
+    __slots__ = ("storage",)
+    storage: int
+
+
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the bytes of all storages made while it is active, and their peak.
 
     A storage counts from the first operator that returns it until it is freed. Storages marked as known before do not
-    count.
+    count. A storage may be freed on any thread, at any moment: its finalizer leaves a note for the next look.
     """
 
     def __init__(self, alignment: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.current_bytes = 0
         self.peak_bytes = 0
         self._alignment = alignment
-        self._seen: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._current_bytes = 0
+        self._seen: dict[int, tuple[int, _StorageReference]] = {}
+        self._freed: deque[_StorageReference] = deque()
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes of the storages that are alive now."""
+        while self._freed:
+            self._current_bytes -= self._seen.pop(self._freed.popleft().storage)[0]
+        return self._current_bytes
 
     def know(self, *tensors: Tensor) -> None:
         """Leave the storages of these tensors out of the count."""
@@ -60,24 +74,26 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = with_workspace(func, args, func(*args, **(kwargs or {})))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._track(leaf)
+        if isinstance(result, Tensor):  # most are: this runs for every operator of the user's own code
+            self._track(result)
+        else:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._track(leaf)
         return result
 
     def _track(self, tensor: Tensor, size: int | None = None) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001 - the storage's identity
+        before = self.current_bytes  # notes are read first: a freed storage's identity may be another's by now
         if key in self._seen:
             return
         nbytes = aligned(storage.nbytes(), self._alignment) if size is None else size
-        self._seen[key] = nbytes
-        self.current_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-        weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self.current_bytes -= self._seen.pop(key, 0)
+        reference = _StorageReference(storage, self._freed.append)
+        reference.storage = key
+        self._seen[key] = (nbytes, reference)
+        self._current_bytes = before + nbytes
+        self.peak_bytes = max(self.peak_bytes, self._current_bytes)
 
 
 @contextmanager
@@ -107,6 +123,7 @@ class ShardCost:
         first_update_workspace: the same for the first update, which makes the optimizer state.
         trained_bytes: gradients of the parameters whose update ends here.
         phased: whether these gradients wait for others before the update.
+        spilled_bytes: host memory for the activations that the backward unit spills; 0 if it keeps them all.
     """
 
     state_bytes: int
@@ -119,13 +136,13 @@ class ShardCost:
     first_update_workspace: int
     trained_bytes: int
     phased: bool = False
+    spilled_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
         """The most that may lie on the host between the shard's units: its values, gradients and optimizer state."""
-        return (
-            self.value_bytes + self.gradient_bytes + self.optimizer_bytes + (self.trained_bytes if self.phased else 0)
-        )
+        waiting = self.trained_bytes if self.phased else 0
+        return self.value_bytes + self.gradient_bytes + waiting + self.optimizer_bytes + self.spilled_bytes
 
     @property
     def forward_bytes(self) -> int:

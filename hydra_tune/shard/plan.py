@@ -86,9 +86,11 @@ class Plan:
         return used
 
 
-def build_plan(captured: Captured, analysis: Analysis, pilot: Pilot, edges: list[int]) -> Plan:
-    """Cut a captured step at `edges` (from 0 to the number of nodes)."""
-    graphs = [cut_shard(captured, analysis, a, b) for a, b in pairwise(edges)]
+def build_plan(
+    captured: Captured, analysis: Analysis, pilot: Pilot, edges: list[int], backend: str | None = None
+) -> Plan:
+    """Cut a captured step at `edges` (from 0 to the number of nodes); see `cut_shard` for `backend`."""
+    graphs = [cut_shard(captured, analysis, a, b, backend) for a, b in pairwise(edges)]
     shards = [_shard(captured, analysis, pilot, graph) for graph in graphs]
     uses: dict[str, list[int]] = {}
     for index, graph in enumerate(graphs):

@@ -6,11 +6,14 @@ A shard's inputs are what it uses and does not make: state, constants, batch ten
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from hydra_tune.shard.analysis import Analysis
 from hydra_tune.shard.capture import Captured
+from hydra_tune.shard.draws import Draws
 from hydra_tune.shard.precision import under_autocast
 
 
@@ -33,6 +36,7 @@ class ShardGraph:
         saved_state: canonical names of the buffers used here that this shard or a later one overwrites: a recompute needs them
             as they were.
         stochastic: whether it draws random numbers.
+        own_draws: whether it draws them from a generator that its thread draws from (`drawing_from`), if there is one.
     """
 
     module: Callable[..., tuple[Tensor, ...]]
@@ -48,6 +52,7 @@ class ShardGraph:
     written_state: tuple[str, ...]
     saved_state: tuple[str, ...]
     stochastic: bool
+    own_draws: bool = False
 
     @property
     def label(self) -> str:
@@ -56,8 +61,16 @@ class ShardGraph:
         return first if first == last else f"{first} .. {last}"
 
 
-def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int) -> ShardGraph:
-    """Make the shard of the nodes from position `first` up to, not including, `last`."""
+def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, backend: str | None = None) -> ShardGraph:
+    """Make the shard of the nodes from position `first` up to, not including, `last`.
+
+    Args:
+        captured: the step.
+        analysis: its facts.
+        first: position of the first node.
+        last: position after the last node.
+        backend: of `torch.compile`, which compiles the shard at its first run; None to run it node by node.
+    """
     nodes = captured.nodes[first:last]
     inside = set(nodes)
     used = _outside_arguments(captured, nodes, inside)
@@ -67,6 +80,11 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int) -> 
     external = (*captured.state, *captured.constants, *captured.inputs)
     live_in = tuple(n for n in used if n.op != "get_attr" and n.name not in external)
     live_out = _live_out(captured, nodes, inside)
+
+    stochastic = any(first <= position < last for position in analysis.stochastic)
+    # A compiler makes its own of the operators.
+    own_draws = stochastic and backend is None and analysis.draws.cover(nodes)
+    draws = analysis.draws if own_draws else Draws()
 
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -80,13 +98,19 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int) -> 
         if node.op == "get_attr":
             copies[node] = graph.node_copy(node)
     for node in nodes:
-        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+        copies[node] = draws.copy(graph, node, copies)
     graph.output(tuple(copies[node] for node in live_out))
     overwritten = {name for position in range(first, last) for name in analysis.written_values.get(position, ())}
     from_here = {name for position, names in analysis.written_values.items() if position >= first for name in names}
-    module = fx.GraphModule(captured.module, graph, class_name=f"Shard_{first}_{last}")
+    module = fx.GraphModule(draws.attributes([*used, *nodes]), graph, class_name=f"Shard_{first}_{last}")
+    written_state = tuple(
+        dict.fromkeys(name for placeholder, name in captured.state.items() if placeholder in overwritten)
+    )
+    run = module.forward
+    if backend is not None:
+        run = _compiled(module, backend, [state.index(name) for name in written_state])
     return ShardGraph(
-        module=under_autocast(module.forward, captured.precision),
+        module=under_autocast(run, captured.precision),
         first=first,
         last=last,
         layers=(analysis.layers[first], analysis.layers[last - 1]),
@@ -96,14 +120,38 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int) -> 
         live_in=tuple(n.name for n in live_in),
         live_out=tuple(n.name for n in live_out),
         cloned=frozenset(n.name for n in live_in if n.name in overwritten),
-        written_state=tuple(
-            dict.fromkeys(name for placeholder, name in captured.state.items() if placeholder in overwritten)
-        ),
+        written_state=written_state,
         saved_state=tuple(
             dict.fromkeys(captured.state[n.name] for n in used if n.name in captured.state and n.name in from_here)
         ),
-        stochastic=any(first <= position < last for position in analysis.stochastic),
+        stochastic=stochastic,
+        own_draws=own_draws,
     )
+
+
+def _compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
+    """The shard, compiled at its first run.
+
+    Buffers lie side by side in one block, and a compiler cannot tell that overwriting one leaves the others alone: those at
+    the positions `written` are overwritten in copies of their own.
+    """
+    # Inductor has a random generator of its own unless told to use torch's, which a recompute can rewind.
+    options: dict[str, str | int | bool | Callable[..., Any]] | None = None
+    if backend == "inductor":
+        options = {"fallback_random": True}
+    compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(module, backend=backend, dynamic=False, options=options)
+
+    def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+        own = list(arguments)
+        for position in written:
+            own[position] = arguments[position].clone()
+        made = compiled(*own)
+        with torch.no_grad():
+            for position in written:
+                arguments[position].copy_(own[position])
+        return made
+
+    return run if written else compiled
 
 
 def _outside_arguments(captured: Captured, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:

@@ -10,7 +10,8 @@ gives their first times.
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_tune.devices.cpu import DefaultCpuGenerator
+from hydra_tune.devices.cpu import DefaultCpuGenerator, drawing_from
+from hydra_tune.devices.device import RandomGenerator
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard import batch as batches
-from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.capture import describe, named_state
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
 from hydra_tune.shard.guards import Guard, Recorder
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import Plan, Shard
 from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.steps import step_module
 from hydra_tune.task import TrainTask
@@ -64,9 +66,12 @@ _NO_ARITHMETIC = {
         "item",
         "set_",
         "is_same_size",
+        "tril",  # of a mask: models give attention a mask or `is_causal` as they are captured or not, and torch makes the mask
     ]
 }
 
+
+_TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.05  # of a compiled plan, relative to a tensor's largest value
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
@@ -189,6 +194,52 @@ def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any, guards: lis
     return seconds
 
 
+def verify_close(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> UnitSeconds:
+    """Compare a compiled plan with the eager step, up to rounding, and time its units once they are compiled.
+
+    Args:
+        task: describes the step.
+        twin: a copy of the trial's model; left in an undefined state.
+        plan: the plan to check.
+        batch: a batch of the trial's data; not changed.
+
+    Raises:
+        TaskError: the compiler fails, or its numbers are far from the eager ones.
+    """
+    buffers = {name: tensor.detach().clone() for name, tensor in twin.named_buffers()}
+    random_state = torch.get_rng_state()
+    outcomes = []
+    seconds = UnitSeconds(forward=(), backward=())
+    try:
+        expected = _run_eager(task, twin, plan.mode, _copy(batch))
+        for _ in range(2):  # the first run compiles
+            _restore(twin, buffers)
+            torch.set_rng_state(random_state)
+            found, seconds = _run_plan(twin, plan, batches.flatten(_copy(batch)).tensors, watched=False)
+            outcomes.append(found)
+    except Exception as error:
+        raise TaskError(f"compile={task.compile!r} fails on this model: {describe(error)}") from error
+    finally:
+        torch.set_rng_state(random_state)
+    tolerance = _TOLERANCE if task.precision == "float32" else _LOW_TOLERANCE
+    for what in ("results", "gradients", "buffers"):
+        for name, value in getattr(expected, what).items():
+            other = getattr(outcomes[-1], what).get(name)
+            if other is None or not _close(value, other, tolerance):
+                raise TaskError(
+                    f"compile={task.compile!r} gives other {what} than the eager step: {name!r} differs by more than "
+                    f"{tolerance:g} of its largest value; train this model without a compiler"
+                )
+    return seconds
+
+
+def _close(expected: Tensor, found: Tensor, tolerance: float) -> bool:
+    if not expected.is_floating_point():
+        return torch.equal(expected, found)
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(expected, found, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
 def _same_outcome(message: str, expected: "_Outcome", found: "_Outcome") -> None:
     for what in ("results", "gradients", "buffers"):
         _compare(message.format(what=what), getattr(expected, what), getattr(found, what))
@@ -203,7 +254,7 @@ def _copy(batch: Any) -> Any:
 
 def _watched(twin: nn.Module, run: Callable[[], _Outcome]) -> _Outcome:
     """Run the eager step and refuse a model that moves state which no graph can move."""
-    attributes, python_state, numpy_state = _attributes(twin), random.getstate(), _numpy_state()
+    attributes, python_state, numpy_state = plain_attributes(twin), random.getstate(), _numpy_state()
     outcome = run()
     if random.getstate() != python_state:
         random.setstate(python_state)
@@ -212,14 +263,14 @@ def _watched(twin: nn.Module, run: Callable[[], _Outcome]) -> _Outcome:
         )
     if numpy_state is not None and _numpy_state() != numpy_state:
         raise CaptureError("the model draws from numpy.random in its forward; a graph would repeat one draw for ever")
-    for name, value in _attributes(twin).items():
+    for name, value in plain_attributes(twin).items():
         if name not in attributes or attributes[name] != value:
             raise CaptureError(f"the model's forward changes its attribute {name!r}, which a graph would not")
     return outcome
 
 
-def _attributes(twin: nn.Module) -> dict[str, Any]:
-    """Attributes of all submodules as far as they are plain values, and containers of such."""
+def plain_attributes(twin: nn.Module) -> dict[str, Any]:
+    """Attributes of all submodules as far as they are plain values, and containers of such: what a graph would bake in."""
     return {
         f"{path}.{name}".lstrip("."): _plain(value)
         for path, module in twin.named_modules()
@@ -286,21 +337,34 @@ def _refuse_sparse(gradients: dict[str, Tensor]) -> None:
             )
 
 
-def _run_plan(twin: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> tuple[_Outcome, UnitSeconds]:
+def _run_plan(
+    twin: nn.Module, plan: Plan, inputs: Sequence[Tensor], *, watched: bool = True
+) -> tuple[_Outcome, UnitSeconds]:
+    """Run a plan's units; compilers refuse to work while operators are watched."""
     store = HostStore(dict(named_state(twin)), plan.constants, inputs)
     chain, generator = Chain(plan, store), DefaultCpuGenerator()
     count = len(plan.shards)
     forward, backward = [0.0] * count, [0.0] * count
-    with _Operators() as operators:
+    stream = torch.Generator()
+    stream.set_state(torch.get_rng_state())
+
+    def timed(index: int, unit: Callable[[int, RandomGenerator], None]) -> float:
+        with _drawing(plan.shards[index], stream):
+            start = time.perf_counter()
+            unit(index, generator)
+            return time.perf_counter() - start
+
+    operators = _Operators()
+    with operators if watched else nullcontext():
         for index in range(count):
             if chain.has_forward(index):
-                forward[index] = _timed(lambda i=index: chain.forward(i, generator))  # type: ignore[misc]
-        final_state = torch.get_rng_state()
+                forward[index] = timed(index, chain.forward)
+        final_state = stream.get_state()
         for index in reversed(range(count)):
             if plan.mode == "train" and plan.shards[index].has_backward:
-                backward[index] = _timed(lambda i=index: chain.backward(i, generator))  # type: ignore[misc]
+                backward[index] = timed(index, chain.backward)
                 if index == count - 1:
-                    final_state = torch.get_rng_state()
+                    final_state = stream.get_state()
     prefix = parameter_gradient_key("")
     outcome = _Outcome(
         results={name: store.values[key] for name, key in zip(plan.names, plan.outputs, strict=True)},
@@ -312,10 +376,16 @@ def _run_plan(twin: nn.Module, plan: Plan, inputs: Sequence[Tensor]) -> tuple[_O
     return outcome, UnitSeconds(forward=tuple(forward), backward=tuple(backward))
 
 
-def _timed(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+@contextmanager
+def _drawing(shard: Shard, stream: torch.Generator) -> Iterator[None]:
+    """Let a shard draw from the stream the way it will in training."""
+    if shard.graph.own_draws:
+        with drawing_from(stream):
+            yield
+        return
+    torch.set_rng_state(stream.get_state())
+    yield
+    stream.set_state(torch.get_rng_state())
 
 
 def _compare(message: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:

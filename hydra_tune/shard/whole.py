@@ -1,17 +1,19 @@
 """The whole-model path: a step that cannot be captured runs eagerly, as one shard.
 
-Its parameters and buffers still live in blocks and are spilled between units; its peak is measured by one real run of a copy
-on the host, since code that depends on values cannot run on fake tensors.
+Its parameters and buffers still live in blocks and are spilled between units. Where its activations do not fit beside them,
+these are spilled within the unit, from their forward to their backward (`memory/saved.py`).
 """
 
-import torch
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from hydra_tune.errors import BudgetError, CaptureError
 from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.capture import StateSpec
-from hydra_tune.shard.pilot import ShardCost, StorageTracker, UpdatePilot, aligned, quiet_collector
+from hydra_tune.shard.eager_pilot import EagerCost, EagerPilot
+from hydra_tune.shard.pilot import ShardCost, UpdatePilot, aligned
 from hydra_tune.shard.plan import Plan, Shard
 from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.rules import GradientRules
@@ -69,17 +71,18 @@ def whole_plan(
     Raises:
         BudgetError: the model does not fit whole.
     """
-    names, workspace = _measure(task, twin, leaves, mode, alignment)
     training = mode == "train"
     trained = tuple(name for name, spec in specs.items() if spec.requires_grad) if training else ()
     rules = GradientRules.of(task)
-    cost = _cost(specs, trained, leaves, workspace, update, rules, alignment=alignment, training=training)
+
+    def cost_of(eager: EagerCost) -> ShardCost:
+        return _cost(specs, trained, leaves, eager, update, rules, alignment=alignment, training=training)
+
+    pilot = EagerPilot(task, model, leaves, mode, alignment)
+    eager = pilot.keeping(twin)
+    names, cost = eager.names, cost_of(eager)
     if cost.peak_bytes > budget_bytes:
-        raise BudgetError(
-            f"the model cannot be cut ({reason}), and whole it needs {format_bytes(cost.peak_bytes)} at once, more than the "
-            f"smallest device's budget of {format_bytes(budget_bytes)}; make it capturable, lower batch_size, or raise "
-            f"device_memory to at least {format_bytes_up(cost.peak_bytes)}"
-        ) from reason
+        cost = _spilled(pilot, cost, cost_of, budget_bytes, reason)
     shard = Shard(
         graph=_graph(EagerStep(task, model, mode, leaves, len(specs)), tuple(specs), leaves, names),
         cost=cost,
@@ -101,6 +104,32 @@ def whole_plan(
         last_use={},
         eager=True,
     )
+
+
+def _spilled(
+    pilot: EagerPilot,
+    kept: ShardCost,
+    cost_of: Callable[[EagerCost], ShardCost],
+    budget_bytes: int,
+    reason: CaptureError,
+) -> ShardCost:
+    """The cost with the activations spilled, where that makes the step fit."""
+    least, outcome = kept.peak_bytes, ""
+    if kept.backward_bytes > budget_bytes:
+        try:
+            cost = cost_of(pilot.spilling())
+        except CaptureError as error:
+            outcome = f", and its activations cannot be spilled: {error}"
+        else:
+            if cost.peak_bytes <= budget_bytes:
+                return cost
+            outcome = f", and {format_bytes(cost.peak_bytes)} with its activations spilled"
+            least = min(least, cost.peak_bytes)
+    raise BudgetError(
+        f"the model cannot be cut ({reason}), and whole it needs {format_bytes(kept.peak_bytes)} at once, more than the "
+        f"smallest device's budget of {format_bytes(budget_bytes)}{outcome}; make it capturable, lower batch_size, or raise "
+        f"device_memory to at least {format_bytes_up(least)}"
+    ) from reason
 
 
 def _graph(step: EagerStep, state: tuple[str, ...], leaves: batches.Leaves, names: tuple[str, ...]) -> ShardGraph:
@@ -125,7 +154,7 @@ def _cost(
     specs: dict[str, StateSpec],
     trained: tuple[str, ...],
     leaves: batches.Leaves,
-    workspace: int,
+    eager: EagerCost,
     update: UpdatePilot | None,
     rules: GradientRules,
     *,
@@ -140,31 +169,14 @@ def _cost(
         value_bytes=sum(aligned(batches.tensor_bytes(t), alignment) for t in leaves.tensors),
         gradient_bytes=trained_bytes if rules.accumulates else 0,
         optimizer_bytes=optimizer_bytes,
-        forward_workspace=0 if training else workspace,
-        backward_workspace=workspace + scratch if training else 0,
+        forward_workspace=0 if training else eager.workspace,
+        backward_workspace=eager.workspace + scratch if training else 0,
         update_workspace=later + scratch,
         first_update_workspace=first + scratch,
         trained_bytes=trained_bytes,
         phased=rules.has_two_phases or rules.accumulates,
+        spilled_bytes=eager.spilled_bytes,
     )
-
-
-def _measure(
-    task: TrainTask, twin: nn.Module, leaves: batches.Leaves, mode: str, alignment: int
-) -> tuple[tuple[str, ...], int]:
-    """Names of the step's results, and the bytes one real step makes at its peak."""
-    wrapper = step_module(task, twin, mode)
-    batch = leaves.rebuild(tuple(tensor.clone() for tensor in leaves.tensors))
-    tracker = StorageTracker(alignment)
-    with quiet_collector(), torch.set_grad_enabled(mode == "train"), tracker:
-        tracker.know(*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
-        with eager_autocast(task.precision):
-            results = wrapper(batch)
-        if mode == "train":
-            kept = results["loss"].detach().clone()  # as a backward unit does
-            GradientRules.of(task).objective(results["loss"]).backward()  # type: ignore[no-untyped-call]
-            del kept
-    return tuple(results), tracker.peak_bytes
 
 
 def _state_bytes(spec: StateSpec, alignment: int) -> int:

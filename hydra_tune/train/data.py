@@ -59,6 +59,25 @@ def num_batches(handle: DataHandle, batch_size: int | None = None) -> int | None
     return None if batch_size is None else -(-length // batch_size)
 
 
+def no_batch(name: str, handle: DataHandle, epoch: int | None = None) -> TaskError:
+    """The error for a pass without a single batch.
+
+    Args:
+        name: of the handle, `train` or `validate`.
+        handle: the data handle.
+        epoch: the epoch of a training pass.
+    """
+    where = "" if epoch is None else f" in epoch {epoch}"
+    if isinstance(handle, Dataset | DataLoader):
+        return TaskError(
+            f"{name} yielded no batch{where}: {type(handle).__name__} is empty; every pass needs at least one"
+        )
+    return TaskError(
+        f"{name} yielded no batch{where}; every pass needs at least one. The callable is called anew for each pass and must "
+        "return batches that can be iterated again, not an iterator that an earlier pass, or another trial, has used up"
+    )
+
+
 def num_samples(batch: Batch) -> int:
     """Samples in a batch: the first dimension of the first tensor in it that has one, else 1."""
     return next((leaf.size(0) for leaf in _tensors(batch) if leaf.dim() > 0), 1)
@@ -69,8 +88,8 @@ def _length(handle: object) -> int | None:
         return None
     try:
         return len(handle)
-    except TypeError:  # a DataLoader over an IterableDataset is Sized but has no length
-        return None
+    except (TypeError, NotImplementedError, AttributeError):
+        return None  # a DataLoader is Sized, but what it takes its length from may have none
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.task import Batch, TrainTask
-from hydra_tune.train.data import make_loader, num_samples
+from hydra_tune.train.data import make_loader, no_batch, num_samples
 
 Report = Callable[[int, dict[str, float]], bool | None]
 """Called at each report with the step and the metrics; False prunes the run there."""
@@ -133,7 +133,7 @@ class _Run:
             if self.pending == self.task.accumulate and not self._step(epoch):
                 return False
         if len(self.losses) == before:
-            raise TaskError(f"train yielded no batch in epoch {epoch}; every pass needs at least one")
+            raise no_batch("train", self.task.train, epoch)
         if self.pending and not self._step(epoch):
             return False
         if self.task.report_every == "epoch" and not self._report(epoch, epoch):
@@ -209,7 +209,7 @@ class _Run:
                     means.setdefault(name, _Mean()).add(value, num_samples(batch))
         self.module.train()
         if not batches:
-            raise TaskError(f"validate yielded no batch: {type(self.task.validate).__name__} is empty")
+            raise no_batch("validate", self.task.validate)
         return {f"val_{name}": mean.value() for name, mean in means.items()}
 
 

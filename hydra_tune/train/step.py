@@ -14,6 +14,7 @@ from hydra_tune.shard.library import Prepared
 from hydra_tune.shard.plan import Plan, Shard
 from hydra_tune.shard.steps import Objective, loss_itself
 from hydra_tune.train.clock import UnitTimes, update_guess
+from hydra_tune.train.room import RoomTracker
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.store import BlockStore
 from hydra_tune.train.streams import RandomStreams
@@ -118,9 +119,11 @@ class Step:
             blocks = self._state.groups(graph.state) + self._store.blocks(keys, graph.constants, graph.inputs)
             with pager.lease(blocks, workspace) as lease:
                 start = time.perf_counter()
-                with self._surroundings(shard, device, keep=not recompute):
+                with self._surroundings(shard, device, keep=not recompute), self._room(shard, lease, workspace, device):
                     waited = time.perf_counter() - start
                     self._leased(lease, lambda: compute(device))
+                    if self._plan.eager:
+                        self._state.follow()
                 if not recompute:
                     self._state.touched(graph.written_state)
                     if self._plan.eager:
@@ -129,6 +132,15 @@ class Step:
             return waited
 
         return self._unit(kind, index, run)
+
+    def _room(self, shard: Shard, lease: Lease, workspace: int, device: Device) -> AbstractContextManager[object]:
+        """What the memory of the user's own code needs; a graph needs what its pilot has found."""
+        stack = ExitStack()
+        if self._plan.eager:
+            stack.enter_context(RoomTracker(lease, workspace, device.alignment))
+            if shard.cost.spilled_bytes:
+                stack.enter_context(lease.spilling_activations())
+        return stack
 
     def _leased(self, lease: Lease, compute: Callable[[], None]) -> None:
         self._store.lease = lease
@@ -143,7 +155,7 @@ class Step:
         if self._plan.eager:
             stack.enter_context(self._streams.everything())
         if shard.graph.stochastic and not (self._plan.eager and device.shares_generator):
-            stack.enter_context(self._streams.drawing(device, keep=keep))
+            stack.enter_context(self._streams.drawing(device, keep=keep, own=shard.graph.own_draws))
         stack.enter_context(GATE.shared())
         return stack
 

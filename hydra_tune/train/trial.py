@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +23,13 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.shard.verify import plain_attributes
 from hydra_tune.task import TrainTask
 from hydra_tune.train.clock import Progress, UnitTimes
-from hydra_tune.train.data import make_loader, num_batches, num_samples
+from hydra_tune.train.data import no_batch, num_batches, num_samples
+from hydra_tune.train.feed import Feed
 from hydra_tune.train.gradients import Gradients
+from hydra_tune.train.hooks import refuse_gradient_hooks
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.state import ModelState, check_optimizer
 from hydra_tune.train.step import EvaluationStep, PendingUnit, unit_times
@@ -50,6 +53,15 @@ class Report:
 
     step: int
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A plan of the trial, the times of its units, and the model's attributes when it was made."""
+
+    prepared: Prepared
+    times: UnitTimes
+    attributes: dict[str, Any]
 
 
 class Trial:
@@ -82,8 +94,9 @@ class Trial:
         self._device = device
         self._streams = RandomStreams(task.seed)
         self._gradients = Gradients(task)
+        self._feed = Feed(task.batch_size, self._own_code)
         self._scheduler: Any = None
-        self._plans: OrderedDict[Any, list[tuple[Prepared, UnitTimes]]] = OrderedDict()  # least recently used first
+        self._plans: OrderedDict[Any, list[_Kept]] = OrderedDict()  # least recently used first
         self._kinds: Counter[str] = Counter()
         self._interval = Mean()
         self._started = time.perf_counter()
@@ -138,6 +151,7 @@ class Trial:
         try:
             self._program.close()
         finally:
+            self._feed.close()
             if self.state is not None:
                 if keep:
                     self.state.bring_home()
@@ -164,6 +178,8 @@ class Trial:
 
     def _train(self) -> Generator[PendingUnit | Report, None, None]:
         task = self.task
+        for handle in (task.train, task.validate):
+            self._feed.check(handle)
         module, optimizer = self._build()
         for epoch in range(task.epochs):
             self.progress.epoch = epoch
@@ -197,7 +213,7 @@ class Trial:
             if step is not None:
                 step.close()
         if not count:
-            raise TaskError(f"train yielded no batch in epoch {epoch}; every pass needs at least one")
+            raise no_batch("train", self.task.train, epoch)
         return count
 
     def _new_step(self, prepared: Prepared, times: UnitTimes) -> OptimizerStep:
@@ -238,6 +254,7 @@ class Trial:
                 )
             check_optimizer(optimizer, module)
             self._scheduler = None if task.scheduler is None else task.scheduler(optimizer)
+            refuse_gradient_hooks(module)
         module.train()
         self.module, self.optimizer = module, optimizer
         return module, optimizer
@@ -254,16 +271,7 @@ class Trial:
 
     def _draw(self, handle: Any, *, shuffle: bool) -> Iterator[Any]:
         """The batches of one pass, each drawn with the trial's own streams and not before it is needed."""
-        with self._own_code():
-            loader: Iterable[Any] = make_loader(handle, self.task.batch_size, shuffle)
-            iterator = iter(loader)
-        while True:
-            with self._own_code():
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
-            yield batch
+        return self._feed.draw(handle, shuffle=shuffle)
 
     def _report(self, step: int, epoch: int) -> Generator[PendingUnit | Report, None, None]:
         metrics = {"train_loss": self._interval.value()}
@@ -299,7 +307,8 @@ class Trial:
             count += 1
             self.progress.evaluated_batches += 1
         if not count:
-            raise TaskError(f"validate yielded no batch: {type(self.task.validate).__name__} is empty")
+            assert self.task.validate is not None
+            raise no_batch("validate", self.task.validate)
         self.progress.validation_batches = count
         self.module.train()
         return means
@@ -310,19 +319,18 @@ class Trial:
         key = (mode, leaves.signature)
         plans = self._plans.setdefault(key, [])
         self._plans.move_to_end(key)
-        asks = any(prepared.guard is not None for prepared, _ in plans)
+        plans[:] = [kept for kept in plans if not self._is_outdated(kept, module)]
+        asks = any(kept.prepared.guard is not None for kept in plans)
         with GATE.shared() if asks else nullcontext():
-            found = next((plan for plan in plans if plan[0].serves(leaves.tensors)), None)
+            found = next((kept for kept in plans if kept.prepared.serves(leaves.tensors)), None)
         if found is None:
             found = self._prepare(module, optimizer, batch, mode)
             plans.append(found)
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
-        return found
+        return found.prepared, found.times
 
-    def _prepare(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, mode: str
-    ) -> tuple[Prepared, UnitTimes]:
+    def _prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, mode: str) -> _Kept:
         like = None
         if self.state is not None:
             self.state.bring_home()  # a capture copies the model
@@ -335,7 +343,16 @@ class Trial:
         if self.state is not None:
             self.state.adopt_state(list(prepared.plan.used_state()), self._device)
         module.train()
-        return prepared, unit_times(prepared, self.task.accumulate if mode == "train" else 1)
+        times = unit_times(prepared, self.task.accumulate if mode == "train" else 1)
+        return _Kept(prepared=prepared, times=times, attributes=plain_attributes(module))
+
+    def _is_outdated(self, kept: _Kept, module: nn.Module) -> bool:
+        """Whether eager units have changed attributes that a graph has baked in; a graph itself changes none."""
+        if kept.prepared.plan.eager or not any(
+            one.prepared.plan.eager for plans in self._plans.values() for one in plans
+        ):
+            return False
+        return kept.attributes != plain_attributes(module)
 
     def _step_scheduler(self) -> None:
         if self._scheduler is None:

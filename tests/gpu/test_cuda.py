@@ -1,6 +1,7 @@
 """On a real GPU: the budget is a ceiling, and the numbers are those of a plain loop there. Needs torch and pytest only."""
 
 import gc
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ if not torch.cuda.is_available():
 MIB = 1 << 20
 WIDTHS = (256, 1024, 1024, 1024, 1024, 1024, 16)
 PATIENCE_SECONDS = 300
+NUM_BATCHES = 5
 
 
 class Net(nn.Module):
@@ -35,7 +37,7 @@ class Net(nn.Module):
 
 def batches():
     generator = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(64, WIDTHS[0], generator=generator) for _ in range(5)]
+    inputs = [torch.randn(64, WIDTHS[0], generator=generator) for _ in range(NUM_BATCHES)]
     return [(x, x[:, : WIDTHS[-1]].argmax(dim=1)) for x in inputs]
 
 
@@ -51,18 +53,30 @@ def task(seed=0, model=Net, **changes):
     return TrainTask(**(arguments | changes))
 
 
+def autocast(precision):
+    return nullcontext() if precision == "float32" else torch.autocast("cuda", getattr(torch, precision))
+
+
 def plain_losses(described):
     """The loop anyone would write, on the GPU: built on the CPU with the task's seed, moved, trained."""
     torch.manual_seed(described.seed)
     module = described.model().cuda()
     optimizer = described.optimizer(list(module.parameters()))
+    scaler = torch.amp.GradScaler("cuda", enabled=described.precision == "float16")
     losses = []
-    for inputs, target in described.train():
-        loss = described.loss(module(inputs.cuda()), target.cuda())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for number, (inputs, target) in enumerate(described.train(), start=1):
+        with autocast(described.precision):
+            loss = described.loss(module(inputs.cuda()), target.cuda())
+        scaler.scale(loss / described.accumulate).backward()
         losses.append(loss.item())
+        if number % described.accumulate and number < NUM_BATCHES:
+            continue
+        scaler.unscale_(optimizer)
+        if described.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), described.max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
     state = {name: tensor.cpu() for name, tensor in module.state_dict().items()}
     return losses, state
 
@@ -113,6 +127,27 @@ def test_four_trials_in_a_small_budget_give_the_plain_numbers_and_stay_within_it
     assert statistics.bytes_out > 0, "state was spilled to the host"
 
 
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"accumulate": 2},
+        {"max_grad_norm": 0.1},
+        {"precision": "bfloat16"},
+        {"precision": "float16"},
+        {"precision": "float16", "accumulate": 2, "max_grad_norm": 0.1},
+    ],
+    ids=str,
+)
+def test_training_features_give_the_plain_numbers(changes, num_shards):
+    described = task(**changes)
+    _, state = plain_losses(described)
+    with HydraExecutor(devices="cuda:0", device_memory="1GiB", num_shards=num_shards) as pool:
+        (result,) = pool.run([described])
+    losses_of(result)
+    assert all(tensor.cpu().equal(state[name]) for name, tensor in result.state_dict().items())
+
+
 @pytest.mark.parametrize("num_shards", [1, 3, "layer"])
 def test_one_trial_on_any_cut_gives_the_plain_numbers(num_shards):
     losses, _ = plain_losses(task())
@@ -150,6 +185,40 @@ def test_a_model_that_runs_whole_gives_the_plain_numbers():
     with HydraExecutor(devices="cuda:0", device_memory="1GiB") as pool:
         (result,) = pool.run([task(model=Branch)])
     assert losses_of(result) == losses
+
+
+class Deep(nn.Module):
+    """Its activations take 48 MiB, everything else half of that; it looks at a value, so it runs whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(24))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        x = x[:, : WIDTHS[-1]]
+        return x if x.sum() > 0 else -x
+
+
+def test_activations_that_do_not_fit_are_spilled_and_the_numbers_are_the_plain_ones():
+    def large():
+        return [(x.repeat(32, 1), y.repeat(32)) for x, y in batches()]
+
+    described = task(model=Deep, train=large)
+    losses, _ = plain_losses(described)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(0)
+    torch.cuda.reset_peak_memory_stats(0)
+    budget = 48 * MIB
+    with HydraExecutor(devices="cuda:0", device_memory=budget) as pool:
+        (result,) = pool.run([described])
+        statistics = pool.stats().devices["cuda:0"]
+    assert losses_of(result) == losses
+    assert statistics.bytes_out_by_kind["activations"] >= 5 * 40 * MIB
+    assert statistics.peak_bytes <= budget
+    assert torch.cuda.max_memory_allocated(0) - before <= budget + 32 * MIB
 
 
 def test_everything_is_given_back():

@@ -14,6 +14,8 @@ from tests.parity.models import MODELS
 
 ROOT = Path(__file__).parents[2]
 SPECS = (*(f"{name}:5" for name in MODELS), "mlp:11", "cnn_by_epoch:11", "vit:11", "gpt2:11")
+DROPOUTS = ("gpt2_attention", "gpt2_bfloat16", "cnn_dropout", "mlp_native")
+DROPOUT_SPECS = tuple(f"{name}:{seed}" for name in DROPOUTS for seed in (5, 11))
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +23,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What plain PyTorch gives, by `name:seed`."""
     output = tmp_path_factory.mktemp("references") / "references.pt"
     subprocess.run(
-        [sys.executable, "-m", "tests.parity.reference", str(output), *SPECS],
+        [sys.executable, "-m", "tests.parity.reference", str(output), *SPECS, *DROPOUT_SPECS],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=True,

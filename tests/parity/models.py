@@ -55,9 +55,9 @@ class CNN(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float, causal: bool) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, causal: bool, attention_dropout: float = 0.0) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads, self.causal, self.attention_dropout = heads, causal, attention_dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
@@ -66,7 +66,8 @@ class Block(nn.Module):
     def forward(self, x):
         batch, tokens, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        p = self.attention_dropout if self.training else 0.0
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=p)
         x = x + self.dropout(self.out(y.transpose(1, 2).reshape(batch, tokens, width)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
@@ -92,12 +93,12 @@ class ViT(nn.Module):
 class GPT2(nn.Module):
     """Input and output embeddings are one parameter, used by the first and the last shard; dropout in every block."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention_dropout: float = 0.0) -> None:
         super().__init__()
         self.tokens = nn.Embedding(23, 16)
         self.position = nn.Embedding(12, 16)
         self.drop = nn.Dropout(0.1)
-        self.blocks = nn.ModuleList(Block(16, 2, 0.1, causal=True) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(16, 2, 0.1, True, attention_dropout) for _ in range(4))
         self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, 23, bias=False)
         self.head.weight = self.tokens.weight
@@ -107,6 +108,42 @@ class GPT2(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class DropoutCNN(nn.Module):
+    """Whole channels dropped after every convolution, and other kinds of noise; wide enough for the fast kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(i, 16, 3, padding=1) for i in (1, *[16] * 7))
+        self.norm = nn.BatchNorm2d(16)
+        self.drop, self.alpha = nn.Dropout2d(0.2), nn.FeatureAlphaDropout(0.1)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        for i, conv in enumerate(self.convs):
+            x = functional.rrelu(conv(x), training=self.training)
+            x = self.alpha(x) if i % 3 == 1 else self.drop(x)
+        if self.training:
+            with torch.no_grad():
+                noise = torch.randn_like(x)
+            x = x + 0.1 * noise
+        return self.head(self.norm(x).mean(dim=(2, 3)))
+
+
+class NativeMLP(nn.Module):
+    """Dropout of a kind that can only draw from torch's default generator, in every other layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = functional.relu(layer(x))
+            x = functional.dropout(x, 0.2, self.training) if i % 2 else torch.native_dropout(x, 0.2, self.training)[0]
+        return self.head(x)
 
 
 def next_token_loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -211,7 +248,13 @@ def _task(arguments: dict[str, Any]) -> TrainTask:
 
 
 MODELS: dict[str, Callable[..., TrainTask]] = {"mlp": _mlp, "cnn": _cnn, "vit": _vit, "gpt2": _gpt2}
-VARIANTS = MODELS | {"cnn_by_epoch": partial(_cnn, report_every="epoch")}
+VARIANTS = MODELS | {
+    "cnn_by_epoch": partial(_cnn, report_every="epoch"),
+    "gpt2_attention": partial(_gpt2, model=partial(GPT2, attention_dropout=0.2)),
+    "gpt2_bfloat16": partial(_gpt2, model=partial(GPT2, attention_dropout=0.2), precision="bfloat16"),
+    "cnn_dropout": partial(_cnn, model=DropoutCNN),
+    "mlp_native": partial(_mlp, model=NativeMLP),
+}
 
 
 def build(name: str, **changes: Any) -> TrainTask:

@@ -6,8 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune.errors import CaptureError
-from hydra_tune.shard.analysis import analyse, draws_random_numbers
+from hydra_tune.shard.analysis import analyse
 from hydra_tune.shard.capture import capture, state_specs
+from hydra_tune.shard.stochastic import draws_random_numbers
 from hydra_tune.shard.verify import verify
 from tests.parity.models import MODELS
 from tests.unit.shard.bench import bench, parity_bench, task_of, vectors

@@ -278,31 +278,6 @@ def test_a_whole_trial_and_a_cut_one_do_not_share_their_further_plans():
     assert prepare(plans, task, mode="evaluate", like=whole).plan.eager
 
 
-class Twice(nn.Module):
-    """One parameter in two shards, with a hook that is not the same when it runs twice."""
-
-    def __init__(self, hooked):
-        super().__init__()
-        self.shared, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-        getattr(self, hooked).weight.register_hook(lambda gradient: gradient * 0.5)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
-
-
-def test_a_hooked_parameter_is_not_parted():
-    assert prepare(library(num_shards="layer"), task_of(Twice("shared"))).plan.eager
-    assert not prepare(library(num_shards=1), task_of(Twice("shared"))).plan.eager
-    assert not prepare(library(num_shards="layer"), task_of(Twice("last"))).plan.eager
-
-
-def test_hooks_on_accumulated_gradients_are_refused():
-    model = nn.Linear(8, 8)
-    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(TaskError, match="'weight' has a post-accumulate-grad hook"):
-        prepare(library(), task_of(model))
-
-
 class Reentrant(nn.Module):
     def __init__(self):
         super().__init__()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from hydra_tune.errors import CaptureError
 from hydra_tune.shard.verify import same_bits, verify
@@ -199,10 +200,11 @@ def test_a_right_evaluation_passes():
 
 
 def patch(made, operator, argument, value):
-    """Change one constant of the captured graph before it is cut."""
+    """Change one constant of the captured graph before it is analysed and cut."""
     node = made.captured.nodes[made.position(operator)]
     assert node.args[argument] != value
     node.update_arg(argument, value)
+    made = analysed(made.task, made.model, made.batch, made.captured)
     return made.plan(*made.spread(2))
 
 
@@ -219,6 +221,18 @@ def test_a_graph_with_one_wrong_constant_is_caught(name, operator, argument, val
     made = bench(build(name))
     with pytest.raises(CaptureError, match=message):
         check(made, patch(made, operator, argument, value))
+
+
+def test_attention_may_be_causal_by_a_mask_in_the_graph_and_by_a_flag_in_the_eager_step():
+    class Attention(Base):
+        def middle(self, x):
+            capturing = torch.compiler.is_compiling()
+            mask = torch.arange(4)[:, None] >= torch.arange(4) if capturing else None
+            q = x[None]
+            return functional.scaled_dot_product_attention(q, q, q, mask, 0.2, is_causal=not capturing)[0]
+
+    made = bench(task_of(Attention()))
+    check(made, made.plan(*made.spread(2)))
 
 
 def test_a_graph_that_draws_too_much_is_caught_though_its_loss_is_right():

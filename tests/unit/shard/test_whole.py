@@ -1,20 +1,24 @@
 """A step that cannot be captured: one shard, the user's own code, and a peak measured on a copy."""
 
 import copy
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from hydra_tune.devices.cpu import DefaultCpuGenerator
+from hydra_tune.devices.cpu import CpuDevice, DefaultCpuGenerator
 from hydra_tune.errors import BudgetError, CaptureError
+from hydra_tune.memory.saved import SavedTensors
+from hydra_tune.quantities import format_bytes_up
 from hydra_tune.shard.batch import flatten
 from hydra_tune.shard.capture import named_state, state_specs
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
 from hydra_tune.shard.verify import HostStore
 from hydra_tune.shard.whole import whole_plan
-from tests.unit.shard.bench import task_of, vectors
+from tests.support.tracker import StorageTracker
+from tests.unit.shard.bench import seeded, task_of, vectors
 from tests.unit.shard.test_library import Branch
 from tests.unit.shard.test_pilot import measured_units
 
@@ -111,3 +115,93 @@ def test_a_budget_of_exactly_the_peak_is_enough_and_one_byte_less_is_not():
     with pytest.raises(BudgetError, match=r"cannot be cut \(it branches\), and whole it needs .* at least") as caught:
         made_plan(Branch(), vectors(), budget_bytes=peak - 1)
     assert isinstance(caught.value.__cause__, CaptureError)
+
+
+class Wide(nn.Module):
+    """Its activations take more than everything else together."""
+
+    def __init__(self):
+        super().__init__()
+        with seeded(0):
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.middle(layer(x)).tanh()
+        return x
+
+    def middle(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def test_activations_are_spilled_only_where_keeping_them_does_not_fit():
+    batch = vectors(512)
+    kept = made_plan(Wide(), batch)
+    assert kept.shards[0].cost.spilled_bytes == 0
+    assert made_plan(Wide(), batch, budget_bytes=kept.peak_bytes).shards[0].cost == kept.shards[0].cost
+    spilled = made_plan(Wide(), batch, budget_bytes=kept.peak_bytes - 1)
+    assert spilled.peak_bytes < kept.peak_bytes / 2
+    assert spilled.shards[0].cost.spilled_bytes == 12 * 512 * 8 * 4, (
+        "what the layers and the tanhs save: one result each"
+    )
+    made_plan(Wide(), batch, budget_bytes=spilled.peak_bytes)
+    with pytest.raises(BudgetError, match=r"at once.* KiB with its activations spilled.* at least") as caught:
+        made_plan(Wide(), batch, budget_bytes=spilled.peak_bytes - 1)
+    assert format_bytes_up(spilled.peak_bytes) in str(caught.value)
+
+
+def test_the_peak_of_a_spilled_step_is_what_it_needs():
+    model, batch = Wide(), vectors(512)
+    cost = made_plan(model, batch, budget_bytes=made_plan(model, batch).peak_bytes - 1).shards[0].cost
+    device = CpuDevice(0, 0)
+    owned = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *batch)}
+    saved = SavedTensors(device, stays=lambda tensor: tensor.untyped_storage()._cdata in owned)
+    tracker = StorageTracker()
+    with tracker(), saved.hooks():
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        loss.backward()
+    device.close()
+    given = sum(tensor.untyped_storage().nbytes() for tensor in (*model.parameters(), *batch))
+    assert max(tracker.peak_bytes) <= cost.backward_workspace + given
+    assert max(tracker.peak_bytes) >= 0.9 * (cost.backward_workspace + given)
+    assert saved.peak_bytes == cost.spilled_bytes
+
+
+class Overwrites(Wide):
+    """Behind autograd's back, and lets go of it: the backward of a plain loop reads what was written."""
+
+    def middle(self, x):
+        y = x * x.sum().sign()
+        z = y.square()
+        y.data.add_(1)
+        return z
+
+
+class Transforms(Wide):
+    """Torch allows no hooks there."""
+
+    def middle(self, x):
+        slope = torch.func.grad(lambda inner: inner.pow(3).mean())(x)
+        return x + slope if x.sum() > 0 else x - slope
+
+
+@pytest.mark.parametrize("model", [Overwrites, Transforms])
+def test_a_step_whose_activations_cannot_be_spilled_says_why(model):
+    batch = vectors(512)
+    peak = made_plan(model(), batch).peak_bytes
+    with pytest.raises(
+        BudgetError, match=r"its activations cannot be spilled: .*(\.data or \.numpy|torch\.func)"
+    ) as caught:
+        made_plan(model(), batch, budget_bytes=peak - 1)
+    assert format_bytes_up(peak) in str(caught.value)
+
+
+def test_the_runs_of_the_pilot_leave_no_trace():
+    model, batch = Wide(), vectors(512)
+    before = copy.deepcopy(model.state_dict())
+    states = torch.get_rng_state(), random.getstate()
+    made_plan(model, batch, budget_bytes=made_plan(model, batch).peak_bytes - 1)
+    assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert states[0].equal(torch.get_rng_state())
+    assert states[1] == random.getstate()

@@ -15,6 +15,16 @@ class Stream(IterableDataset):
         return iter(torch.arange(5))
 
 
+class Unsized(Stream):
+    def __len__(self):
+        raise NotImplementedError
+
+
+class Endless:
+    def __iter__(self):
+        return iter(range(5))
+
+
 def rows(loader):
     return [batch[0].tolist() for batch in loader]
 
@@ -52,6 +62,8 @@ def test_batches_are_counted_where_that_needs_no_drawing():
     assert num_batches(DataLoader(ROWS, batch_size=4)) == 3
     assert num_batches(DataLoader(Stream(), batch_size=4)) is None
     assert num_batches(Stream(), 2) is None
+    assert num_batches(DataLoader(ROWS, sampler=Endless())) is None
+    assert num_batches(DataLoader(Unsized(), batch_size=4)) is None
     assert num_batches(lambda: pytest.fail("called")) is None
 
 

@@ -295,7 +295,7 @@ def test_batches_of_ever_new_length_are_not_captured_for_ever(monkeypatch):
     assert len(captured) == 8
 
 
-def test_a_model_too_large_to_run_whole_is_captured_for_every_length():
+def test_a_model_that_has_to_be_cut_trains_with_every_length():
     described = task(model=OverTime, train=_lengths(12), epochs=2)
     with HydraExecutor(devices="cpu:1") as pool:
         pool.run([described])

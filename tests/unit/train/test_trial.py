@@ -190,13 +190,7 @@ CASES: dict[str, TrainTask] = {
     "shuffled loader": task(train=DataLoader(SAMPLES, 5, shuffle=True)),
     "evaluation with numpy": task(validate=SAMPLES, evaluate=_with_numpy),
     "one value under two names": task(validate=SAMPLES, evaluate=_named_twice),
-    "gradient hook": task(model=lambda: _hooked(mlp())),
 }
-
-
-def _hooked(module):
-    module[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    return module
 
 
 @pytest.mark.parametrize("cut", [1, 3])

@@ -1,0 +1,166 @@
+"""The pilot of a step that cannot be captured: real runs of copies of the model, on the host.
+
+Code that depends on values cannot run on fake tensors. The step is run as its unit will run it, keeping its activations or
+spilling them, while a tracker follows the storages it makes.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import CaptureError
+from hydra_tune.memory.saved import HostCopy, Packed, SavedTensors
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.capture import describe, named_state
+from hydra_tune.shard.own_state import replaced_buffers
+from hydra_tune.shard.pilot import StorageTracker, quiet_collector
+from hydra_tune.shard.precision import eager_autocast
+from hydra_tune.shard.rules import GradientRules
+from hydra_tune.shard.steps import step_module
+from hydra_tune.shard.streams import preserved_streams
+from hydra_tune.shard.verify import same_bits
+from hydra_tune.task import TrainTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerCost:
+    """What one run showed.
+
+    Attributes:
+        names: of the step's results.
+        workspace: bytes the step makes at its peak.
+        spilled_bytes: host memory its spilled activations take at their peak.
+    """
+
+    names: tuple[str, ...]
+    workspace: int
+    spilled_bytes: int = 0
+
+
+class EagerPilot:
+    """Measures one step of a model; the random streams are left as they were.
+
+    Args:
+        task: describes the step.
+        model: the trial's module; only copied.
+        leaves: the batch.
+        mode: "train" or "evaluate".
+        alignment: bytes to which the devices align allocations.
+    """
+
+    def __init__(self, task: TrainTask, model: nn.Module, leaves: batches.Leaves, mode: str, alignment: int) -> None:
+        self._task = task
+        self._model = model
+        self._leaves = leaves
+        self._mode = mode
+        self._alignment = alignment
+
+    def keeping(self, twin: nn.Module) -> EagerCost:
+        """A run that keeps its activations on the device.
+
+        Args:
+            twin: a copy of the model; left in an undefined state.
+        """
+        tracker = StorageTracker(self._alignment)
+        names = self._run(twin, self._batch(), tracker, nullcontext())
+        return EagerCost(names=names, workspace=tracker.peak_bytes)
+
+    def spilling(self) -> EagerCost:
+        """A run that spills its activations to the host.
+
+        Raises:
+            CaptureError: the step does not allow it.
+        """
+        self._check()
+        with _host() as device:
+            twin, batch = copy.deepcopy(self._model), self._batch()
+            saved = SavedTensors(device, _owned(twin, batch))
+            tracker = StorageTracker(self._alignment)
+            names = self._run(twin, batch, tracker, saved.hooks())
+        return EagerCost(names=names, workspace=tracker.peak_bytes, spilled_bytes=saved.peak_bytes)
+
+    def _check(self) -> None:
+        """A run that compares each copy with what a backward without copies would read."""
+        with _host() as device:
+            twin, batch = copy.deepcopy(self._model), self._batch()
+            try:
+                self._run(twin, batch, nullcontext(), _Comparison(device, _owned(twin, batch)).hooks())
+            except CaptureError:
+                raise
+            except Exception as error:
+                raise CaptureError(describe(error)) from error
+
+    def _batch(self) -> Any:
+        return self._leaves.rebuild(tuple(tensor.clone() for tensor in self._leaves.tensors))
+
+    def _run(
+        self,
+        twin: nn.Module,
+        batch: Any,
+        tracker: AbstractContextManager[object],
+        saving: AbstractContextManager[object],
+    ) -> tuple[str, ...]:
+        """One step as its unit will run it; returns the names of its results."""
+        training = self._mode == "train"
+        wrapper = step_module(self._task, twin, self._mode)
+        state = dict(named_state(twin))
+        with preserved_streams(), quiet_collector(), torch.set_grad_enabled(training), tracker, saving:
+            if isinstance(tracker, StorageTracker):
+                tracker.know(*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
+            with eager_autocast(self._task.precision):
+                results = wrapper(batch)
+            if training:
+                kept = results["loss"].detach().clone()  # as a backward unit does
+                GradientRules.of(self._task).objective(results["loss"]).backward()  # type: ignore[no-untyped-call]
+                del kept
+        replaced_buffers(state, twin)
+        return tuple(results)
+
+
+class _Comparison(SavedTensors):
+    """Keeps what it packs as well, and compares it with its copy when the backward reads it."""
+
+    def __init__(self, device: Device, stays: Callable[[Tensor], bool]) -> None:
+        super().__init__(device, stays)
+        self._originals: dict[int, tuple[Packed, Tensor]] = {}
+
+    def pack(self, tensor: Tensor) -> Packed:
+        packed = super().pack(tensor)
+        self._originals[id(packed)] = (packed, tensor.detach())
+        return packed
+
+    def unpack(self, packed: Packed) -> Tensor:
+        tensor = super().unpack(packed)
+        copied = packed.bytes
+        if isinstance(copied, HostCopy):
+            original = self._originals[id(packed)][1]
+            if not same_bits(original, packed.geometry.view(copied.host.untyped_storage())):
+                raise CaptureError(
+                    "it overwrites a tensor that its backward reads in a way that autograd does not see, e.g. through "
+                    ".data or .numpy()"
+                )
+        return tensor
+
+
+@contextmanager
+def _host() -> Iterator[Device]:
+    """A device of whose memory copies are made, for as long as a run takes."""
+    device = CpuDevice(0, 0)
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def _owned(twin: nn.Module, batch: Any) -> Callable[[Tensor], bool]:
+    """Whether a tensor lies in memory that a unit is given: the state or the batch."""
+    given = (*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
+    storages = {tensor.untyped_storage()._cdata for tensor in given}  # noqa: SLF001 - the storage's identity
+    return lambda tensor: tensor.untyped_storage()._cdata in storages  # noqa: SLF001

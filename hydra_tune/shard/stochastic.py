@@ -1,0 +1,60 @@
+"""Which nodes of a captured graph draw random numbers."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+_DROPOUT_SWITCHES = {
+    # Operators that draw random numbers only if one of their arguments says so: argument name -> value when they do not.
+    "aten::dropout": (("p", 0.0), ("train", False)),
+    "aten::native_dropout": (("p", 0.0), ("train", False)),
+    "aten::feature_dropout": (("p", 0.0), ("train", False)),
+    "aten::alpha_dropout": (("p", 0.0), ("train", False)),
+    "aten::feature_alpha_dropout": (("p", 0.0), ("train", False)),
+    "aten::scaled_dot_product_attention": (("dropout_p", 0.0),),
+    "aten::rrelu": (("training", False),),
+    "aten::rrelu_with_noise": (("training", False),),
+    "aten::lstm": (("dropout", 0.0), ("train", False)),
+    "aten::gru": (("dropout", 0.0), ("train", False)),
+    "aten::rnn_tanh": (("dropout", 0.0), ("train", False)),
+    "aten::rnn_relu": (("dropout", 0.0), ("train", False)),
+}
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether running the node moves a random generator."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - the public type of aten operators
+        # A higher-order operator: whatever its body holds.
+        return any(_subgraph_is_stochastic(node, argument) for argument in node.all_input_nodes)
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    named = named_arguments(node)
+    switches = _DROPOUT_SWITCHES.get(target._schema.name, ())  # noqa: SLF001
+    return all(named.get(argument) != value for argument, value in switches)
+
+
+def _subgraph_is_stochastic(node: fx.Node, argument: fx.Node) -> bool:
+    body = body_of(node, argument)
+    return body is not None and any(draws_random_numbers(n) for n in body.graph.nodes if n.op == "call_function")
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """A node's arguments by their names in the schema."""
+    schema = node.target._schema  # type: ignore[union-attr]  # noqa: SLF001
+    named: dict[str, Any] = {}
+    for position, argument in enumerate(schema.arguments):
+        if position < len(node.args):
+            named[argument.name] = node.args[position]
+        else:
+            named[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return named
+
+
+def body_of(node: fx.Node, argument: object) -> fx.GraphModule | None:
+    """The body of a higher-order operator, if that is what an argument names."""
+    if not isinstance(argument, fx.Node) or argument.op != "get_attr":
+        return None
+    body = getattr(node.graph.owning_module, str(argument.target), None)
+    return body if isinstance(body, fx.GraphModule) else None

@@ -1,0 +1,47 @@
+"""Refusal of hooks on gradients, which training in shards would not honour.
+
+They are no part of a captured graph; the copies that a step is tried on do not have those of parameters; and where several
+shards use one parameter, its hooks would be given each shard's share of the gradient.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.modules import module as global_hooks
+
+from hydra_tune.errors import TaskError
+
+_OF_PARAMETERS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+_OF_MODULES = {
+    "_backward_hooks": "register_full_backward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+}
+
+
+def refuse_gradient_hooks(module: nn.Module) -> None:
+    """Refuse a module with hooks on the gradients of its parameters or submodules.
+
+    Raises:
+        TaskError: the first such hook, by name.
+    """
+    for found in _gradient_hooks(module):
+        raise TaskError(
+            f"{found}, which training in shards cannot honour; change gradients inside the forward, e.g. by a "
+            "torch.autograd.Function or a hook on an activation, or in the optimizer's step"
+        )
+
+
+def _gradient_hooks(module: nn.Module) -> Iterator[str]:
+    for name, parameter in module.named_parameters():
+        for attribute, method in _OF_PARAMETERS.items():
+            if getattr(parameter, attribute, None):
+                yield f"parameter {name!r} has a gradient hook ({method})"
+    for path, submodule in module.named_modules():
+        for attribute, method in _OF_MODULES.items():
+            if getattr(submodule, attribute):
+                yield f"module {path or type(submodule).__name__!r} has a backward hook ({method})"
+    if global_hooks._global_backward_hooks or global_hooks._global_backward_pre_hooks:  # noqa: SLF001 - no public name
+        yield "torch has a backward hook for all modules (register_module_full_backward_hook)"

@@ -1,0 +1,133 @@
+"""A trial's own copies of what moves on while data is drawn.
+
+A `DataLoader`, its sampler and its generator are objects of the user's that several trials may name, and each iteration
+leaves them changed. A trial draws from copies, made from the state that the user left them in; the originals never move.
+Data itself is never copied.
+"""
+
+import copy
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe, Sampler
+
+from hydra_tune.errors import TaskError
+
+
+class OwnCopies:
+    """The copies of one trial, one for each original: what two loaders share, their copies share."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[object, Any]] = {}
+
+    def loader(self, original: DataLoader[Any]) -> DataLoader[Any]:
+        """The trial's copy of a loader; always the same one.
+
+        Raises:
+            TaskError: its sampler cannot be copied, or it keeps an iterator of its own.
+        """
+        known: DataLoader[Any] | None = self._known(original)
+        if known is not None:
+            return known
+        own = copy.copy(original)
+        parts = vars(own)
+        for name, value in parts.items():
+            if name != "_iterator" and hasattr(value, "_next_data"):
+                raise TaskError(
+                    f"{type(original).__name__} keeps an iterator in {name!r}, which trials would share; give a plain "
+                    "DataLoader, with persistent_workers=True to keep its workers"
+                )
+        parts |= {name: self.stream_in(parts[name]) for name in ("dataset", "generator", "collate_fn")}
+        parts |= {"_iterator": None, "_IterableDataset_len_called": None}
+        for name in ("sampler", "batch_sampler"):
+            parts[name] = self._sampler(parts[name], original.dataset)
+        self._remember(original, own)
+        return own
+
+    def stream_in(self, original: Any) -> Any:
+        """The object, or a shallow copy with random streams of the trial's own in place of those it holds."""
+        known = self._known(original)
+        if known is not None:
+            return known
+        if _is_stream(original):
+            return self._remember(original, copy.deepcopy(original))
+        if isinstance(original, IterDataPipe | MapDataPipe) or not hasattr(original, "__dict__") or _is_code(original):
+            return original
+        held = {
+            name: value for name, value in vars(original).items() if _is_stream(value) or isinstance(value, Dataset)
+        }
+        changed = {name: own for name, value in held.items() if (own := self.stream_in(value)) is not value}
+        if not changed and not isinstance(original, IterableDataset):  # which may keep its place in itself
+            return original
+        own = copy.copy(original)
+        vars(own).update(changed)
+        return self._remember(original, own)
+
+    def _sampler(self, original: Any, dataset: Dataset[Any]) -> Any:
+        if original is None or isinstance(original, list | tuple | range):
+            return original
+        known = self._known(original)
+        if known is not None:
+            return known
+        if type(original).__module__ == Sampler.__module__:
+            own = copy.copy(original)
+            for name, value in vars(original).items():
+                if isinstance(value, torch.Generator):
+                    vars(own)[name] = self.stream_in(value)
+                elif name == "sampler":
+                    vars(own)[name] = self._sampler(value, dataset)
+            return self._remember(original, own)
+        return self._remember(original, self._deep(original, dataset))
+
+    def _deep(self, original: Any, dataset: Dataset[Any]) -> Any:
+        """A copy of a sampler of the user's own, down to the data, which it shares."""
+        memo: dict[int, Any] = {}
+        for value in _data_of(dataset):
+            memo[id(value)] = self.stream_in(value) if _is_stream(value) or isinstance(value, Dataset) else value
+        for value in getattr(original, "__dict__", {}).values():
+            if _is_stream(value):
+                memo[id(value)] = self.stream_in(value)
+            elif isinstance(value, Sampler):
+                memo[id(value)] = self._sampler(value, dataset)
+        try:
+            return copy.deepcopy(original, memo)
+        except Exception as error:
+            raise TaskError(
+                f"the sampler {type(original).__name__} cannot be copied: {error}. Each trial draws from its own copy; keep "
+                "what cannot be copied out of the sampler, or give it a __deepcopy__ (which may return self if it has no state)"
+            ) from error
+
+    def _known(self, original: object) -> Any:
+        return self._copies.get(id(original), (None, None))[1]
+
+    def _remember(self, original: object, own: Any) -> Any:
+        key = id(original)
+        try:
+            # Only as long as the original lives: a callable may make a new loader, and new data, for each pass.
+            held: object = weakref.ref(original, lambda _: self._copies.pop(key, None))
+        except TypeError:
+            held = original
+        self._copies[key] = held, own
+        return own
+
+
+def _is_stream(value: object) -> bool:
+    return isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random")
+
+
+def _is_code(value: object) -> bool:
+    """Whether it is a function or a class, which have attributes but no state to copy."""
+    return isinstance(value, type) or hasattr(value, "__code__")
+
+
+def _data_of(dataset: object) -> Iterator[object]:
+    """A dataset and what it holds, wrapped ones included."""
+    yield dataset
+    for value in getattr(dataset, "__dict__", {}).values():
+        if isinstance(value, Dataset):
+            yield from _data_of(value)
+        else:
+            yield value

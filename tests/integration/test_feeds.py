@@ -1,0 +1,46 @@
+"""Whatever the data handle, the pool draws what a plain loop in a fresh process draws."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.exact import differences, without_seconds
+from tests.support.feeds import FEEDS, build
+from tests.unit.pool.tasks import PATIENCE_SECONDS, running
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator"),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    output = tmp_path_factory.mktemp("feeds") / "plain.pt"
+    command = [sys.executable, "-m", "tests.support.feeds", str(output)]
+    root = Path(__file__).parents[2]
+    subprocess.run(command, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=120)
+    return torch.load(output, weights_only=True)
+
+
+@pytest.mark.parametrize("name", FEEDS)
+def test_trials_that_share_their_data_each_draw_what_a_plain_loop_draws(name, plain):
+    """Three trials over the same objects at once, the last from the state in which the user left them still."""
+    shared = build(name)
+    with running(devices="cpu:2", device_memory="96KiB", num_shards=2) as pool:
+        jobs = [pool.submit(shared) for _ in range(3)]
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    for result in results:
+        if result.error is not None:
+            raise result.error
+        actual = {
+            "history": without_seconds(result.history),
+            "state": dict(result.state_dict()),
+            "optimizer": result.optimizer_state_dict(),
+        }
+        assert list(differences(plain[name], actual)) == []
