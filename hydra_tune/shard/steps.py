@@ -53,18 +53,19 @@ def training_loss(task: TrainTask) -> Callable[[nn.Module, Any], Any]:
 def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> None:
     """Let buffers that a forward replaced (`self.scale = ...`) be the tensors they were, with the new values.
 
-    A graph, and the blocks that state is spilled in, know a buffer by its tensor.
+    A graph knows a buffer by its tensor. One that is replaced by a tensor of another kind stays replaced, and is found where
+    the user's own code is watched.
 
     Args:
         before: the model's buffers before the forward, from `buffers_of`.
-
-    Raises:
-        TaskError: a buffer was replaced by one of another shape or type, or removed.
     """
-    replaced = [(owner, name, old) for owner, name, old in before if owner._buffers.get(name) is not old]  # noqa: SLF001
-    # All copied first: buffers may have changed places.
-    values = [_fitting(owner._buffers.get(name), name, old) for owner, name, old in replaced]  # noqa: SLF001
-    for (owner, name, old), value in zip(replaced, values, strict=True):
+    replaced = [
+        (owner, name, old, new)
+        for owner, name, old in before
+        if (new := owner._buffers.get(name)) is not old and new is not None and _is_like(old, new)  # noqa: SLF001
+    ]
+    values = [new.detach().clone() for _, _, _, new in replaced]  # first, for buffers may have changed places
+    for (owner, name, old, _), value in zip(replaced, values, strict=True):
         old.copy_(value)
         owner._buffers[name] = old  # noqa: SLF001 - an assignment would be seen by export
 
@@ -79,14 +80,8 @@ def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     ]
 
 
-def _fitting(new: Tensor | None, name: str, old: Tensor) -> Tensor:
-    if new is None or new.shape != old.shape or new.dtype != old.dtype:
-        got = "nothing" if new is None else f"one of shape {tuple(new.shape)} and {new.dtype}"
-        raise TaskError(
-            f"the model's forward replaces its buffer {name!r} of shape {tuple(old.shape)} and {old.dtype} by {got}; "
-            "a model's state must keep its shapes, so keep this in a plain attribute or register it as it will be"
-        )
-    return new.detach().clone()
+def _is_like(old: Tensor, new: Tensor) -> bool:
+    return new.shape == old.shape and new.dtype == old.dtype and new.device == old.device and not new.requires_grad
 
 
 class TrainStep(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Path = Literal["cut", "whole"]
+Path = Literal["cut", "whole", "refused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,8 @@ class Entry:
 
     def path(self, mode: str, feature: str) -> Path:
         """The path that is expected; what trains whole is evaluated whole."""
+        if self.train == "refused":
+            return "refused"
         if self.train == "whole" or feature in self.whole_with:
             return "whole"
         return self.train if mode == "train" else self.evaluation

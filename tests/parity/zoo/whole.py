@@ -168,9 +168,9 @@ ENTRIES = [
     _entry("asks_requires_grad", "code that asks `requires_grad`", AsksRequiresGrad, train="cut"),
     _entry("asks_grad_enabled", "code that asks whether gradients are recorded", AsksGradEnabled, train="cut"),
     _entry("hooked", "`register_hook` in forward", Hooked),
-    _entry("parameter_hooks", "hooks on parameters", ParameterHooks, train="cut"),
-    _entry("shared_parameter_hooks", "a hook on a parameter used twice", SharedParameterHooks),
-    _entry("module_hooks", "forward and backward hooks on modules", ModuleHooks),
+    _entry("parameter_hooks", "hooks on parameters", ParameterHooks, train="refused"),
+    _entry("shared_parameter_hooks", "a hook on a parameter used twice", SharedParameterHooks, train="refused"),
+    _entry("module_hooks", "forward and backward hooks on modules", ModuleHooks, train="refused"),
     _entry("detached", "`no_grad` and `detach` in forward", Detached, train="cut"),
     _entry("gradient_penalty", "`torch.autograd.grad` in the step", Base, step=penalized, evaluate=accuracy),
 ]
