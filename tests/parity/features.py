@@ -136,4 +136,4 @@ FEATURES: dict[str, Change] = {
 
 def fits(entry: Entry, feature: str) -> bool:
     """Whether a feature makes sense for a model: not every model takes another shape."""
-    return feature != "shapes" or entry.shorter is not None
+    return feature not in entry.left_out and (feature != "shapes" or entry.shorter is not None)

@@ -62,11 +62,11 @@ def build(spec: Spec) -> TrainTask:
 
 
 def product(models: list[str] | None = None) -> list[Spec]:
-    """Every model with every feature that it fits, the optimizers taking turns."""
+    """Every model with every feature that it fits, the optimizers taking turns from model to model."""
     optimizers = list(OPTIMIZERS)
     return [
-        Spec(name, feature, optimizers[(row + column) % len(optimizers)])
+        Spec(name, feature, optimizers[row % len(optimizers)])
         for row, name in enumerate(ENTRIES)
-        for column, feature in enumerate(FEATURES)
+        for feature in FEATURES
         if fits(ENTRIES[name], feature) and (models is None or name in models)
     ]

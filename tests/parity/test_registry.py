@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from hydra_tune import HydraExecutor
 from hydra_tune.errors import TaskError
 from tests.parity import cases
-from tests.parity.features import FEATURES, fits
+from tests.parity.features import FEATURES
 from tests.parity.observe import Seen, difference, reference_of, run
 from tests.parity.optimizers import OPTIMIZERS, OTHERS
-from tests.parity.registry import ENTRIES, Spec, product
+from tests.parity.registry import ENTRIES, Spec, build, product
+from tests.parity.zoo.entry import MIXED
 
 POOLS = {pool.name: pool for pool in cases.pools()}
 SECONDS = 280
@@ -70,7 +72,9 @@ def test_the_fast_part_leaves_nothing_out():
 
 def test_every_reference_trains(fast_references):
     for spec, reference in fast_references.items():
-        assert "error" not in reference, f"{spec}: {reference}"
+        if "error" in reference:
+            assert spec.feature in MIXED, f"{spec}: {reference['error']}"
+            continue
         assert len(set(reference["losses"])) == len(reference["losses"]), spec
         assert all(loss == loss for loss in reference["losses"]), spec  # noqa: PLR0124 - NaN
 
@@ -95,7 +99,10 @@ def test_every_other_optimizer_of_torch(name):
     assert not wrong, "\n".join(wrong)
 
 
-def test_features_fit_models_or_are_left_out():
-    assert {feature for feature in FEATURES if not all(fits(entry, feature) for entry in ENTRIES.values())} == {
-        "shapes"
-    }
+def test_the_fused_transformer_layer_under_autocast_is_not_followed():
+    """A dispatch mode around it changes its last bits, so neither the engine nor this test may enter one."""
+    spec = Spec("transformer_encoder", "all at once")
+    with HydraExecutor(devices="cpu:1", device_memory=cases.BUDGET, num_shards=3) as pool:
+        (result,) = pool.run([build(spec)])
+    assert result.error is None
+    assert difference(Seen(result), reference_of([spec])[spec]) == []

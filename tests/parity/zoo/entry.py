@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+MIXED = ("bfloat16", "float16", "all at once")
+"""The features in mixed precision."""
+
 Path = Literal["cut", "whole", "refused"]
 
 
@@ -25,6 +28,7 @@ class Entry:
         evaluate: as in `TrainTask`.
         train: which path its training is expected to take.
         evaluation: which path its evaluation is expected to take.
+        left_out: features that are tested elsewhere, without the tracker, which is seen in the last bits of fused kernels.
         whole_with: features with which it is expected to run whole all the same.
     """
 
@@ -38,6 +42,7 @@ class Entry:
     train: Path = "cut"
     evaluation: Path = "cut"
     whole_with: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def path(self, mode: str, feature: str) -> Path:
         """The path that is expected; what trains whole is evaluated whole."""

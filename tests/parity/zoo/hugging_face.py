@@ -4,12 +4,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.parity.zoo.entry import Entry, images, texts
+from tests.parity.zoo.entry import MIXED, Entry, images, texts
 
 _BLOCKS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
-
-
-MIXED = ("bfloat16", "float16", "all at once")  # T5's position bias is cast in another order by a graph
 
 
 def bert() -> nn.Module:
