@@ -6,7 +6,7 @@ back of another value (see `_overwrite_hazards`).
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,11 +66,16 @@ class _Recorder:
     """Collects facts while the graph runs on fake tensors."""
 
     values: dict[str, Value] = field(default_factory=dict)
-    keep: list[Tensor] = field(default_factory=list)  # storages are told apart by address, so none may be freed
+    keep: dict[str, Tensor] = field(default_factory=dict)  # storages are told apart by address, so none may be freed
+
+    def settle(self) -> None:
+        """A tensor made without gradients has them once values with gradients were written into it, or into a view."""
+        for name, tensor in self.keep.items():
+            self.values[name] = replace(self.values[name], requires_grad=tensor.requires_grad)
 
     def note(self, name: str, result: Any) -> None:
         if isinstance(result, Tensor):
-            self.keep.append(result)
+            self.keep[name] = result
             storage = result.untyped_storage()
             self.values[name] = Value(
                 storage=storage._cdata,  # noqa: SLF001 - the storage's identity
@@ -126,6 +131,7 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
     arguments = [inputs.get(n.name) for n in captured.module.graph.nodes if n.op == "placeholder"]
     with mode, torch.set_grad_enabled(captured.mode == "train"), autocast(captured.precision):
         _Interpreter(captured.module, recorder, draws).run(*arguments)
+    recorder.settle()
     nodes = captured.nodes
     writes = [(position, name) for position, node in enumerate(nodes) for name in _written_arguments(node)]
     written_storages = {recorder.values[name].storage for _, name in writes if name in recorder.values}

@@ -7,9 +7,9 @@ import copy
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from hydra_tune.shard.analysis import Analysis, analyse
 from hydra_tune.shard.capture import Captured, StateSpec, capture, describe, state_specs
 from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
 from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.guards import Guard
 from hydra_tune.shard.partition import NumShards, Partitioner
 from hydra_tune.shard.pilot import Pilot, UpdatePilot
 from hydra_tune.shard.plan import Plan, build_plan, operators
@@ -34,6 +35,7 @@ from hydra_tune.shard.whole import whole_plan
 from hydra_tune.task import TrainTask
 
 _MAX_PLANS = 128  # kept for trials to come; those under way hold their own
+_MAX_ANSWERS = 8  # kept for each kind of batch, where the step asks for values of the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +62,16 @@ class Prepared:
     Attributes:
         plan: the step cut into shards.
         seconds: of each unit; None for an eager plan, which was not run in units.
+        guard: what the step's Python asked of the batch's values; None if nothing.
     """
 
     plan: Plan
     seconds: UnitSeconds | None
+    guard: Guard | None = None
+
+    def serves(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it is for a batch with these tensors, which has the signature that it was prepared for."""
+        return self.guard is None or self.guard.holds(tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +103,20 @@ class _Request:
     batch: Any
     mode: str
     like: Layout | None
+    guards: list[Guard] = field(default_factory=list)
+
+    @property
+    def guard(self) -> Guard | None:
+        """The guard of the eager run, once there was one."""
+        return self.guards[0] if self.guards else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A plan, or why there is none, for the batches that the guard lets pass."""
+
+    guard: Guard | None
+    found: Prepared | CaptureError
 
 
 class PlanLibrary:
@@ -106,7 +128,7 @@ class PlanLibrary:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self._plans: OrderedDict[Hashable, Prepared | CaptureError] = OrderedDict()  # least recently used first
+        self._plans: OrderedDict[Hashable, list[_Entry]] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
     def prepare(
@@ -155,15 +177,21 @@ class PlanLibrary:
             held = None if like is None else (like.plan.mode, like.plan.cuts, frozenset(like.owners.items()))
             key = (architecture, mode, leaves.signature, tail, held)
         with self._lock, preserved_streams():
-            found = self._plans.get(key) if key is not None else None
-            if found is None:
+            entries = self._plans.get(key, []) if key is not None else []
+            with GATE.shared():
+                entry = next((e for e in entries if e.guard is None or e.guard.holds(leaves.tensors)), None)
+            if entry is None:
                 found = self._capture(request)
+                entry = _Entry(request.guard, found)
+                entries = [*entries, entry][-_MAX_ANSWERS:]
             if key is not None:
-                self._plans[key] = found
+                self._plans[key] = entries
                 self._plans.move_to_end(key)
                 while len(self._plans) > _MAX_PLANS:
                     self._plans.popitem(last=False)
-            return self._whole(request, found) if isinstance(found, CaptureError) else found
+            if isinstance(entry.found, CaptureError):
+                return replace(self._whole(request, entry.found), guard=entry.guard)
+            return entry.found
 
     def _capture(self, request: _Request) -> Prepared | CaptureError:
         """A verified plan, or why there is none; a budget that cannot be met is raised."""
@@ -183,6 +211,7 @@ class PlanLibrary:
     def _cut(self, request: _Request, captured: Captured) -> Prepared:
         specs = state_specs(request.model)
         analysis = analyse(captured, specs, request.leaves.tensors)
+        _check_gradients(captured, analysis)
         pilot = Pilot(
             captured,
             analysis,
@@ -206,12 +235,12 @@ class PlanLibrary:
         with GATE.shared():
             if request.mode == "train" and len(plan.shards) > 1:
                 check_separable(request.optimizer, dict(request.model.named_parameters()), specs)
-            seconds = verify(request.task, _twin(request.model), plan, request.batch)
+            seconds = verify(request.task, _twin(request.model), plan, request.batch, request.guards)
         if request.task.compile is not None:
             plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
             with GATE.exclusive():  # the first run compiles
                 seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
-        return Prepared(plan=plan, seconds=seconds)
+        return Prepared(plan=plan, seconds=seconds, guard=request.guard)
 
     def _whole(self, request: _Request, reason: CaptureError) -> Prepared:
         specs = state_specs(request.model)
@@ -242,6 +271,11 @@ def _twin(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
+
+
+def _check_gradients(captured: Captured, analysis: Analysis) -> None:
+    if captured.mode == "train" and not all(analysis.values[name].requires_grad for name in captured.outputs):
+        raise CaptureError("the captured loss has lost its gradients (reentrant checkpoints do that)")
 
 
 def _cuts_like(captured: Captured, analysis: Analysis, like: Layout) -> list[int]:

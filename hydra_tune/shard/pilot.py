@@ -28,6 +28,7 @@ from hydra_tune.shard.analysis import Analysis, placeholders
 from hydra_tune.shard.capture import Captured, StateSpec
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.split import ShardGraph, cut_shard
+from hydra_tune.shard.workspace import with_workspace
 
 
 def aligned(size: int, alignment: int) -> int:
@@ -72,7 +73,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = with_workspace(func, args, func(*args, **(kwargs or {})))
         if isinstance(result, Tensor):  # most are: this runs for every operator of the user's own code
             self._track(result)
         else:

@@ -50,6 +50,40 @@ def training_loss(task: TrainTask) -> Callable[[nn.Module, Any], Any]:
     return step
 
 
+def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> None:
+    """Let buffers that a forward replaced (`self.scale = ...`) be the tensors they were, with the new values.
+
+    A graph knows a buffer by its tensor. One that is replaced by a tensor of another kind stays replaced, and is found where
+    the user's own code is watched.
+
+    Args:
+        before: the model's buffers before the forward, from `buffers_of`.
+    """
+    replaced = [
+        (owner, name, old, new)
+        for owner, name, old in before
+        if (new := owner._buffers.get(name)) is not old and new is not None and _is_like(old, new)  # noqa: SLF001
+    ]
+    values = [new.detach().clone() for _, _, _, new in replaced]  # first, for buffers may have changed places
+    for (owner, name, old, _), value in zip(replaced, values, strict=True):
+        old.copy_(value)
+        owner._buffers[name] = old  # noqa: SLF001 - an assignment would be seen by export
+
+
+def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Each buffer with the module that holds it and its name there."""
+    return [
+        (owner, name, tensor)
+        for owner in model.modules()
+        for name, tensor in owner._buffers.items()  # noqa: SLF001 - tied buffers under each of their names
+        if tensor is not None
+    ]
+
+
+def _is_like(old: Tensor, new: Tensor) -> bool:
+    return new.shape == old.shape and new.dtype == old.dtype and new.device == old.device and not new.requires_grad
+
+
 class TrainStep(nn.Module):
     """`forward(batch)` is `{"loss": the training loss}`."""
 
@@ -64,7 +98,9 @@ class TrainStep(nn.Module):
         Raises:
             TaskError: what the step returned is not a scalar tensor.
         """
+        buffers = buffers_of(self.model)
         loss = self._step(self.model, batch)
+        settle_buffers(buffers)
         if not isinstance(loss, Tensor):
             raise TaskError(f"the training step must return a scalar tensor, not {type(loss).__name__}")
         if loss.numel() != 1:
@@ -89,7 +125,9 @@ class EvaluateStep(nn.Module):
         Raises:
             MetricError: not a mapping of names to scalars.
         """
+        buffers = buffers_of(self.model)
         metrics = self._evaluate(self.model, batch)
+        settle_buffers(buffers)
         if not isinstance(metrics, Mapping):
             raise MetricError(f"evaluate must return {{name: scalar tensor}}, not {type(metrics).__name__}")
         return {str(name): _scalar(name, value) for name, value in metrics.items()}

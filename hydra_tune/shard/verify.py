@@ -25,6 +25,7 @@ from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.capture import describe, named_state
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
+from hydra_tune.shard.guards import Guard, Recorder
 from hydra_tune.shard.plan import Plan, Shard
 from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.steps import step_module
@@ -95,17 +96,27 @@ class _Outcome:
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operators that compute something, by name: views, copies and fills are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: set[str] = set()
+        self._recorder = recorder
+        self._count = 0
+        self._numbers: dict[str, set[int]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func._schema.name  # noqa: SLF001
+        self._count += 1
         if not func.is_view and name not in _NO_ARITHMETIC:
-            self.seen.add(name)
-        return func(*args, **(kwargs or {}))
+            self._numbers.setdefault(name, set()).add(self._count)
+        result = func(*args, **(kwargs or {}))
+        if self._recorder is not None:
+            self._recorder.note(func, args, kwargs or {}, result)
+        return result
+
+    def seen(self, without: frozenset[int] = frozenset()) -> frozenset[str]:
+        """The operators that have run, but for the calls of these numbers."""
+        return frozenset(name for name, numbers in self._numbers.items() if numbers - without)
 
 
 class HostStore:
@@ -143,7 +154,7 @@ class HostStore:
         """Nothing to do: there is one copy."""
 
 
-def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> UnitSeconds:
+def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any, guards: list[Guard] | None = None) -> UnitSeconds:
     """Compare a plan with the eager step, on the host, and time its units.
 
     Args:
@@ -151,6 +162,8 @@ def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> UnitSeco
         twin: a copy of the trial's model; left in an undefined state.
         plan: the plan to check.
         batch: a batch of the trial's data; not changed.
+        guards: takes what the step's Python has asked of the batch, if anything, even where the plan is refused: what is
+            found holds for batches that give the same answers.
 
     Raises:
         CaptureError: the plan's numbers are not the eager ones; the message names what differs.
@@ -163,7 +176,9 @@ def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> UnitSeco
         torch.set_rng_state(random_state)
 
     try:
-        eager = _watched(twin, lambda: _run_eager(task, twin, plan.mode, _copy(batch)))
+        eager = _watched(
+            twin, lambda: _run_eager(task, twin, plan.mode, _copy(batch), [] if guards is None else guards)
+        )
         rewind()
         again = _run_eager(task, twin, plan.mode, _copy(batch))
         rewind()
@@ -290,14 +305,18 @@ def _restore(twin: nn.Module, buffers: dict[str, Tensor]) -> None:
             tensor.copy_(buffers[name])
 
 
-def _run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> _Outcome:
+def _run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: list[Guard] | None = None) -> _Outcome:
     wrapper = step_module(task, twin, mode)
-    operators = _Operators()
+    recorder = Recorder(batches.flatten(batch).tensors)
+    operators = _Operators(recorder)
     with torch.set_grad_enabled(mode == "train"), operators:
         with eager_autocast(task.precision):
             results = wrapper(batch)
         if mode == "train":
             results["loss"].backward()
+    guard, only_asked = recorder.finish()
+    if guards is not None and guard is not None:
+        guards.append(guard)
     gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
     _refuse_sparse(gradients)
     twin.zero_grad(set_to_none=True)
@@ -306,7 +325,7 @@ def _run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> _Outc
         gradients=gradients,
         buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
         random_state=torch.get_rng_state(),
-        operators=frozenset(operators.seen),
+        operators=operators.seen(without=only_asked),
     )
 
 
@@ -352,7 +371,7 @@ def _run_plan(
         gradients={key.removeprefix(prefix): t for key, t in store.values.items() if key.startswith(prefix)},
         buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
         random_state=final_state,
-        operators=frozenset(operators.seen),
+        operators=operators.seen(),
     )
     return outcome, UnitSeconds(forward=tuple(forward), backward=tuple(backward))
 

@@ -19,7 +19,7 @@ from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.steps import step_module
-from hydra_tune.task import TrainTask
+from hydra_tune.task import Precision, TrainTask
 
 
 class EagerStep:
@@ -32,6 +32,11 @@ class EagerStep:
         self._call = (task, model, mode)
         self._rebuild = leaves.without_tensors().rebuild
         self._num_state = num_state
+
+    @property
+    def precision(self) -> Precision:
+        """The precision of the task."""
+        return self._call[0].precision
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         """The step's results for the batch tensors among the arguments."""

@@ -13,6 +13,7 @@ from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import Prepared
 from hydra_tune.shard.plan import Plan, Shard
 from hydra_tune.shard.steps import Objective, loss_itself
+from hydra_tune.shard.whole import EagerStep
 from hydra_tune.train.clock import UnitTimes, update_guess
 from hydra_tune.train.room import RoomTracker
 from hydra_tune.train.state import ModelState
@@ -136,10 +137,12 @@ class Step:
     def _room(self, shard: Shard, lease: Lease, workspace: int, device: Device) -> AbstractContextManager[object]:
         """What the memory of the user's own code needs; a graph needs what its pilot has found."""
         stack = ExitStack()
-        if self._plan.eager:
+        module = shard.graph.module
+        if isinstance(module, EagerStep) and module.precision == "float32":
+            # Under autocast, kernels that call others inside (the fused transformer layer) round differently if followed.
             stack.enter_context(RoomTracker(lease, workspace, device.alignment))
-            if shard.cost.spilled_bytes:
-                stack.enter_context(lease.spilling_activations())
+        if self._plan.eager and shard.cost.spilled_bytes:
+            stack.enter_context(lease.spilling_activations())
         return stack
 
     def _leased(self, lease: Lease, compute: Callable[[], None]) -> None:

@@ -55,6 +55,15 @@ class Report:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A plan of the trial, the times of its units, and the model's attributes when it was made."""
+
+    prepared: Prepared
+    times: UnitTimes
+    attributes: dict[str, Any]
+
+
 class Trial:
     """One training run under way.
 
@@ -87,9 +96,8 @@ class Trial:
         self._gradients = Gradients(task)
         self._feed = Feed(task.batch_size, self._own_code)
         self._scheduler: Any = None
-        self._plans: OrderedDict[Any, tuple[Prepared, UnitTimes]] = OrderedDict()  # least recently used first
+        self._plans: OrderedDict[Any, list[_Kept]] = OrderedDict()  # least recently used first
         self._kinds: Counter[str] = Counter()
-        self._baked_in: dict[Any, dict[str, Any]] = {}
         self._interval = Mean()
         self._started = time.perf_counter()
         self._train_times = UnitTimes({})
@@ -309,32 +317,42 @@ class Trial:
         self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, leaves: batches.Leaves, mode: str
     ) -> tuple[Prepared, UnitTimes]:
         key = (mode, leaves.signature)
-        if key not in self._plans or self._is_outdated(key, module):
-            like = None
-            if self.state is not None:
-                self.state.bring_home()  # a capture copies the model
-                like = self.state.layout
-            self._kinds[mode] += 1
-            with self._streams.everything():
-                prepared = self._library.prepare(
-                    self.task, module, optimizer, batch, mode, like, prefer_whole=self._kinds[mode] > _MAX_CAPTURES
-                )
-            if self.state is not None:
-                self.state.adopt_state(list(prepared.plan.used_state()), self._device)
-            module.train()
-            self._plans[key] = (prepared, unit_times(prepared, self.task.accumulate if mode == "train" else 1))
-            self._baked_in[key] = plain_attributes(module)
-            while len(self._plans) > _MAX_PLANS:
-                oldest, _ = self._plans.popitem(last=False)
-                del self._baked_in[oldest]
+        plans = self._plans.setdefault(key, [])
         self._plans.move_to_end(key)
-        return self._plans[key]
+        plans[:] = [kept for kept in plans if not self._is_outdated(kept, module)]
+        asks = any(kept.prepared.guard is not None for kept in plans)
+        with GATE.shared() if asks else nullcontext():
+            found = next((kept for kept in plans if kept.prepared.serves(leaves.tensors)), None)
+        if found is None:
+            found = self._prepare(module, optimizer, batch, mode)
+            plans.append(found)
+            while len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        return found.prepared, found.times
 
-    def _is_outdated(self, key: Any, module: nn.Module) -> bool:
+    def _prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, mode: str) -> _Kept:
+        like = None
+        if self.state is not None:
+            self.state.bring_home()  # a capture copies the model
+            like = self.state.layout
+        self._kinds[mode] += 1
+        with self._streams.everything():
+            prepared = self._library.prepare(
+                self.task, module, optimizer, batch, mode, like, prefer_whole=self._kinds[mode] > _MAX_CAPTURES
+            )
+        if self.state is not None:
+            self.state.adopt_state(list(prepared.plan.used_state()), self._device)
+        module.train()
+        times = unit_times(prepared, self.task.accumulate if mode == "train" else 1)
+        return _Kept(prepared=prepared, times=times, attributes=plain_attributes(module))
+
+    def _is_outdated(self, kept: _Kept, module: nn.Module) -> bool:
         """Whether eager units have changed attributes that a graph has baked in; a graph itself changes none."""
-        if self._plans[key][0].plan.eager or not any(prepared.plan.eager for prepared, _ in self._plans.values()):
+        if kept.prepared.plan.eager or not any(
+            one.prepared.plan.eager for plans in self._plans.values() for one in plans
+        ):
             return False
-        return self._baked_in[key] != plain_attributes(module)
+        return kept.attributes != plain_attributes(module)
 
     def _step_scheduler(self) -> None:
         if self._scheduler is None:

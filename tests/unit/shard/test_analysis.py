@@ -9,6 +9,7 @@ from hydra_tune.errors import CaptureError
 from hydra_tune.shard.analysis import analyse
 from hydra_tune.shard.capture import capture, state_specs
 from hydra_tune.shard.stochastic import draws_random_numbers
+from hydra_tune.shard.verify import verify
 from tests.parity.models import MODELS
 from tests.unit.shard.bench import bench, parity_bench, task_of, vectors
 
@@ -250,3 +251,21 @@ def test_the_loss_is_in_the_last_shard():
     loss = made.position("aten.mse_loss.default")
     assert made.position("aten.add_.Tensor") > loss
     assert max(made.analysis.cuts) <= loss
+
+
+def test_a_tensor_that_values_with_gradients_were_written_into_hands_gradients_back():
+    """`new_zeros` requires none; after a write into a view of it, it does, and so does what crosses a cut behind."""
+
+    def middle(self, x):
+        canvas = x.new_zeros(x.shape)
+        canvas[:, :4] = x[:, 4:]
+        return canvas
+
+    made = net(middle)
+    canvas = str(made.captured.nodes[made.position("aten.new_zeros.default")])
+    assert made.analysis.values[canvas].requires_grad
+    cut = made.position("aten.linear.default", 1)
+    assert cut in made.analysis.cuts
+    plan = made.plan(cut)
+    assert plan.shards[1].graph.live_in == (canvas,)
+    verify(made.task, made.model, plan, made.batch)

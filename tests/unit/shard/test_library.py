@@ -1,6 +1,7 @@
 """Each architecture is captured once, whoever asks; what cannot be captured runs whole; nothing of it shows in the trial."""
 
 import copy
+import dataclasses
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hydra_tune.errors import BudgetError, CaptureError, TaskError
 from hydra_tune.shard import library as library_module
@@ -239,3 +241,60 @@ def test_a_model_that_cannot_be_copied_says_so():
 
     with pytest.raises(CaptureError, match="Single cannot be copied: RuntimeError: only one of me"):
         prepare(library(), task_of(Single(8, 8)))
+
+
+class Counts(nn.Module):
+    """Its evaluation is a graph, but what the graph holds moves with every training step."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return self.linear(x) * (1 + self.calls)
+
+
+def layout_of(prepared):
+    used = prepared.plan.used_state()
+    return Layout(plan=prepared.plan, owners={name: shards[0] for name, shards in used.items() if len(shards) == 1})
+
+
+def test_where_training_runs_whole_evaluation_does_too():
+    plans, task = library(), task_of(Counts())
+    assert not prepare(plans, task, mode="evaluate").plan.eager
+    training = prepare(plans, task)
+    assert training.plan.eager
+    assert prepare(plans, task, mode="evaluate", like=layout_of(training)).plan.eager
+
+
+def test_a_whole_trial_and_a_cut_one_do_not_share_their_further_plans():
+    """Two trials of one architecture, one of which could not be cut for its first batch."""
+    plans, task = library(), task_of(Counts())
+    cut = prepare(plans, task, mode="evaluate")
+    layout = layout_of(cut)
+    whole = Layout(plan=dataclasses.replace(cut.plan, eager=True), owners=layout.owners)
+    assert not prepare(plans, task, mode="evaluate", like=layout).plan.eager
+    assert prepare(plans, task, mode="evaluate", like=whole).plan.eager
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(checkpoint(torch.tanh, self.first(x), use_reentrant=True))
+
+
+def test_a_capture_that_lost_its_gradients_says_so(monkeypatch):
+    reasons = []
+    real = library_module.whole_plan
+
+    def noted(*arguments, reason, **rest):
+        reasons.append(str(reason))
+        return real(*arguments, reason=reason, **rest)
+
+    monkeypatch.setattr(library_module, "whole_plan", noted)
+    assert prepare(library(), task_of(Reentrant())).plan.eager
+    assert "lost its gradients" in reasons[0]

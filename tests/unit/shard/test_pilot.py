@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -57,10 +58,26 @@ class Token(nn.Module):
         return self.last(self.first(x) + token) * table
 
 
+class Recurrent(nn.Module):
+    """Layers whose kernels keep a workspace that fake tensors do not have."""
+
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        self.recurrent, self.last = kind(4, 6, 2, batch_first=True, bidirectional=True), nn.Linear(12, 8)
+
+    def forward(self, x):
+        return self.last(self.recurrent(x.unflatten(1, (2, 4)))[0][:, -1])
+
+
 def made_bench(name):
     if name in MODELS:
         return parity_bench(name)
-    return bench(task_of({"unet": UNet, "token": Token}[name](), loss=squares), vectors())
+    return bench(
+        task_of(
+            {"unet": UNet, "token": Token, "lstm": Recurrent, "gru": partial(Recurrent, nn.GRU)}[name](), loss=squares
+        ),
+        vectors(),
+    )
 
 
 def squares(output, target):
@@ -116,7 +133,7 @@ def piloted_units(plan):
 
 
 @pytest.mark.parametrize("num_shards", CUTS)
-@pytest.mark.parametrize("name", [*MODELS, "unet", "token"])
+@pytest.mark.parametrize("name", [*MODELS, "unet", "token", "lstm", "gru"])
 def test_the_peak_of_each_unit_is_piloted_to_the_byte(name, num_shards):
     made = made_bench(name)
     plan = made.plan(*made.spread(min(num_shards, len(made.analysis.cuts) + 1)))
@@ -127,6 +144,14 @@ def test_the_peak_of_each_unit_is_piloted_to_the_byte(name, num_shards):
 def test_the_peak_of_an_evaluation_is_piloted_to_the_byte(name):
     made = bench(build(name, validate=build(name).train), mode="evaluate")
     plan = made.plan(*made.spread(3))
+    with torch.no_grad():
+        assert piloted_units(plan) == measured_units(made, plan)
+
+
+def test_the_peak_of_an_evaluated_recurrent_layer_is_piloted_to_the_byte():
+    model = Recurrent()
+    made = bench(task_of(model, loss=squares, validate=lambda: [vectors()]), mode="evaluate")
+    plan = made.plan(*made.spread(2))
     with torch.no_grad():
         assert piloted_units(plan) == measured_units(made, plan)
 

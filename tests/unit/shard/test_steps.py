@@ -7,7 +7,8 @@ from torch.nn import functional
 
 from hydra_tune.errors import MetricError, TaskError
 from hydra_tune.shard.steps import EvaluateStep, TrainStep, step_module
-from tests.unit.shard.bench import task_of, vectors
+from hydra_tune.shard.verify import verify
+from tests.unit.shard.bench import bench, task_of, vectors
 
 
 def linear():
@@ -82,3 +83,56 @@ def test_metrics_are_tensors_by_name_numbers_too():
 def test_metrics_that_are_no_scalars_are_refused(evaluate, message):
     with pytest.raises(MetricError, match=message):
         run("evaluate", validate=lambda: [vectors()], evaluate=evaluate)
+
+
+class Follows(nn.Module):
+    """Replaces its buffers instead of writing into them."""
+
+    def __init__(self, replace):
+        super().__init__()
+        self.linear, self.replace = nn.Linear(8, 8), replace
+        self.register_buffer("first", torch.ones(8))
+        self.register_buffer("second", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.linear(x) + self.first
+        self.replace(self, x)
+        return y
+
+
+def exchanged(self, x):
+    self.first, self.second = self.second, self.first + x.mean(0)
+
+
+def test_replaced_buffers_are_the_same_tensors_with_the_new_values():
+    model = Follows(exchanged)
+    first, second = model.first, model.second
+    x, y = vectors()
+    step_module(task_of(model), model, "train")((x, y))
+    assert model.first is first
+    assert model.second is second
+    assert first.equal(torch.zeros(8))
+    assert second.equal(1 + x.mean(0))
+
+
+def test_a_captured_step_replaces_buffers_too():
+    made = bench(task_of(Follows(exchanged)))
+    assert made.analysis.written_state == {"first", "second"}
+    verify(made.task, made.model, made.plan(*made.spread(2)), made.batch)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda self, x: setattr(self, "first", torch.ones(9)),
+        lambda self, x: setattr(self, "first", self.first.double()),
+        lambda self, x: setattr(self, "first", None),
+        lambda self, x: setattr(self, "first", self.linear(x).mean(0)),
+    ],
+)
+def test_a_buffer_of_another_kind_stays_replaced_for_others_to_refuse(replace):
+    model = Follows(replace)
+    first = model.first
+    step_module(task_of(model), model, "train")(vectors())
+    assert model.first is not first
+    assert first.equal(torch.ones(8))

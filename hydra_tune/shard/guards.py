@@ -1,0 +1,169 @@
+"""What of a batch's values a step's Python has looked at.
+
+Code that asks `mask.all()` takes another path for another batch, and a capture follows one path. Where all that was asked
+follows from the batch alone, the questions can be asked of every batch beforehand: they are recorded while the step runs
+eagerly, as the operators that lead from the batch to the answer, and played again for each batch. A plan then serves the
+batches that give the same answers, and for others there is another plan. Questions about anything else (parameters, random
+numbers) are not answered here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_READS = {"aten::_local_scalar_dense", "aten::equal"}
+_CONSTANTS = {"aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Stands for a tensor of the recording."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One operator: what it was called with, where tensors are slots, and the slots of what it gave.
+
+    Attributes:
+        number: which of all operators of the run it was.
+        answer: what a question was answered with; None for an operator that only leads to one.
+    """
+
+    number: int
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[_Slot, ...]
+    is_read: bool = False
+    answer: object = None
+
+    def again(self, found: Mapping[_Slot, Tensor]) -> Any:
+        """Run it on other tensors."""
+        args, kwargs = pytree.tree_map(
+            lambda leaf: found[leaf] if isinstance(leaf, _Slot) else leaf, (self.args, self.kwargs)
+        )
+        return self.func(*args, **kwargs)
+
+    @property
+    def reads(self) -> list[_Slot]:
+        """The slots it is called with."""
+        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _Slot)]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """The questions of one run, and their answers."""
+
+    calls: tuple[_Call, ...]
+    constants: dict[_Slot, Tensor]
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a batch with these tensors gives the same answers."""
+        found: dict[_Slot, Tensor] = {_Slot(number): tensor for number, tensor in enumerate(tensors)}
+        found |= self.constants
+        if any(call.func._schema.is_mutable for call in self.calls):  # noqa: SLF001 - the batch must stay as it is
+            found = {slot: tensor.clone() for slot, tensor in found.items()}
+        with torch.no_grad():
+            for call in self.calls:
+                result = call.again(found)
+                if call.is_read and result != call.answer:
+                    return False
+                if not call.is_read:
+                    outs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+                    found |= dict(zip(call.outs, outs, strict=True))
+        return True
+
+
+class Recorder:
+    """Follows what an eager run makes of its batch; told of every operator, in order.
+
+    Args:
+        tensors: those of the batch, in the order in which a `Guard` is given them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._slots: dict[tuple[Any, ...], _Slot] = {}
+        self._kept: list[Tensor] = []  # tensors are told apart by their storage's address, so none may be freed
+        self._tainted: set[int] = set()
+        self._constants: dict[_Slot, Tensor] = {}
+        self._calls: list[_Call] = []
+        self._number = 0
+        for tensor in tensors:
+            self._slot(tensor)
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operator has run."""
+        self._number += 1
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func._schema.name in _CONSTANTS and not self._knows(given[0]):  # noqa: SLF001
+            self._constants[self._slot(given[0])] = given[0].clone()
+        if torch.Tag.nondeterministic_seeded in func.tags or not all(map(self._knows, given)):
+            self._taint(func, args, kwargs)
+            return
+        args, kwargs = pytree.tree_map(
+            lambda leaf: self._slot(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
+        outs = tuple(self._slot(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+        is_read = func._schema.name in _READS  # noqa: SLF001
+        self._calls.append(
+            _Call(
+                number=self._number,
+                func=func,
+                args=args,
+                kwargs=kwargs,
+                outs=outs,
+                is_read=is_read,
+                answer=result if is_read else None,
+            )
+        )
+
+    def finish(self) -> tuple[Guard | None, frozenset[int]]:
+        """The run's guard, None if nothing was asked, and the numbers of the operators that only serve it."""
+        calls = self._leading_to_reads()
+        guard = Guard(tuple(calls), self._constants) if calls else None
+        numbers = frozenset(call.number for call in calls)
+        return guard, numbers
+
+    def _leading_to_reads(self) -> list[_Call]:
+        """The questions and, going backward, whatever made or changed what they depend on."""
+        storage = {slot: key[0] for key, slot in self._slots.items()}
+        needed: set[Any] = set()
+        found: list[_Call] = []
+        for call in reversed(self._calls):
+            if call.is_read or not needed.isdisjoint(storage[slot] for slot in call.outs):
+                found.append(call)
+                needed |= {storage[slot] for slot in call.reads}
+        return found[::-1]
+
+    def _key(self, tensor: Tensor) -> tuple[Any, ...]:
+        storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - the storage's identity
+        return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def _knows(self, tensor: Tensor) -> bool:
+        key = self._key(tensor)
+        return key in self._slots and key[0] not in self._tainted
+
+    def _slot(self, tensor: Tensor) -> _Slot:
+        key = self._key(tensor)
+        if key not in self._slots:
+            self._slots[key] = _Slot(len(self._slots))
+            self._kept.append(tensor)
+        return self._slots[key]
+
+    def _taint(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What is overwritten by something unknown is unknown."""
+        for argument, value in [*zip(func._schema.arguments, args, strict=False), *_named(func, kwargs)]:  # noqa: SLF001
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in pytree.tree_leaves(value):
+                    if isinstance(leaf, Tensor):
+                        self._tainted.add(leaf.untyped_storage()._cdata)  # noqa: SLF001
+
+
+def _named(func: Any, kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    return [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]  # noqa: SLF001

@@ -1,0 +1,130 @@
+"""Writes the tables of `docs/models.md` from what is seen when the whole registry is trained.
+
+Run as `python -m tests.parity.table` from the repository's root, or `make models-table`. Every cell is a run of its own, cut
+into three shards, on two devices, compared with a plain loop in another process. It ends with an error, and
+leaves the page as it is, if any run gives other bits.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.parity.features import FEATURES
+from tests.parity.observe import Seen, difference, reference_of, run
+from tests.parity.optimizers import OPTIMIZERS, OTHERS
+from tests.parity.registry import ENTRIES, Spec, product
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- begin: written by `make models-table` -->", "<!-- end -->"
+OPTIONS = {"devices": "cpu:2", "device_memory": "64MiB", "num_shards": 3}
+OPTIMIZED = ("mlp", "masks", "shared_module")
+_MAX_REASON = 170
+
+Outcomes = dict[tuple[str, str], str]
+
+
+class DifferentBitsError(Exception):
+    """A run that is not the reference, to the last bit."""
+
+
+def outcome(spec: Spec, seen: Seen, reference: dict[str, Any]) -> tuple[str, str]:
+    """A cell, and the reason for what is not "bitwise".
+
+    Raises:
+        DifferentBitsError: the run completed and gave other numbers.
+    """
+    if "error" in reference:
+        if seen.result.error is None:
+            raise DifferentBitsError(f"{spec}: completed, but plain PyTorch fails with {reference['error']}")
+        return "no", f"plain PyTorch fails too: {reference['error']}"
+    if seen.result.error is not None:
+        return "refused", str(seen.result.error)
+    found = difference(seen, reference)
+    if found:
+        raise DifferentBitsError(f"{spec}: {found[0]}")
+    whole = [mode for mode, shards in seen.shards.items() if not shards]
+    if "train" in whole:
+        return "whole", seen.reasons["train"]
+    return ("bitwise, evaluated whole", seen.reasons["evaluate"]) if whole else ("bitwise", "")
+
+
+def render(models: Outcomes, optimizers: Outcomes, reasons: dict[str, dict[str, list[str]]]) -> str:
+    """Both tables and the reasons, as Markdown."""
+    features, names = list(FEATURES), list(dict.fromkeys(name for name, _ in models))
+    lines = [_row(["model", "trait", *features]), _row(["---"] * (2 + len(features)))]
+    lines += [
+        _row([f"`{name}`", ENTRIES[name].what, *(models.get((name, f), "-") for f in features)]) for name in names
+    ]
+    lines += ["", "Why not in parts:", ""]
+    for name, found in reasons.items():
+        lines += [f"* `{name}`: {_first_line(why)} ({', '.join(where)})" for why, where in found.items()]
+    tried = list(dict.fromkeys(optimizer for _, optimizer in optimizers))
+    on = list(dict.fromkeys(name for name, _ in optimizers))
+    lines += ["", _row(["optimizer", *(f"`{name}`" for name in on)]), _row(["---"] * (1 + len(on)))]
+    lines += [_row([f"`{o}`", *(optimizers[name, o] for name in on)]) for o in tried]
+    return "\n".join(lines)
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _first_line(why: str) -> str:
+    text = " ".join(why.split()).replace(str(PAGE.parents[1]) + "/", "").replace("|", "/")
+    return text if len(text) <= _MAX_REASON else text[:_MAX_REASON].rsplit(" ", 1)[0] + " ..."
+
+
+def rewritten(page: str, tables: str) -> str:
+    """The page with other tables between its markers."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
+
+
+def observe() -> tuple[Outcomes, Outcomes, dict[str, dict[str, list[str]]]]:
+    """Train everything, one pool for each model."""
+    models: Outcomes = {}
+    optimizers: Outcomes = {}
+    reasons: dict[str, dict[str, list[str]]] = {}
+    tries = [Spec(name, "schedule per step", optimizer) for name in OPTIMIZED for optimizer in (*OPTIMIZERS, *OTHERS)]
+    references = reference_of([*product(), *tries])
+    for name in ENTRIES:
+        start, specs = time.perf_counter(), product([name])
+        for spec, seen in zip(specs, run(specs, **OPTIONS), strict=True):
+            cell, why = outcome(spec, seen, references[spec])
+            models[name, spec.feature] = cell
+            if why:
+                reasons.setdefault(name, {}).setdefault(_general(why), []).append(spec.feature)
+        _say(f"{name}: {time.perf_counter() - start:.1f} s, {sorted({c for (n, _), c in models.items() if n == name})}")
+    for spec, seen in zip(tries, run(tries, **OPTIONS), strict=True):
+        cell, why = outcome(spec, seen, references[spec])
+        optimizers[spec.model, spec.optimizer] = cell
+        if why:
+            reasons.setdefault(spec.optimizer, {}).setdefault(why, []).append(spec.model)
+    return models, optimizers, reasons
+
+
+def _general(why: str) -> str:
+    """A reason without the line of code that it was seen at, which moves with every edit."""
+    return why.partition(" (at ")[0]
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
+def main() -> None:
+    """Observe everything, then write the page."""
+    torch.set_num_threads(1)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    tables = render(*observe())
+    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
