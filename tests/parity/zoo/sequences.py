@@ -132,7 +132,12 @@ ENTRIES = [
     _texts("gru", "two layers, both directions, dropout", gru, whole_with=MIXED),
     _texts("lstm_cells", "a Python loop over time", Cells, whole_with=MIXED),
     _texts("transformer_encoder", "`nn.TransformerEncoder`", Encoder, evaluation="whole", left_out=("all at once",)),
-    _texts("transformer", "`nn.TransformerDecoder` after an encoder, padding masks, `tgt_is_causal=True`", Translator),
-    _texts("transformer_asks", "the same without `tgt_is_causal`", AsksMask, train="whole"),
+    _texts(
+        "transformer",
+        "`nn.TransformerDecoder` after an encoder, padding masks, `tgt_is_causal=True`",
+        Translator,
+        left_out=("all at once",),
+    ),
+    _texts("transformer_asks", "the same without `tgt_is_causal`", AsksMask, train="whole", left_out=("all at once",)),
     _texts("masks", "int and bool masks across all cuts", Masks),
 ]
