@@ -21,7 +21,7 @@ sweep: .venv/.user          ## a real sweep: a ViT on handwritten digits, too la
 	$(BIN)/hydra-tune sweep examples/digits/space.yaml
 
 test: .venv/.dev            ## the whole test suite
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 parity: .venv/.dev          ## the full product of models, cuts and devices
 	$(BIN)/python -m pytest -q -m slow tests/parity

@@ -22,6 +22,7 @@ from hydra_tune.shard.capture import Captured, StateSpec, capture, describe, sta
 from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.guards import Guard
+from hydra_tune.shard.outcome import UnitSeconds
 from hydra_tune.shard.partition import NumShards, Partitioner
 from hydra_tune.shard.pilot import Pilot, UpdatePilot
 from hydra_tune.shard.plan import Plan, build_plan, operators
@@ -30,7 +31,7 @@ from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.separable import check_separable
 from hydra_tune.shard.streams import preserved_streams
 from hydra_tune.shard.update_pilot import optimizer_pilot
-from hydra_tune.shard.verify import UnitSeconds, verify, verify_close
+from hydra_tune.shard.verify import verify, verify_close
 from hydra_tune.shard.whole import whole_plan
 from hydra_tune.task import TrainTask
 

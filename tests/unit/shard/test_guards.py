@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from hydra_tune.shard.guards import Recorder
 from hydra_tune.shard.library import Budget, PlanLibrary
-from hydra_tune.shard.verify import _Operators
+from hydra_tune.shard.outcome import Operators
 from tests.unit.shard.bench import task_of
 
 FULL, PADDED, OTHER = ([1, 1, 1, 1], [1, 1, 0, 1], [0, 1, 0, 1])
@@ -100,7 +100,7 @@ def test_questions_about_anything_else_are_not_answered_beforehand(model):
 def recorded(code, *tensors):
     """The guard of some code over a batch of these tensors, and how many operators serve it alone."""
     recorder = Recorder(tensors)
-    with _Operators(recorder):
+    with Operators(recorder):
         code(*tensors)
     return recorder.finish()
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.chain import Chain, gradient_key
+from hydra_tune.shard.outcome import HostStore
 from hydra_tune.shard.pilot import StorageTracker, aligned
-from hydra_tune.shard.verify import HostStore
 from tests.parity.models import MODELS, build
 from tests.support.tracker import Account, Mode
 from tests.unit.shard.bench import bench, parity_bench, task_of, vectors

@@ -15,7 +15,7 @@ from hydra_tune.quantities import format_bytes_up
 from hydra_tune.shard.batch import flatten
 from hydra_tune.shard.capture import named_state, state_specs
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
-from hydra_tune.shard.verify import HostStore
+from hydra_tune.shard.outcome import HostStore
 from hydra_tune.shard.whole import whole_plan
 from tests.support.tracker import StorageTracker
 from tests.unit.shard.bench import seeded, task_of, vectors

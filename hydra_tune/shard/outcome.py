@@ -1,0 +1,241 @@
+"""What one step gave: run eagerly, or as a plan's units, on the host.
+
+Besides losses, gradients, buffers and the generator's state, the operators that computed something are noted: two runs may
+agree on one batch by luck, and differ on the next.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hydra_tune.devices.cpu import DefaultCpuGenerator, drawing_from
+from hydra_tune.devices.device import RandomGenerator
+from hydra_tune.errors import TaskError
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.chain import Chain, parameter_gradient_key
+from hydra_tune.shard.guards import Guard, Recorder
+from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.precision import eager_autocast
+from hydra_tune.shard.steps import step_module
+from hydra_tune.task import TrainTask
+
+_NO_ARITHMETIC = {
+    f"aten::{name}"
+    for name in [
+        "_to_copy",
+        "clone",
+        "copy_",
+        "detach",
+        "lift",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "alias",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "ones_like",
+        "full",
+        "full_like",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty_strided",
+        "fill_",
+        "zero_",
+        "arange",
+        "scalar_tensor",
+        "_local_scalar_dense",
+        "_unsafe_view",
+        "_reshape_copy",
+        "item",
+        "set_",
+        "is_same_size",
+        "tril",  # of a mask: models give attention a mask or `is_causal` as they are captured or not, and torch makes the mask
+    ]
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSeconds:
+    """Seconds of each shard's units as first run, on the host: a first guess, a little high for small operators."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a step gave; `operators` are those that computed something."""
+
+    results: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    random_state: Tensor
+    operators: frozenset[str]
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operators that compute something, by name: views, copies and fills are left out."""
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+        self._count = 0
+        self._numbers: dict[str, set[int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name  # noqa: SLF001
+        self._count += 1
+        if not func.is_view and name not in _NO_ARITHMETIC:
+            self._numbers.setdefault(name, set()).add(self._count)
+        result = func(*args, **(kwargs or {}))
+        if self._recorder is not None:
+            self._recorder.note(func, args, kwargs or {}, result)
+        return result
+
+    def seen(self, without: frozenset[int] = frozenset()) -> frozenset[str]:
+        """The operators that have run, but for the calls of these numbers."""
+        return frozenset(name for name, numbers in self._numbers.items() if numbers - without)
+
+
+class HostStore:
+    """A chain's store with everything in host memory."""
+
+    def __init__(self, state: dict[str, Tensor], constants: dict[str, Tensor], inputs: Sequence[Tensor]) -> None:
+        self._state, self._constants, self._inputs = state, constants, inputs
+        self.values: dict[str, Tensor] = {}
+
+    def state(self, names: Sequence[str]) -> list[Tensor]:
+        """Parameters and buffers by name."""
+        return [self._state[name] for name in names]
+
+    def constants(self, names: Sequence[str]) -> list[Tensor]:
+        """Constants by name."""
+        return [self._constants[name] for name in names]
+
+    def inputs(self, indices: Sequence[int]) -> list[Tensor]:
+        """Batch tensors by index."""
+        return [self._inputs[index] for index in indices]
+
+    def get(self, key: str) -> Tensor | None:
+        """A value put earlier, or None."""
+        return self.values.get(key)
+
+    def put(self, key: str, tensor: Tensor) -> None:
+        """Keep a value."""
+        self.values[key] = tensor
+
+    def drop(self, key: str) -> None:
+        """Forget a value."""
+        self.values.pop(key, None)
+
+    def changed(self, key: str) -> None:
+        """Nothing to do: there is one copy."""
+
+
+def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: list[Guard] | None = None) -> Outcome:
+    """Run the user's own code once.
+
+    Args:
+        task: describes the step.
+        twin: a copy of the trial's model; its buffers are left as the step leaves them.
+        mode: "train" or "evaluate".
+        batch: the batch; the step may change it.
+        guards: takes what the step's Python has asked of the batch, if anything.
+
+    Raises:
+        TaskError: a gradient is sparse.
+    """
+    wrapper = step_module(task, twin, mode)
+    recorder = Recorder(batches.flatten(batch).tensors)
+    operators = Operators(recorder)
+    with torch.set_grad_enabled(mode == "train"), operators:
+        with eager_autocast(task.precision):
+            results = wrapper(batch)
+        if mode == "train":
+            results["loss"].backward()
+    guard, only_asked = recorder.finish()
+    if guards is not None and guard is not None:
+        guards.append(guard)
+    gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    _refuse_sparse(gradients)
+    twin.zero_grad(set_to_none=True)
+    return Outcome(
+        results={name: value.detach() for name, value in results.items()},
+        gradients=gradients,
+        buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
+        random_state=torch.get_rng_state(),
+        operators=operators.seen(without=only_asked),
+    )
+
+
+def _refuse_sparse(gradients: dict[str, Tensor]) -> None:
+    for name, gradient in gradients.items():
+        if gradient.layout is not torch.strided:
+            raise TaskError(
+                f"the gradient of {name!r} is sparse, which cannot be spilled; build its layer with sparse=False"
+            )
+
+
+def run_plan(
+    twin: nn.Module, plan: Plan, inputs: Sequence[Tensor], *, watched: bool = True
+) -> tuple[Outcome, UnitSeconds]:
+    """Run a plan's units; compilers refuse to work while operators are watched."""
+    store = HostStore(dict(named_state(twin)), plan.constants, inputs)
+    chain, generator = Chain(plan, store), DefaultCpuGenerator()
+    count = len(plan.shards)
+    forward, backward = [0.0] * count, [0.0] * count
+    stream = torch.Generator()
+    stream.set_state(torch.get_rng_state())
+
+    def timed(index: int, unit: Callable[[int, RandomGenerator], None]) -> float:
+        with _drawing(plan.shards[index], stream):
+            start = time.perf_counter()
+            unit(index, generator)
+            return time.perf_counter() - start
+
+    operators = Operators()
+    with operators if watched else nullcontext():
+        for index in range(count):
+            if chain.has_forward(index):
+                forward[index] = timed(index, chain.forward)
+        final_state = stream.get_state()
+        for index in reversed(range(count)):
+            if plan.mode == "train" and plan.shards[index].has_backward:
+                backward[index] = timed(index, chain.backward)
+                if index == count - 1:
+                    final_state = stream.get_state()
+    prefix = parameter_gradient_key("")
+    outcome = Outcome(
+        results={name: store.values[key] for name, key in zip(plan.names, plan.outputs, strict=True)},
+        gradients={key.removeprefix(prefix): t for key, t in store.values.items() if key.startswith(prefix)},
+        buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
+        random_state=final_state,
+        operators=operators.seen(),
+    )
+    return outcome, UnitSeconds(forward=tuple(forward), backward=tuple(backward))
+
+
+@contextmanager
+def _drawing(shard: Shard, stream: torch.Generator) -> Iterator[None]:
+    """Let a shard draw from the stream the way it will in training."""
+    if shard.graph.own_draws:
+        with drawing_from(stream):
+            yield
+        return
+    torch.set_rng_state(stream.get_state())
+    yield
+    stream.set_state(torch.get_rng_state())
