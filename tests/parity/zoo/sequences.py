@@ -136,6 +136,7 @@ ENTRIES = [
         "transformer",
         "`nn.TransformerDecoder` after an encoder, padding masks, `tgt_is_causal=True`",
         Translator,
+        evaluation="whole",
         left_out=("all at once",),
     ),
     _texts("transformer_asks", "the same without `tgt_is_causal`", AsksMask, train="whole", left_out=("all at once",)),
