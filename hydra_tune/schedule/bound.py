@@ -60,7 +60,7 @@ def uneven_makespan_bound(job_seconds: Iterable[float], device_speeds: Iterable[
     seconds = _longest_first(job_seconds)
     bound = sum(seconds) / sum(speeds)
     work = fast = 0.0
-    for job, speed in zip(seconds, speeds[:-1], strict=False):  # with fewer jobs than devices the rest only stands idle
+    for job, speed in zip(seconds, speeds, strict=False):  # beyond the shorter of the two, k adds nothing
         work += job
         fast += speed
         bound = max(bound, work / fast)

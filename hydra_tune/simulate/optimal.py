@@ -96,8 +96,9 @@ def optimal_schedule(
 
     Differs:
         A constraint program: the MILP orders every pair of units on every device, which takes minutes for two dozen
-        units. Durations are rounded down to whole ticks for the solver, finer than a millionth of a millionth of the
-        total; the schedule it finds is then timed with the durations as they were, and the bound stays a bound.
+        units. The search ends within a millionth of the bound. Durations are rounded down to whole ticks for the
+        solver, finer than a millionth of a millionth of the total; the schedule it finds is then timed with the
+        durations as they were, and the bound stays a bound.
     """
     check_chains(chains, num_devices)
     if not time_limit_seconds > 0:
@@ -253,6 +254,8 @@ def _solve(
     solver.parameters.max_time_in_seconds = time_limit_seconds
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
+    # Where durations are no multiples of each other, the last billionth would be searched for until time is over.
+    solver.parameters.relative_gap_limit = _SAME / 2
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         assert status == cp_model.UNKNOWN, "the hint is a solution"

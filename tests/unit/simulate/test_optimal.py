@@ -45,10 +45,13 @@ def test_an_optimum_above_the_bound_is_proven(solve):
     assert schedule.bound_seconds == pytest.approx(4.0)
 
 
-def test_better_than_the_longest_first():
-    """Taking the longest first gives 7; the optimum keeps both devices busy to the end."""
-    chains = {"a": [3.0], "b": [3.0], "c": [2.0], "d": [2.0], "e": [2.0]}
-    assert optimal_schedule(chains, 2).makespan_seconds == 6.0
+@pytest.mark.parametrize("scale", [1.0, 0.1, 1 / 3, 1e-9, 1e9])
+def test_better_than_the_longest_first(scale):
+    """Taking the longest first gives 7; the optimum keeps both devices busy to the end. In any unit of time."""
+    chains = {name: [length * scale] for name, length in {"a": 3, "b": 3, "c": 2, "d": 2, "e": 2}.items()}
+    schedule = optimal_schedule(chains, 2)
+    assert schedule.makespan_seconds == pytest.approx(6 * scale)
+    assert schedule.status == "optimal"
 
 
 @pytest.mark.parametrize("num_devices", [2, 4])
