@@ -4,7 +4,7 @@
 name only.
 """
 
-from hydra_tune.schedule.bound import makespan_bound
+from hydra_tune.schedule.bound import makespan_bound, uneven_makespan_bound
 from hydra_tune.schedule.commands import Admit, Command, Release, Run
 from hydra_tune.schedule.events import (
     DeviceAdded,
@@ -49,4 +49,5 @@ __all__ = [
     "UnitFinished",
     "make_policy",
     "makespan_bound",
+    "uneven_makespan_bound",
 ]

@@ -1,0 +1,345 @@
+"""How long the same trials take under other kinds of parallelism: what SHARP is compared with.
+
+Closed forms or short recurrences over a stated cost model; no scheduler, no memory. What the model leaves out favours
+the baselines: memory is never short, devices never wait for their input data, links are never shared, and a share of a
+minibatch takes exactly that share of its time.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hydra_tune.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialCost:
+    """What one trial costs on devices that are all alike, cut into K shards.
+
+    Args:
+        num_steps: optimizer steps, at least 1.
+        forward_seconds: for each shard, the forward pass of a whole minibatch.
+        backward_seconds: for each shard, the backward pass of a whole minibatch, with its recomputation, if any, and
+            its update.
+        boundary_bytes: for each of the K - 1 cuts, what a whole minibatch sends across it in the forward pass; the
+            backward pass sends as much back. Empty means none.
+        parameter_bytes: for each shard, its parameters, and so its gradients. Empty means none.
+
+    Raises:
+        ConfigError: no shards, a length that does not fit, or a number that makes no sense.
+    """
+
+    num_steps: int
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    boundary_bytes: tuple[int, ...] = ()
+    parameter_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ConfigError(f"num_steps must be at least 1, not {self.num_steps}")
+        num_shards = len(self.forward_seconds)
+        if not num_shards:
+            raise ConfigError("forward_seconds is empty, expected the seconds of at least 1 shard")
+        lengths = {"backward_seconds": num_shards, "boundary_bytes": num_shards - 1, "parameter_bytes": num_shards}
+        for name, expected in lengths.items():
+            found = len(getattr(self, name))
+            if found != expected and (found or name == "backward_seconds"):
+                raise ConfigError(f"{name} has {found} entries, expected {expected} for {num_shards} shards")
+        for name in ("forward_seconds", "backward_seconds"):
+            _check_positive(name, getattr(self, name))
+        for name in ("boundary_bytes", "parameter_bytes"):
+            if min(getattr(self, name), default=0) < 0:
+                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
+
+    @property
+    def num_shards(self) -> int:
+        """K."""
+        return len(self.forward_seconds)
+
+    @property
+    def compute_seconds(self) -> float:
+        """All units of all steps, on one device, without any transfer."""
+        return self.num_steps * (math.fsum(self.forward_seconds) + math.fsum(self.backward_seconds))
+
+
+def model_parallel_step_seconds(trial: TrialCost, *, bytes_per_second: float = math.inf) -> float:
+    """One step with each shard on a device of its own, and one device at work at any time.
+
+    Returns:
+        sum of forward and backward over all shards + 2 * (bytes across all cuts) / bandwidth.
+
+    Source:
+        HYDRA (Nagrecha and Kumar), Figure 1A, "regular model parallelism": the paper's unit of comparison.
+    """
+    _check_positive("bytes_per_second", (bytes_per_second,))
+    transfers = 2 * sum(trial.boundary_bytes) / bytes_per_second
+    return math.fsum(trial.forward_seconds) + math.fsum(trial.backward_seconds) + transfers
+
+
+def pipeline_step_seconds(trial: TrialCost, *, num_microbatches: int, bytes_per_second: float = math.inf) -> float:
+    """One step with each shard on a device of its own and the minibatch sent through in m microbatches.
+
+    All forwards first, in order; then all backwards, the last microbatch first; each device takes its next microbatch
+    as soon as it and its input are there; transfers overlap compute. The update waits for the last microbatch, so no
+    step overlaps the next.
+
+    Returns:
+        The end of the recurrence end(i, k) = max(end(i-1, k), end(i, k-1) + bytes_k / m / bandwidth) + seconds_k / m,
+        forwards and then backwards. For equal shards without transfers that is (m + K - 1) / m * (forward + backward)
+        of one shard: a share (K - 1) / (m + K - 1) of every device's time is idle.
+
+    Source:
+        Huang et al., GPipe (2019), section 2.3 and Figure 2.
+
+    Raises:
+        ConfigError: fewer than 1 microbatch, or a bandwidth that is not positive.
+    """
+    if num_microbatches < 1:
+        raise ConfigError(f"num_microbatches must be at least 1, not {num_microbatches}")
+    _check_positive("bytes_per_second", (bytes_per_second,))
+    boundary_bytes = trial.boundary_bytes or (0,) * (trial.num_shards - 1)
+    hops = [size / num_microbatches / bytes_per_second for size in boundary_bytes]
+    free = [0.0] * trial.num_shards
+    forward = [seconds / num_microbatches for seconds in trial.forward_seconds]
+    backward = [seconds / num_microbatches for seconds in trial.backward_seconds]
+    for _ in range(num_microbatches):
+        _send_through(range(trial.num_shards), free, forward, hops)
+    for _ in range(num_microbatches):
+        _send_through(range(trial.num_shards - 1, -1, -1), free, backward, hops)
+    return max(free)
+
+
+def data_parallel_step_seconds(
+    trial: TrialCost, *, num_replicas: int, sharded: bool = False, bytes_per_second: float = math.inf
+) -> float:
+    """One step with R replicas, each model-parallel over K devices, that share the minibatch evenly.
+
+    Gradients are summed when the backward pass is over, each shard's among its R holders, all shards at once.
+
+    Args:
+        trial: the trial; with one shard this is plain data parallelism.
+        num_replicas: R, at least 1.
+        sharded: replicas keep 1/R of the parameters each and gather the rest, once for the forward and once for the
+            backward pass (ZeRO, stage 3).
+        bytes_per_second: of each link.
+
+    Returns:
+        model-parallel step / R + 2 * (R - 1) / R * (bytes of the largest shard) / bandwidth, by a ring; sharded, 3 in
+        place of 2.
+
+    Source:
+        Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations (2009); Rajbhandari et
+        al., ZeRO (2020), section 7.
+
+    Raises:
+        ConfigError: fewer than 1 replica, or a bandwidth that is not positive.
+    """
+    if num_replicas < 1:
+        raise ConfigError(f"num_replicas must be at least 1, not {num_replicas}")
+    compute = model_parallel_step_seconds(trial, bytes_per_second=bytes_per_second) / num_replicas
+    rounds = (3 if sharded else 2) * (num_replicas - 1) / num_replicas
+    return compute + rounds * max(trial.parameter_bytes, default=0) / bytes_per_second
+
+
+def model_parallel_makespan(
+    trials: Sequence[TrialCost], num_devices: int, *, bytes_per_second: float = math.inf
+) -> float:
+    """All trials one after the other, each model-parallel; seconds.
+
+    Raises:
+        ConfigError: a trial with more shards than there are devices, or arguments that make no sense.
+    """
+    _check_fits(trials, num_devices)
+    return math.fsum(
+        trial.num_steps * model_parallel_step_seconds(trial, bytes_per_second=bytes_per_second) for trial in trials
+    )
+
+
+def pipeline_makespan(
+    trials: Sequence[TrialCost], num_devices: int, *, num_microbatches: int, bytes_per_second: float = math.inf
+) -> float:
+    """All trials one after the other, each a pipeline of as many stages as it has shards; seconds.
+
+    Raises:
+        ConfigError: a trial with more shards than there are devices, or arguments that make no sense.
+    """
+    _check_fits(trials, num_devices)
+    return math.fsum(
+        trial.num_steps
+        * pipeline_step_seconds(trial, num_microbatches=num_microbatches, bytes_per_second=bytes_per_second)
+        for trial in trials
+    )
+
+
+def data_parallel_makespan(
+    trials: Sequence[TrialCost], num_devices: int, *, sharded: bool = False, bytes_per_second: float = math.inf
+) -> float:
+    """All trials one after the other, each with as many replicas as the devices hold; seconds.
+
+    Raises:
+        ConfigError: a trial with more shards than there are devices, or arguments that make no sense.
+    """
+    _check_fits(trials, num_devices)
+    return math.fsum(
+        trial.num_steps
+        * data_parallel_step_seconds(
+            trial,
+            num_replicas=num_devices // trial.num_shards,
+            sharded=sharded,
+            bytes_per_second=bytes_per_second,
+        )
+        for trial in trials
+    )
+
+
+def task_parallel_makespan(
+    trials: Sequence[TrialCost], num_devices: int, *, bytes_per_second: float = math.inf
+) -> float:
+    """Whole trials side by side, each model-parallel within a group of devices, the longest first; seconds.
+
+    Groups are as large as the most shards a trial has; devices left over are idle. With trials of one shard this is
+    plain task parallelism: one trial per device.
+
+    Raises:
+        ConfigError: a trial with more shards than there are devices, or arguments that make no sense.
+    """
+    _check_fits(trials, num_devices)
+    num_groups = num_devices // max((trial.num_shards for trial in trials), default=1)
+    seconds = (
+        trial.num_steps * model_parallel_step_seconds(trial, bytes_per_second=bytes_per_second) for trial in trials
+    )
+    return longest_first_makespan(seconds, num_groups)
+
+
+def longest_first_makespan(job_seconds: Iterable[float], num_devices: int) -> float:
+    """Whole jobs, never interrupted: the longest first, each where a device is free first (LPT); seconds.
+
+    At most 4/3 - 1 / (3 * num_devices) of the best makespan that whole jobs allow.
+
+    Source:
+        Graham, Bounds on Multiprocessing Timing Anomalies (1969).
+
+    Raises:
+        ConfigError: a time that is not a positive number, or fewer than 1 device.
+    """
+    if num_devices < 1:
+        raise ConfigError(f"num_devices must be at least 1, not {num_devices}")
+    jobs = sorted(job_seconds, reverse=True)
+    _check_positive("job_seconds", jobs)
+    ends = [0.0] * num_devices
+    for seconds in jobs:
+        heapq.heapreplace(ends, ends[0] + seconds)
+    return max(ends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRun:
+    """One task of Harmony's pipeline.
+
+    Args:
+        kind: `"forward"`, `"backward"` or `"update"`.
+        layer: from 0.
+        microbatch: from 0; None for an update, which serves all.
+        device: from 0.
+        start_seconds: when it starts.
+        seconds: how long it takes.
+    """
+
+    kind: str
+    layer: int
+    microbatch: int | None
+    device: int
+    start_seconds: float
+    seconds: float
+
+    @property
+    def end_seconds(self) -> float:
+        """When it ends."""
+        return self.start_seconds + self.seconds
+
+
+def harmony_step(
+    *, num_layers: int, num_devices: int, num_microbatches: int, task_seconds: float = 1.0
+) -> list[LayerRun]:
+    """One step of Harmony's virtualised pipeline over layers that are all alike.
+
+    Layers are dealt to the devices in turn, so that what a layer gives the next goes from device to device. Each layer
+    runs for all microbatches before its device goes on to the next layer (input-batch grouping), and is updated right
+    after its last backward (just in time): per step its weights are loaded twice and written back once, 3|W|.
+
+    Args:
+        num_layers: layers, at least 1.
+        num_devices: devices, at least 1.
+        num_microbatches: microbatches, at least 1.
+        task_seconds: the time of a forward, a backward or an update of one layer, the same for all.
+
+    Returns:
+        Every task, by start and device.
+
+    Source:
+        Li et al., Doing more with less (HotOS 2021), section 3 and Figure 4.
+
+    Differs:
+        The figure itself was not at hand, only its caption and the text. That backwards take the microbatches in the
+        order of the forwards is an assumption.
+
+    Raises:
+        ConfigError: a number below 1, or a time that is not positive.
+    """
+    sizes = {"num_layers": num_layers, "num_devices": num_devices, "num_microbatches": num_microbatches}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}")
+    _check_positive("task_seconds", (task_seconds,))
+    runs: list[LayerRun] = []
+    device_free = [0.0] * num_devices
+    inputs_ready = [0.0] * num_microbatches
+
+    def run(kind: str, layer: int, microbatch: int | None) -> None:
+        device = layer % num_devices
+        ready = 0.0 if microbatch is None else inputs_ready[microbatch]
+        start = max(device_free[device], ready)
+        task = LayerRun(
+            kind=kind, layer=layer, microbatch=microbatch, device=device, start_seconds=start, seconds=task_seconds
+        )
+        runs.append(task)
+        device_free[device] = task.end_seconds
+        if microbatch is not None:
+            inputs_ready[microbatch] = task.end_seconds
+
+    for layer in range(num_layers):
+        for microbatch in range(num_microbatches):
+            run("forward", layer, microbatch)
+    for layer in reversed(range(num_layers)):
+        for microbatch in range(num_microbatches):
+            run("backward", layer, microbatch)
+        run("update", layer, None)
+    return sorted(runs, key=lambda task: (task.start_seconds, task.device))
+
+
+def _send_through(stages: Sequence[int], free: list[float], seconds: Sequence[float], hops: Sequence[float]) -> None:
+    """One microbatch through all stages in turn; `free` is when each stage is free, and is brought up to date."""
+    ready = 0.0
+    for position, stage in enumerate(stages):
+        if position:
+            ready += hops[min(stage, stages[position - 1])]
+        ready = free[stage] = max(ready, free[stage]) + seconds[stage]
+
+
+def _check_fits(trials: Sequence[TrialCost], num_devices: int) -> None:
+    if num_devices < 1:
+        raise ConfigError(f"num_devices must be at least 1, not {num_devices}")
+    most = max((trial.num_shards for trial in trials), default=0)
+    if most > num_devices:
+        raise ConfigError(
+            f"a trial has {most} shards, each on a device of its own, but there are {num_devices} devices; "
+            "cut it into fewer shards or give more devices"
+        )
+
+
+def _check_positive(name: str, values: Iterable[float]) -> None:
+    for value in values:
+        if not value > 0:
+            raise ConfigError(f"{name} must be positive, not {value}")

@@ -1,0 +1,264 @@
+"""The best schedule there is, of chains of units on identical devices: what policies are measured against.
+
+Knows durations only: no transfers, no policy, no scheduler. Needs `ortools`, an extra, and imports it when asked to solve.
+"""
+
+import heapq
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.schedule.bound import makespan_bound
+
+_MAX_TICKS = 2**40
+"""Total work in whole ticks: where the solver's sums stay far from overflow and its times still resolve microseconds."""
+
+_SAME = 1e-6
+"""Relative difference below which a makespan meets its bound: above the rounding of ten thousands of units to ticks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """One unit in a schedule.
+
+    Args:
+        chain: the chain it belongs to.
+        index: its place in the chain, from 0.
+        device: where it runs, from 0.
+        start_seconds: when it starts.
+        seconds: how long it takes.
+    """
+
+    chain: str
+    index: int
+    device: int
+    start_seconds: float
+    seconds: float
+
+    @property
+    def end_seconds(self) -> float:
+        """When it ends."""
+        return self.start_seconds + self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestSchedule:
+    """A schedule, and how good it is known to be.
+
+    Args:
+        placements: every unit, by start.
+        makespan_seconds: when the last unit ends; 0 without units.
+        bound_seconds: no schedule is shorter than this: the larger of `makespan_bound` and what the solver proved.
+    """
+
+    placements: tuple[Placement, ...]
+    makespan_seconds: float
+    bound_seconds: float
+
+    @property
+    def gap(self) -> float:
+        """How much shorter the optimum could be at most, as a share of the makespan."""
+        return 1 - self.bound_seconds / self.makespan_seconds if self.makespan_seconds else 0.0
+
+    @property
+    def status(self) -> str:
+        """`"optimal"`: proven, to a millionth. `"feasible"`: the best that was found in the time given."""
+        return "optimal" if self.gap <= _SAME else "feasible"
+
+
+def optimal_schedule(
+    chains: Mapping[str, Sequence[float]], num_devices: int, *, time_limit_seconds: float = 60.0
+) -> BestSchedule:
+    """Schedule chains of units on identical devices for the least makespan; one unit of a chain at a time.
+
+    Each unit is an interval of fixed length, all of them one cumulative constraint of `num_devices`, each chain a
+    sequence of precedences. Where a unit runs is no variable: whichever devices are free when it starts are as good as
+    each other. The solver starts from a longest-remaining-time-first schedule, uses one thread and a fixed seed.
+
+    Args:
+        chains: for each chain, the durations of its units in seconds, in order.
+        num_devices: devices, at least 1.
+        time_limit_seconds: when to stop and give the best schedule found by then. Building the model comes on top.
+
+    Returns:
+        The schedule, at worst the one the solver started from.
+
+    Raises:
+        ConfigError: a duration that is not a positive number, fewer than 1 device, no time at all; or ortools is not
+            installed.
+
+    Source:
+        HYDRA (Nagrecha and Kumar), section 5.3.1, states the problem, as a MILP (`milp_schedule`).
+
+    Differs:
+        A constraint program: the MILP orders every pair of units on every device, which takes minutes for two dozen
+        units. The search ends within a millionth of the bound. Durations are rounded down to whole ticks for the
+        solver, finer than a millionth of a millionth of the total; the schedule it finds is then timed with the
+        durations as they were, and the bound stays a bound.
+    """
+    check_chains(chains, num_devices)
+    if not time_limit_seconds > 0:
+        raise ConfigError(f"time_limit_seconds must be above 0, not {time_limit_seconds}")
+    cp_model = import_ortools("ortools.sat.python.cp_model")
+    tick = _tick_seconds([seconds for chain in chains.values() for seconds in chain])
+    lengths = {name: [int(Fraction(seconds) / tick) for seconds in chain] for name, chain in chains.items()}
+    hint = _longest_remaining_first(lengths, num_devices)
+    bound = makespan_bound(map(math.fsum, chains.values()), num_devices)
+    if not hint:
+        return BestSchedule(placements=(), makespan_seconds=0.0, bound_seconds=0.0)
+    starts, proven = _solve(cp_model, lengths, num_devices, hint, time_limit_seconds)
+    placements = timed(chains, num_devices, starts)
+    makespan = max(placement.end_seconds for placement in placements)
+    bound = min(max(bound, float(proven * tick)), makespan)  # rounding must not lift the bound above a real schedule
+    return BestSchedule(placements=placements, makespan_seconds=makespan, bound_seconds=bound)
+
+
+def check_chains(chains: Mapping[str, Sequence[float]], num_devices: int) -> None:
+    """Refuse what is no instance.
+
+    Raises:
+        ConfigError: a duration that is not a positive number, or fewer than 1 device.
+    """
+    if num_devices < 1:
+        raise ConfigError(f"num_devices must be at least 1, not {num_devices}")
+    for name, chain in chains.items():
+        for index, seconds in enumerate(chain):
+            if not 0 < seconds < math.inf:
+                raise ConfigError(
+                    f"unit {index} of chain {name!r} takes {seconds} s, expected a positive number of seconds; "
+                    "leave out units that take no time"
+                )
+
+
+def import_ortools(module: str) -> Any:
+    """Import a module of ortools, which only an extra installs.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("ortools"):
+            raise
+        raise ConfigError(
+            "the optimum needs ortools, which is not installed: pip install 'hydra-tune[optimal]'"
+        ) from error
+
+
+def timed(
+    chains: Mapping[str, Sequence[float]], num_devices: int, order: Mapping[tuple[str, int], float]
+) -> tuple[Placement, ...]:
+    """Start every unit as early as possible, one after the other in a given order.
+
+    If the order is that of the starts in some schedule, no unit starts later than it did there: when it is its turn,
+    at most `num_devices - 1` of the earlier ones were still running, so the device that is free first is free in time.
+
+    Args:
+        chains: durations in seconds.
+        num_devices: devices.
+        order: for each chain and index, a number; the lower comes first, and of equals the earlier in the chain.
+
+    Returns:
+        Every unit, by start.
+    """
+    devices = [(0.0, device) for device in range(num_devices)]
+    chain_free = dict.fromkeys(chains, 0.0)
+    placements = []
+    for name, index in sorted(order, key=lambda unit: (order[unit], unit[1])):
+        free, device = heapq.heappop(devices)
+        placement = Placement(
+            chain=name,
+            index=index,
+            device=device,
+            start_seconds=max(free, chain_free[name]),
+            seconds=chains[name][index],
+        )
+        placements.append(placement)
+        chain_free[name] = placement.end_seconds
+        heapq.heappush(devices, (placement.end_seconds, device))
+    return tuple(sorted(placements, key=lambda placement: (placement.start_seconds, placement.device)))
+
+
+def _tick_seconds(durations: Sequence[float]) -> Fraction:
+    """The longest tick of which every duration is a whole multiple, or else one that is fine enough."""
+    exact = [Fraction(seconds) for seconds in durations]
+    if not exact:
+        return Fraction(1)
+    denominator = math.lcm(*{seconds.denominator for seconds in exact})  # powers of two, all floats being dyadic
+    common = Fraction(math.gcd(*{int(seconds * denominator) for seconds in exact}), denominator)
+    return max(common, sum(exact, Fraction()) / _MAX_TICKS)
+
+
+def _longest_remaining_first(lengths: Mapping[str, Sequence[int]], num_devices: int) -> dict[tuple[str, int], int]:
+    """Starts, in ticks, of the schedule in which a free device takes the free chain with the most work left."""
+    ready = [(-sum(chain), name) for name, chain in lengths.items() if chain]
+    heapq.heapify(ready)
+    done = dict.fromkeys(lengths, 0)
+    ends: list[tuple[int, str, int]] = []
+    starts: dict[tuple[str, int], int] = {}
+    now = 0
+    while ready or ends:
+        while ready and len(ends) < num_devices:
+            remaining, name = heapq.heappop(ready)
+            starts[name, done[name]] = now
+            length = lengths[name][done[name]]
+            heapq.heappush(ends, (now + length, name, remaining + length))
+        now, name, remaining = heapq.heappop(ends)
+        freed = [(name, remaining)]
+        while ends and ends[0][0] == now:
+            _, name, remaining = heapq.heappop(ends)
+            freed.append((name, remaining))
+        for name, remaining in freed:
+            done[name] += 1
+            if done[name] < len(lengths[name]):
+                heapq.heappush(ready, (remaining, name))
+    return starts
+
+
+def _solve(
+    cp_model: Any,
+    lengths: Mapping[str, Sequence[int]],
+    num_devices: int,
+    hint: Mapping[tuple[str, int], int],
+    time_limit_seconds: float,
+) -> tuple[Mapping[tuple[str, int], int], int]:
+    """The best starts found, in ticks, and the makespan that is proven to be the least possible."""
+    horizon = max(start + lengths[name][index] for (name, index), start in hint.items())
+    totals = [sum(chain) for chain in lengths.values()]
+    least = max(*totals, -(-sum(totals) // num_devices))
+    model = cp_model.CpModel()
+    makespan = model.new_int_var(least, horizon, "makespan")
+    starts: dict[tuple[str, int], Any] = {}
+    intervals = []
+    for name, chain in lengths.items():
+        before, after = 0, sum(chain)
+        for index, length in enumerate(chain):
+            start = model.new_int_var(before, horizon - after, f"{name}/{index}")
+            if index:
+                model.add(start >= starts[name, index - 1] + chain[index - 1])
+            model.add_hint(start, hint[name, index])
+            intervals.append(model.new_fixed_size_interval_var(start, length, f"{name}/{index}"))
+            starts[name, index] = start
+            before, after = before + length, after - length
+        if chain:
+            model.add(makespan >= starts[name, len(chain) - 1] + chain[-1])
+    model.add_cumulative(intervals, [1] * len(intervals), num_devices)
+    model.add_hint(makespan, horizon)
+    model.minimize(makespan)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = time_limit_seconds
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    # Where durations are no multiples of each other, the last billionth would be searched for until time is over.
+    solver.parameters.relative_gap_limit = _SAME / 2
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        assert status == cp_model.UNKNOWN, "the hint is a solution"
+        return hint, least
+    found = {unit: solver.value(start) for unit, start in starts.items()}
+    return found, max(least, math.ceil(solver.best_objective_bound - 0.5))
