@@ -74,7 +74,7 @@ def metrics_task(*values, **options):
 
 def build(trial):
     return small_task(
-        learning_rate=trial.suggest_float("learning_rate", 1e-3, 1.0, log=True), seed=trial.suggest_int("seed", 0, 3)
+        learning_rate=trial.suggest_float("learning_rate", 1e-3, 0.3, log=True), seed=trial.suggest_int("seed", 0, 3)
     )
 
 

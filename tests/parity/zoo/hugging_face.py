@@ -110,7 +110,7 @@ ENTRIES = [
         _mostly_full(_reversed),
         whole_with=MIXED,
     ),
-    _entry("hf_gpt2_unmasked", "`GPT2LMHeadModel` without an attention mask", gpt2, _unmasked, train="whole"),
+    _entry("hf_gpt2_unmasked", "`GPT2LMHeadModel` without an attention mask", gpt2, _unmasked, evaluation="whole"),
     _entry("hf_llama_unmasked", "`LlamaForCausalLM` without an attention mask", llama, _unmasked, train="whole"),
     _entry("hf_vit", "`ViTForImageClassification`", vit, _pictures, None),
 ]
