@@ -37,6 +37,7 @@ class SimJob:
         number: its place in the order of submission.
         trial: what it is.
         grid: rounds its durations.
+        reports_wait: it waits for an answer to each report.
 
     Attributes:
         step, position: the unit that is next or runs: of which step, and where in it.
@@ -50,11 +51,12 @@ class SimJob:
     """
 
     __slots__ = (
-        "_prefix", "_truth", "claimed_by", "durations", "homes", "is_ready", "is_true", "last_device", "milestone", "name",
-        "number", "places", "position", "shards", "step", "step_seconds", "steps_run", "told", "trial", "units",
+        "_prefix", "_reports_wait", "_truth", "claimed_by", "durations", "homes", "is_ready", "is_true", "last_device",
+        "milestone", "name", "number", "places", "position", "shards", "step", "step_seconds", "steps_run", "told",
+        "trial", "units",
     )  # fmt: skip
 
-    def __init__(self, number: int, trial: SimulatedTrial, grid: Grid) -> None:
+    def __init__(self, number: int, trial: SimulatedTrial, grid: Grid, *, reports_wait: bool) -> None:
         self.number, self.name, self.trial = number, trial.name, trial
         self.step = self.position = 0
         self.steps_run = trial.steps_run
@@ -69,19 +71,20 @@ class SimJob:
         self.is_true = trial.estimate_factor == 1.0
         self._estimate([grid.round(unit.seconds * trial.estimate_factor) for unit in trial.step])
         self.milestone = 0
-        self.next_milestone(reports_wait=False)
+        self._reports_wait = reports_wait
+        self.next_milestone()
 
     def correct(self) -> None:
         """From now on the scheduler is told the truth."""
         self.is_true = True
         self._estimate(self._truth)
 
-    def next_milestone(self, *, reports_wait: bool) -> None:
+    def next_milestone(self) -> None:
         """Set the milestone after the present step."""
         trial, candidates = self.trial, [self.steps_run]
         if not self.is_true and trial.corrected_after_steps is not None:
             candidates.append(trial.corrected_after_steps)
-        if reports_wait and trial.report_steps is not None:
+        if self._reports_wait and trial.report_steps is not None:
             candidates.append((self.step // trial.report_steps + 1) * trial.report_steps)
         self.milestone = min(step for step in candidates if step > self.step)
 

@@ -163,7 +163,8 @@ class Repeats:
         for number, job in course.alive.items():
             advance = job.step - seen.steps[number]
             if advance:
-                limits.append((job.milestone - 1 - job.step) // advance)
+                # One step to spare: in the last one before a milestone there is no next unit to send ahead.
+                limits.append((job.milestone - 2 - job.step) // advance)
         times = [entry[0] for entry in course.heap if entry[2] > Happening.UNIT_STARTS]
         if times:
             # Division rounds; what is to be strictly before may not depend on that.

@@ -91,7 +91,10 @@ class Simulator:
         self.scenario = scenario
         self.grid = Grid(scenario.longest_possible_seconds())
         ordered = sorted(scenario.trials, key=lambda trial: trial.arrival_seconds)
-        self.jobs = [SimJob(number, trial, self.grid) for number, trial in enumerate(ordered)]
+        self.jobs = [
+            SimJob(number, trial, self.grid, reports_wait=scenario.answer_seconds > 0)
+            for number, trial in enumerate(ordered)
+        ]
         self.devices = [SimDevice(number, device) for number, device in enumerate(scenario.devices)]
         self.timeline = Timeline(timeline)
         self.transfers = Transfers(scenario, self.devices, self.jobs, self.grid, self.timeline, self._moved)
@@ -227,7 +230,7 @@ class Simulator:
         at_report = trial.report_steps is not None and job.step % trial.report_steps == 0
         is_over = job.step >= job.steps_run
         if not is_over:
-            job.next_milestone(reports_wait=answer > 0)
+            job.next_milestone()
         if at_report and answer > 0 and job.step < trial.steps:
             self._at(self.now + answer, Happening.ANSWERED, job.number)
             return None
