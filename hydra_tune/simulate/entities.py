@@ -48,12 +48,13 @@ class SimJob:
         homes: for each shard the node whose host memory has it; None while any may.
         claimed_by: the device that has buffered its next shard.
         last_device: where its last unit ran.
+        seen: what a policy sees of it while it is ready, once that was asked for.
     """
 
     __slots__ = (
-        "_prefix", "_reports_wait", "_truth", "claimed_by", "durations", "homes", "is_ready", "is_true", "last_device",
-        "milestone", "name", "number", "places", "position", "shards", "step", "step_seconds", "steps_run", "told",
-        "trial", "units",
+        "_prefix", "_reports_wait", "_truth", "changes", "claimed_by", "durations", "homes", "is_ready", "is_true",
+        "last_device", "milestone", "name", "number", "places", "position", "seen", "shards", "step", "step_seconds",
+        "steps_run", "told", "trial", "units",
     )  # fmt: skip
 
     def __init__(self, number: int, trial: SimulatedTrial, grid: Grid, *, reports_wait: bool) -> None:
@@ -65,7 +66,9 @@ class SimJob:
         self.places = [ABSENT] * len(trial.shard_bytes)
         self.told = [ABSENT] * len(trial.shard_bytes)
         self.homes: list[str | None] = [None] * len(trial.shard_bytes)
+        self.seen: JobView | None = None
         self.shards = [unit.shard for unit in trial.step]
+        self.changes = [unit.kind not in ("forward", "evaluate") for unit in trial.step]
         self.durations: dict[float, list[float]] = {}  # by the speed of the device
         self._truth = [grid.round(unit.seconds) for unit in trial.step]
         self.is_true = trial.estimate_factor == 1.0
@@ -98,8 +101,7 @@ class SimJob:
 
     def seconds_on(self, speed: float, grid: Grid) -> list[float]:
         """Seconds of each unit of the step on a device of this speed."""
-        if speed not in self.durations:
-            self.durations[speed] = [grid.round(seconds / speed) for seconds in self._truth]
+        self.durations[speed] = [grid.round(seconds / speed) for seconds in self._truth]
         return self.durations[speed]
 
     def view(self, shard_device: str | None, offset: float) -> JobView:

@@ -108,6 +108,7 @@ class Simulator:
         self._preparer_free = 0.0
         self.heap: list[Entry] = []
         self.alive: dict[int, SimJob] = {}
+        self._unclaimed: dict[int, SimJob] = {}  # ready, and in no device's buffer
         self.now = 0.0
         self.offset = 0.0  # added to every remaining time the scheduler is told; see `repeats.py`
         self.units_skipped = 0
@@ -163,7 +164,7 @@ class Simulator:
     def _prepared(self, number: int, _: float) -> None:
         job = self.jobs[number]
         self.alive[number] = job
-        job.is_ready = True
+        self._make_ready(job)
         self._tell(
             JobAdmitted(
                 job=job.name,
@@ -179,7 +180,7 @@ class Simulator:
             self._tell(JobStopped(job=job.name))
             return
         self._announce(job, job.shards[job.position])
-        job.is_ready = True
+        self._make_ready(job)
         remaining = job.remaining_seconds() + self.offset
         self._tell(JobResumed(job=job.name, unit=job.units[job.position], remaining_seconds=remaining))
 
@@ -206,7 +207,7 @@ class Simulator:
             shard = following.shard
             if job.places[shard] != job.told[shard]:
                 self._announce(job, shard)
-            job.is_ready = True
+            self._make_ready(job)
         self._tell(
             UnitFinished(
                 job=job.name,
@@ -265,26 +266,31 @@ class Simulator:
 
     def _release(self, job: SimJob) -> None:
         self.transfers.drop(job)
+        job.is_ready = False
         self._claim(None, job)
         del self.alive[job.number]
+        self._unclaimed.pop(job.number, None)
         self.finished_seconds[job.name] = self.now
 
     def _run(self, job: SimJob, device: SimDevice) -> None:
         now, shard = self.now, job.shards[job.position]
         job.is_ready = False
+        job.seen = None
+        self._unclaimed.pop(job.number, None)
         device.job = job
-        self._claim(None, job)
+        if job.claimed_by != ABSENT:
+            self._claim(None, job)
         start = self.transfers.bring(device, job, shard, now)
         if job.last_device not in (device.number, ABSENT) and job.trial.boundary_bytes:
             start = max(start, self.transfers.bring_boundary(device, job, now))
-        unit = job.units[job.position]
-        if unit.kind not in ("forward", "evaluate"):
+        if job.changes[job.position]:
             device.dirty.add((job.number, shard))
-        seconds = job.seconds_on(device.speed, self.grid)[job.position]
+        durations = job.durations.get(device.speed) or job.seconds_on(device.speed, self.grid)
+        seconds = durations[job.position]
         device.started = start
         self._at(start + seconds, Happening.UNIT_ENDS, device.number, seconds)
         if not self.timeline.is_full:
-            self.timeline.add(device.name, job.name, unit.kind, shard, start, start + seconds)
+            self.timeline.add(device.name, job.name, job.units[job.position].kind, shard, start, start + seconds)
         if start > now:
             device.stall_seconds += start - now
             self._at(start, Happening.UNIT_STARTS, device.number)
@@ -295,13 +301,9 @@ class Simulator:
 
     def _buffer_next(self, device: SimDevice) -> None:
         if self._lookahead is None or device.bandwidth is None:
-            return
+            return  # nothing to send ahead, or it takes no time
         self._claim(device, None)
-        candidates = [
-            job.view(self._place(job), self.offset)
-            for job in self.alive.values()
-            if job.is_ready and job.claimed_by in (ABSENT, device.number)
-        ]
+        candidates = [job.seen or self._see(job) for job in self._unclaimed.values()]
         own = device.job
         assert own is not None
         follows = own.position + 1 < len(own.units)
@@ -323,6 +325,10 @@ class Simulator:
         ):
             self.transfers.bring(device, chosen, shard, self.now)
 
+    def _see(self, job: SimJob) -> JobView:
+        job.seen = job.view(self._place(job), self.offset)
+        return job.seen
+
     def _place(self, job: SimJob) -> str | None:
         place = job.places[job.shards[job.position]]
         return None if place == ABSENT else self.devices[place].name
@@ -330,14 +336,22 @@ class Simulator:
     def _claim(self, device: SimDevice | None, job: SimJob | None) -> None:
         """A device's buffer is for this job, and nobody else's; None: it is for none, or the job is in none."""
         if device is not None and device.buffered is not None:
-            device.buffered.claimed_by = ABSENT
-            device.buffered = None
+            freed, device.buffered = device.buffered, None
+            freed.claimed_by = ABSENT
+            if freed.is_ready:
+                self._unclaimed[freed.number] = freed
         if job is not None:
             if job.claimed_by != ABSENT:
                 self.devices[job.claimed_by].buffered = None
             job.claimed_by = ABSENT if device is None else device.number
+            self._unclaimed.pop(job.number, None)
             if device is not None:
                 device.buffered = job
+
+    def _make_ready(self, job: SimJob) -> None:
+        job.is_ready = True
+        if job.claimed_by == ABSENT:
+            self._unclaimed[job.number] = job
 
     # What the scheduler knows of places: that of each job's next unit, as the pool tells it.
 
@@ -349,6 +363,7 @@ class Simulator:
         place = job.places[shard]
         if job.told[shard] != place:
             job.told[shard] = place
+            job.seen = None
             name = None if place == ABSENT else self.devices[place].name
             self._tell(ShardMoved(job=job.name, shard=shard, device=name))
 
