@@ -85,7 +85,7 @@ class Transfers:
         size = job.trial.boundary_bytes
         device.bytes_in += size
         node = self._devices[job.last_device].node
-        return self._occupy(device, size, now, crosses=node != device.node)
+        return self._occupy(device, size, now, crosses=node != device.node)[1]
 
     def fits_beside(self, device: SimDevice, size: int) -> bool:
         """Whether a shard fits beside the one whose unit runs."""
@@ -105,12 +105,12 @@ class Transfers:
     def _send(self, device: SimDevice, job: SimJob, shard: int, size: int, now: float) -> float:
         device.loads += 1
         device.bytes_in += size
-        ready = self._occupy(device, size, now, crosses=job.homes[shard] not in (None, device.node))
-        if ready > now:
-            self._timeline.add(device.name, job.name, "load", shard, now, ready)
+        start, ready = self._occupy(device, size, now, crosses=job.homes[shard] not in (None, device.node))
+        if ready > start:
+            self._timeline.add(device.name, job.name, "load", shard, start, ready)
         return ready
 
-    def _occupy(self, device: SimDevice, size: int, now: float, *, crosses: bool) -> float:
+    def _occupy(self, device: SimDevice, size: int, now: float, *, crosses: bool) -> tuple[float, float]:
         seconds = size / device.bandwidth if device.bandwidth is not None else 0.0
         start = max(now, device.link_free)
         if self._node_bandwidth is not None:
@@ -122,7 +122,7 @@ class Transfers:
             if self._network_bandwidth is not None:
                 seconds += size / self._network_bandwidth
         device.link_free = start + self._grid.round(seconds)
-        return device.link_free
+        return start, device.link_free
 
     def _leave(self, job: SimJob, shard: int) -> None:
         place = job.places[shard]

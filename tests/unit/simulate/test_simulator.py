@@ -73,6 +73,19 @@ def test_a_buffer_that_does_not_fit_beside_the_running_shard_is_not_filled():
     assert play(trial(shards=3, size=10, seconds=2), devices=[link]).makespan_seconds == 9
 
 
+def test_a_link_sends_one_shard_after_another():
+    trials = Workload(num_trials=12, spread=2, steps=10, shard_bytes=8).trials(0)
+    result = play(*trials, devices=equal_devices(4, memory_bytes=24, bandwidth=64))
+    loads = defaultdict(list)
+    for bar in result.timeline:
+        if bar.kind == "load":
+            loads[bar.device].append(bar)  # in the order in which they were asked for
+    assert len(loads) == 4
+    for row in loads.values():
+        assert all(before.end_seconds <= after.start_seconds for before, after in itertools.pairwise(row))
+        assert all(bar.end_seconds - bar.start_seconds == 0.125 for bar in row)
+
+
 def test_the_shard_used_longest_ago_leaves_first():
     # Two shards fit. F0 F1 F2 B2 B1 B0: 2 displaces 0; 1 is still there; 0 must come again.
     step = [Unit(kind="forward", shard=shard, seconds=1) for shard in range(3)]
