@@ -74,7 +74,7 @@ def test_a_buffer_that_does_not_fit_beside_the_running_shard_is_not_filled():
 
 
 def test_a_link_sends_one_shard_after_another():
-    trials = Workload(num_trials=12, spread=2, steps=10, shard_bytes=8).trials(0)
+    trials = Workload(num_trials=12, spread=2, steps=100, shard_bytes=8).trials(0)
     result = play(*trials, devices=equal_devices(4, memory_bytes=24, bandwidth=64))
     loads = defaultdict(list)
     for bar in result.timeline:
