@@ -1,1 +1,21 @@
-"""Schedules on a virtual clock: the same state machine, and what to compare it with."""
+"""The scheduler on a virtual clock: what a sweep would do on devices nobody here has. Pure Python, no torch.
+
+`simulate` plays a `Scenario` with the very state machine that drives the real pool.
+"""
+
+from hydra_tune.simulate.model import Scenario, SimulatedDevice, SimulatedTrial, Slowdown, training_step
+from hydra_tune.simulate.outcome import DeviceOutcome, Interval, SimulationResult
+from hydra_tune.simulate.simulator import Lookahead, simulate
+
+__all__ = [
+    "DeviceOutcome",
+    "Interval",
+    "Lookahead",
+    "Scenario",
+    "SimulatedDevice",
+    "SimulatedTrial",
+    "SimulationResult",
+    "Slowdown",
+    "simulate",
+    "training_step",
+]

@@ -1,16 +1,20 @@
 """The documentation's sweep file is one, and every key, distribution and option is documented."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from hydra_tune.cli.distributions import DISTRIBUTIONS
+from hydra_tune.cli.simulate import simulate_command
 from hydra_tune.cli.sweep import sweep
 from hydra_tune.cli.sweep_file import read_sweep_file
 from hydra_tune.cli.sweep_model import PRUNING, Hydra, SweepModel
 from hydra_tune.observe.snapshot import SweepView
 from hydra_tune.observe.summary import to_json
+from hydra_tune.simulate import DeviceOutcome, Interval, SimulationResult
+from hydra_tune.simulate.profile import _Device, _Profile, _Shard, _Slowdown, _Trial
 
 DOCS = Path(__file__).parents[3] / "docs"
 FILE = (DOCS / "sweep-file.md").read_text(encoding="utf-8")
@@ -37,7 +41,10 @@ def test_the_defaults_of_early_termination_are_the_documented_ones(kind):
             assert f"`{name}`" in line if field.default is None else f"`{name}: {field.default}`" in line
 
 
-@pytest.mark.parametrize("option", [name for option in sweep.params for name in option.opts if name.startswith("--")])
+@pytest.mark.parametrize(
+    "option",
+    [name for option in (*sweep.params, *simulate_command.params) for name in option.opts if name.startswith("--")],
+)
 def test_every_option_is_documented(option):
     assert f"`{option}" in CLI
 
@@ -45,3 +52,15 @@ def test_every_option_is_documented(option):
 def test_every_key_of_the_json_is_documented():
     view = SweepView(name="vit", metric="val_loss", goal="minimize", status="completed")
     assert [key for key in to_json(view) if f"`{key}`" not in CLI] == []
+
+
+def test_every_key_of_a_simulation_is_documented():
+    parts = [field.name for part in (SimulationResult, DeviceOutcome, Interval) for field in fields(part)]
+    keys = [*parts, "bytes_moved", "loads_per_unit"]
+    assert [key for key in keys if f"`{key}`" not in CLI] == []
+
+
+@pytest.mark.parametrize("part", [_Profile, _Trial, _Shard, _Device, _Slowdown])
+def test_every_key_of_a_profile_is_documented(part):
+    page = (DOCS / "scheduling.md").read_text(encoding="utf-8")
+    assert [key for key in part.model_fields if f"`{key}`" not in page and f'"{key}"' not in page] == []

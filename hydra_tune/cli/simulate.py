@@ -1,0 +1,187 @@
+"""`hydra-tune simulate`: a sweep on a virtual clock, on devices that need not be there. Never imports torch."""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.quantities import parse_bytes
+from hydra_tune.schedule import make_policy
+from hydra_tune.simulate import Scenario, SimulationResult, Slowdown, simulate
+from hydra_tune.simulate.plot import plot_timeline
+from hydra_tune.simulate.profile import read_profile
+from hydra_tune.simulate.table import print_result
+from hydra_tune.simulate.workload import Workload, equal_devices, stop_early
+
+FAILED, USAGE = 1, 2
+
+_EXIT_CODES = """\b
+Exit codes:
+  0    done
+  1    a file could not be written
+  2    the command or PROFILE makes no sense; nothing was simulated
+  130  interrupted by Ctrl-C
+"""
+_PLOT_BARS = 2000
+_WORKLOAD = {
+    "trials": "num_trials",
+    "shards": "num_shards",
+    "steps": "steps",
+    "epochs": "epochs",
+    "forward_seconds": "forward_seconds",
+    "backward_seconds": "backward_seconds",
+    "shard_memory": "shard_bytes",
+    "spread": "spread",
+    "arrival_gap": "arrival_gap_seconds",
+    "estimate_error": "estimate_error",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Output:
+    """Where the figures go."""
+
+    as_json: bool
+    plot: Path | None
+    timeline: int
+
+
+def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    if value is None:
+        return None
+    try:
+        return parse_bytes(value.removesuffix("/s"), what="it")
+    except ConfigError as error:
+        raise click.BadParameter(str(error), context, parameter) from error
+
+
+def _shares(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in value.split(",")) if value else ()
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is not numbers such as 1,0.5", context, parameter) from error
+
+
+def _slowdowns(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[Slowdown]:
+    slowdowns = []
+    for value in values:
+        try:
+            device, at, factor = value.rsplit(",", 2)
+            slowdowns.append(Slowdown(device=device, at_seconds=float(at), factor=float(factor)))
+        except ConfigError as error:
+            raise click.BadParameter(str(error), context, parameter) from error
+        except ValueError as error:
+            raise click.BadParameter(f"{value!r} is not like device0,60,0.5", context, parameter) from error
+    return slowdowns
+
+
+@click.command(epilog=_EXIT_CODES)
+@click.argument("profile", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--trials", type=int, metavar="N", help="Trials.")
+@click.option("--shards", type=int, metavar="N", help="Shards of each trial.  [4]")
+@click.option("--steps", type=int, metavar="N", help="Training steps of an epoch.  [100]")
+@click.option("--epochs", type=int, metavar="N", help="Epochs; each ends with a report.  [1]")
+@click.option("--forward-seconds", type=float, metavar="S", help="Of one shard's forward unit.  [0.1]")
+@click.option("--backward-seconds", type=float, metavar="S", help="Of one shard's backward unit.  [0.2]")
+@click.option("--shard-memory", callback=_size, metavar="SIZE", help="Bytes of one shard, e.g. 1GiB.")
+@click.option("--spread", type=float, metavar="X", help="Draw each trial's speed between 1/X and X.  [1]")
+@click.option("--arrival-gap", type=float, metavar="S", help="Mean seconds from one trial's arrival to the next.  [0]")
+@click.option("--estimate-error", type=float, metavar="X", help="Mislead the scheduler by 1/X to X.  [1]")
+@click.option("--survival", callback=_shares, metavar="SHARES", help="Shares that go on after each report: 1,0.5,0.25.")
+@click.option("--devices", type=int, metavar="N", help="Devices; of a profile's, the first N.")
+@click.option("--speeds", callback=_shares, metavar="NUMBERS", help="Speeds of the devices, in turn: 1,0.5.")
+@click.option("--device-memory", callback=_size, metavar="SIZE", help="Bytes for shards on each device.")
+@click.option("--bandwidth", callback=_size, metavar="SIZE", help="Bytes a second to each device, e.g. 12GB/s.")
+@click.option("--nodes", type=int, metavar="N", help="Machines that the devices are in.  [1]")
+@click.option("--network-bandwidth", callback=_size, metavar="SIZE", help="Bytes a second between machines.")
+@click.option("--slow", "slowdowns", multiple=True, callback=_slowdowns, metavar="DEVICE,AT,FACTOR", help="A fault.")
+@click.option("--no-overlap", is_flag=True, help="No double buffering: loads wait for the device.")
+@click.option("--policy", metavar="NAME", default="lrtf", show_default=True, help="Who decides.")
+@click.option("--max-concurrent", type=int, metavar="N", help="Trials admitted at once.")
+@click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="Of everything that is drawn.")
+@click.option("--timeline", type=click.IntRange(min=0), metavar="N", default=0, help="Keep the first N bars, in JSON.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw them: a PNG.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
+def simulate_command(
+    *, profile: Path | None, policy: str, timeline: int, plot: Path | None, as_json: bool, **flags: Any
+) -> None:
+    """Simulate the trials and devices of PROFILE, or those that the options describe.
+
+    Options that describe trials are for use without PROFILE; all others also go before what is in it.
+    """
+    output = _Output(as_json=as_json, plot=plot, timeline=timeline or (_PLOT_BARS if plot else 0))
+    try:
+        make_policy(policy)
+        scenario = _from_flags(flags) if profile is None else _from_profile(profile, flags)
+        result = simulate(scenario, policy, timeline=output.timeline)
+        _show(result, output)
+    except ConfigError as error:
+        click.echo(str(error), err=True)
+        sys.exit(USAGE)
+    except OSError as error:
+        click.echo(f"cannot write {error.filename}: {error.strerror}", err=True)
+        sys.exit(FAILED)
+
+
+def _show(result: SimulationResult, output: _Output) -> None:
+    if output.plot is not None:
+        plot_timeline(result, output.plot)
+    if output.as_json:
+        click.echo(json.dumps(result.to_json(), allow_nan=False))
+    else:
+        print_result(Console(highlight=False), result)
+
+
+def _from_flags(flags: dict[str, Any]) -> Scenario:
+    if flags["trials"] is None or flags["devices"] is None:
+        raise ConfigError("--trials and --devices are needed where there is no PROFILE; e.g. --trials 12 --devices 8")
+    given = {field: flags[flag] for flag, field in _WORKLOAD.items() if flags[flag] is not None}
+    devices = equal_devices(
+        flags["devices"],
+        memory_bytes=flags["device_memory"],
+        bandwidth=flags["bandwidth"],
+        num_nodes=1 if flags["nodes"] is None else flags["nodes"],
+        speeds=flags["speeds"] or (1.0,),
+    )
+    trials = Workload(**given).trials(flags["seed"])
+    return _finish(Scenario(trials=trials, devices=devices), flags)
+
+
+def _from_profile(path: Path, flags: dict[str, Any]) -> Scenario:
+    foreign = [flag for flag in (*_WORKLOAD, "nodes", "speeds") if flags[flag]]
+    if foreign:
+        raise ConfigError(f"--{foreign[0].replace('_', '-')} describes what PROFILE has; leave out one of the two")
+    scenario = read_profile(path)
+    count = flags["devices"]
+    if count is not None:
+        if not 1 <= count <= len(scenario.devices):
+            raise ConfigError(
+                f"--devices must be from 1 to {len(scenario.devices)}, as many as {path} has; not {count}"
+            )
+        kept = scenario.devices[:count]
+        names = {device.name for device in kept}
+        slowdowns = tuple(fault for fault in scenario.slowdowns if fault.device in names)
+        scenario = replace(scenario, devices=kept, slowdowns=slowdowns)
+    for flag, field in (("device_memory", "memory_bytes"), ("bandwidth", "bandwidth")):
+        if flags[flag] is not None:
+            devices = tuple(replace(device, **{field: flags[flag]}) for device in scenario.devices)
+            scenario = replace(scenario, devices=devices)
+    return _finish(scenario, flags)
+
+
+def _finish(scenario: Scenario, flags: dict[str, Any]) -> Scenario:
+    changes = {
+        name: flags[name] for name in ("max_concurrent", "network_bandwidth") if flags[name] is not None
+    }  # a profile may have its own
+    return replace(
+        scenario,
+        trials=stop_early(scenario.trials, flags["survival"], flags["seed"]),
+        slowdowns=(*scenario.slowdowns, *flags["slowdowns"]),
+        overlap=scenario.overlap and not flags["no_overlap"],
+        **changes,
+    )

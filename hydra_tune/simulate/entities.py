@@ -1,0 +1,168 @@
+"""The moving parts of a simulation: what is true of each trial and each device now.
+
+Only books are kept here; `simulator.py` decides what happens.
+"""
+
+from collections import OrderedDict
+from enum import IntEnum
+
+from hydra_tune.schedule import JobView, Unit
+from hydra_tune.simulate.grid import Grid
+from hydra_tune.simulate.model import SimulatedDevice, SimulatedTrial
+
+ABSENT = -1
+"""No device, where the number of a device is expected."""
+
+
+class Happening(IntEnum):
+    """What the clock brings. The first two belong to the course of units; the others have a time of their own."""
+
+    UNIT_ENDS = 0
+    UNIT_STARTS = 1
+    ARRIVES = 2
+    DEVICE_JOINS = 3
+    DEVICE_SLOWS = 4
+    PREPARED = 5
+    ANSWERED = 6
+
+
+Entry = tuple[float, int, Happening, int, float]
+"""Time, running number for ties, what, number of the job or device, and a value."""
+
+
+class SimJob:
+    """A trial on its way.
+
+    Args:
+        number: its place in the order of submission.
+        trial: what it is.
+        grid: rounds its durations.
+        reports_wait: it waits for an answer to each report.
+
+    Attributes:
+        step, position: the unit that is next or runs: of which step, and where in it.
+        milestone: the step whose beginning is not like any other: a report, a corrected estimate, or the end.
+        is_ready: the scheduler has its next unit and may run it.
+        places: for each shard the device that holds it, or is being sent it.
+        told: the places the scheduler knows of.
+        homes: for each shard the node whose host memory has it; None while any may.
+        claimed_by: the device that has buffered its next shard.
+        last_device: where its last unit ran.
+        seen: what a policy sees of it while it is ready, once that was asked for.
+    """
+
+    __slots__ = (
+        "_prefix", "_reports_wait", "_truth", "changes", "claimed_by", "durations", "homes", "is_ready", "is_true",
+        "last_device", "milestone", "name", "number", "places", "position", "seen", "shards", "step", "step_seconds",
+        "steps_run", "told", "trial", "units",
+    )  # fmt: skip
+
+    def __init__(self, number: int, trial: SimulatedTrial, grid: Grid, *, reports_wait: bool) -> None:
+        self.number, self.name, self.trial = number, trial.name, trial
+        self.step = self.position = 0
+        self.steps_run = trial.steps_run
+        self.is_ready = False
+        self.claimed_by = self.last_device = ABSENT
+        self.places = [ABSENT] * len(trial.shard_bytes)
+        self.told = [ABSENT] * len(trial.shard_bytes)
+        self.homes: list[str | None] = [None] * len(trial.shard_bytes)
+        self.seen: JobView | None = None
+        self.shards = [unit.shard for unit in trial.step]
+        self.changes = [unit.kind not in ("forward", "evaluate") for unit in trial.step]
+        self.durations: dict[float, list[float]] = {}  # by the speed of the device
+        self._truth = [grid.round(unit.seconds) for unit in trial.step]
+        self.is_true = trial.estimate_factor == 1.0
+        self._estimate([grid.round(unit.seconds * trial.estimate_factor) for unit in trial.step])
+        self.milestone = 0
+        self._reports_wait = reports_wait
+        self.next_milestone()
+
+    def correct(self) -> None:
+        """From now on the scheduler is told the truth."""
+        self.is_true = True
+        self._estimate(self._truth)
+
+    def next_milestone(self) -> None:
+        """Set the milestone after the present step."""
+        trial, candidates = self.trial, [self.steps_run]
+        if not self.is_true and trial.corrected_after_steps is not None:
+            candidates.append(trial.corrected_after_steps)
+        if self._reports_wait and trial.report_steps is not None:
+            candidates.append((self.step // trial.report_steps + 1) * trial.report_steps)
+        self.milestone = min(step for step in candidates if step > self.step)
+
+    def remaining_seconds(self) -> float:
+        """What the scheduler is told of the time left: of all steps planned, whether or not a report ends it before."""
+        return (self.trial.steps - self.step) * self.step_seconds - self._prefix[self.position]
+
+    def true_seconds(self) -> float:
+        """Seconds of all units it runs, on a device of speed 1."""
+        return self.steps_run * sum(self._truth)
+
+    def seconds_on(self, speed: float, grid: Grid) -> list[float]:
+        """Seconds of each unit of the step on a device of this speed."""
+        self.durations[speed] = [grid.round(seconds / speed) for seconds in self._truth]
+        return self.durations[speed]
+
+    def view(self, shard_device: str | None, offset: float) -> JobView:
+        """What a policy sees of it when its present unit is ready."""
+        return JobView(
+            job=self.name,
+            order=self.number,
+            unit=self.units[self.position],
+            remaining_seconds=self.remaining_seconds() + offset,
+            step_seconds=self.step_seconds,
+            shard_device=shard_device,
+        )
+
+    def _estimate(self, seconds: list[float]) -> None:
+        self.units = [
+            Unit(kind=unit.kind, shard=unit.shard, seconds=told)
+            for unit, told in zip(self.trial.step, seconds, strict=True)
+        ]
+        self._prefix = [sum(seconds[:position]) for position in range(len(seconds))]
+        self.step_seconds = sum(seconds)
+
+
+class SimDevice:
+    """A device at work.
+
+    Args:
+        number: its place in the scenario.
+        device: what it is.
+
+    Attributes:
+        job: whose unit it has, and in `started` since when that computes or will.
+        shards: what it holds, least recently used first: (job, shard) to the time at which the bytes are there.
+        dirty: which of these were changed since they came.
+        link_free: when its link has nothing to send.
+        buffered: the job whose next shard is in the buffer.
+    """
+
+    __slots__ = (
+        "bandwidth", "buffered", "busy_seconds", "bytes_in", "bytes_out", "dirty", "job", "link_free", "loads",
+        "memory_bytes", "name", "node", "number", "shards", "speed", "stall_seconds", "started", "units", "used_bytes",
+    )  # fmt: skip
+
+    def __init__(self, number: int, device: SimulatedDevice) -> None:
+        self.number, self.name, self.node, self.speed = number, device.name, device.node, device.speed
+        self.memory_bytes, self.bandwidth = device.memory_bytes, device.bandwidth
+        self.job: SimJob | None = None
+        self.buffered: SimJob | None = None
+        self.shards: OrderedDict[tuple[int, int], float] = OrderedDict()
+        self.dirty: set[tuple[int, int]] = set()
+        self.started = self.link_free = self.busy_seconds = self.stall_seconds = 0.0
+        self.used_bytes = self.bytes_in = self.bytes_out = self.loads = self.units = 0
+
+    def pinned(self) -> tuple[int, int] | None:
+        """The shard that must stay, because its unit runs."""
+        job = self.job
+        return None if job is None else (job.number, job.shards[job.position])
+
+    def release(self, key: tuple[int, int], size: int) -> None:
+        """Forget a shard."""
+        del self.shards[key]
+        self.used_bytes -= size
+        if key in self.dirty:
+            self.dirty.remove(key)
+            self.bytes_out += size

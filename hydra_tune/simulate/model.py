@@ -1,0 +1,237 @@
+"""What is simulated: trials, devices and the links between them, as plain numbers.
+
+Knows units of work and bytes; nothing of models, tensors or how a schedule is made.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.quantities import format_bytes, format_bytes_up
+from hydra_tune.schedule import Unit
+
+
+def _check(value: float, what: str, *, least: float = 0.0, open_end: bool = True) -> None:
+    fits = value > least if open_end else value >= least
+    if not (fits and math.isfinite(value)):
+        raise ConfigError(f"{what} must be a finite number {'>' if open_end else '>='} {least:g}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedTrial:
+    """A trial: one step of shard units, repeated.
+
+    Args:
+        name: unique.
+        step: the units of one training step, in order; `seconds` is how long each really takes on a device of speed 1.
+        shard_bytes: bytes to load for each shard; a shard that `step` uses must be there.
+        steps: training steps planned.
+        report_steps: steps from one report to the next; None: no reports.
+        stop_after_reports: the report, from 1, after which the trial is pruned; None: it runs to its end.
+        arrival_seconds: when it is submitted.
+        estimate_factor: what the scheduler is told, as a multiple of the truth: below 1 for an optimist.
+        corrected_after_steps: from this step on the scheduler is told the truth; None: never.
+        boundary_bytes: bytes that follow a trial whose next unit runs on another device than its last one.
+    """
+
+    name: str
+    step: tuple[Unit, ...]
+    shard_bytes: tuple[int, ...]
+    steps: int
+    report_steps: int | None = None
+    stop_after_reports: int | None = None
+    arrival_seconds: float = 0.0
+    estimate_factor: float = 1.0
+    corrected_after_steps: int | None = None
+    boundary_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        name = f"trial {self.name!r}"
+        if not self.step:
+            raise ConfigError(f"{name}: a step must have at least one unit")
+        for unit in self.step:
+            _check(unit.seconds, f"{name}: the seconds of its {unit.kind} unit of shard {unit.shard}")
+            if not 0 <= unit.shard < len(self.shard_bytes):
+                raise ConfigError(f"{name}: a unit needs shard {unit.shard}; there are {len(self.shard_bytes)}, from 0")
+        for shard, size in enumerate(self.shard_bytes):
+            _check(size, f"{name}: the bytes of shard {shard}", open_end=False)
+        _check(self.arrival_seconds, f"{name}: arrival_seconds", open_end=False)
+        _check(self.estimate_factor, f"{name}: estimate_factor")
+        _check(self.boundary_bytes, f"{name}: boundary_bytes", open_end=False)
+        self._check_counts(name)
+
+    def _check_counts(self, name: str) -> None:
+        for what in ("steps", "report_steps", "stop_after_reports", "corrected_after_steps"):
+            count = getattr(self, what)
+            if count is not None and count < 1:
+                raise ConfigError(f"{name}: {what} must be at least 1, not {count}")
+        if self.stop_after_reports is not None and self.report_steps is None:
+            raise ConfigError(f"{name}: stop_after_reports needs reports; give report_steps")
+
+    @property
+    def step_seconds(self) -> float:
+        """One step on one device of speed 1, without transfers."""
+        return sum(unit.seconds for unit in self.step)
+
+    @property
+    def steps_run(self) -> int:
+        """Steps it gets to run: fewer than planned if it is pruned."""
+        if self.stop_after_reports is None or self.report_steps is None:
+            return self.steps
+        return min(self.steps, self.stop_after_reports * self.report_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedDevice:
+    """A device.
+
+    Args:
+        name: unique.
+        speed: units of seconds s take s / speed.
+        memory_bytes: for shards; None: all fit.
+        bandwidth: bytes a second at which shards are loaded; None: at once.
+        node: the machine it is in; loads from another machine's memory also cross the network.
+        joins_seconds: when it is there.
+    """
+
+    name: str
+    speed: float = 1.0
+    memory_bytes: int | None = None
+    bandwidth: float | None = None
+    node: str = "node0"
+    joins_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self.speed, f"device {self.name!r}: speed")
+        _check(self.joins_seconds, f"device {self.name!r}: joins_seconds", open_end=False)
+        for what in ("memory_bytes", "bandwidth"):
+            if getattr(self, what) is not None:
+                _check(getattr(self, what), f"device {self.name!r}: {what}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowdown:
+    """A device becomes slower, or faster again: a fault.
+
+    Args:
+        device: its name.
+        at_seconds: when; units that start from then on are concerned.
+        factor: multiplies the device's own speed, and replaces an earlier factor.
+    """
+
+    device: str
+    at_seconds: float
+    factor: float
+
+    def __post_init__(self) -> None:
+        _check(self.at_seconds, f"the slowdown of {self.device!r}: at_seconds", open_end=False)
+        _check(self.factor, f"the slowdown of {self.device!r}: factor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Everything that decides how a simulation goes, besides the policy.
+
+    Args:
+        trials: in the order of submission; those that arrive later are submitted later.
+        devices: in the order in which they are offered work.
+        slowdowns: faults.
+        max_concurrent: trials admitted at once; None: all.
+        overlap: while a unit runs, the next shard is loaded (double buffering); without, loads wait for the device.
+        network_bandwidth: bytes a second between nodes; None: at once.
+        node_bandwidth: bytes a second of each node's host memory, shared by its devices' loads; None: no limit.
+        answer_seconds: from a report to its answer, in which the trial waits.
+        prepare_seconds: to prepare a trial for its first unit; one trial at a time.
+    """
+
+    trials: tuple[SimulatedTrial, ...]
+    devices: tuple[SimulatedDevice, ...]
+    slowdowns: tuple[Slowdown, ...] = field(default=())
+    max_concurrent: int | None = None
+    overlap: bool = True
+    network_bandwidth: float | None = None
+    node_bandwidth: float | None = None
+    answer_seconds: float = 0.0
+    prepare_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.trials or not self.devices:
+            raise ConfigError("a simulation needs at least one trial and one device")
+        _check_unique((trial.name for trial in self.trials), "trials")
+        _check_unique((device.name for device in self.devices), "devices")
+        if self.max_concurrent is not None and self.max_concurrent < 1:
+            raise ConfigError(f"max_concurrent must be at least 1, not {self.max_concurrent}")
+        for what in ("network_bandwidth", "node_bandwidth"):
+            if getattr(self, what) is not None:
+                _check(getattr(self, what), what)
+        for what in ("answer_seconds", "prepare_seconds"):
+            _check(getattr(self, what), what, open_end=False)
+        known = {device.name for device in self.devices}
+        for slowdown in self.slowdowns:
+            if slowdown.device not in known:
+                raise ConfigError(f"a slowdown names device {slowdown.device!r}; there are {', '.join(sorted(known))}")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        memories = [(device.memory_bytes, device.name) for device in self.devices if device.memory_bytes is not None]
+        if not memories:
+            return
+        memory, device = min(memories)
+        for trial in self.trials:
+            largest = max(trial.shard_bytes)
+            if largest > memory:
+                raise ConfigError(
+                    f"a shard of trial {trial.name!r} needs {format_bytes(largest)} but device {device!r} has "
+                    f"{format_bytes(memory)}; cut the trial into more shards or raise its memory to at least "
+                    f"{format_bytes_up(largest)}"
+                )
+
+    @property
+    def num_units(self) -> int:
+        """Units that will run."""
+        return sum(trial.steps_run * len(trial.step) for trial in self.trials)
+
+    def longest_possible_seconds(self) -> float:
+        """More than any schedule takes: every unit alone, on the slowest device, after a load of its own."""
+        slowest = min(device.speed for device in self.devices) * min([1.0, *(fault.factor for fault in self.slowdowns)])
+        bandwidths = [device.bandwidth for device in self.devices]
+        limits = [limit for limit in (*bandwidths, self.network_bandwidth, self.node_bandwidth) if limit is not None]
+        byte_seconds = 3 / min(limits) if limits else 0.0
+        starts = [fault.at_seconds for fault in self.slowdowns] + [device.joins_seconds for device in self.devices]
+        total = max([*starts, *(trial.arrival_seconds for trial in self.trials)])
+        for trial in self.trials:
+            loads = sum(trial.shard_bytes[unit.shard] + trial.boundary_bytes for unit in trial.step) * byte_seconds
+            reports = trial.steps // trial.report_steps if trial.report_steps else 0
+            total += trial.steps * (2 * loads + trial.step_seconds * max(1 / slowest, trial.estimate_factor, 1.0))
+            total += reports * self.answer_seconds + self.prepare_seconds
+        return total
+
+
+def _check_unique(names: Iterable[str], what: str) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigError(f"names of {what} must differ; {twice[0]!r} is there more than once")
+
+
+def training_step(forward_seconds: Sequence[float], backward_seconds: Sequence[float]) -> tuple[Unit, ...]:
+    """One training step of the engine: `F0 .. F(K-2), B(K-1) .. B0`.
+
+    The last shard has no forward unit: its backward begins with the same computation.
+
+    Args:
+        forward_seconds: of each shard; the last one is not used.
+        backward_seconds: of each shard, its recomputed forward and its update included.
+
+    Returns:
+        The units in order.
+    """
+    if len(forward_seconds) != len(backward_seconds) or not backward_seconds:
+        raise ConfigError(
+            f"forward and backward seconds must be given for the same shards, at least one; there are "
+            f"{len(forward_seconds)} and {len(backward_seconds)}"
+        )
+    forward = [Unit(kind="forward", shard=shard, seconds=seconds) for shard, seconds in enumerate(forward_seconds[:-1])]
+    backward = [Unit(kind="backward", shard=shard, seconds=seconds) for shard, seconds in enumerate(backward_seconds)]
+    return (*forward, *reversed(backward))

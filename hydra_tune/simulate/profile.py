@@ -1,0 +1,223 @@
+"""Profiles: trials and devices in a JSON file, and as measured in a real run."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.schedule import Unit
+from hydra_tune.simulate.model import Scenario, SimulatedDevice, SimulatedTrial, Slowdown, training_step
+
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1)]
+_FORMAT = 1
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _Shard(_Part):
+    bytes: int = Field(default=0, ge=0)
+    forward_seconds: _Seconds | None = None
+    backward_seconds: _Seconds
+
+
+class _Unit(_Part):
+    kind: str
+    shard: int = Field(ge=0)
+    seconds: _Seconds
+
+
+class _Trial(_Part):
+    name: str
+    count: _Count = 1
+    shards: list[_Shard] = Field(default_factory=list)
+    step: list[_Unit] = Field(default_factory=list)
+    shard_bytes: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    steps: _Count
+    report_steps: _Count | None = None
+    stop_after_reports: _Count | None = None
+    arrival_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    estimate_factor: _Rate = 1.0
+    corrected_after_steps: _Count | None = None
+    boundary_bytes: int = Field(default=0, ge=0)
+
+    def trials(self) -> list[SimulatedTrial]:
+        if bool(self.shards) == bool(self.step):
+            raise ConfigError(f"trial {self.name!r} needs either shards or step, with at least one entry")
+        if self.step:
+            step = tuple(Unit(kind=unit.kind, shard=unit.shard, seconds=unit.seconds) for unit in self.step)
+            sizes = tuple(self.shard_bytes) or (0,) * (1 + max(unit.shard for unit in step))
+        else:
+            step, sizes = self._training_step(), tuple(shard.bytes for shard in self.shards)
+        names = [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(self.count)]
+        fields = self.model_dump(exclude={"name", "count", "shards", "step", "shard_bytes"})
+        return [SimulatedTrial(name=name, step=step, shard_bytes=sizes, **fields) for name in names]
+
+    def _training_step(self) -> tuple[Unit, ...]:
+        for number, shard in enumerate(self.shards[:-1]):
+            if shard.forward_seconds is None:
+                raise ConfigError(f"trial {self.name!r}: shard {number} needs forward_seconds; only the last has none")
+        forward = [shard.forward_seconds or 0.0 for shard in self.shards]
+        return training_step(forward, [shard.backward_seconds for shard in self.shards])
+
+
+class _Device(_Part):
+    name: str
+    speed: _Rate = 1.0
+    memory_bytes: _Count | None = None
+    bandwidth: _Rate | None = None
+    node: str = "node0"
+    joins_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+
+class _Slowdown(_Part):
+    device: str
+    at_seconds: float = Field(ge=0, allow_inf_nan=False)
+    factor: _Rate
+
+
+class _Profile(_Part):
+    format: int = _FORMAT
+    trials: list[_Trial] = Field(min_length=1)
+    devices: list[_Device] = Field(min_length=1)
+    slowdowns: list[_Slowdown] = Field(default_factory=list)
+    max_concurrent: _Count | None = None
+    overlap: bool = True
+    network_bandwidth: _Rate | None = None
+    node_bandwidth: _Rate | None = None
+    answer_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    prepare_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+
+def read_profile(path: Path) -> Scenario:
+    """Read a profile.
+
+    Args:
+        path: a JSON file; docs/scheduling.md describes it.
+
+    Returns:
+        What it describes.
+
+    Raises:
+        ConfigError: not JSON, or not a profile; the message names the file and the place in it.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    return parse_profile(content, source=str(path))
+
+
+def parse_profile(content: Any, *, source: str) -> Scenario:
+    """Make a scenario of a profile's content.
+
+    Args:
+        content: what the JSON holds.
+        source: where it is from, for messages.
+
+    Returns:
+        What it describes.
+
+    Raises:
+        ConfigError: not a profile; the message names the source and the place in it.
+    """
+    try:
+        profile = _Profile.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_found(detail)}" for detail in error.errors())) from error
+    if profile.format != _FORMAT:
+        raise ConfigError(f"{source}: format must be {_FORMAT}, not {profile.format}; it is from another version")
+    try:
+        return Scenario(
+            trials=tuple(trial for group in profile.trials for trial in group.trials()),
+            devices=tuple(SimulatedDevice(**device.model_dump()) for device in profile.devices),
+            slowdowns=tuple(Slowdown(**slowdown.model_dump()) for slowdown in profile.slowdowns),
+            **profile.model_dump(exclude={"format", "trials", "devices", "slowdowns"}),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _found(detail: Mapping[str, Any]) -> str:
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).lstrip(".")
+    got = "" if detail["type"] in ("missing", "extra_forbidden") else f", not {detail['input']!r}"
+    return f"{place or 'the profile'}: {detail['msg'][0].lower()}{detail['msg'][1:]}{got}"
+
+
+class RunFigures(Protocol):
+    """What a finished job tells of itself; `Result` does."""
+
+    num_shards: int
+    units_run: int
+
+
+class DeviceFigures(Protocol):
+    """What a pool tells of a device; `DeviceStats` does."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory it may use."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds spent in units."""
+
+    @property
+    def units(self) -> int:
+        """Units run."""
+
+
+def measured_profile(
+    results: Sequence[RunFigures],
+    devices: Mapping[str, DeviceFigures],
+    *,
+    shard_bytes: int = 0,
+    bandwidth: float | None = None,
+) -> dict[str, Any]:
+    """A profile of a real run, from the figures that a pool keeps.
+
+    The pool counts busy seconds by device, not by shard, loads and updates included. So all units of all trials are
+    given the same seconds, the mean; every trial runs about as many units as it did, in whole steps.
+
+    Args:
+        results: of the jobs that trained; those without a unit are left out.
+        devices: `pool.stats().devices`.
+        shard_bytes: of each shard; not among the figures.
+        bandwidth: of each device; not among the figures.
+
+    Returns:
+        The content of a profile, for `json.dump`.
+
+    Raises:
+        ConfigError: nothing ran.
+    """
+    units = sum(device.units for device in devices.values())
+    busy = sum(device.busy_seconds for device in devices.values())
+    ran = [result for result in results if result.units_run and result.num_shards]
+    if not units or not busy or not ran:
+        raise ConfigError("a profile needs a run in which at least one unit ran; give the results after the jobs' end")
+    seconds = busy / units
+    trials = []
+    for number, result in enumerate(ran):
+        # The pool counts an update as a unit of its own, after its backward: F0 .. F(K-2), then B U of each shard.
+        pairs = 2 * result.num_shards
+        step = [
+            {"forward_seconds": seconds, "backward_seconds": 2 * seconds, "bytes": shard_bytes}
+            for _ in range(result.num_shards)
+        ]
+        steps = max(1, round(result.units_run / (pairs + result.num_shards - 1)))
+        trials.append({"name": f"job{number}", "shards": step, "steps": steps})
+    return {
+        "format": _FORMAT,
+        "trials": trials,
+        "devices": [
+            {"name": name, "memory_bytes": device.budget_bytes, "bandwidth": bandwidth}
+            for name, device in devices.items()
+        ],
+    }

@@ -1,0 +1,403 @@
+"""The scheduler's state machine on a virtual clock.
+
+Plays the pool: hands the same events to the same `Scheduler`, does what it commands, and lets the time pass that units
+and loads take. What simulates is what runs.
+
+Note: double buffering. The scheduler binds a job to a device when the device is free, not before. While a unit runs, the
+simulator asks a policy what this device would do next, the job that runs here included, and has those bytes sent. That
+binds nothing: when the unit is over, the scheduler chooses among all eligible jobs, and knows whose shard is here.
+"""
+
+import copy
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from hydra_tune.schedule import (
+    Admit,
+    Command,
+    DeviceAdded,
+    Event,
+    JobAdmitted,
+    JobResumed,
+    JobStopped,
+    JobSubmitted,
+    JobView,
+    Policy,
+    Run,
+    Scheduler,
+    ShardMoved,
+    Unit,
+    UnitFinished,
+    make_policy,
+    makespan_bound,
+)
+from hydra_tune.simulate.entities import ABSENT, Entry, Happening, SimDevice, SimJob
+from hydra_tune.simulate.grid import Grid
+from hydra_tune.simulate.model import Scenario
+from hydra_tune.simulate.outcome import DeviceOutcome, SimulationResult
+from hydra_tune.simulate.repeats import Repeats
+from hydra_tune.simulate.transfers import Timeline, Transfers
+
+
+class Lookahead(Protocol):
+    """Says what a device would do next; any policy with this method can."""
+
+    def choose(self, device: str, candidates: Sequence[JobView], /) -> JobView:
+        """Choose among the jobs whose next shard may be sent to `device`."""
+
+
+def simulate(
+    scenario: Scenario,
+    policy: str | Policy = "lrtf",
+    *,
+    lookahead: Lookahead | None = None,
+    timeline: int = 0,
+    skip_repeats: bool = True,
+) -> SimulationResult:
+    """Run a scenario to its end.
+
+    Args:
+        scenario: what there is.
+        policy: who decides, by name or as an object.
+        lookahead: says what to buffer; default a copy of the policy.
+        timeline: how many bars of the timeline to keep, the first ones.
+        skip_repeats: do not play again, unit by unit, what repeats itself exactly. Changes no figure.
+
+    Returns:
+        The figures.
+
+    Raises:
+        ConfigError: an unknown policy.
+    """
+    return Simulator(scenario, policy, lookahead=lookahead, timeline=timeline, skip_repeats=skip_repeats).run()
+
+
+class Simulator:
+    """One simulation. The arguments are those of `simulate`."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        policy: str | Policy,
+        *,
+        lookahead: Lookahead | None,
+        timeline: int,
+        skip_repeats: bool,
+    ) -> None:
+        made = make_policy(policy)
+        self.policy_name = policy if isinstance(policy, str) else type(policy).__name__
+        self.scenario = scenario
+        self.grid = Grid(scenario.longest_possible_seconds())
+        ordered = sorted(scenario.trials, key=lambda trial: trial.arrival_seconds)
+        self.jobs = [
+            SimJob(number, trial, self.grid, reports_wait=scenario.answer_seconds > 0)
+            for number, trial in enumerate(ordered)
+        ]
+        self.devices = [SimDevice(number, device) for number, device in enumerate(scenario.devices)]
+        self.timeline = Timeline(timeline)
+        self.transfers = Transfers(scenario, self.devices, self.jobs, self.grid, self.timeline, self._moved)
+        self._lookahead: Lookahead | None = (lookahead or copy.deepcopy(made)) if scenario.overlap else None
+        self._scheduler = Scheduler(policy=made, max_concurrent=scenario.max_concurrent or len(self.jobs))
+        self._repeats = Repeats(self, made, self._lookahead) if skip_repeats else None
+        self._numbers = {job.name: job for job in self.jobs}
+        self._device_numbers = {device.name: device for device in self.devices}
+        self._commands: deque[Command] = deque()
+        self._num_entries = 0
+        self._preparer_free = 0.0
+        self.heap: list[Entry] = []
+        self.alive: dict[int, SimJob] = {}
+        self._unclaimed: dict[int, SimJob] = {}  # ready, and in no device's buffer
+        self.now = 0.0
+        self.offset = 0.0  # added to every remaining time the scheduler is told; see `repeats.py`
+        self.units_skipped = 0
+        self.finished_seconds: dict[str, float] = {}
+
+    def run(self) -> SimulationResult:
+        """Let time pass until nothing is left to do."""
+        self._begin()
+        heap, repeats, last_of_course = self.heap, self._repeats, Happening.UNIT_STARTS
+        handlers = (  # in the order of `Happening`
+            self._unit_ends,
+            self._unit_starts,
+            self._arrives,
+            self._device_joins,
+            self._device_slows,
+            self._prepared,
+            self._answered,
+        )
+        while heap:
+            self.now, _, what, number, value = heapq.heappop(heap)
+            handlers[what](number, value)
+            if self._commands:
+                self._carry_out()
+            if repeats is not None and (repeats.wants_look or what > last_of_course):
+                repeats.look(what)
+        return self._outcome()
+
+    def _begin(self) -> None:
+        for device, described in zip(self.devices, self.scenario.devices, strict=True):
+            self._at(self.grid.round(described.joins_seconds), Happening.DEVICE_JOINS, device.number)
+        for fault in self.scenario.slowdowns:
+            device = self._device_numbers[fault.device]
+            speed = self.scenario.devices[device.number].speed * fault.factor
+            self._at(self.grid.round(fault.at_seconds), Happening.DEVICE_SLOWS, device.number, speed)
+        for job in self.jobs:
+            self._at(self.grid.round(job.trial.arrival_seconds), Happening.ARRIVES, job.number)
+
+    def _at(self, time: float, what: Happening, number: int, value: float = 0.0) -> None:
+        self._num_entries += 1
+        heapq.heappush(self.heap, (time, self._num_entries, what, number, value))
+
+    # What the clock brings.
+
+    def _device_joins(self, number: int, _: float) -> None:
+        self._tell(DeviceAdded(device=self.devices[number].name))
+
+    def _device_slows(self, number: int, speed: float) -> None:
+        self.devices[number].speed = speed
+
+    def _arrives(self, number: int, _: float) -> None:
+        self._tell(JobSubmitted(job=self.jobs[number].name))
+
+    def _prepared(self, number: int, _: float) -> None:
+        job = self.jobs[number]
+        self.alive[number] = job
+        self._make_ready(job)
+        self._tell(
+            JobAdmitted(
+                job=job.name,
+                unit=job.units[job.position],
+                remaining_seconds=job.remaining_seconds() + self.offset,
+                step_seconds=job.step_seconds,
+            )
+        )
+
+    def _answered(self, number: int, _: float) -> None:
+        job = self.jobs[number]
+        if job.step >= job.steps_run:
+            self._tell(JobStopped(job=job.name))
+            return
+        self._announce(job, job.shards[job.position])
+        self._make_ready(job)
+        remaining = job.remaining_seconds() + self.offset
+        self._tell(JobResumed(job=job.name, unit=job.units[job.position], remaining_seconds=remaining))
+
+    def _unit_starts(self, number: int, _: float) -> None:
+        self._buffer_next(self.devices[number])
+
+    def _unit_ends(self, number: int, seconds: float) -> None:
+        device = self.devices[number]
+        job = device.job
+        assert job is not None
+        device.units += 1
+        device.busy_seconds += seconds
+        device.job = None
+        job.last_device = number
+        following: Unit | None
+        job.position += 1
+        if job.position == len(job.units):
+            job.position = 0
+            job.step += 1
+            following = self._step_ends(job)
+        else:
+            following = job.units[job.position]
+        if following is not None:
+            shard = following.shard
+            if job.places[shard] != job.told[shard]:
+                self._announce(job, shard)
+            self._make_ready(job)
+        self._tell(
+            UnitFinished(
+                job=job.name,
+                device=device.name,
+                seconds=seconds,
+                unit=following,
+                remaining_seconds=job.remaining_seconds() + self.offset,
+                step_seconds=job.step_seconds,
+            )
+        )
+
+    def _step_ends(self, job: SimJob) -> Unit | None:
+        """The unit that the next step begins with; None where there is none, or a report is to be answered first."""
+        if self._repeats is not None:
+            self._repeats.step_ended(job)
+        if job.step < job.milestone:
+            return job.units[0]
+        trial, answer = job.trial, self.grid.round(self.scenario.answer_seconds)
+        if not job.is_true and job.step == trial.corrected_after_steps:
+            job.correct()
+        at_report = trial.report_steps is not None and job.step % trial.report_steps == 0
+        is_over = job.step >= job.steps_run
+        if not is_over:
+            job.next_milestone()
+        if at_report and answer > 0 and job.step < trial.steps:
+            self._at(self.now + answer, Happening.ANSWERED, job.number)
+            return None
+        if is_over:
+            self._tell(JobStopped(job=job.name))
+            return None
+        return job.units[0]
+
+    # What the scheduler commands.
+
+    def _tell(self, event: Event) -> None:
+        self._commands.extend(self._scheduler.handle(event))
+
+    def _carry_out(self) -> None:
+        commands = self._commands
+        while commands:
+            command = commands.popleft()
+            if isinstance(command, Run):
+                self._run(self._numbers[command.job], self._device_numbers[command.device])
+            elif isinstance(command, Admit):
+                self._prepare(self._numbers[command.job])
+            else:
+                self._release(self._numbers[command.job])
+
+    def _prepare(self, job: SimJob) -> None:
+        seconds = self.grid.round(self.scenario.prepare_seconds)
+        if seconds == 0:
+            self._prepared(job.number, 0.0)
+            return
+        self._preparer_free = max(self.now, self._preparer_free) + seconds
+        self._at(self._preparer_free, Happening.PREPARED, job.number)
+
+    def _release(self, job: SimJob) -> None:
+        self.transfers.drop(job)
+        job.is_ready = False
+        self._claim(None, job)
+        del self.alive[job.number]
+        self._unclaimed.pop(job.number, None)
+        self.finished_seconds[job.name] = self.now
+
+    def _run(self, job: SimJob, device: SimDevice) -> None:
+        now, shard = self.now, job.shards[job.position]
+        job.is_ready = False
+        job.seen = None
+        self._unclaimed.pop(job.number, None)
+        device.job = job
+        if job.claimed_by != ABSENT:
+            self._claim(None, job)
+        start = self.transfers.bring(device, job, shard, now)
+        if job.last_device not in (device.number, ABSENT) and job.trial.boundary_bytes:
+            start = max(start, self.transfers.bring_boundary(device, job, now))
+        if job.changes[job.position]:
+            device.dirty.add((job.number, shard))
+        durations = job.durations.get(device.speed) or job.seconds_on(device.speed, self.grid)
+        seconds = durations[job.position]
+        device.started = start
+        self._at(start + seconds, Happening.UNIT_ENDS, device.number, seconds)
+        if not self.timeline.is_full:
+            self.timeline.add(device.name, job.name, job.units[job.position].kind, shard, start, start + seconds)
+        if start > now:
+            device.stall_seconds += start - now
+            self._at(start, Happening.UNIT_STARTS, device.number)
+        else:
+            self._buffer_next(device)
+
+    # Double buffering.
+
+    def _buffer_next(self, device: SimDevice) -> None:
+        if self._lookahead is None or device.bandwidth is None:
+            return  # nothing to send ahead, or it takes no time
+        self._claim(device, None)
+        candidates = [job.seen or self._see(job) for job in self._unclaimed.values()]
+        own = device.job
+        assert own is not None
+        follows = own.position + 1 < len(own.units)
+        if follows or own.step + 1 < own.milestone:
+            before = own.position
+            own.position = before + 1 if follows else 0
+            own.step += not follows
+            candidates.append(own.view(self._place(own), self.offset))
+            own.position = before
+            own.step -= not follows
+        if not candidates:
+            return
+        chosen = self._numbers[self._lookahead.choose(device.name, candidates).job]
+        position = (chosen.position + (chosen is own)) % len(chosen.units)
+        shard = chosen.shards[position]
+        self._claim(device, chosen)
+        if chosen.places[shard] != device.number and self.transfers.fits_beside(
+            device, chosen.trial.shard_bytes[shard]
+        ):
+            self.transfers.bring(device, chosen, shard, self.now)
+
+    def _see(self, job: SimJob) -> JobView:
+        job.seen = job.view(self._place(job), self.offset)
+        return job.seen
+
+    def _place(self, job: SimJob) -> str | None:
+        place = job.places[job.shards[job.position]]
+        return None if place == ABSENT else self.devices[place].name
+
+    def _claim(self, device: SimDevice | None, job: SimJob | None) -> None:
+        """A device's buffer is for this job, and nobody else's; None: it is for none, or the job is in none."""
+        if device is not None and device.buffered is not None:
+            freed, device.buffered = device.buffered, None
+            freed.claimed_by = ABSENT
+            if freed.is_ready:
+                self._unclaimed[freed.number] = freed
+        if job is not None:
+            if job.claimed_by != ABSENT:
+                self.devices[job.claimed_by].buffered = None
+            job.claimed_by = ABSENT if device is None else device.number
+            self._unclaimed.pop(job.number, None)
+            if device is not None:
+                device.buffered = job
+
+    def _make_ready(self, job: SimJob) -> None:
+        job.is_ready = True
+        if job.claimed_by == ABSENT:
+            self._unclaimed[job.number] = job
+
+    # What the scheduler knows of places: that of each job's next unit, as the pool tells it.
+
+    def _moved(self, job: SimJob, shard: int) -> None:
+        if job.is_ready and job.shards[job.position] == shard:
+            self._announce(job, shard)
+
+    def _announce(self, job: SimJob, shard: int) -> None:
+        place = job.places[shard]
+        if job.told[shard] != place:
+            job.told[shard] = place
+            job.seen = None
+            name = None if place == ABSENT else self.devices[place].name
+            self._tell(ShardMoved(job=job.name, shard=shard, device=name))
+
+    def _outcome(self) -> SimulationResult:
+        span = self.now if not self.finished_seconds else max(self.finished_seconds.values())
+        devices = tuple(
+            DeviceOutcome(
+                name=device.name,
+                units=device.units,
+                busy_seconds=device.busy_seconds,
+                stall_seconds=device.stall_seconds,
+                utilisation=device.busy_seconds / span,
+                loads=device.loads,
+                bytes_in=device.bytes_in,
+                bytes_out=device.bytes_out,
+            )
+            for device in self.devices
+        )
+        return SimulationResult(
+            policy=self.policy_name,
+            makespan_seconds=span,
+            bound_seconds=self._bound(),
+            utilisation=sum(device.busy_seconds for device in self.devices) / (span * len(self.devices)),
+            units_run=sum(device.units for device in self.devices),
+            units_saved=sum((job.trial.steps - job.steps_run) * len(job.units) for job in self.jobs),
+            units_skipped=self.units_skipped,
+            network_bytes=self.transfers.network_bytes,
+            devices=devices,
+            finished_seconds=self.finished_seconds,
+            timeline=tuple(self.timeline.bars),
+        )
+
+    def _bound(self) -> float | None:
+        speeds = {device.speed for device in self.scenario.devices}
+        if len(speeds) > 1 or self.scenario.slowdowns:
+            return None
+        return makespan_bound((job.true_seconds() for job in self.jobs), len(self.devices)) / speeds.pop()

@@ -1,0 +1,61 @@
+"""A simulation's figures as a table."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hydra_tune.quantities import format_bytes, format_seconds
+from hydra_tune.simulate.outcome import DeviceOutcome, SimulationResult
+
+_MOST_DEVICES = 32
+
+
+def print_result(console: Console, result: SimulationResult) -> None:
+    """Print the devices and the totals.
+
+    Args:
+        console: where to.
+        result: the simulation, ended.
+    """
+    console.print()
+    console.print(_device_table(result.devices[:_MOST_DEVICES]))
+    if len(result.devices) > _MOST_DEVICES:
+        console.print(Text(f"... and {len(result.devices) - _MOST_DEVICES} more devices", style="dim"))
+    console.print()
+    for name, value in _totals(result):
+        console.print(Text(f"{name:<12} {value}"))
+
+
+def _device_table(devices: tuple[DeviceOutcome, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("device", no_wrap=True)
+    for name in ("busy", "waited", "units", "loads", "bytes in", "bytes out"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for device in devices:
+        table.add_row(
+            Text(device.name),
+            f"{device.utilisation:.1%}",
+            format_seconds(device.stall_seconds),
+            str(device.units),
+            str(device.loads),
+            format_bytes(device.bytes_in),
+            format_bytes(device.bytes_out),
+        )
+    return table
+
+
+def _totals(result: SimulationResult) -> list[tuple[str, str]]:
+    bound = ""
+    if result.bound_seconds:
+        ratio = result.makespan_seconds / result.bound_seconds
+        bound = f" ({ratio:.3f} of the bound, {format_seconds(result.bound_seconds)})"
+    rows = [
+        ("policy", result.policy),
+        ("makespan", format_seconds(result.makespan_seconds) + bound),
+        ("utilisation", f"{result.utilisation:.1%}"),
+        ("units", f"{result.units_run} run, {result.units_saved} saved by pruning"),
+        ("moved", f"{format_bytes(result.bytes_moved)}, {result.loads_per_unit:.3f} loads a unit"),
+    ]
+    if result.network_bytes:
+        rows.append(("network", format_bytes(result.network_bytes)))
+    return rows

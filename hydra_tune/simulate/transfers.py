@@ -1,0 +1,144 @@
+"""Bytes on their way: which shard is where, when it arrives, and what makes room for it.
+
+A device has one link inwards, which sends one shard after another and does not disturb what computes. What is written
+back goes the other way at the same time and is counted, not timed. A shard is on one device at most.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hydra_tune.simulate.entities import ABSENT, SimDevice, SimJob
+from hydra_tune.simulate.grid import Grid
+from hydra_tune.simulate.model import Scenario
+from hydra_tune.simulate.outcome import Interval
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The first bars of the timeline, up to a limit."""
+
+    limit: int
+    bars: list[Interval] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more bars are wanted."""
+        return len(self.bars) >= self.limit
+
+    def add(self, device: str, job: str, kind: str, shard: int, start: float, end: float) -> None:
+        """Add a bar, if there is room."""
+        if not self.is_full:
+            self.bars.append(
+                Interval(device=device, job=job, kind=kind, shard=shard, start_seconds=start, end_seconds=end)
+            )
+
+
+class Transfers:
+    """Brings shards to devices.
+
+    Args:
+        scenario: has the bandwidths.
+        devices, jobs: as numbered.
+        grid: rounds durations.
+        timeline: is told of loads.
+        moved: is called with a job and a shard of it that is somewhere else now.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        devices: list[SimDevice],
+        jobs: list[SimJob],
+        grid: Grid,
+        timeline: Timeline,
+        moved: Callable[[SimJob, int], None],
+    ) -> None:
+        self._network_bandwidth, self._node_bandwidth = scenario.network_bandwidth, scenario.node_bandwidth
+        self._devices, self._jobs, self._grid, self._timeline, self._moved = devices, jobs, grid, timeline, moved
+        self.node_free = dict.fromkeys((device.node for device in devices), 0.0)
+        self.network_bytes = 0
+
+    def bring(self, device: SimDevice, job: SimJob, shard: int, now: float) -> float:
+        """Have a shard on a device.
+
+        Returns:
+            When it is there.
+        """
+        key = (job.number, shard)
+        ready = device.shards.get(key)
+        if ready is not None:
+            device.shards.move_to_end(key)
+            return max(ready, now)
+        size = job.trial.shard_bytes[shard]
+        self._leave(job, shard)
+        self._make_room(device, size)
+        ready = self._send(device, job, shard, size, now)
+        device.shards[key] = ready
+        device.used_bytes += size
+        job.places[shard] = device.number
+        job.homes[shard] = device.node
+        self._moved(job, shard)
+        return ready
+
+    def bring_boundary(self, device: SimDevice, job: SimJob, now: float) -> float:
+        """Have the values that a trial's last unit left on another device; returns when they are there."""
+        size = job.trial.boundary_bytes
+        device.bytes_in += size
+        node = self._devices[job.last_device].node
+        return self._occupy(device, size, now, crosses=node != device.node)[1]
+
+    def fits_beside(self, device: SimDevice, size: int) -> bool:
+        """Whether a shard fits beside the one whose unit runs."""
+        pinned = device.pinned()
+        if device.memory_bytes is None or pinned is None:
+            return True
+        return size + self._size(pinned) <= device.memory_bytes
+
+    def drop(self, job: SimJob) -> None:
+        """A trial is over: its bytes are free, and nothing is written back."""
+        for shard, place in enumerate(job.places):
+            if place != ABSENT:
+                self._devices[place].dirty.discard((job.number, shard))
+                self._devices[place].release((job.number, shard), job.trial.shard_bytes[shard])
+                job.places[shard] = ABSENT
+
+    def _send(self, device: SimDevice, job: SimJob, shard: int, size: int, now: float) -> float:
+        device.loads += 1
+        device.bytes_in += size
+        start, ready = self._occupy(device, size, now, crosses=job.homes[shard] not in (None, device.node))
+        if ready > start:
+            self._timeline.add(device.name, job.name, "load", shard, start, ready)
+        return ready
+
+    def _occupy(self, device: SimDevice, size: int, now: float, *, crosses: bool) -> tuple[float, float]:
+        seconds = size / device.bandwidth if device.bandwidth is not None else 0.0
+        start = max(now, device.link_free)
+        if self._node_bandwidth is not None:
+            start = max(start, self.node_free[device.node])
+            self.node_free[device.node] = start + self._grid.round(size / self._node_bandwidth)
+            seconds = max(seconds, size / self._node_bandwidth)
+        if crosses:
+            self.network_bytes += size
+            if self._network_bandwidth is not None:
+                seconds += size / self._network_bandwidth
+        device.link_free = start + self._grid.round(seconds)
+        return start, device.link_free
+
+    def _leave(self, job: SimJob, shard: int) -> None:
+        place = job.places[shard]
+        if place != ABSENT:
+            self._devices[place].release((job.number, shard), job.trial.shard_bytes[shard])
+
+    def _make_room(self, device: SimDevice, size: int) -> None:
+        if device.memory_bytes is None:
+            return
+        pinned = device.pinned()
+        while device.used_bytes + size > device.memory_bytes:
+            victim = next(key for key in device.shards if key != pinned)
+            job = self._jobs[victim[0]]
+            device.release(victim, self._size(victim))
+            job.places[victim[1]] = ABSENT
+            self._moved(job, victim[1])
+
+    def _size(self, key: tuple[int, int]) -> int:
+        return self._jobs[key[0]].trial.shard_bytes[key[1]]

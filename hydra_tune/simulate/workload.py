@@ -1,0 +1,148 @@
+"""Trials and devices made up from a few numbers, the same ones for the same seed."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.simulate.model import SimulatedDevice, SimulatedTrial, training_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Trials of one kind.
+
+    Args:
+        num_trials: how many.
+        num_shards: shards of each.
+        steps: training steps of an epoch.
+        epochs: epochs; each ends with a report.
+        forward_seconds, backward_seconds: of each shard.
+        shard_bytes: of each shard.
+        spread: each trial's seconds are multiplied by a factor drawn between 1 / spread and spread; 1: all are equal.
+        arrival_gap_seconds: mean time from one trial's arrival to the next one's (exponential); 0: all at once.
+        estimate_error: the scheduler is told each trial's time multiplied by a factor drawn between 1 / x and x.
+    """
+
+    num_trials: int
+    num_shards: int = 4
+    steps: int = 100
+    epochs: int = 1
+    forward_seconds: float = 0.1
+    backward_seconds: float = 0.2
+    shard_bytes: int = 0
+    spread: float = 1.0
+    arrival_gap_seconds: float = 0.0
+    estimate_error: float = 1.0
+
+    def __post_init__(self) -> None:
+        for what in ("num_trials", "num_shards", "steps", "epochs"):
+            if getattr(self, what) < 1:
+                raise ConfigError(f"{what} must be at least 1, not {getattr(self, what)}")
+        for what in ("forward_seconds", "backward_seconds"):
+            if not 0 < getattr(self, what) < math.inf:
+                raise ConfigError(f"{what} must be a finite number > 0, not {getattr(self, what)!r}")
+        for what in ("spread", "estimate_error"):
+            if not 1 <= getattr(self, what) < math.inf:
+                raise ConfigError(f"{what} must be a finite number >= 1, not {getattr(self, what)!r}")
+        if not 0 <= self.arrival_gap_seconds < math.inf:
+            raise ConfigError(f"arrival_gap_seconds must be a finite number >= 0, not {self.arrival_gap_seconds!r}")
+
+    def trials(self, seed: int) -> tuple[SimulatedTrial, ...]:
+        """Draw the trials."""
+        random_factors, arrivals, errors = (random.Random(f"{seed}:{what}") for what in ("spread", "arrival", "error"))  # noqa: S311
+        arrival, trials = 0.0, []
+        for number in range(self.num_trials):
+            factor = _draw(random_factors, self.spread)
+            trials.append(
+                SimulatedTrial(
+                    name=f"trial{number}",
+                    step=training_step(
+                        [self.forward_seconds * factor] * self.num_shards,
+                        [self.backward_seconds * factor] * self.num_shards,
+                    ),
+                    shard_bytes=(self.shard_bytes,) * self.num_shards,
+                    steps=self.steps * self.epochs,
+                    report_steps=self.steps,
+                    arrival_seconds=arrival,
+                    estimate_factor=_draw(errors, self.estimate_error),
+                )
+            )
+            if self.arrival_gap_seconds:
+                arrival += arrivals.expovariate(1 / self.arrival_gap_seconds)
+        return tuple(trials)
+
+
+def _draw(generator: random.Random, spread: float) -> float:
+    return spread ** generator.uniform(-1, 1) if spread > 1 else 1.0
+
+
+def stop_early(trials: Sequence[SimulatedTrial], survival: Sequence[float], seed: int) -> tuple[SimulatedTrial, ...]:
+    """Prune trials along an early-stopping curve.
+
+    Args:
+        trials: those with `report_steps` may be pruned.
+        survival: after each report, from the first, the share of the trials that goes on; falling, from 0 to 1. After
+            the last share nothing more is pruned.
+        seed: decides which trials go.
+
+    Returns:
+        The same trials, each with the report after which it is pruned, if it is.
+
+    Raises:
+        ConfigError: a share that is not between 0 and 1, or larger than the one before.
+    """
+    before = 1.0
+    for share in survival:
+        if not 0 <= share <= before:
+            raise ConfigError(f"survival must be shares that fall from 1 to 0, not {', '.join(map(str, survival))}")
+        before = share
+    order = list(range(len(trials)))
+    random.Random(f"{seed}:survival").shuffle(order)  # noqa: S311
+    stops: dict[int, int] = {}
+    for report, share in enumerate(survival, start=1):
+        going = max(0, round(share * len(trials)))
+        for number in order[going:]:
+            stops.setdefault(number, report)
+    return tuple(
+        replace(trial, stop_after_reports=stops[number]) if number in stops and trial.report_steps else trial
+        for number, trial in enumerate(trials)
+    )
+
+
+def equal_devices(
+    num_devices: int,
+    *,
+    memory_bytes: int | None = None,
+    bandwidth: float | None = None,
+    num_nodes: int = 1,
+    speeds: Sequence[float] = (1.0,),
+) -> tuple[SimulatedDevice, ...]:
+    """Devices of one kind, spread over nodes in equal parts.
+
+    Args:
+        num_devices: how many.
+        memory_bytes: of each.
+        bandwidth: of each, in bytes a second.
+        num_nodes: machines.
+        speeds: speeds in turn.
+
+    Returns:
+        The devices, `device0` first.
+    """
+    if num_devices < 1 or not 1 <= num_nodes <= num_devices:
+        raise ConfigError(
+            f"there must be at least 1 device and at most one node for each; not {num_devices} devices on "
+            f"{num_nodes} nodes"
+        )
+    return tuple(
+        SimulatedDevice(
+            name=f"device{number}",
+            speed=speeds[number % len(speeds)],
+            memory_bytes=memory_bytes,
+            bandwidth=bandwidth,
+            node=f"node{number * num_nodes // num_devices}",
+        )
+        for number in range(num_devices)
+    )

@@ -1,0 +1,148 @@
+"""`hydra-tune simulate`: options, profiles, output and exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from hydra_tune.cli import main
+
+SHARD = {"forward_seconds": 1, "backward_seconds": 1, "bytes": 100}
+PROFILE = {
+    "trials": [{"name": "a", "count": 3, "steps": 5, "shards": [SHARD, SHARD]}],
+    "devices": [{"name": f"gpu{number}", "memory_bytes": 250, "bandwidth": 100} for number in range(2)],
+}
+
+
+def call(*arguments):
+    return CliRunner().invoke(main, ["simulate", *map(str, arguments)])
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE))
+    return path
+
+
+def figures(*arguments):
+    result = call(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_table_says_what_the_json_says():
+    flags = ("--trials", 3, "--devices", 2, "--shards", 2, "--steps", 10)
+    table = call(*flags)
+    assert table.exit_code == 0
+    assert "device0" in table.output
+    assert "makespan" in table.output
+    known = figures(*flags)
+    assert f"{known['units_run']} run" in table.output
+    assert known["units_run"] == 3 * 10 * 3
+    assert known["makespan_seconds"] == pytest.approx(7.5, abs=0.5)
+
+
+def test_a_profile_is_played_and_options_go_before_it(profile):
+    assert len(figures(profile)["devices"]) == 2
+    one = figures(profile, "--devices", 1, "--bandwidth", "200B/s", "--policy", "fifo")
+    assert (len(one["devices"]), one["policy"]) == (1, "fifo")
+    assert one["makespan_seconds"] == pytest.approx(45.5)
+    assert figures(profile, "--no-overlap")["makespan_seconds"] > figures(profile)["makespan_seconds"]
+    assert figures(profile, "--slow", "gpu0,0,0.5")["makespan_seconds"] > figures(profile)["makespan_seconds"]
+
+
+def test_options_reach_the_simulation():
+    flags = ("--trials", 8, "--devices", 4, "--steps", 5, "--shard-memory", "1GiB")
+    plain = figures(*flags)
+    assert figures(*flags, "--epochs", 4, "--survival", "0.5,0.25")["units_saved"] > 0
+    assert figures(*flags, "--spread", 2, "--seed", 1) != figures(*flags, "--spread", 2, "--seed", 2)
+    assert figures(*flags, "--speeds", "1,0.5")["bound_seconds"] is None
+    tight = figures(*flags, "--bandwidth", "1GB/s", "--device-memory", "2GiB")
+    assert tight["makespan_seconds"] > plain["makespan_seconds"]
+    assert figures(*flags, "--max-concurrent", 1)["makespan_seconds"] > 2 * plain["makespan_seconds"]
+    apart = figures(
+        *flags, "--bandwidth", "1GB/s", "--device-memory", "2GiB", "--nodes", 2, "--network-bandwidth", "1GB"
+    )
+    assert apart["makespan_seconds"] >= tight["makespan_seconds"]
+    late = figures(*flags, "--arrival-gap", 100)
+    assert late["makespan_seconds"] > plain["makespan_seconds"]
+    assert figures(*flags, "--spread", 2, "--estimate-error", 9) != figures(*flags, "--spread", 2)
+    assert len(figures(*flags, "--timeline", 7)["timeline"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--devices", 2), "--trials and --devices are needed"),
+        (("--trials", 2, "--devices", 0), "at least 1 device"),
+        (("--trials", 0, "--devices", 1), "num_trials must be at least 1, not 0"),
+        (
+            ("--trials", 2, "--devices", 2, "--forward-seconds", 0),
+            "forward_seconds must be a finite number > 0, not 0.0",
+        ),
+        (
+            ("--trials", 2, "--devices", 2, "--backward-seconds", -1),
+            "backward_seconds must be a finite number > 0, not -1",
+        ),
+        (("--trials", 2, "--devices", 2, "--policy", "lrft"), "did you mean 'lrtf'?"),
+        (("--trials", 2, "--devices", 2, "--slow", "device9,1,0.5"), "device 'device9'; there are device0, device1"),
+        (("--trials", 2, "--devices", 2, "--slow", "device0,1"), "not like device0,60,0.5"),
+        (("--trials", 2, "--devices", 2, "--slow", "device0,1,0"), "factor must be a finite number > 0"),
+        (("--trials", 2, "--devices", 2, "--survival", "0.5,x"), "is not numbers such as 1,0.5"),
+        (("--trials", 2, "--devices", 2, "--survival", "0.5,0.6"), "fall from 1 to 0"),
+        (("--trials", 2, "--devices", 2, "--bandwidth", "fast"), "it must be a size"),
+        (("--trials", 2, "--devices", 2, "--speeds", "0"), "speed must be a finite number > 0"),
+        (("--trials", 2, "--devices", 2, "--max-concurrent", 0), "max_concurrent must be at least 1"),
+        (("missing.json",), "does not exist"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(arguments, message):
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--devices", 3), "--devices must be from 1 to 2, as many as"),
+        (("--trials", 4), "--trials describes what PROFILE has"),
+        (("--device-memory", "50B"), "raise its memory to at least 100B"),
+    ],
+)
+def test_options_that_do_not_go_with_the_profile_are_refused(profile, arguments, message):
+    result = call(profile, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_plot_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "timeline.png"
+    flags = ("--trials", 3, "--devices", 2, "--bandwidth", "1GB", "--shard-memory", "100MB")
+    assert call(*flags, "--plot", path).exit_code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    missing = call(*flags, "--plot", tmp_path / "no" / "x.png")
+    assert missing.exit_code == 1
+    assert "cannot write" in missing.stderr
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    result = call("--trials", 1, "--devices", 1, "--plot", tmp_path / "x.png")
+    assert result.exit_code == 2
+    assert "pip install 'hydra-tune[plot]'" in result.stderr
+
+
+def test_neither_torch_nor_matplotlib_is_imported():
+    program = (
+        "import sys; from hydra_tune.cli import main\n"
+        "main(['simulate', '--trials', '2', '--devices', '1', '--steps', '2', '--json'], standalone_mode=False)\n"
+        "sys.exit(len({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,105 @@
+"""Profiles from files and from runs."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.simulate import simulate
+from hydra_tune.simulate.profile import measured_profile, parse_profile, read_profile
+
+DOCS = Path(__file__).parents[3] / "docs" / "scheduling.md"
+
+
+def profile(**changes):
+    trial = {
+        "name": "a",
+        "steps": 2,
+        "shards": [{"forward_seconds": 1, "backward_seconds": 2}, {"backward_seconds": 3}],
+    }
+    return {"trials": [trial | changes.pop("trial", {})], "devices": [{"name": "d0"}]} | changes
+
+
+def test_the_documented_profile_is_one(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(re.search(r"```json\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)[1])
+    scenario = read_profile(path)
+    assert len(scenario.trials) == 5
+    assert simulate(scenario).units_run == scenario.num_units
+
+
+def test_shards_become_a_training_step():
+    trial = parse_profile(profile(), source="it").trials[0]
+    assert [(unit.kind, unit.shard, unit.seconds) for unit in trial.step] == [
+        ("forward", 0, 1),
+        ("backward", 1, 3),
+        ("backward", 0, 2),
+    ]
+
+
+def test_a_step_may_be_written_out():
+    unit = {"kind": "evaluate", "shard": 1, "seconds": 0.5}
+    trial = parse_profile(profile(trial={"shards": [], "step": [unit]}), source="it").trials[0]
+    assert (trial.step[0].kind, trial.shard_bytes) == ("evaluate", (0, 0))
+
+
+def test_a_count_makes_trials_of_different_names():
+    trials = parse_profile(profile(trial={"count": 3}), source="it").trials
+    assert [trial.name for trial in trials] == ["a-0", "a-1", "a-2"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (profile(trial={"steps": 0}), "it: trials[0].steps: input should be greater than or equal to 1, not 0"),
+        (profile(trial={"shards": [{"backward_seconds": -1}]}), "trials[0].shards[0].backward_seconds"),
+        (profile(trial={"shards": [{"backward_seconds": 0}]}), "greater than 0, not 0"),
+        (profile(trial={"shards": []}), "trial 'a' needs either shards or step"),
+        (profile(trial={"shards": [{"backward_seconds": 1}] * 2}), "shard 0 needs forward_seconds"),
+        (profile(trial={"step_seconds": 1}), "trials[0].step_seconds: extra inputs are not permitted"),
+        (profile(devices=[]), "it: devices: list should have at least 1 item"),
+        (profile(format=2), "format must be 1, not 2; it is from another version"),
+        (profile(devices=[{"name": "d"}, {"name": "d"}]), "it: names of devices must differ; 'd'"),
+        ([], "it: the profile: input should be"),
+    ],
+)
+def test_what_is_no_profile_is_refused_with_its_place(content, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_profile(content, source="it")
+    assert message in str(caught.value)
+
+
+def test_a_file_that_is_not_json_is_named(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"p\.json is not JSON"):
+        read_profile(path)
+
+
+@dataclass
+class Ran:
+    num_shards: int
+    units_run: int
+
+
+@dataclass
+class Worked:
+    budget_bytes: int
+    busy_seconds: float
+    units: int
+
+
+def test_a_run_makes_a_profile_with_as_much_work_as_it_had():
+    # 3 shards: 2 forward, 3 backward and 3 update units a step.
+    content = measured_profile([Ran(3, 80), Ran(3, 40), Ran(0, 0)], {"cpu:0": Worked(100, 6.0, 120)}, shard_bytes=10)
+    scenario = parse_profile(json.loads(json.dumps(content)), source="it")
+    assert [trial.steps for trial in scenario.trials] == [10, 5]
+    assert simulate(scenario).makespan_seconds == pytest.approx(6.0)
+
+
+def test_a_run_of_nothing_makes_no_profile():
+    with pytest.raises(ConfigError, match="at least one unit"):
+        measured_profile([], {"cpu:0": Worked(100, 0.0, 0)})

@@ -1,0 +1,325 @@
+"""What simulations come to, by hand and by rule; each figure is one that can be worked out on paper."""
+
+import dataclasses
+import itertools
+import random
+from collections import defaultdict
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.schedule import ShardedLRTF, Unit
+from hydra_tune.simulate import Scenario, SimulatedDevice, SimulatedTrial, Slowdown, simulate, training_step
+from hydra_tune.simulate.repeats import REMAINING_MATTERS
+from hydra_tune.simulate.workload import Workload, equal_devices, stop_early
+
+
+def trial(name="a", *, shards=2, seconds=1.0, steps=1, size=0, **more):
+    step = tuple(Unit(kind="backward", shard=shard, seconds=seconds) for shard in range(shards))
+    return SimulatedTrial(name=name, step=step, shard_bytes=(size,) * shards, steps=steps, **more)
+
+
+ONE_DEVICE = (SimulatedDevice(name="d0"),)
+
+
+def play(*trials, devices=ONE_DEVICE, policy="lrtf", timeline=1000, skip_repeats=True, **more):
+    scenario = Scenario(trials=trials, devices=tuple(devices), **more)
+    return simulate(scenario, policy, timeline=timeline, skip_repeats=skip_repeats)
+
+
+def bars(result):
+    return [(bar.device, bar.job, bar.kind, bar.shard, bar.start_seconds, bar.end_seconds) for bar in result.timeline]
+
+
+def test_one_trial_on_one_device_takes_the_sum_of_its_units():
+    result = play(trial(steps=3))
+    assert (result.makespan_seconds, result.units_run, result.utilisation, result.bound_seconds) == (6, 6, 1, 6)
+
+
+def test_a_second_device_does_not_make_one_trial_faster():
+    result = play(trial(steps=3), devices=equal_devices(2))
+    assert (result.makespan_seconds, result.utilisation) == (6, 0.5)
+
+
+def test_more_trials_than_devices_share_them():
+    result = play(*(trial(str(number), steps=10) for number in range(3)), devices=equal_devices(2))
+    assert result.makespan_seconds == result.bound_seconds == 30
+
+
+def test_loads_hide_behind_the_running_unit():
+    link = SimulatedDevice(name="d0", memory_bytes=20, bandwidth=10)
+    hidden = play(trial(shards=3, size=10, seconds=2), devices=[link])
+    assert bars(hidden) == [
+        ("d0", "a", "load", 0, 0, 1),
+        ("d0", "a", "backward", 0, 1, 3),
+        ("d0", "a", "load", 1, 1, 2),
+        ("d0", "a", "backward", 1, 3, 5),
+        ("d0", "a", "load", 2, 3, 4),
+        ("d0", "a", "backward", 2, 5, 7),
+    ]
+    assert (hidden.devices[0].stall_seconds, hidden.devices[0].loads, hidden.devices[0].bytes_in) == (1, 3, 30)
+
+
+def test_without_overlap_every_load_waits_for_the_device():
+    link = SimulatedDevice(name="d0", memory_bytes=20, bandwidth=10)
+    result = play(trial(shards=3, size=10, seconds=2), devices=[link], overlap=False)
+    assert (result.makespan_seconds, result.devices[0].stall_seconds) == (9, 3)
+
+
+def test_a_buffer_that_does_not_fit_beside_the_running_shard_is_not_filled():
+    link = SimulatedDevice(name="d0", memory_bytes=10, bandwidth=10)
+    assert play(trial(shards=3, size=10, seconds=2), devices=[link]).makespan_seconds == 9
+
+
+def test_a_link_sends_one_shard_after_another():
+    trials = Workload(num_trials=12, spread=2, steps=100, shard_bytes=8).trials(0)
+    result = play(*trials, devices=equal_devices(4, memory_bytes=24, bandwidth=64))
+    loads = defaultdict(list)
+    for bar in result.timeline:
+        if bar.kind == "load":
+            loads[bar.device].append(bar)  # in the order in which they were asked for
+    assert len(loads) == 4
+    for row in loads.values():
+        assert all(before.end_seconds <= after.start_seconds for before, after in itertools.pairwise(row))
+        assert all(bar.end_seconds - bar.start_seconds == 0.125 for bar in row)
+
+
+def test_the_shard_used_longest_ago_leaves_first():
+    # Two shards fit. F0 F1 F2 B2 B1 B0: 2 displaces 0; 1 is still there; 0 must come again.
+    step = [Unit(kind="forward", shard=shard, seconds=1) for shard in range(3)]
+    step += [Unit(kind="backward", shard=shard, seconds=1) for shard in (2, 1, 0)]
+    there_and_back = SimulatedTrial(name="a", step=tuple(step), shard_bytes=(1, 1, 1), steps=1)
+    result = play(there_and_back, devices=[SimulatedDevice(name="d0", memory_bytes=2, bandwidth=1)], overlap=False)
+    assert [bar.shard for bar in result.timeline if bar.kind == "load"] == [0, 1, 2, 0]
+    # Shard 2 leaves, changed by its backward, when shard 0 comes; the forward units changed nothing.
+    assert (result.devices[0].bytes_in, result.devices[0].bytes_out) == (4, 1)
+
+
+def test_a_faster_device_takes_less_time_and_a_fault_more():
+    fast = [SimulatedDevice(name="d0", speed=2)]
+    assert play(trial(steps=4), devices=fast).makespan_seconds == 4
+    slowed = Slowdown(device="d0", at_seconds=1.25, factor=0.25)
+    result = play(trial(steps=4), devices=fast, slowdowns=(slowed,))
+    assert (result.makespan_seconds, result.bound_seconds) == (3 * 0.5 + 5 * 2, None)
+
+
+def test_a_device_that_joins_later_works_from_then_on():
+    late = SimulatedDevice(name="d1", joins_seconds=4)
+    result = play(trial("a", steps=4), trial("b", steps=4), devices=[SimulatedDevice(name="d0"), late])
+    assert result.makespan_seconds == 11  # when it joins, one trial has run three units, the other one
+    assert min(bar.start_seconds for bar in result.timeline if bar.device == "d1") == 4
+
+
+def test_an_early_stop_saves_units():
+    result = play(trial(steps=10, report_steps=2, stop_after_reports=3))
+    assert (result.units_run, result.units_saved, result.makespan_seconds) == (12, 8, 12)
+
+
+def test_a_trial_that_waits_for_an_answer_lets_others_run():
+    pair = [trial(name, steps=2, report_steps=1) for name in "ab"]
+    alone = play(pair[0], answer_seconds=3)
+    assert alone.makespan_seconds == 2 + 3 + 2
+    assert play(*pair, answer_seconds=2, policy="fifo").makespan_seconds == 8
+
+
+def test_arrival_preparation_and_admission_take_their_time():
+    assert play(trial(arrival_seconds=5)).makespan_seconds == 7
+    assert play(trial("a"), trial("b"), devices=equal_devices(2), prepare_seconds=3).makespan_seconds == 3 + 3 + 2
+    assert play(trial("a"), trial("b"), devices=equal_devices(2), max_concurrent=1).makespan_seconds == 4
+
+
+def test_nodes_share_a_link_and_pay_for_the_network():
+    two = [SimulatedDevice(name=f"d{number}", bandwidth=10) for number in range(2)]
+    pair = [trial(name, shards=1, size=10) for name in "ab"]
+    assert play(*pair, devices=two).makespan_seconds == 2
+    assert play(*pair, devices=two, node_bandwidth=10).makespan_seconds == 3
+    # The first node is slow, so the second trial's shard moves when the second node joins.
+    apart = [SimulatedDevice(name="d0", bandwidth=10, node="x")]
+    apart.append(SimulatedDevice(name="d1", bandwidth=10, node="y", joins_seconds=3.5))
+    pair = [trial(name, shards=1, size=10, steps=3) for name in "ab"]
+    result = play(*pair, devices=apart, network_bandwidth=5)
+    assert result.network_bytes == 10
+
+
+def test_values_at_a_boundary_follow_a_trial_to_another_device():
+    def moving(boundary_bytes):
+        pair = [trial(name, shards=1, size=10, steps=3, boundary_bytes=boundary_bytes) for name in "ab"]
+        late = SimulatedDevice(name="d1", bandwidth=10, joins_seconds=3.5)
+        return play(*pair, devices=[SimulatedDevice(name="d0", bandwidth=10), late])
+
+    without, with_values = moving(0), moving(5)
+    # One trial moves once: its shard takes a second to come, its values half a second more.
+    assert with_values.devices[1].bytes_in == without.devices[1].bytes_in + 5
+    assert with_values.devices[1].stall_seconds == without.devices[1].stall_seconds + 0.5 == 1.5
+
+
+def test_wrong_estimates_mislead_until_they_are_corrected():
+    def work(**more):
+        return [trial("long", steps=20, **more), *(trial(f"short{number}", steps=10) for number in range(2))]
+
+    true = play(*work(), devices=equal_devices(2)).makespan_seconds
+    wrong = play(*work(estimate_factor=0.5), devices=equal_devices(2)).makespan_seconds
+    mended = play(*work(estimate_factor=0.5, corrected_after_steps=1), devices=equal_devices(2)).makespan_seconds
+    assert true == 40
+    assert true <= mended < wrong
+
+
+def test_the_same_seed_gives_the_same_figures_and_another_seed_others():
+    def figures(seed):
+        trials = Workload(num_trials=5, spread=2, steps=4, epochs=3, arrival_gap_seconds=1, estimate_error=2).trials(
+            seed
+        )
+        return play(*stop_early(trials, (0.6, 0.2), seed), devices=equal_devices(2))
+
+    assert figures(1) == figures(1)
+    assert figures(1).makespan_seconds != figures(2).makespan_seconds
+
+
+def test_survival_prunes_the_shares_it_names():
+    trials = stop_early(Workload(num_trials=10, steps=2, epochs=4).trials(0), (1, 0.5, 0.2), 0)
+    assert sorted(trial.stop_after_reports or 99 for trial in trials) == [2] * 5 + [3] * 3 + [99] * 2
+
+
+def test_a_step_of_the_engine():
+    step = training_step([1, 1, 1], [2, 2, 3])
+    assert [(unit.kind[0], unit.shard, unit.seconds) for unit in step] == [
+        ("f", 0, 1),
+        ("f", 1, 1),
+        ("b", 2, 3),
+        ("b", 1, 2),
+        ("b", 0, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: trial(seconds=0.0), "seconds of its backward unit of shard 0 must be a finite number > 0, not 0.0"),
+        (lambda: trial(seconds=-1.0), "must be a finite number > 0, not -1.0"),
+        (lambda: trial(seconds=float("nan")), "must be a finite number > 0, not nan"),
+        (lambda: trial(steps=0), "steps must be at least 1, not 0"),
+        (lambda: trial(stop_after_reports=1), "give report_steps"),
+        (lambda: trial(arrival_seconds=-1), "arrival_seconds must be a finite number >= 0"),
+        (lambda: SimulatedDevice(name="d0", speed=0), "speed must be a finite number > 0, not 0"),
+        (lambda: play(trial(), trial()), "'a' is there more than once"),
+        (play, "at least one trial and one device"),
+        (
+            lambda: play(trial(), slowdowns=(Slowdown(device="d9", at_seconds=0, factor=1),)),
+            "device 'd9'; there are d0",
+        ),
+        (lambda: play(trial(size=11), devices=[SimulatedDevice(name="d0", memory_bytes=10)]), "raise its memory to"),
+        (lambda: play(trial(), policy="fio"), "did you mean 'fifo'"),
+        (lambda: stop_early([trial()], (0.5, 0.7), 0), "fall from 1 to 0"),
+        (lambda: Workload(num_trials=1, spread=0.5), "spread must be a finite number >= 1"),
+        (lambda: equal_devices(2, num_nodes=3), "2 devices on 3 nodes"),
+        (lambda: training_step([1], []), "there are 1 and 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(build, message):
+    with pytest.raises(ConfigError) as caught:
+        build()
+    assert message in str(caught.value)
+
+
+def scenarios(seed):
+    """Any small scenario: its times are often commensurable, so that repeats come up, and often not."""
+    draw = random.Random(seed)
+    seconds = draw.choice([[1.0], [0.1, 0.2], [1.0, 1.5, 2.0], [0.3, 0.7, 1.1]])
+    sizes = draw.choice([[0], [1], [1, 2]])
+    equal = draw.random() < 0.6
+    kinds = [(draw.randint(1, 3), draw.choice(seconds), draw.choice(sizes)) for _ in range(1 if equal else 4)]
+    trials = []
+    for number in range(draw.randint(1, 6)):
+        shards, unit_seconds, size = draw.choice(kinds)
+        trials.append(
+            SimulatedTrial(
+                name=f"t{number}",
+                step=training_step([unit_seconds] * shards, [2 * unit_seconds] * shards),
+                shard_bytes=(size,) * shards,
+                steps=draw.choice([1, 7, 60]),
+                report_steps=draw.choice([None, 3, 20]),
+                arrival_seconds=draw.choice([0.0, 0.0, 3.3]),
+                estimate_factor=draw.choice([1.0, 1.0, 0.5]),
+                corrected_after_steps=draw.choice([None, 2]),
+                boundary_bytes=draw.choice([0, 0, 1]),
+            )
+        )
+    devices = tuple(
+        SimulatedDevice(
+            name=f"d{number}",
+            speed=draw.choice([1.0, 1.0, 0.5]),
+            memory_bytes=draw.choice([None, 2, 4, 9]),
+            bandwidth=draw.choice([None, 1.0, 5.0]),
+            node=draw.choice(["x", "y"]),
+            joins_seconds=draw.choice([0.0, 0.0, 2.5]),
+        )
+        for number in range(draw.randint(1, 4))
+    )
+    faults = (Slowdown(device="d0", at_seconds=11.0, factor=0.5),) if draw.random() < 0.3 else ()
+    return Scenario(
+        trials=stop_early(trials, draw.choice([(), (0.5,)]), seed),
+        devices=devices,
+        slowdowns=faults,
+        max_concurrent=draw.choice([None, 1, 3]),
+        overlap=draw.random() < 0.7,
+        network_bandwidth=draw.choice([None, 2.0]),
+        node_bandwidth=draw.choice([None, 4.0]),
+        answer_seconds=draw.choice([0.0, 0.0, 0.4]),
+        prepare_seconds=draw.choice([0.0, 0.0, 0.5]),
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@example(seed=192, policy="fifo")  # a skip to the very step before a milestone
+@given(seed=st.integers(0, 10**9), policy=st.sampled_from(["lrtf", "fifo"]))
+def test_skipping_repeats_changes_no_figure(seed, policy):
+    scenario = scenarios(seed)
+    plain = simulate(scenario, policy, skip_repeats=False)
+    skipped = simulate(scenario, policy)
+    assert dataclasses.replace(skipped, units_skipped=0) == plain
+
+
+@pytest.mark.parametrize("policy", ["lrtf", "fifo"])
+@pytest.mark.parametrize("memory_bytes", [None, 3, 8])
+def test_equal_trials_are_skipped_for_the_most_part(policy, memory_bytes):
+    """Guards that the comparison above compares with something."""
+    trials = Workload(num_trials=6, num_shards=4, steps=2000, shard_bytes=1).trials(0)
+    devices = equal_devices(4, memory_bytes=memory_bytes, bandwidth=10.0)
+    scenario = Scenario(trials=trials, devices=devices)
+    skipped = simulate(scenario, policy)
+    assert skipped.units_skipped > 0.8 * skipped.units_run
+    assert dataclasses.replace(skipped, units_skipped=0) == simulate(scenario, policy, skip_repeats=False)
+
+
+def test_a_policy_of_unknown_kind_is_played_unit_by_unit():
+    class Mine(ShardedLRTF):
+        pass
+
+    assert Mine not in REMAINING_MATTERS
+    scenario = Scenario(trials=(trial(steps=500),), devices=equal_devices(1))
+    assert simulate(scenario, Mine()).units_skipped == 0
+    assert simulate(scenario, ShardedLRTF()).units_skipped > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**9), policy=st.sampled_from(["lrtf", "fifo"]))
+def test_every_schedule_keeps_the_rules(seed, policy):
+    """Each unit once and in order, one unit of a trial at a time, one unit on a device at a time, none too short."""
+    scenario = scenarios(seed)
+    result = simulate(scenario, policy, timeline=10**6)
+    units = sorted((bar for bar in result.timeline if bar.kind != "load"), key=lambda bar: bar.start_seconds)
+    by_job, by_device = defaultdict(list), defaultdict(list)
+    for bar in units:
+        by_job[bar.job].append(bar)
+        by_device[bar.device].append(bar)
+    for described in scenario.trials:
+        expected = [(unit.kind, unit.shard) for unit in described.step] * described.steps_run
+        assert [(bar.kind, bar.shard) for bar in by_job[described.name]] == expected
+        assert by_job[described.name][0].start_seconds >= described.arrival_seconds * (1 - 1e-9)
+    for row in (*by_job.values(), *by_device.values()):
+        assert all(before.end_seconds <= after.start_seconds for before, after in itertools.pairwise(row))
+    assert result.makespan_seconds >= max(bar.end_seconds for bar in units)
+    if result.bound_seconds is not None:
+        assert result.makespan_seconds >= result.bound_seconds * (1 - 1e-9)
