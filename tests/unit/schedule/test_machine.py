@@ -6,12 +6,17 @@ from hydra_tune.errors import ConfigError, ScheduleError
 from hydra_tune.schedule import (
     Admit,
     DeviceAdded,
+    DeviceLost,
+    DeviceSlowed,
     Fifo,
     JobAdmitted,
+    JobPaused,
     JobRejected,
     JobResumed,
     JobStopped,
     JobSubmitted,
+    JobUnpaused,
+    PriorityChanged,
     Release,
     Run,
     Scheduler,
@@ -166,7 +171,7 @@ def test_a_failed_job_fails_alone():
     machine = scheduler(num_devices=2)
     start(machine, "a", "b")
     assert machine.handle(UnitFailed(job="a", device="cpu:0")) == [Release(job="a")]
-    assert machine.handle(finished("b", device="cpu:1")) == [run("b", SECOND)]
+    assert machine.handle(finished("b", device="cpu:1")) == [run("b", SECOND, "cpu:1")]
 
 
 def test_nothing_is_kept_of_jobs_that_are_over():
@@ -306,12 +311,18 @@ def test_a_refused_call_leaves_no_trace_of_its_earlier_events():
     submit(machine, "preparing", "queued")
     earlier = [
         DeviceAdded(device="cpu:1"),
-        JobSubmitted(job="new"),
+        DeviceSlowed(device="cpu:0", speed=0.5),
+        JobPaused(job="ready"),
+        PriorityChanged(job="ready", priority=3),
+        JobUnpaused(job="ready"),
+        JobSubmitted(job="new", priority=2),
         JobStopped(job="queued"),
         JobStopped(job="ready"),
         ShardMoved(job="running", shard=0, device="cpu:1"),
         admitted("preparing"),
         finished("running"),
+        DeviceLost(device="cpu:1"),
+        DeviceAdded(device="cpu:1"),
     ]
     before = snapshot(machine)
     with pytest.raises(ScheduleError, match="the job is unknown or over"):
@@ -323,7 +334,7 @@ def test_a_refused_call_leaves_no_trace_of_its_earlier_events():
 
 def test_the_story_in_a_refusal_includes_the_events_of_the_same_call():
     machine = scheduler()
-    with pytest.raises(ScheduleError, match=r"oldest first: JobSubmitted\(job='a'\)\. "):
+    with pytest.raises(ScheduleError, match=r"oldest first: JobSubmitted\(job='a', priority=0\)\. "):
         machine.handle(JobSubmitted(job="a"), finished("a"))
 
 
@@ -334,16 +345,21 @@ def test_check_finds_what_is_wrong():
     submit(machine, "queued")
     machine.check()
     state = machine._state
-    state.devices["cpu:0"] = None
-    state.queue.clear()
+    state.devices["cpu:0"].job = None
+    state.idle.append((-1.0, 7, "cpu:7"))
+    state._queue.clear()
     state.num_slots_taken = 1
-    state.eligible["running"] = state.jobs["running"].view()
+    state.jobs["running"].view = state.jobs["running"].make_view()
+    state.jobs["ready"].paused = True
     with pytest.raises(ScheduleError) as caught:
         machine.check()
     for found in (
         "runs on 'cpu:0', which runs None",
-        "the queue is []",
+        "the idle devices are [(-1.0, 7, 'cpu:7')]",
+        "None would be admitted next, expected the first of ['queued']",
         "1 slots are counted",
-        "the eligible jobs are",
+        "'running' is running, and the policy was told JobView",
+        "1 jobs are eligible, by priority {0: 1}, expected {0: 2}",
+        "job 'ready' is ready, and the user's pause is True",
     ):
         assert found in str(caught.value)

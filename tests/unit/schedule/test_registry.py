@@ -21,9 +21,9 @@ def test_a_policy_object_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("ltrf", r"policy must be one of 'lrtf', 'fifo', not 'ltrf'; did you mean 'lrtf'\?"),
+        ("ltrf", r"policy must be one of 'lrtf', .*, 'random', not 'ltrf'; did you mean 'lrtf'\?"),
         ("FIFO", r"not 'FIFO'; did you mean 'fifo'\?"),
-        ("random", r"not 'random'; or give an object with choose\(device, candidates\)"),
+        ("greedy", r"not 'greedy'; or give an object with choose\(device, candidates\)"),
         (Fifo, r"policy must be an object, not the class Fifo; write Fifo\(\)"),
         (3, r"or an object with choose\(device, candidates\), not 3"),
     ],
