@@ -91,7 +91,9 @@ class AnyHistory(RuleBasedStateMachine):
     def check_run(self, command):
         assert command.job not in self.running, "one unit of a job at a time"
         assert self.priorities[command.job] == max(self.priorities[job] for job in self.ready), "higher goes first"
-        assert self.speeds[command.device] == max(self.speeds[device] for device in self.idle), "the fastest is fed first"
+        assert self.speeds[command.device] == max(self.speeds[device] for device in self.idle), (
+            "the fastest is fed first"
+        )
         assert command.unit == self.ready.pop(command.job), "each unit once, in order"
 
     def next_unit(self, job, shard):
