@@ -310,6 +310,17 @@ def test_a_unit_lost_with_its_device_runs_again_elsewhere():
     assert machine.handle(DeviceAdded(device="cpu:0")) == [run("b")], "it may come back under its name"
 
 
+def test_a_device_or_a_name_that_comes_back_in_the_same_call_is_behind_the_others():
+    machine = scheduler(num_devices=2)
+    submit(machine, "a", "b")
+    machine.handle(DeviceLost(device="cpu:0"), DeviceAdded(device="cpu:0"))
+    machine.check()
+    assert machine.idle_devices == ("cpu:1", "cpu:0")
+    machine.handle(JobRejected(job="a"), JobSubmitted(job="a"))
+    machine.check()
+    assert list(machine.phases) == ["b", "a"]
+
+
 def test_a_job_that_cannot_go_on_without_the_lost_device_is_stopped_in_the_same_call():
     machine = scheduler(num_devices=2)
     start(machine, "a", "b")
