@@ -309,8 +309,10 @@ def test_a_file_that_is_not_one(problems, text, problem):
         ("hydra: {max_concurrent: 0}", "4:25: hydra.max_concurrent: must be >= 1, not 0"),
         (
             "hydra: {policy: lifo}",
-            "4:17: hydra.policy: must be one of lrtf, lrtf_paper, srtf, fifo, round_robin, fair, lpt, random, not 'lifo'; "
-            "did you mean 'fifo'?",
+            (
+                "4:17: hydra.policy: must be one of lrtf, lrtf_paper, srtf, fifo, round_robin, fair, lpt, random, not 'lifo'; "
+                "did you mean 'fifo'?"
+            ),
         ),
     ],
 )
