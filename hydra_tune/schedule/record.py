@@ -28,7 +28,10 @@ class Phase(StrEnum):
     @property
     def takes_slot(self) -> bool:
         """Whether a job in this phase counts against `max_concurrent`."""
-        return self is Phase.READY or self is Phase.RUNNING or self is Phase.PREPARING
+        return self in _TAKE_SLOT
+
+
+_TAKE_SLOT = (Phase.RUNNING, Phase.READY, Phase.PREPARING)
 
 
 @dataclass(slots=True, kw_only=True)

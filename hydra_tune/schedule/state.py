@@ -9,7 +9,10 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from hydra_tune.schedule.levels import Levels
+from hydra_tune.schedule.policy import JobView
 from hydra_tune.schedule.record import DeviceRecord, JobRecord, Phase
+
+_QUEUED, _READY = Phase.QUEUED, Phase.READY  # looked up for every unit, and an enum's members are slow to look up
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,28 +60,29 @@ class State:
         if old is not None and old.order != record.order:
             self.drop(old.job)  # over and submitted again within one call: its place is behind the others
             old = None
+        told, counted = (None, False) if old is None else (old.view, old.is_counted)
         phase = record.phase
-        view = record.make_view() if phase is Phase.READY else None
-        if old is not None:
-            if old.view is not None and old.view == view:
-                view = old.view
-            else:
-                self._withdraw(old)
-            self.num_slots_taken -= old.is_counted
-        if view is not None and (old is None or view is not old.view):
-            self.levels.add(view)
-            self.num_eligible += 1
+        view = record.make_view() if phase is _READY else None
+        if view == told:
+            view = told  # the very object that the policy has
+        else:
+            if told is not None:
+                self._withdraw(told)
+            if view is not None:
+                self.levels.add(view)
+                self.num_eligible += 1
         record.view = view
         record.is_counted = phase.takes_slot
-        self.num_slots_taken += record.is_counted
+        self.num_slots_taken += record.is_counted - counted
         self.jobs[record.job] = record
-        if phase is Phase.QUEUED and not record.paused:
+        if phase is _QUEUED and not record.paused:
             heappush(self._queue, (-record.priority, record.order, record.job))
 
     def drop(self, job: str) -> None:
         """Forget a job that is over."""
         old = self.jobs.pop(job)
-        self._withdraw(old)
+        if old.view is not None:
+            self._withdraw(old.view)
         self.num_slots_taken -= old.is_counted
 
     def put_device(self, record: DeviceRecord) -> None:
@@ -126,10 +130,9 @@ class State:
             heappop(queue)
         return None
 
-    def _withdraw(self, old: JobRecord) -> None:
-        if old.view is not None:
-            self.levels.remove(old.view)
-            self.num_eligible -= 1
+    def _withdraw(self, view: JobView) -> None:
+        self.levels.remove(view)
+        self.num_eligible -= 1
 
     def _take_from_idle(self, place: tuple[float, int, str]) -> None:
         del self.idle[bisect_left(self.idle, place)]
