@@ -36,7 +36,8 @@ class HydraExecutor:
         devices: "auto" for every GPU, or one CPU device per core where there is none; "cuda", "cuda:0,1", "cpu:2".
         device_memory: memory the pool may use on each device, e.g. "11GiB"; None for what is free, less a reserve.
         host_memory: host memory for the state of all trials in flight; None for 80% of what is free at the start.
-        policy: how shard units are chosen: "lrtf" (longest remaining time first), "fifo", or a `Policy`.
+        policy: how shard units are chosen: "lrtf" (longest remaining time first), another name in
+            `hydra_tune.schedule.POLICIES` or of an entry point in "hydra_tune.policies", or a `Policy`.
         buffer_fraction: part of each device's memory that a shard leaves free for others; 0 to below 1. Nothing is kept
             where the whole model fits.
         max_concurrent: trials in flight at once; None for twice the number of devices.

@@ -152,7 +152,7 @@ class Hydra(Block):
     devices: Annotated[str, Field(min_length=1)] | None = None
     device_memory: Bytes | None = None
     host_memory: Bytes | None = None
-    policy: Literal["lrtf", "fifo"] | None = None
+    policy: Literal["lrtf", "lrtf_paper", "srtf", "fifo", "round_robin", "fair", "lpt", "random"] | None = None
     buffer_fraction: Annotated[FiniteFloat, Field(ge=0, lt=1)] | None = None
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     num_shards: Shards | None = None

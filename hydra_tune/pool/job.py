@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hydra_tune.errors import HydraTuneError
+from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.task import TrainTask
 
 OVER = ("completed", "pruned", "cancelled", "failed")
@@ -99,6 +99,12 @@ class Steering(Protocol):
     def stop(self, job: "Job", status: str) -> None:
         """End a job as "pruned" or "cancelled"."""
 
+    def pause(self, job: "Job", *, paused: bool) -> None:
+        """Hold a job back, or let it go on."""
+
+    def prioritize(self, job: "Job", priority: int) -> None:
+        """Give a job another priority."""
+
     def progress(self, job: "Job") -> Progress:
         """How far a job is."""
 
@@ -113,6 +119,7 @@ class Job:
         self.events = events
         self._pool = pool
         self._state = "queued"
+        self._paused = False
         self._result: Result | None = None
         self._over = threading.Event()
 
@@ -120,6 +127,11 @@ class Job:
     def state(self) -> str:
         """One of "queued", "preparing", "running", "waiting" (for an answer to a report), and the states in `OVER`."""
         return self._state
+
+    @property
+    def paused(self) -> bool:
+        """Whether `pause()` holds the job back."""
+        return self._paused
 
     @property
     def progress(self) -> Progress:
@@ -137,6 +149,31 @@ class Job:
     def cancel(self) -> None:
         """End the job; like `prune`, but the result says so."""
         self._pool.stop(self, "cancelled")
+
+    def pause(self) -> None:
+        """Hold the job back until `unpause()`: it is not admitted, and gets no unit after the one that runs now.
+
+        Its state stays where it is, on the host and on devices that do not need the room; its slot goes to another job.
+        Does nothing if the job is over.
+        """
+        self._pool.pause(self, paused=True)
+
+    def unpause(self) -> None:
+        """Let a paused job go on, from where it was. Does nothing if it is not paused."""
+        self._pool.pause(self, paused=False)
+
+    def set_priority(self, priority: int) -> None:
+        """Have the job go before, or after, others whenever there is a choice.
+
+        Args:
+            priority: all jobs begin at 0; those of a higher priority are admitted, and get devices, before all others.
+
+        Raises:
+            ConfigError: not an int.
+        """
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ConfigError(f"priority must be an int, not {priority!r}")
+        self._pool.prioritize(self, priority)
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the job's end.
@@ -164,9 +201,14 @@ class Job:
         """Change the state."""
         self._state = state
 
+    def hold(self, *, paused: bool) -> None:
+        """The job is held back now, or no longer."""
+        self._paused = paused
+
     def end(self, result: Result) -> None:
         """The job is over."""
         self._state = result.status
+        self._paused = False
         self._result = result
         self._over.set()
 

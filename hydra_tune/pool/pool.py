@@ -33,11 +33,14 @@ from hydra_tune.schedule import (
     DeviceAdded,
     Event,
     JobAdmitted,
+    JobPaused,
     JobRejected,
     JobResumed,
     JobStopped,
     JobSubmitted,
+    JobUnpaused,
     Policy,
+    PriorityChanged,
     Run,
     Scheduler,
     ShardMoved,
@@ -161,6 +164,27 @@ class Pool:
             self._decide(JobStopped(job=job.key))
             self._changed.notify_all()
         self._release_all()
+
+    @hold_interrupts()
+    def pause(self, job: Job, *, paused: bool) -> None:
+        """Hold a job back, or let it go on; one that is over stays as it is."""
+        with self._changed:
+            if self._is_alive(job):
+                job.hold(paused=paused)
+                self._decide(JobPaused(job=job.key) if paused else JobUnpaused(job=job.key))
+        self._release_all()
+
+    @hold_interrupts()
+    def prioritize(self, job: Job, priority: int) -> None:
+        """Give a job another priority; one that is over stays as it is."""
+        with self._changed:
+            if self._is_alive(job):
+                self._decide(PriorityChanged(job=job.key, priority=priority))
+        self._release_all()
+
+    def _is_alive(self, job: Job) -> bool:
+        record = self._records.get(job.key)
+        return record is not None and record.outcome is None
 
     @hold_interrupts()
     def progress(self, job: Job) -> Progress:

@@ -6,47 +6,80 @@ name only.
 
 from hydra_tune.schedule.bound import makespan_bound, uneven_makespan_bound
 from hydra_tune.schedule.commands import Admit, Command, Release, Run
+from hydra_tune.schedule.early import EarlyBinding
 from hydra_tune.schedule.events import (
     DeviceAdded,
+    DeviceLost,
+    DeviceSlowed,
     Event,
     JobAdmitted,
+    JobPaused,
     JobRejected,
     JobResumed,
     JobStopped,
     JobSubmitted,
+    JobUnpaused,
+    PriorityChanged,
     ShardMoved,
     UnitFailed,
     UnitFinished,
 )
+from hydra_tune.schedule.fair import Fair
 from hydra_tune.schedule.fifo import Fifo
+from hydra_tune.schedule.heap import Smallest, ViewHeap
+from hydra_tune.schedule.lpt import LPT
 from hydra_tune.schedule.lrtf import ShardedLRTF
+from hydra_tune.schedule.lrtf_paper import LRTFPaper
 from hydra_tune.schedule.machine import Scheduler
-from hydra_tune.schedule.policy import JobView, Policy
-from hydra_tune.schedule.registry import POLICIES, make_policy
+from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Policy, Selection, SpeedAware
+from hydra_tune.schedule.random_choice import RandomChoice
+from hydra_tune.schedule.record import Phase
+from hydra_tune.schedule.registry import ENTRY_POINTS, POLICIES, make_policy
+from hydra_tune.schedule.round_robin import RoundRobin
+from hydra_tune.schedule.srtf import SRTF
 from hydra_tune.schedule.units import Unit
 
 __all__ = [
+    "ENTRY_POINTS",
+    "LPT",
     "POLICIES",
+    "SRTF",
     "Admit",
     "Command",
     "DeviceAdded",
+    "DeviceLost",
+    "DeviceSlowed",
+    "EarlyBinding",
     "Event",
+    "Fair",
     "Fifo",
+    "IncrementalPolicy",
     "JobAdmitted",
+    "JobPaused",
     "JobRejected",
     "JobResumed",
     "JobStopped",
     "JobSubmitted",
+    "JobUnpaused",
     "JobView",
+    "LRTFPaper",
+    "Phase",
     "Policy",
+    "PriorityChanged",
+    "RandomChoice",
     "Release",
+    "RoundRobin",
     "Run",
     "Scheduler",
+    "Selection",
     "ShardMoved",
     "ShardedLRTF",
+    "Smallest",
+    "SpeedAware",
     "Unit",
     "UnitFailed",
     "UnitFinished",
+    "ViewHeap",
     "make_policy",
     "makespan_bound",
     "uneven_makespan_bound",

@@ -11,16 +11,53 @@ from hydra_tune.schedule.units import Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceAdded:
-    """A device is there, and idle."""
+    """A device is there, and idle.
+
+    Args:
+        device: the device; one that was lost may come back under its name.
+        speed: how fast it computes: 1 is nominal, 0.5 takes twice as long.
+    """
+
+    device: str
+    speed: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLost:
+    """A device is gone, with everything on it.
+
+    The unit that ran there is lost: it is the job's next unit again, as if it had never begun, and nothing more must be
+    reported of it. Shards that were there are on no device. Where the job cannot go on, because what it needs was on
+    that device alone, the driver says `JobStopped` in the same call.
+    """
 
     device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSlowed:
+    """A device computes at another speed from now on, slower or faster.
+
+    Args:
+        device: the device.
+        speed: as for `DeviceAdded`.
+    """
+
+    device: str
+    speed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitted:
-    """A job wants to run; the order of these events is the submission order."""
+    """A job wants to run; the order of these events is the submission order.
+
+    Args:
+        job: the job.
+        priority: jobs of a higher priority are admitted, and run, before all of a lower one.
+    """
 
     job: str
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +91,11 @@ class UnitFinished:
     Args:
         job: the job.
         device: where the unit ran.
-        seconds: how long it took. The scheduler decides by `remaining_seconds`; this is what a replay needs.
+        seconds: how long it took.
         unit: the job's next unit, or None where there is none now: it waits for a report's answer, or it is complete
             and `JobStopped` follows.
-        remaining_seconds: predicted time of what is left, `unit` included.
+        remaining_seconds: predicted time of what is left, `unit` included. None: the scheduler corrects the last
+            prediction it was told itself (`schedule/estimates.py`).
         step_seconds: predicted time of one training step from now on; None leaves it as it was.
     """
 
@@ -65,7 +103,7 @@ class UnitFinished:
     device: str
     seconds: float
     unit: Unit | None
-    remaining_seconds: float
+    remaining_seconds: float | None
     step_seconds: float | None = None
 
 
@@ -84,12 +122,38 @@ class JobResumed:
     Args:
         job: the job.
         unit: its next unit.
-        remaining_seconds: predicted time of what is left, `unit` included.
+        remaining_seconds: predicted time of what is left, `unit` included; None leaves it as it was.
     """
 
     job: str
     unit: Unit
-    remaining_seconds: float
+    remaining_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPaused:
+    """The user pauses a job, whatever it does: until `JobUnpaused` it is not admitted and gets no further unit.
+
+    A unit of it that runs now is let finish, a preparation too. While nothing of it is under way it takes no slot.
+    Pausing twice is pausing once.
+    """
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobUnpaused:
+    """The user lets a paused job go on. One that is not paused stays as it is."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriorityChanged:
+    """The user gives a job another priority; a unit of it that runs now is let finish."""
+
+    job: str
+    priority: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +178,23 @@ class ShardMoved:
     device: str | None
 
 
-JobEvent = JobSubmitted | JobAdmitted | JobRejected | UnitFinished | UnitFailed | JobResumed | JobStopped | ShardMoved
+JobEvent = (
+    JobSubmitted
+    | JobAdmitted
+    | JobRejected
+    | UnitFinished
+    | UnitFailed
+    | JobResumed
+    | JobStopped
+    | JobPaused
+    | JobUnpaused
+    | PriorityChanged
+    | ShardMoved
+)
 """Every event that is about one job."""
 
-Event = DeviceAdded | JobEvent
+DeviceEvent = DeviceAdded | DeviceLost | DeviceSlowed
+"""Every event that is about one device."""
+
+Event = DeviceEvent | JobEvent
 """Everything `Scheduler.handle` accepts."""

@@ -1,16 +1,18 @@
 """`Fifo`: first submitted, first served. The plain baseline beside Sharded-LRTF."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from hydra_tune.schedule.policy import JobView
+from hydra_tune.schedule.heap import Smallest
+from hydra_tune.schedule.policy import IncrementalPolicy, Selection
 
 
-class Fifo:
+@dataclass(frozen=True)
+class Fifo(IncrementalPolicy):
     """The earliest submitted eligible job, wherever its shards are.
 
     Finishes the first jobs soonest, and leaves the last one to run alone at the end.
     """
 
-    def choose(self, device: str, candidates: Sequence[JobView]) -> JobView:  # noqa: ARG002 - the policy's signature
-        """Choose the candidate with the smallest `order`."""
-        return min(candidates, key=lambda view: view.order)
+    def start(self) -> Selection:
+        """Make an empty selection."""
+        return Smallest(lambda view: view.order)

@@ -1,8 +1,11 @@
 """What is true of the scheduler's state between any two events."""
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 
-from hydra_tune.schedule.state import JobRecord, Phase, State
+from hydra_tune.schedule.record import JobRecord, Phase
+from hydra_tune.schedule.state import State
 
 
 def violations(state: State, *, max_concurrent: int) -> Iterator[str]:
@@ -16,46 +19,86 @@ def violations(state: State, *, max_concurrent: int) -> Iterator[str]:
         One sentence for each rule that is broken; nothing if all hold.
     """
     for record in state.jobs.values():
-        yield from _job_violations(state, record)
-    for device, job in state.devices.items():
-        if job is not None and (job not in state.jobs or state.jobs[job].device != device):
-            yield f"device {device!r} runs {job!r}, which does not run there"
+        yield from _job_violations(record)
+        yield from _place_violations(state, record)
+    yield from _device_violations(state)
     yield from _table_violations(state)
-    idle = state.idle_devices()
-    if idle and state.eligible:
-        yield f"{idle} could be fed and are idle while {list(state.eligible)} are eligible"
-    if state.queue and state.num_slots_taken < max_concurrent:
-        yield f"{list(state.queue)} are queued and {state.num_slots_taken} of {max_concurrent} slots are taken"
+    ready = [record.job for record in state.jobs.values() if record.phase is Phase.READY]
+    if state.idle and ready:
+        yield f"{[device for _, _, device in state.idle]} could be fed and are idle while {ready} are eligible"
+    queued = _queued(state)
+    if queued and state.num_slots_taken < max_concurrent:
+        yield f"{queued} are queued and {state.num_slots_taken} of {max_concurrent} slots are taken"
 
 
-def _job_violations(state: State, record: JobRecord) -> Iterator[str]:
+def _job_violations(record: JobRecord) -> Iterator[str]:
     name, phase = f"job {record.job!r}", record.phase
-    if (record.unit is not None) != (phase in (Phase.READY, Phase.RUNNING)):
+    if (record.unit is not None) != (phase in (Phase.READY, Phase.RUNNING, Phase.PAUSED)):
         yield f"{name} is {phase} with unit {record.unit}"
-    if (record.device is not None) != (phase is Phase.RUNNING):
-        yield f"{name} is {phase} on device {record.device!r}"
-    if record.device is not None and state.devices.get(record.device) != record.job:
-        yield f"{name} runs on {record.device!r}, which runs {state.devices.get(record.device)!r}"
     if record.stopped and phase not in (Phase.PREPARING, Phase.RUNNING):
         yield f"{name} is stopped, {phase}, and not released"
-    for shard, device in record.shard_devices.items():
-        if device not in state.devices:
-            yield f"{name} has shard {shard} on {device!r}, which is unknown"
+    if (phase is Phase.READY and record.paused) or (phase is Phase.PAUSED and not record.paused):
+        yield f"{name} is {phase}, and the user's pause is {record.paused}"
+    if record.view != (record.make_view() if phase is Phase.READY and record.unit is not None else None):
+        yield f"{name} is {phase}, and the policy was told {record.view}"
+    if record.is_counted != phase.takes_slot:
+        yield f"{name} is {phase}, and whether it is counted is {record.is_counted}"
+    estimate = record.estimate
+    if estimate.done_seconds < 0 or math.isnan(estimate.remaining_seconds):
+        yield f"{name} has done {estimate.done_seconds} s and has {estimate.remaining_seconds} s left"
+
+
+def _place_violations(state: State, record: JobRecord) -> Iterator[str]:
+    name, phase = f"job {record.job!r}", record.phase
+    if (record.device is not None) != (phase is Phase.RUNNING):
+        yield f"{name} is {phase} on device {record.device!r}"
+    if record.device is not None:
+        device = state.devices.get(record.device)
+        if device is None or device.job != record.job:
+            yield f"{name} runs on {record.device!r}, which runs {device and device.job!r}"
+        if record.last_device != record.device:
+            yield f"{name} runs on {record.device!r}, and ran last on {record.last_device!r}"
+    if record.last_device is not None and record.last_device not in state.devices:
+        yield f"{name} ran last on {record.last_device!r}, which is unknown"
+    for shard, place in record.shard_devices.items():
+        if place not in state.devices:
+            yield f"{name} has shard {shard} on {place!r}, which is unknown"
         if phase is Phase.QUEUED:
-            yield f"{name} is queued and has shard {shard} on {device!r}"
+            yield f"{name} is queued and has shard {shard} on {place!r}"
+
+
+def _device_violations(state: State) -> Iterator[str]:
+    for name, device in state.devices.items():
+        if device.job is not None and (device.job not in state.jobs or state.jobs[device.job].device != name):
+            yield f"device {name!r} runs {device.job!r}, which does not run there"
+        if not device.speed > 0:
+            yield f"device {name!r} has speed {device.speed}"
+    idle = sorted((-device.speed, device.index, name) for name, device in state.devices.items() if device.job is None)
+    if state.idle != idle or idle != sorted(
+        device.idle_place for device in state.devices.values() if device.idle_place
+    ):
+        yield f"the idle devices are {state.idle}, expected {idle}"
+    indices = [device.index for device in state.devices.values()]
+    if indices != sorted(set(indices)) or (indices and indices[-1] >= state.num_devices_added):
+        yield f"the devices' indices are {indices}, expected them rising and below {state.num_devices_added}"
 
 
 def _table_violations(state: State) -> Iterator[str]:
     records = state.jobs.values()
-    ready = {record.job: record.view() for record in records if record.phase is Phase.READY and record.unit is not None}
-    if state.eligible != ready:
-        yield f"the eligible jobs are {state.eligible}, expected {ready}"
-    queued = [record.job for record in records if record.phase is Phase.QUEUED]
-    if list(state.queue) != queued:
-        yield f"the queue is {list(state.queue)}, expected {queued}"
+    views = Counter(record.view.priority for record in records if record.view is not None)
+    if state.num_eligible != views.total() or state.levels.counts != views:
+        yield f"{state.num_eligible} jobs are eligible, by priority {state.levels.counts}, expected {dict(views)}"
     slots = sum(record.phase.takes_slot for record in records)
     if state.num_slots_taken != slots:
         yield f"{state.num_slots_taken} slots are counted, expected {slots}"
     orders = [record.order for record in records]
     if orders != sorted(set(orders)) or (orders and orders[-1] >= state.num_submitted):
         yield f"the jobs' orders are {orders}, expected them rising and below {state.num_submitted}"
+    following, queued = state.next_queued(), _queued(state)
+    if (following and following.job) != (queued[0] if queued else None):
+        yield f"{following and following.job!r} would be admitted next, expected the first of {queued}"
+
+
+def _queued(state: State) -> list[str]:
+    queued = [record for record in state.jobs.values() if record.phase is Phase.QUEUED and not record.paused]
+    return [record.job for record in sorted(queued, key=lambda record: (-record.priority, record.order))]

@@ -1,13 +1,14 @@
 """`ShardedLRTF`: longest remaining time first, and among near-equals the one whose shard is at hand."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from dataclasses import dataclass
 
-from hydra_tune.schedule.policy import JobView
+from hydra_tune.schedule.heap import ViewHeap
+from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Selection
 
-_HERE, _NOWHERE, _ELSEWHERE = range(3)
 
-
-class ShardedLRTF:
+@dataclass(frozen=True)
+class ShardedLRTF(IncrementalPolicy):
     """The job with the longest remaining time, within a slack that saves transfers.
 
     Among the candidates whose remaining time is within `slack` of the longest, the first of: a job whose next shard is
@@ -17,7 +18,7 @@ class ShardedLRTF:
     Without transfers the makespan stays within one unit and the slack of the bound of `makespan_bound`.
 
     Source:
-        HYDRA (Nagrecha and Kumar), section 5.3 with Algorithm 2, "Sharded-LRTF".
+        HYDRA (Nagrecha and Kumar), section 5.3 with Algorithm 2, "Sharded-LRTF"; `LRTFPaper` is that.
 
     Differs:
         * The slack. Algorithm 2 takes the longest, always; with it, shards of near-equal jobs chase each other over the
@@ -30,13 +31,36 @@ class ShardedLRTF:
           the time of one.
     """
 
-    def choose(self, device: str, candidates: Sequence[JobView]) -> JobView:
+    def start(self) -> Selection:
+        """Make an empty selection."""
+        return _LRTFSelection()
+
+
+class _LRTFSelection:
+    """Jobs by remaining time, all together and by the place of their next shard: each question is the top of a heap."""
+
+    def __init__(self) -> None:
+        self._all = ViewHeap()
+        self._at: defaultdict[str | None, ViewHeap] = defaultdict(ViewHeap)
+
+    def add(self, view: JobView) -> None:
+        """Put the job where it belongs by length and place."""
+        self._all.add(-view.remaining_seconds, view)
+        self._at[view.shard_device].add(-view.remaining_seconds, view)
+
+    def remove(self, view: JobView) -> None:
+        """Take the job out."""
+        self._all.remove(view)
+        self._at[view.shard_device].remove(view)
+
+    def choose(self, device: str) -> JobView:
         """Choose by slack, place, remaining time and order of submission."""
-        longest = max(candidates, key=lambda view: (view.remaining_seconds, -view.order))
+        longest = self._all.first()
+        assert longest is not None
         least_seconds = longest.remaining_seconds - longest.step_seconds
-
-        def rank(view: JobView) -> tuple[int, float, int]:
-            place = _HERE if view.shard_device == device else _NOWHERE if view.shard_device is None else _ELSEWHERE
-            return place, -view.remaining_seconds, view.order
-
-        return min([view for view in candidates if view.remaining_seconds >= least_seconds], key=rank)
+        for place in (device, None):
+            heap = self._at.get(place)
+            view = heap.first() if heap is not None else None
+            if view is not None and view.remaining_seconds >= least_seconds:
+                return view
+        return longest  # all that are within the slack are elsewhere, and the longest is one of them

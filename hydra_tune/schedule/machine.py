@@ -4,10 +4,13 @@ A pure state machine: no threads, no clock, no tensors, nothing waited for. Whoe
 a simulated one, tells it what happened and does what it says; the same events give the same commands.
 
 What it promises:
-    * each unit runs once, in order, and no two units of a job at once;
-    * a device that could be fed is fed, in the very call that makes it possible;
-    * jobs are admitted in submission order, while fewer than `max_concurrent` are preparing, ready or running;
+    * each unit runs once, in order, and no two units of a job at once; one that was lost with its device runs again;
+    * a device that could be fed is fed, in the very call that makes it possible, the fastest first;
+    * a job is never fed or admitted before one of a higher priority that could be;
+    * of one priority, jobs are admitted in submission order, while fewer than `max_concurrent` are preparing, ready or
+      running;
     * a job that is stopped gets no further unit, and is released as soon as nothing of it runs;
+    * a job that is paused gets no further unit until it is unpaused, and takes no slot once nothing of it is under way;
     * of a job that is over nothing is kept.
 """
 
@@ -17,13 +20,16 @@ from types import MappingProxyType
 
 from hydra_tune.errors import ConfigError, ScheduleError
 from hydra_tune.schedule.commands import Admit, Command, Release, Run
-from hydra_tune.schedule.events import DeviceAdded, Event
+from hydra_tune.schedule.events import DeviceAdded, DeviceLost, DeviceSlowed, Event
 from hydra_tune.schedule.invariants import violations
-from hydra_tune.schedule.policy import JobView, Policy
-from hydra_tune.schedule.state import Phase, State
+from hydra_tune.schedule.levels import Levels
+from hydra_tune.schedule.policy import JobView, Policy, start_selection
+from hydra_tune.schedule.record import Phase
+from hydra_tune.schedule.state import Draft, State
 from hydra_tune.schedule.transitions import ImpossibleEventError, apply
 
 _STORY_LENGTH = 20
+_DEVICE_EVENTS = (DeviceAdded, DeviceLost, DeviceSlowed)
 
 
 class Scheduler:
@@ -33,8 +39,8 @@ class Scheduler:
 
     Args:
         policy: chooses among eligible jobs.
-        max_concurrent: how many jobs may be admitted at once. A job that waits at a report takes no slot; when it is
-            resumed it goes on at once, even beyond this number, and the next job is admitted only below it again.
+        max_concurrent: how many jobs may be admitted at once. A job that waits at a report, or is paused, takes no slot;
+            when it goes on it does so at once, even beyond this number, and the next job is admitted only below it again.
 
     Raises:
         ConfigError: `max_concurrent` below 1.
@@ -45,7 +51,7 @@ class Scheduler:
             raise ConfigError(f"max_concurrent must be at least 1, not {max_concurrent}")
         self._policy = policy
         self._max_concurrent = max_concurrent
-        self._state = State()
+        self._state = State(levels=Levels(lambda: start_selection(policy)))
         self._stories: dict[str, deque[Event | Command]] = {}  # of each job that is not over; made text when asked for
 
     def handle(self, *events: Event) -> list[Command]:
@@ -65,18 +71,23 @@ class Scheduler:
                 leaves the events taken and their commands lost: the scheduler is not to be used further.
         """
         # A single event that is refused has changed nothing; of several, the earlier ones must leave no trace either.
-        state = self._state if len(events) == 1 else self._state.copy()
+        draft = None if len(events) == 1 else Draft(self._state)
         released: list[Command] = []
+        victims: dict[int, str] = {}
         for position, event in enumerate(events):
+            tables = draft or self._state
+            if isinstance(event, DeviceLost) and (lost := tables.find_device(event.device)) is not None and lost.job:
+                victims[position] = lost.job
             try:
-                over = apply(state, event)
+                over = apply(tables, event)
             except ImpossibleEventError as refusal:
                 raise ScheduleError(self._refusal_text(event, events[:position], str(refusal))) from None
             if over is not None:
                 released.append(Release(job=over))
-        self._state = state
+        if draft is not None:
+            draft.commit()
         commands = [*released, *self._feed(), *self._admit()]
-        self._remember(events, commands)
+        self._remember(events, victims, commands)
         return commands
 
     def check(self) -> None:
@@ -95,18 +106,18 @@ class Scheduler:
 
     @property
     def idle_devices(self) -> tuple[str, ...]:
-        """Devices that run nothing, in the order they were added."""
-        return tuple(self._state.idle_devices())
+        """Devices that run nothing, in the order in which they would be fed: the fastest, then the first added."""
+        return tuple(device for _, _, device in self._state.idle)
 
     @property
     def eligible_jobs(self) -> tuple[str, ...]:
         """Jobs with a unit ready to run."""
-        return tuple(self._state.eligible)
+        return tuple(job for job, record in self._state.jobs.items() if record.view is not None)
 
     @property
     def running(self) -> dict[str, str]:
         """The job whose unit runs, for each device that runs one."""
-        return {device: job for device, job in self._state.devices.items() if job is not None}
+        return {name: device.job for name, device in self._state.devices.items() if device.job is not None}
 
     @property
     def phases(self) -> Mapping[str, Phase]:
@@ -120,49 +131,76 @@ class Scheduler:
 
     def _feed(self) -> list[Command]:
         state, runs = self._state, list[Command]()
-        idle = state.idle_devices()
-        while idle and state.eligible:
-            view = self._choose(idle[0])
-            # Both are idle, so the chosen job is served at once either way, and here nothing is loaded.
-            device = view.shard_device if view.shard_device in idle else idle[0]
-            idle.remove(device)
-            state.put(state.jobs[view.job]._replace(phase=Phase.RUNNING, device=device))
-            state.devices[device] = view.job
-            runs.append(Run(job=view.job, device=device, unit=view.unit))
+        while state.num_eligible and state.idle:
+            view = self._choose(state.idle[0][2])
+            record, device = state.jobs[view.job], state.devices[self._place(view)]
+            state.num_runs += 1
+            record.phase, record.turn = Phase.RUNNING, state.num_runs
+            record.device = record.last_device = device.device
+            state.put(record)
+            device.job = view.job
+            state.put_device(device)
+            runs.append(Run(job=view.job, device=device.device, unit=view.unit))
         return runs
 
     def _choose(self, device: str) -> JobView:
-        candidates = tuple(self._state.eligible.values())
-        view = self._policy.choose(device, candidates)
-        if not isinstance(view, JobView) or self._state.eligible.get(view.job) is not view:
+        levels = self._state.levels
+        highest = levels.highest
+        view = levels.choose(device)
+        record = self._state.jobs.get(view.job) if isinstance(view, JobView) else None
+        if record is None or record.view is not view or view.priority != highest:
+            views = [record.view for record in self._state.jobs.values() if record.view is not None]
             raise ScheduleError(
                 f"{type(self._policy).__name__}.choose gave {view!r} for device {device!r}, expected one of "
-                f"{[candidate.job for candidate in candidates]}; a policy must return one of its candidates"
+                f"{[other.job for other in views if other.priority == highest]}; a policy must return one of its candidates"
             )
         return view
 
+    def _place(self, view: JobView) -> str:
+        """The idle device that runs the chosen unit: of the fastest, the one where least is to be moved."""
+        state = self._state
+        speed, _, asked = state.idle[0]
+        for name in (view.shard_device, view.last_device):
+            # That one is idle too, so the job is served at once either way, and the device that asked is asked again.
+            place = state.devices[name].idle_place if name is not None else None
+            if name is not None and place is not None and place[0] == speed:
+                return name
+        return asked
+
     def _admit(self) -> list[Command]:
         state, admitted = self._state, list[Command]()
-        while state.queue and state.num_slots_taken < self._max_concurrent:
-            job = next(iter(state.queue))
-            state.put(state.jobs[job]._replace(phase=Phase.PREPARING))
-            admitted.append(Admit(job=job))
+        while state.num_slots_taken < self._max_concurrent and (record := state.next_queued()) is not None:
+            record.phase = Phase.PREPARING
+            state.put(record)
+            admitted.append(Admit(job=record.job))
         return admitted
 
-    def _remember(self, events: tuple[Event, ...], commands: list[Command]) -> None:
-        for entry in (*events, *commands):
-            if isinstance(entry, DeviceAdded):
-                continue
-            if isinstance(entry, Release) or entry.job not in self._state.jobs:
-                self._stories.pop(entry.job, None)
-            else:
-                self._stories.setdefault(entry.job, deque(maxlen=_STORY_LENGTH)).append(entry)
+    def _remember(self, events: tuple[Event, ...], victims: dict[int, str], commands: list[Command]) -> None:
+        for position, event in enumerate(events):
+            if not isinstance(event, _DEVICE_EVENTS):
+                self._remember_one(event.job, event)
+            elif position in victims:
+                self._remember_one(victims[position], event)
+        for command in commands:
+            self._remember_one(command.job, command)
+
+    def _remember_one(self, job: str, entry: Event | Command) -> None:
+        if job not in self._state.jobs:
+            self._stories.pop(job, None)
+            return
+        story = self._stories.get(job)
+        if story is None:
+            story = self._stories[job] = deque(maxlen=_STORY_LENGTH)
+        story.append(entry)
 
     def _refusal_text(self, event: Event, before: tuple[Event, ...], found: str) -> str:
-        if isinstance(event, DeviceAdded):
-            return f"impossible event {event!r}: {found}; report it to the scheduler once"
+        if isinstance(event, _DEVICE_EVENTS):
+            return (
+                f"impossible event {event!r}: {found}. Whoever drives the scheduler adds a device before anything else is "
+                "told of it, and loses it once"
+            )
         story = self.story(event.job)
-        story += [repr(other) for other in before if not isinstance(other, DeviceAdded) and other.job == event.job]
+        story += [repr(other) for other in before if not isinstance(other, _DEVICE_EVENTS) and other.job == event.job]
         told = "; ".join(story) or "nothing is known of it"
         return (
             f"impossible event {event!r}: {found}. The job's story, oldest first: {told}. "

@@ -2,22 +2,44 @@
 
 import difflib
 from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 
 from hydra_tune.errors import ConfigError
+from hydra_tune.schedule.fair import Fair
 from hydra_tune.schedule.fifo import Fifo
+from hydra_tune.schedule.lpt import LPT
 from hydra_tune.schedule.lrtf import ShardedLRTF
-from hydra_tune.schedule.policy import Policy
+from hydra_tune.schedule.lrtf_paper import LRTFPaper
+from hydra_tune.schedule.policy import IncrementalPolicy, Policy
+from hydra_tune.schedule.random_choice import RandomChoice
+from hydra_tune.schedule.round_robin import RoundRobin
+from hydra_tune.schedule.srtf import SRTF
 
-POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType({"lrtf": ShardedLRTF, "fifo": Fifo})
+POLICIES: Mapping[str, Callable[[], IncrementalPolicy]] = MappingProxyType(
+    {
+        "lrtf": ShardedLRTF,
+        "lrtf_paper": LRTFPaper,
+        "srtf": SRTF,
+        "fifo": Fifo,
+        "round_robin": RoundRobin,
+        "fair": Fair,
+        "lpt": LPT,
+        "random": RandomChoice,
+    }
+)
 """Name to a callable that makes one; `"lrtf"` is the default everywhere."""
+
+ENTRY_POINTS = "hydra_tune.policies"
+"""The group in which an installed package names policies of its own; each entry is called without arguments."""
 
 
 def make_policy(policy: str | Policy) -> Policy:
     """Make a policy from its name, or take one that is made already.
 
     Args:
-        policy: a name in `POLICIES`, or any object with the method of `Policy`.
+        policy: a name in `POLICIES`, the name of an entry point in the group `ENTRY_POINTS`, or any object with the
+            method of `Policy`.
 
     Returns:
         The policy.
@@ -25,18 +47,31 @@ def make_policy(policy: str | Policy) -> Policy:
     Raises:
         ConfigError: an unknown name, or an object without `choose`.
     """
-    if isinstance(policy, str):
-        make = POLICIES.get(policy)
-        if make is None:
-            close = difflib.get_close_matches(policy.lower(), POLICIES, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "or give an object with choose(device, candidates)"
-            raise ConfigError(f"policy must be one of {', '.join(map(repr, POLICIES))}, not {policy!r}; {hint}")
+    if not isinstance(policy, str):
+        return _checked(policy, f"policy must be one of {_quoted(list(POLICIES))} or an object")
+    make = POLICIES.get(policy)
+    if make is not None:
         return make()
+    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if policy in installed:
+        return _load(installed[policy])
+    names = [*POLICIES, *(name for name in installed if name not in POLICIES)]
+    close = difflib.get_close_matches(policy.lower(), names, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "or give an object with choose(device, candidates)"
+    raise ConfigError(f"policy must be one of {_quoted(names)}, not {policy!r}; {hint}")
+
+
+def _load(entry: EntryPoint) -> Policy:
+    return _checked(entry.load()(), f"the entry point {entry.name!r} ({entry.value}) must make an object")
+
+
+def _checked(policy: object, expected: str) -> Policy:
     if isinstance(policy, type):
         raise ConfigError(f"policy must be an object, not the class {policy.__name__}; write {policy.__name__}()")
     if not isinstance(policy, Policy):
-        raise ConfigError(
-            f"policy must be one of {', '.join(map(repr, POLICIES))} or an object with choose(device, candidates), "
-            f"not {policy!r}"
-        )
+        raise ConfigError(f"{expected} with choose(device, candidates), not {policy!r}")
     return policy
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(map(repr, names))

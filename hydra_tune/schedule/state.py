@@ -1,77 +1,18 @@
-"""`State`: everything the scheduler remembers, and the one place where it changes.
+"""`State`: everything the scheduler remembers, and the one place where it changes; `Draft`: changes not yet taken.
 
-Records are frozen, so a copy of the state is a copy of its tables. `put` and `drop` keep the tables that only repeat
-what the records say (the queue, the eligible jobs, the slots taken) in step with them; `verify` in `invariants.py`
-recomputes each.
+`put` and `drop` keep what only repeats the records (the queue, the idle devices, the slots taken, what the policy was
+told) in step with them; `invariants.py` recomputes each.
 """
 
-from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
-from types import MappingProxyType
-from typing import NamedTuple
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 
+from hydra_tune.schedule.levels import Levels
 from hydra_tune.schedule.policy import JobView
-from hydra_tune.schedule.units import Unit
+from hydra_tune.schedule.record import DeviceRecord, JobRecord, Phase
 
-
-class Phase(StrEnum):
-    """Where a job stands. A job that is over has no phase: it is forgotten."""
-
-    QUEUED = "queued"
-    """Submitted; holds nothing."""
-    PREPARING = "preparing"
-    """Admitted; nothing of it can run yet. Takes a slot."""
-    READY = "ready"
-    """Eligible: its next unit waits for a device. Takes a slot."""
-    RUNNING = "running"
-    """One unit of it is on a device. Takes a slot."""
-    WAITING = "waiting"
-    """No next unit until its report is answered. Takes no slot: whoever answers may be waiting for other jobs first."""
-
-    @property
-    def takes_slot(self) -> bool:
-        """Whether a job in this phase counts against `max_concurrent`."""
-        return self is not Phase.QUEUED and self is not Phase.WAITING
-
-
-class JobRecord(NamedTuple):
-    """What is known of one job; a tuple, because one is made at every event.
-
-    Args:
-        job: its name.
-        order: its place in the order of submission.
-        phase: where it stands.
-        stopped: it is to end with what it does now; only while preparing or running.
-        unit: the unit that is ready or running; None in every other phase.
-        device: where the unit runs; None unless running.
-        remaining_seconds: predicted time of what is left.
-        step_seconds: predicted time of one training step.
-        shard_devices: for each shard that is on a device, that device.
-    """
-
-    job: str
-    order: int
-    phase: Phase = Phase.QUEUED
-    stopped: bool = False
-    unit: Unit | None = None
-    device: str | None = None
-    remaining_seconds: float = 0.0
-    step_seconds: float = 0.0
-    shard_devices: Mapping[int, str] = MappingProxyType({})
-
-    def view(self) -> JobView:
-        """What a policy sees of this job; it must be ready."""
-        assert self.unit is not None
-        return JobView(
-            job=self.job,
-            order=self.order,
-            unit=self.unit,
-            remaining_seconds=self.remaining_seconds,
-            step_seconds=self.step_seconds,
-            shard_device=self.shard_devices.get(self.unit.shard),
-        )
+_QUEUED, _READY = Phase.QUEUED, Phase.READY  # looked up for every unit, and an enum's members are slow to look up
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,54 +20,218 @@ class State:
     """All jobs that are not over, and all devices.
 
     Args:
+        levels: the policy's side: what it was told of each ready job.
         jobs: every job by name, in submission order.
-        devices: every device, in the order added, and the job whose unit it runs; None if it is idle.
-        queue: the queued jobs, in submission order.
-        eligible: what a policy sees of each ready job.
+        devices: every device, in the order added.
+        idle: the places of the idle devices, rising: the first is fed first.
+        num_eligible: ready jobs.
         num_slots_taken: jobs that count against `max_concurrent`.
         num_submitted: jobs ever submitted: the next one's order.
+        num_devices_added: devices ever added: the next one's index.
+        num_runs: units ever started.
     """
 
+    levels: Levels = field(repr=False)
     jobs: dict[str, JobRecord] = field(default_factory=dict)
-    devices: dict[str, str | None] = field(default_factory=dict)
-    queue: OrderedDict[str, None] = field(default_factory=OrderedDict)  # a plain dict is slow to lose its first key
-    eligible: dict[str, JobView] = field(default_factory=dict)
+    devices: dict[str, DeviceRecord] = field(default_factory=dict)
+    idle: list[tuple[float, int, str]] = field(default_factory=list)
+    num_eligible: int = 0
     num_slots_taken: int = 0
     num_submitted: int = 0
+    num_devices_added: int = 0
+    num_runs: int = 0
+    _queue: list[tuple[int, int, str]] = field(default_factory=list)  # a heap; jobs that left are dropped when on top
+
+    def find(self, job: str) -> JobRecord | None:
+        """What is known of a job. To change it, change the record and `put` it."""
+        return self.jobs.get(job)
+
+    def find_device(self, device: str) -> DeviceRecord | None:
+        """What is known of a device. To change it, change the record and `put_device` it."""
+        return self.devices.get(device)
+
+    def all_jobs(self) -> list[JobRecord]:
+        """What is known of every job."""
+        return list(self.jobs.values())
 
     def put(self, record: JobRecord) -> None:
-        """Add a job, or replace what is known of it."""
-        self._unlist(record.job)
+        """Add a job, or take the changes to its record, which may be another object than before."""
+        old = self.jobs.get(record.job)
+        if old is not None and old.order != record.order:
+            self.drop(old.job)  # over and submitted again within one call: its place is behind the others
+            old = None
+        told, counted = (None, False) if old is None else (old.view, old.is_counted)
+        phase = record.phase
+        view = record.make_view() if phase is _READY else None
+        if view == told:
+            view = told  # the very object that the policy has
+        else:
+            if told is not None:
+                self._withdraw(told)
+            if view is not None:
+                self.levels.add(view)
+                self.num_eligible += 1
+        record.view = view
+        record.is_counted = phase.takes_slot
+        self.num_slots_taken += record.is_counted - counted
         self.jobs[record.job] = record
-        self.num_slots_taken += record.phase.takes_slot
-        if record.phase is Phase.READY:
-            self.eligible[record.job] = record.view()
-        elif record.phase is Phase.QUEUED:
-            self.queue[record.job] = None
+        if phase is _QUEUED and not record.paused:
+            heappush(self._queue, (-record.priority, record.order, record.job))
 
     def drop(self, job: str) -> None:
         """Forget a job that is over."""
-        self._unlist(job)
-        del self.jobs[job]
+        old = self.jobs.pop(job)
+        if old.view is not None:
+            self._withdraw(old.view)
+        self.num_slots_taken -= old.is_counted
 
-    def idle_devices(self) -> list[str]:
-        """Devices that run nothing, in the order they were added."""
-        return [device for device, job in self.devices.items() if job is None]
+    def put_device(self, record: DeviceRecord) -> None:
+        """Add a device, or take the changes to its record, which may be another object than before."""
+        old = self.devices.get(record.device)
+        if old is not None and old.index != record.index:
+            self.drop_device(old.device)  # lost and added again within one call
+            old = None
+        if old is not None and old.idle_place is not None:
+            self._take_from_idle(old.idle_place)
+        if old is None or old.told_speed != record.speed:
+            self.levels.set_speed(record.device, record.speed)
+        record.told_speed = record.speed
+        record.idle_place = None
+        if record.job is None:
+            record.idle_place = (-record.speed, record.index, record.device)
+            insort(self.idle, record.idle_place)
+        self.devices[record.device] = record
 
-    def copy(self) -> "State":
-        """Another state that says the same and changes on its own."""
-        return State(
-            jobs=self.jobs.copy(),
-            devices=self.devices.copy(),
-            queue=self.queue.copy(),
-            eligible=self.eligible.copy(),
-            num_slots_taken=self.num_slots_taken,
-            num_submitted=self.num_submitted,
-        )
+    def drop_device(self, device: str) -> None:
+        """Forget a device that is lost."""
+        old = self.devices.pop(device)
+        if old.idle_place is not None:
+            self._take_from_idle(old.idle_place)
+        self.levels.set_speed(device, 0.0)
 
-    def _unlist(self, job: str) -> None:
-        old = self.jobs.get(job)
-        if old is not None:
-            self.num_slots_taken -= old.phase.takes_slot
-            self.eligible.pop(job, None)
-            self.queue.pop(job, None)
+    def number_job(self) -> int:
+        """The order of a job that is submitted now."""
+        self.num_submitted += 1
+        return self.num_submitted - 1
+
+    def number_device(self) -> int:
+        """The index of a device that is added now."""
+        self.num_devices_added += 1
+        return self.num_devices_added - 1
+
+    def next_queued(self) -> JobRecord | None:
+        """The job to be admitted next; None if none is queued."""
+        queue = self._queue
+        while queue:
+            negative, order, job = queue[0]
+            record = self.jobs.get(job)
+            if record is not None and _is_queued(record) and (-record.priority, record.order) == (negative, order):
+                return record
+            heappop(queue)
+        return None
+
+    def _withdraw(self, view: JobView) -> None:
+        self.levels.remove(view)
+        self.num_eligible -= 1
+
+    def _take_from_idle(self, place: tuple[float, int, str]) -> None:
+        del self.idle[bisect_left(self.idle, place)]
+
+
+class Draft:
+    """Changes to a state that are not taken yet: a call of several events is refused as a whole.
+
+    Looks like the state it is made from, which is as it was until `commit`. Costs what was looked at, not what there is.
+
+    Args:
+        state: the state.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._jobs: dict[str, JobRecord | None] = {}  # own copies of what was looked at; None is over
+        self._devices: dict[str, DeviceRecord | None] = {}
+        self._num_submitted = state.num_submitted
+        self._num_devices_added = state.num_devices_added
+
+    def find(self, job: str) -> JobRecord | None:
+        """As `State.find`."""
+        if job not in self._jobs:
+            record = self._state.jobs.get(job)
+            if record is None:
+                return None
+            self._jobs[job] = record.copy()
+        return self._jobs[job]
+
+    def find_device(self, device: str) -> DeviceRecord | None:
+        """As `State.find_device`."""
+        if device not in self._devices:
+            record = self._state.devices.get(device)
+            if record is None:
+                return None
+            self._devices[device] = replace(record)
+        return self._devices[device]
+
+    @property
+    def devices(self) -> list[str]:
+        """The names of all devices."""
+        names = dict.fromkeys([*self._state.devices, *self._devices])
+        return [name for name in names if self._devices.get(name, self._state.devices.get(name)) is not None]
+
+    def all_jobs(self) -> list[JobRecord]:
+        """As `State.all_jobs`."""
+        names = dict.fromkeys([*self._state.jobs, *self._jobs])
+        return [record for record in map(self.find, names) if record is not None]
+
+    def put(self, record: JobRecord) -> None:
+        """As `State.put`."""
+        if self._jobs.get(record.job) is None:
+            self._jobs.pop(record.job, None)  # over and submitted again: behind the others
+        self._jobs[record.job] = record
+
+    def drop(self, job: str) -> None:
+        """As `State.drop`."""
+        self._jobs[job] = None
+
+    def put_device(self, record: DeviceRecord) -> None:
+        """As `State.put_device`."""
+        if self._devices.get(record.device) is None:
+            self._devices.pop(record.device, None)
+        self._devices[record.device] = record
+
+    def drop_device(self, device: str) -> None:
+        """As `State.drop_device`."""
+        self._devices[device] = None
+
+    def number_job(self) -> int:
+        """As `State.number_job`."""
+        self._num_submitted += 1
+        return self._num_submitted - 1
+
+    def number_device(self) -> int:
+        """As `State.number_device`."""
+        self._num_devices_added += 1
+        return self._num_devices_added - 1
+
+    def commit(self) -> None:
+        """Take all changes into the state."""
+        state = self._state
+        state.num_submitted, state.num_devices_added = self._num_submitted, self._num_devices_added
+        for device, device_record in self._devices.items():
+            if device_record is not None:
+                state.put_device(device_record)
+            elif device in state.devices:
+                state.drop_device(device)
+        for job, record in self._jobs.items():
+            if record is not None:
+                state.put(record)
+            elif job in state.jobs:
+                state.drop(job)
+
+
+Tables = State | Draft
+"""What events change."""
+
+
+def _is_queued(record: JobRecord) -> bool:
+    return record.phase is Phase.QUEUED and not record.paused

@@ -5,21 +5,29 @@ Choosing what runs next is not done here.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from hydra_tune.schedule.events import (
     DeviceAdded,
+    DeviceLost,
+    DeviceSlowed,
     Event,
     JobAdmitted,
     JobEvent,
+    JobPaused,
     JobRejected,
     JobResumed,
     JobStopped,
     JobSubmitted,
+    JobUnpaused,
+    PriorityChanged,
     ShardMoved,
     UnitFailed,
     UnitFinished,
 )
-from hydra_tune.schedule.state import JobRecord, Phase, State
+from hydra_tune.schedule.record import DeviceRecord, JobRecord, Phase
+from hydra_tune.schedule.state import Tables
 from hydra_tune.schedule.units import Unit
 
 
@@ -27,11 +35,11 @@ class ImpossibleEventError(Exception):
     """An event that cannot have happened in this state; the message says what was found and what was expected."""
 
 
-def apply(state: State, event: Event) -> str | None:
+def apply(tables: Tables, event: Event) -> str | None:
     """Take one event into the state.
 
     Args:
-        state: changed in place.
+        tables: changed in place.
         event: what happened.
 
     Returns:
@@ -40,124 +48,231 @@ def apply(state: State, event: Event) -> str | None:
     Raises:
         ImpossibleEventError: the state is as it was.
     """
-    if isinstance(event, (UnitFinished, UnitFailed)):
-        return _unit_ended(state, event)
-    if isinstance(event, (JobAdmitted, JobRejected)):
-        return _preparation_ended(state, event)
-    match event:
-        case JobResumed():
-            _resume(state, event)
-        case JobStopped():
-            return _stop(state, event)
-        case ShardMoved():
-            _move_shard(state, event)
-        case JobSubmitted():
-            _submit(state, event)
-        case DeviceAdded():
-            _add_device(state, event)
+    return _TRANSITIONS[type(event)](tables, event)
+
+
+# Devices.
+
+
+def _add_device(tables: Tables, event: DeviceAdded) -> None:
+    if tables.find_device(event.device) is not None:
+        raise ImpossibleEventError(f"device {event.device!r} is there already, expected a new one")
+    _check_speed(event.speed)
+    tables.put_device(DeviceRecord(device=event.device, index=tables.number_device(), speed=event.speed))
+
+
+def _slow_device(tables: Tables, event: DeviceSlowed) -> None:
+    device = _expect_device(tables, event.device)
+    _check_speed(event.speed)
+    device.speed = event.speed
+    tables.put_device(device)
+
+
+def _lose_device(tables: Tables, event: DeviceLost) -> str | None:
+    device = _expect_device(tables, event.device)
+    tables.drop_device(event.device)
+    over = None
+    for record in tables.all_jobs():
+        if record.job == device.job and record.stopped:
+            tables.drop(record.job)
+            over = record.job
+        elif record.last_device == event.device or event.device in record.shard_devices.values():
+            _leave_device(record, event.device)
+            tables.put(record)
+    return over
+
+
+def _leave_device(record: JobRecord, device: str) -> None:
+    if record.device == device:
+        record.phase, record.device = _phase_between_units(record), None
+    if record.last_device == device:
+        record.last_device = None
+    record.shard_devices = {shard: place for shard, place in record.shard_devices.items() if place != device}
+
+
+# Jobs.
+
+
+def _submit(tables: Tables, event: JobSubmitted) -> None:
+    known = tables.find(event.job)
+    if known is not None:
+        raise ImpossibleEventError(f"the job is {_describe(known)}, expected a new job")
+    _check_priority(event.priority)
+    tables.put(JobRecord(job=event.job, order=tables.number_job(), priority=event.priority))
+
+
+def _admitted(tables: Tables, event: JobAdmitted) -> str | None:
+    record = _expect(tables, event, Phase.PREPARING)
+    _check_estimates(event.remaining_seconds, event.step_seconds)
+    if record.stopped:
+        tables.drop(event.job)
+        return event.job
+    record.estimate.tell(event.remaining_seconds)
+    record.step_seconds = event.step_seconds
+    _make_ready(tables, record, event.unit)
     return None
 
 
-def _add_device(state: State, event: DeviceAdded) -> None:
-    if event.device in state.devices:
-        raise ImpossibleEventError(f"device {event.device!r} is there already, expected a new one")
-    state.devices[event.device] = None
-
-
-def _submit(state: State, event: JobSubmitted) -> None:
-    if event.job in state.jobs:
-        raise ImpossibleEventError(f"the job is {_describe(state.jobs[event.job])}, expected a new job")
-    state.put(JobRecord(job=event.job, order=state.num_submitted))
-    state.num_submitted += 1
-
-
-def _preparation_ended(state: State, event: JobAdmitted | JobRejected) -> str | None:
-    record = _expect(state, event, Phase.PREPARING)
-    if isinstance(event, JobAdmitted):
-        _check_estimates(event.remaining_seconds, event.step_seconds)
-        if not record.stopped:
-            _make_ready(state, record, event.unit, event.remaining_seconds, event.step_seconds)
-            return None
-    state.drop(event.job)
+def _rejected(tables: Tables, event: JobRejected) -> str:
+    _expect(tables, event, Phase.PREPARING)
+    tables.drop(event.job)
     return event.job
 
 
-def _unit_ended(state: State, event: UnitFinished | UnitFailed) -> str | None:
-    record = _expect(state, event, Phase.RUNNING)
-    if record.device != event.device:
-        raise ImpossibleEventError(f"the job is {_describe(record)}, expected it running on {event.device!r}")
-    if isinstance(event, UnitFailed):
-        state.devices[event.device] = None
-        state.drop(event.job)
-        return event.job
+def _unit_failed(tables: Tables, event: UnitFailed) -> str:
+    _, device = _expect_unit(tables, event)
+    device.job = None
+    tables.put_device(device)
+    tables.drop(event.job)
+    return event.job
+
+
+def _unit_finished(tables: Tables, event: UnitFinished) -> str | None:
+    record, device = _expect_unit(tables, event)
     step_seconds = record.step_seconds if event.step_seconds is None else event.step_seconds
     _check_estimates(event.remaining_seconds, step_seconds)
-    state.devices[event.device] = None
+    if not 0 <= event.seconds < math.inf:
+        raise ImpossibleEventError(f"the unit took {event.seconds} s, expected a finite number from 0")
+    device.job = None
+    tables.put_device(device)
     if record.stopped:
-        state.drop(event.job)
+        tables.drop(event.job)
         return event.job
-    if event.unit is None:
-        state.put(record._replace(phase=Phase.WAITING, unit=None, device=None, step_seconds=step_seconds))
+    assert record.unit is not None
+    record.estimate.finish(record.unit.seconds, event.seconds * device.speed, event.remaining_seconds)
+    record.step_seconds = step_seconds
+    if event.unit is not None:
+        _make_ready(tables, record, event.unit)
     else:
-        _make_ready(state, record, event.unit, event.remaining_seconds, step_seconds)
+        record.phase, record.unit, record.device = Phase.WAITING, None, None
+        tables.put(record)
     return None
 
 
-def _resume(state: State, event: JobResumed) -> None:
-    record = _expect(state, event, Phase.WAITING)
+def _resume(tables: Tables, event: JobResumed) -> None:
+    record = _expect(tables, event, Phase.WAITING)
     _check_estimates(event.remaining_seconds, record.step_seconds)
-    _make_ready(state, record, event.unit, event.remaining_seconds, record.step_seconds)
+    if event.remaining_seconds is not None:
+        record.estimate.tell(event.remaining_seconds)
+    _make_ready(tables, record, event.unit)
 
 
-def _stop(state: State, event: JobStopped) -> str | None:
-    record = _expect(state, event, *Phase)
+def _stop(tables: Tables, event: JobStopped) -> str | None:
+    record = _expect(tables, event)
     if record.phase in (Phase.PREPARING, Phase.RUNNING):
-        state.put(record._replace(stopped=True))
+        record.stopped = True
+        tables.put(record)
         return None
-    state.drop(event.job)
+    tables.drop(event.job)
     return event.job
 
 
-def _move_shard(state: State, event: ShardMoved) -> None:
-    record = _expect(state, event, Phase.PREPARING, Phase.READY, Phase.RUNNING, Phase.WAITING)
-    if event.device is not None and event.device not in state.devices:
-        known = ", ".join(state.devices) or "none"
-        raise ImpossibleEventError(f"device {event.device!r} is unknown, expected one of: {known}")
-    shard_devices = dict(record.shard_devices)
+def _pause(tables: Tables, event: JobPaused) -> None:
+    record = _expect(tables, event)
+    record.paused = True
+    if record.phase is Phase.READY:
+        record.phase = Phase.PAUSED
+    tables.put(record)
+
+
+def _unpause(tables: Tables, event: JobUnpaused) -> None:
+    record = _expect(tables, event)
+    record.paused = False
+    if record.phase is Phase.PAUSED:
+        record.phase = Phase.READY
+    tables.put(record)
+
+
+def _change_priority(tables: Tables, event: PriorityChanged) -> None:
+    record = _expect(tables, event)
+    _check_priority(event.priority)
+    record.priority = event.priority
+    tables.put(record)
+
+
+def _move_shard(tables: Tables, event: ShardMoved) -> None:
+    record = _expect(tables, event, *_WITH_SHARDS)
     if event.device is None:
-        shard_devices.pop(event.shard, None)
+        record.shard_devices = {shard: place for shard, place in record.shard_devices.items() if shard != event.shard}
     else:
-        shard_devices[event.shard] = event.device
-    state.put(record._replace(shard_devices=shard_devices))
+        _expect_device(tables, event.device)
+        record.shard_devices = {**record.shard_devices, event.shard: event.device}
+    tables.put(record)
 
 
-def _make_ready(state: State, record: JobRecord, unit: Unit, remaining_seconds: float, step_seconds: float) -> None:
-    state.put(
-        record._replace(
-            phase=Phase.READY,
-            unit=unit,
-            device=None,
-            remaining_seconds=remaining_seconds,
-            step_seconds=step_seconds,
-        )
-    )
+_WITH_SHARDS = tuple(phase for phase in Phase if phase is not Phase.QUEUED)
+
+_TRANSITIONS: dict[type[Event], Callable[[Tables, Any], str | None]] = {
+    DeviceAdded: _add_device,
+    DeviceLost: _lose_device,
+    DeviceSlowed: _slow_device,
+    JobSubmitted: _submit,
+    JobAdmitted: _admitted,
+    JobRejected: _rejected,
+    UnitFinished: _unit_finished,
+    UnitFailed: _unit_failed,
+    JobResumed: _resume,
+    JobStopped: _stop,
+    JobPaused: _pause,
+    JobUnpaused: _unpause,
+    PriorityChanged: _change_priority,
+    ShardMoved: _move_shard,
+}
+
+# What several of them share.
 
 
-def _expect(state: State, event: JobEvent, *phases: Phase) -> JobRecord:
-    record = state.jobs.get(event.job)
+def _phase_between_units(record: JobRecord) -> Phase:
+    return Phase.PAUSED if record.paused else Phase.READY
+
+
+def _make_ready(tables: Tables, record: JobRecord, unit: Unit) -> None:
+    record.phase, record.unit, record.device = _phase_between_units(record), unit, None
+    tables.put(record)
+
+
+def _expect(tables: Tables, event: JobEvent, *phases: Phase) -> JobRecord:
+    record = tables.find(event.job)
     if record is None:
         raise ImpossibleEventError("the job is unknown or over, expected one that was submitted and not yet released")
-    if record.phase not in phases:
+    if phases and record.phase not in phases:
         raise ImpossibleEventError(f"the job is {_describe(record)}, expected {' or '.join(phases)}")
     return record
 
 
-def _check_estimates(remaining_seconds: float, step_seconds: float) -> None:
+def _expect_unit(tables: Tables, event: UnitFinished | UnitFailed) -> tuple[JobRecord, DeviceRecord]:
+    record = _expect(tables, event, Phase.RUNNING)
+    if record.device != event.device:
+        raise ImpossibleEventError(f"the job is {_describe(record)}, expected it running on {event.device!r}")
+    return record, _expect_device(tables, event.device)
+
+
+def _expect_device(tables: Tables, device: str) -> DeviceRecord:
+    record = tables.find_device(device)
+    if record is None:
+        known = ", ".join(tables.devices) or "none"
+        raise ImpossibleEventError(f"device {device!r} is unknown, expected one of: {known}")
+    return record
+
+
+def _check_estimates(remaining_seconds: float | None, step_seconds: float) -> None:
     # NaN compares false with everything and inf - inf is NaN: either would make the longest job a matter of chance.
-    if math.isnan(remaining_seconds):
+    if remaining_seconds is not None and math.isnan(remaining_seconds):
         raise ImpossibleEventError("remaining_seconds is NaN, expected a number of seconds")
     if not 0 <= step_seconds < math.inf:
         raise ImpossibleEventError(f"step_seconds is {step_seconds}, expected a finite number from 0")
+
+
+def _check_speed(speed: float) -> None:
+    if not 0 < speed < math.inf:
+        raise ImpossibleEventError(
+            f"the speed is {speed}, expected a finite number above 0; a device that is gone is lost"
+        )
+
+
+def _check_priority(priority: int) -> None:
+    if not isinstance(priority, int):
+        raise ImpossibleEventError(f"the priority is {priority!r}, expected an int")
 
 
 def _describe(record: JobRecord) -> str:

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from hydra_tune.schedule import POLICIES, JobView, Policy, Unit, make_policy, makespan_bound
+from hydra_tune.schedule import POLICIES, JobView, LRTFPaper, Policy, Unit, make_policy, makespan_bound
 from tests.unit.schedule.driver import drive
+from tests.unit.schedule.oracles import ORACLES
 
 DEVICES = ("cpu:0", "cpu:1")
 
@@ -20,6 +21,9 @@ def some_views(rng):
             remaining_seconds=float(rng.choice([0, 1, 2, 2, 50])),
             step_seconds=float(rng.choice([0, 1, 10])),
             shard_device=rng.choice([None, *DEVICES]),
+            done_seconds=float(rng.choice([0, 1, 2, 50])),
+            turn=rng.choice([0, 1, order + 2]),
+            last_device=rng.choice([None, *DEVICES]),
         )
         for order in orders
     ]
@@ -56,6 +60,46 @@ def test_it_chooses_a_candidate_whatever_their_order(policy, rng):
         assert any(chosen is view for view in views)
         rng.shuffle(views)
         assert policy.choose(DEVICES[0], tuple(views)) is chosen
+
+
+SELECTIONS = {name: (make_policy(name), oracle) for name, oracle in ORACLES.items()} | {
+    "lrtf_paper, scan": (LRTFPaper(structure="scan"), ORACLES["lrtf_paper"])
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_kept_in_order_it_chooses_as_one_look_at_every_candidate(name, rng):
+    """Over a history long enough for its structures to be cleared several times."""
+    policy, oracle = SELECTIONS[name]
+    selection, eligible = policy.start(), {}
+    for _ in range(600):
+        for view in some_views(rng):
+            if view.job in eligible:
+                selection.remove(eligible.pop(view.job))
+            if rng.random() < 0.7:
+                eligible[view.job] = view
+                selection.add(view)
+        for device in DEVICES:
+            if eligible:
+                chosen = selection.choose(device)
+                assert chosen is oracle(device, list(eligible.values()))
+                if rng.random() < 0.5:
+                    selection.remove(eligible.pop(chosen.job))
+
+
+def test_one_policy_serves_several_schedulers(policy, rng):
+    """What changes is in the selections, so two that hear the same choose the same."""
+    views = some_views(rng)
+    first, second = policy.start(), policy.start()
+    for view in views:
+        first.add(view)
+    for _ in views:
+        first.remove(first.choose(DEVICES[0]))
+    third = policy.start()
+    for view in views:
+        second.add(view)
+        third.add(view)
+    assert second.choose(DEVICES[0]) is third.choose(DEVICES[0])
 
 
 def test_it_remembers_nothing(policy, rng):

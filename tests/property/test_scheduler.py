@@ -1,17 +1,24 @@
 """The scheduler under any sequence of events that can happen, and its schedules against the bound."""
 
+import pytest
 from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hydra_tune.errors import ScheduleError
 from hydra_tune.schedule import (
     Admit,
     DeviceAdded,
+    DeviceLost,
+    DeviceSlowed,
     JobAdmitted,
+    JobPaused,
     JobRejected,
     JobResumed,
     JobStopped,
     JobSubmitted,
+    JobUnpaused,
+    PriorityChanged,
     Release,
     Run,
     Scheduler,
@@ -20,38 +27,59 @@ from hydra_tune.schedule import (
     Unit,
     UnitFailed,
     UnitFinished,
-    make_policy,
     makespan_bound,
 )
 from tests.unit.schedule.driver import drive
+from tests.unit.schedule.oracles import some_policies
 
 SHARDS = 3
 SECONDS = st.integers(0, 20).map(float)
+SPEEDS = st.sampled_from([0.25, 0.5, 1.0, 2.0])
+PRIORITIES = st.sampled_from([0, 0, 0, 1, -1])
+DEVICES = ("cpu:0", "cpu:1", "cpu:2")
 
 
 class AnyHistory(RuleBasedStateMachine):
     """Plays the pool with books of its own, and holds the scheduler's commands against them."""
 
-    @initialize(policy=st.sampled_from(["lrtf", "fifo"]), max_concurrent=st.integers(1, 4))
+    @initialize(policy=st.sampled_from(sorted(some_policies())), max_concurrent=st.integers(1, 4))
     def start(self, policy, max_concurrent):
         self.max_concurrent = max_concurrent
-        self.scheduler = Scheduler(policy=make_policy(policy), max_concurrent=max_concurrent)
+        self.scheduler = Scheduler(policy=some_policies()[policy], max_concurrent=max_concurrent)
         self.num_jobs = 0
         self.queued, self.preparing, self.waiting = [], [], []
         self.ready, self.running = {}, {}  # job -> its next unit; job -> (device, unit)
-        self.idle, self.devices = set(), []
+        self.held = {}  # like ready, of paused jobs
+        self.idle, self.speeds = set(), {}  # every device has a speed
         self.stopped, self.over = set(), set()  # over: a Release must come in this very call
+        self.paused, self.priorities = set(), {}
         self.num_made = {}  # units of a job made so far; a unit carries its number in `kind`
+        self.pending, self.num_held_back = [], 0  # events that have happened and are not told yet
 
     def tell(self, *events):
+        self.pending += events
+        if self.num_held_back:
+            self.num_held_back -= 1
+        else:
+            self.flush()
+
+    def flush(self):
+        events, self.pending = self.pending, []
+        if len(events) > 1:  # refused with one that cannot be, they leave no trace
+            before = repr(self.scheduler._state)
+            with pytest.raises(ScheduleError):
+                self.scheduler.handle(*events, JobStopped(job="nobody"))
+            assert repr(self.scheduler._state) == before
         for command in self.scheduler.handle(*events):
             if isinstance(command, Admit):
                 assert len(self.preparing) + len(self.ready) + len(self.running) < self.max_concurrent
-                assert command.job == self.queued.pop(0), "admission is in submission order"
+                admissible = [job for job in self.queued if job not in self.paused]
+                first = min(admissible, key=lambda job: -self.priorities[job])  # of equals the first submitted
+                assert command.job == first, "admission is by priority, then in submission order"
+                self.queued.remove(command.job)
                 self.preparing.append(command.job)
             elif isinstance(command, Run):
-                assert command.job not in self.running, "one unit of a job at a time"
-                assert command.unit == self.ready.pop(command.job), "each unit once, in order"
+                self.check_run(command)
                 self.idle.remove(command.device)
                 self.running[command.job] = (command.device, command.unit)
             else:
@@ -60,27 +88,72 @@ class AnyHistory(RuleBasedStateMachine):
                 self.stopped.discard(command.job)
         assert not self.over, "released at once"
 
+    def check_run(self, command):
+        assert command.job not in self.running, "one unit of a job at a time"
+        assert self.priorities[command.job] == max(self.priorities[job] for job in self.ready), "higher goes first"
+        assert self.speeds[command.device] == max(self.speeds[device] for device in self.idle), (
+            "the fastest is fed first"
+        )
+        assert command.unit == self.ready.pop(command.job), "each unit once, in order"
+
     def next_unit(self, job, shard):
         self.num_made[job] = self.num_made.get(job, -1) + 1
         return Unit(kind=str(self.num_made[job]), shard=shard, seconds=1.0)
 
+    def make_ready(self, job, unit):
+        (self.held if job in self.paused else self.ready)[job] = unit
+
     def alive(self):
-        return [*self.queued, *self.preparing, *self.ready, *self.running, *self.waiting]
+        return [*self.queued, *self.preparing, *self.ready, *self.running, *self.waiting, *self.held]
 
-    @precondition(lambda self: len(self.devices) < 3)
-    @rule()
-    def add_device(self):
-        device = f"cpu:{len(self.devices)}"
-        self.devices.append(device)
+    @rule(count=st.integers(1, 4))
+    def hold_back(self, count):
+        """What happens next is told together."""
+        self.num_held_back = count
+
+    @precondition(lambda self: len(self.speeds) < len(DEVICES))
+    @rule(data=st.data(), speed=SPEEDS)
+    def add_device(self, data, speed):
+        device = data.draw(st.sampled_from([device for device in DEVICES if device not in self.speeds]))
+        self.speeds[device] = speed
         self.idle.add(device)
-        self.tell(DeviceAdded(device=device))
+        self.tell(DeviceAdded(device=device, speed=speed))
 
-    @rule(count=st.integers(1, 3))
-    def submit(self, count):
+    @precondition(lambda self: self.speeds)
+    @rule(data=st.data(), is_fatal=st.booleans())
+    def lose_device(self, data, is_fatal):
+        device = data.draw(st.sampled_from(sorted(self.speeds)))
+        del self.speeds[device]
+        self.idle.discard(device)
+        events = [DeviceLost(device=device)]
+        for job in [job for job, (place, _) in self.running.items() if place == device]:
+            _, unit = self.running.pop(job)
+            if job in self.stopped:
+                self.over.add(job)
+            elif is_fatal:
+                self.over.add(job)
+                events.append(JobStopped(job=job))
+            else:
+                self.make_ready(job, unit)
+        if len(events) > 1:  # both in one call, or the unit would run elsewhere before the job is stopped
+            self.num_held_back += 1
+            self.tell(events.pop(0))
+        self.tell(*events)
+
+    @precondition(lambda self: self.speeds)
+    @rule(data=st.data(), speed=SPEEDS)
+    def slow_device(self, data, speed):
+        device = data.draw(st.sampled_from(sorted(self.speeds)))
+        self.speeds[device] = speed
+        self.tell(DeviceSlowed(device=device, speed=speed))
+
+    @rule(count=st.integers(1, 3), priority=PRIORITIES)
+    def submit(self, count, priority):
         jobs = [f"job{self.num_jobs + index}" for index in range(count)]
         self.num_jobs += count
         self.queued += jobs
-        self.tell(*[JobSubmitted(job=job) for job in jobs])
+        self.priorities.update(dict.fromkeys(jobs, priority))
+        self.tell(*[JobSubmitted(job=job, priority=priority) for job in jobs])
 
     @precondition(lambda self: self.preparing)
     @rule(data=st.data(), shard=st.integers(0, SHARDS - 1), remaining=SECONDS, step=SECONDS, rejected=st.booleans())
@@ -91,13 +164,19 @@ class AnyHistory(RuleBasedStateMachine):
         if rejected or job in self.stopped:
             self.over.add(job)
         else:
-            self.ready[job] = unit
+            self.make_ready(job, unit)
         admitted = JobAdmitted(job=job, unit=unit, remaining_seconds=remaining, step_seconds=step)
         self.tell(JobRejected(job=job) if rejected else admitted)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), shard=st.integers(0, SHARDS - 1), remaining=SECONDS, step=st.none() | SECONDS)
-    def finish_unit(self, data, shard, remaining, step):
+    @rule(
+        data=st.data(),
+        shard=st.integers(0, SHARDS - 1),
+        seconds=SECONDS,
+        remaining=st.none() | SECONDS,
+        step=st.none() | SECONDS,
+    )
+    def finish_unit(self, data, shard, seconds, remaining, step):
         job = data.draw(st.sampled_from(sorted(self.running)))
         device, _ = self.running.pop(job)
         self.idle.add(device)
@@ -107,9 +186,11 @@ class AnyHistory(RuleBasedStateMachine):
         elif unit is None:
             self.waiting.append(job)
         else:
-            self.ready[job] = unit
+            self.make_ready(job, unit)
         self.tell(
-            UnitFinished(job=job, device=device, seconds=1.0, unit=unit, remaining_seconds=remaining, step_seconds=step)
+            UnitFinished(
+                job=job, device=device, seconds=seconds, unit=unit, remaining_seconds=remaining, step_seconds=step
+            )
         )
 
     @precondition(lambda self: self.running)
@@ -122,12 +203,13 @@ class AnyHistory(RuleBasedStateMachine):
         self.tell(UnitFailed(job=job, device=device))
 
     @precondition(lambda self: self.waiting)
-    @rule(data=st.data(), shard=st.integers(0, SHARDS - 1), remaining=SECONDS)
+    @rule(data=st.data(), shard=st.integers(0, SHARDS - 1), remaining=st.none() | SECONDS)
     def resume(self, data, shard, remaining):
         job = data.draw(st.sampled_from(self.waiting))
         self.waiting.remove(job)
-        self.ready[job] = self.next_unit(job, shard)
-        self.tell(JobResumed(job=job, unit=self.ready[job], remaining_seconds=remaining))
+        unit = self.next_unit(job, shard)
+        self.make_ready(job, unit)
+        self.tell(JobResumed(job=job, unit=unit, remaining_seconds=remaining))
 
     @precondition(lambda self: self.alive())
     @rule(data=st.data())
@@ -138,24 +220,54 @@ class AnyHistory(RuleBasedStateMachine):
         else:
             self.over.add(job)
             self.ready.pop(job, None)
+            self.held.pop(job, None)
             for jobs in (self.queued, self.waiting):
                 if job in jobs:
                     jobs.remove(job)
         self.tell(JobStopped(job=job))
 
-    @precondition(lambda self: self.devices and len(self.alive()) > len(self.queued))
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data())
+    def pause(self, data):
+        job = data.draw(st.sampled_from(self.alive()))
+        self.paused.add(job)
+        if job in self.ready:
+            self.held[job] = self.ready.pop(job)
+        self.tell(JobPaused(job=job))
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data(), of_all=st.booleans())
+    def unpause(self, data, of_all):
+        alive = self.alive()
+        jobs = alive if of_all else [job for job in alive if job in self.paused] or alive
+        job = data.draw(st.sampled_from(jobs))
+        self.paused.discard(job)
+        if job in self.held:
+            self.ready[job] = self.held.pop(job)
+        self.tell(JobUnpaused(job=job))
+
+    @precondition(lambda self: self.alive())
+    @rule(data=st.data(), priority=PRIORITIES)
+    def change_priority(self, data, priority):
+        job = data.draw(st.sampled_from(self.alive()))
+        self.priorities[job] = priority
+        self.tell(PriorityChanged(job=job, priority=priority))
+
+    @precondition(lambda self: self.speeds and len(self.alive()) > len(self.queued))
     @rule(data=st.data(), shard=st.integers(0, SHARDS - 1))
     def move_shard(self, data, shard):
         job = data.draw(st.sampled_from(self.alive()[len(self.queued) :]))
-        device = data.draw(st.none() | st.sampled_from(self.devices))
+        device = data.draw(st.none() | st.sampled_from(sorted(self.speeds)))
         self.tell(ShardMoved(job=job, shard=shard, device=device))
 
     @invariant()
     def consistent(self):
+        if self.pending:
+            return
         self.scheduler.check()
         assert not (self.idle and self.ready), "every device that could be fed is fed"
         slots = len(self.preparing) + len(self.ready) + len(self.running)
-        assert slots >= self.max_concurrent or not self.queued, "no slot is left empty"
+        assert slots >= self.max_concurrent or set(self.queued) <= self.paused, "no slot is left empty"
         assert set(self.scheduler.idle_devices) == self.idle
         assert set(self.scheduler.eligible_jobs) == set(self.ready)
         assert self.scheduler.running == {device: job for job, (device, _) in self.running.items()}
@@ -164,8 +276,16 @@ class AnyHistory(RuleBasedStateMachine):
         """Everything finishes: each job is answered, runs to its end, and nothing of it is kept."""
         if not hasattr(self, "scheduler"):
             return
-        if not self.devices:
-            self.add_device()
+        self.num_held_back = 0
+        self.flush()
+        if not self.speeds:
+            self.speeds["cpu:0"] = 1.0
+            self.idle.add("cpu:0")
+            self.tell(DeviceAdded(device="cpu:0"))
+        for job in self.alive():
+            self.paused.discard(job)
+            self.ready.update({job: self.held.pop(job)} if job in self.held else {})
+            self.tell(JobUnpaused(job=job))
         for _ in self.alive():  # each round ends at least one job
             for job in list(self.preparing):
                 self.preparing.remove(job)
@@ -192,8 +312,8 @@ class AnyHistory(RuleBasedStateMachine):
 TestAnyHistory = AnyHistory.TestCase
 # One bug at a time and no explanations: a failure is told in seconds and not in minutes.
 TestAnyHistory.settings = settings(
-    max_examples=100,
-    stateful_step_count=40,
+    max_examples=150,
+    stateful_step_count=50,
     deadline=None,
     report_multiple_bugs=False,
     phases=set(Phase) - {Phase.explain},

@@ -307,7 +307,13 @@ def test_a_file_that_is_not_one(problems, text, problem):
             "4:21: hydra.num_shards: must be a whole number of at least 1, or layer, not 'layers'",
         ),
         ("hydra: {max_concurrent: 0}", "4:25: hydra.max_concurrent: must be >= 1, not 0"),
-        ("hydra: {policy: lifo}", "4:17: hydra.policy: must be one of lrtf, fifo, not 'lifo'; did you mean 'fifo'?"),
+        (
+            "hydra: {policy: lifo}",
+            (
+                "4:17: hydra.policy: must be one of lrtf, lrtf_paper, srtf, fifo, round_robin, fair, lpt, random, not 'lifo'; "
+                "did you mean 'fifo'?"
+            ),
+        ),
     ],
 )
 def test_a_wrong_key_or_value(problems, more, problem):

@@ -1,17 +1,25 @@
 """The scheduler's rules one by one. That they hold in any order of events is guarded in tests/property."""
 
+from dataclasses import replace
+
 import pytest
 
 from hydra_tune.errors import ConfigError, ScheduleError
 from hydra_tune.schedule import (
     Admit,
     DeviceAdded,
+    DeviceLost,
+    DeviceSlowed,
     Fifo,
+    IncrementalPolicy,
     JobAdmitted,
+    JobPaused,
     JobRejected,
     JobResumed,
     JobStopped,
     JobSubmitted,
+    JobUnpaused,
+    PriorityChanged,
     Release,
     Run,
     Scheduler,
@@ -166,7 +174,7 @@ def test_a_failed_job_fails_alone():
     machine = scheduler(num_devices=2)
     start(machine, "a", "b")
     assert machine.handle(UnitFailed(job="a", device="cpu:0")) == [Release(job="a")]
-    assert machine.handle(finished("b", device="cpu:1")) == [run("b", SECOND)]
+    assert machine.handle(finished("b", device="cpu:1")) == [run("b", SECOND, "cpu:1")]
 
 
 def test_nothing_is_kept_of_jobs_that_are_over():
@@ -210,6 +218,172 @@ def test_a_new_step_time_holds_from_then_on():
     assert machine.handle(finished("a", remaining_seconds=19.0)) == [run("a", SECOND)], "no slack yet"
     # 18 - 7 = 11: b, whose shard is here, is within the slack.
     assert machine.handle(finished("a", remaining_seconds=18.0, step_seconds=7.0)) == [run("b", SECOND)]
+
+
+def test_a_paused_job_gets_no_unit_until_it_is_unpaused():
+    machine = scheduler()
+    start(machine, "running", "ready")
+    assert machine.handle(JobPaused(job="ready")) == []
+    assert machine.phases["ready"] == "paused"
+    assert machine.handle(JobPaused(job="running")) == []
+    assert machine.handle(finished("running")) == [], "the unit that ran was let finish"
+    assert machine.num_slots_taken == 0
+    assert machine.handle(JobUnpaused(job="running")) == [run("running", SECOND)]
+    assert machine.handle(JobUnpaused(job="ready")) == []
+    assert machine.handle(finished("running", unit=None)) == [run("ready")]
+
+
+def test_a_paused_job_gives_its_slot_up_and_goes_on_beyond_the_slots():
+    machine = scheduler(num_devices=2, max_concurrent=1)
+    submit(machine, "a", "b")
+    machine.handle(admitted("a"))
+    assert machine.handle(JobPaused(job="a")) == []
+    assert machine.handle(finished("a")) == [Admit(job="b")]
+    machine.handle(admitted("b"))
+    assert machine.handle(JobUnpaused(job="a")) == [run("a", SECOND, "cpu:1")]
+    assert machine.num_slots_taken == 2
+
+
+def test_a_job_paused_while_queued_is_passed_over_and_keeps_its_place():
+    machine = scheduler(max_concurrent=1)
+    submit(machine, "a", "b", "c", "d")
+    machine.handle(JobPaused(job="b"))
+    assert machine.handle(JobStopped(job="a"), JobRejected(job="a")) == [Release(job="a"), Admit(job="c")]
+    machine.handle(JobUnpaused(job="b"))
+    assert machine.handle(JobRejected(job="c")) == [Release(job="c"), Admit(job="b")]
+
+
+def test_a_job_paused_while_it_waits_or_prepares_is_held_when_its_unit_is_ready():
+    machine = scheduler()
+    submit(machine, "preparing")
+    machine.handle(JobPaused(job="preparing"))
+    assert machine.handle(admitted("preparing")) == []
+    start(machine, "waiting")
+    machine.handle(finished("waiting", unit=None))
+    machine.handle(JobPaused(job="waiting"))
+    assert machine.handle(JobResumed(job="waiting", unit=FIRST, remaining_seconds=1.0)) == []
+    assert dict(machine.phases) == {"preparing": "paused", "waiting": "paused"}
+    assert machine.handle(JobUnpaused(job="waiting")) == [run("waiting")]
+    assert machine.handle(JobStopped(job="preparing")) == [Release(job="preparing")]
+
+
+def test_a_higher_priority_is_fed_and_admitted_first():
+    machine = scheduler(max_concurrent=3, policy=ShardedLRTF())
+    submit(machine, "long", "short")
+    machine.handle(admitted("long", remaining_seconds=90.0), admitted("short", remaining_seconds=1.0))
+    assert machine.running == {"cpu:0": "long"}
+    assert machine.handle(PriorityChanged(job="short", priority=1)) == [], "the unit that runs is let finish"
+    assert machine.handle(finished("long", remaining_seconds=80.0)) == [run("short")]
+    submit(machine, "next", "a")
+    assert machine.handle(JobSubmitted(job="b", priority=-1), JobSubmitted(job="c", priority=2)) == []
+    assert machine.handle(JobRejected(job="next")) == [Release(job="next"), Admit(job="c")]
+    assert machine.handle(JobRejected(job="c")) == [Release(job="c"), Admit(job="a")]
+    assert machine.handle(JobRejected(job="a")) == [Release(job="a"), Admit(job="b")]
+
+
+def test_a_one_method_policy_sees_the_highest_priority_only():
+    seen = []
+
+    class Sees:
+        def choose(self, device, candidates):
+            seen.append({view.job for view in candidates})
+            return candidates[0]
+
+    machine = scheduler(num_devices=0, policy=Sees())
+    start(machine, "a", "b", "c")
+    machine.handle(PriorityChanged(job="b", priority=1), PriorityChanged(job="c", priority=1))
+    for index in range(3):
+        machine.handle(DeviceAdded(device=f"cpu:{index}"))
+    assert seen == [{"b", "c"}, {"b", "c"} - {machine.running["cpu:0"]}, {"a"}]
+
+
+def test_a_unit_lost_with_its_device_runs_again_elsewhere():
+    machine = scheduler(num_devices=2)
+    start(machine, "a", "b")
+    machine.handle(ShardMoved(job="b", shard=0, device="cpu:0"))
+    assert machine.handle(DeviceLost(device="cpu:0")) == []
+    assert machine.running == {"cpu:1": "b"}
+    assert machine.story("a")[-1] == repr(DeviceLost(device="cpu:0"))
+    assert machine.handle(finished("b", unit=FIRST, device="cpu:1")) == [run("a", FIRST, "cpu:1")]
+    with pytest.raises(ScheduleError, match=r"the job is running on 'cpu:1'.*oldest first: .*DeviceLost.*Run"):
+        machine.handle(finished("a"))
+    assert machine.handle(DeviceAdded(device="cpu:0")) == [run("b")], "it may come back under its name"
+
+
+def test_a_device_or_a_name_that_comes_back_in_the_same_call_is_behind_the_others():
+    machine = scheduler(num_devices=2)
+    submit(machine, "a", "b")
+    machine.handle(DeviceLost(device="cpu:0"), DeviceAdded(device="cpu:0"))
+    machine.check()
+    assert machine.idle_devices == ("cpu:1", "cpu:0")
+    machine.handle(JobRejected(job="a"), JobSubmitted(job="a"))
+    machine.check()
+    assert list(machine.phases) == ["b", "a"]
+
+
+def test_a_job_that_cannot_go_on_without_the_lost_device_is_stopped_in_the_same_call():
+    machine = scheduler(num_devices=2)
+    start(machine, "a", "b")
+    assert machine.handle(DeviceLost(device="cpu:0"), JobStopped(job="a")) == [Release(job="a")]
+    machine.handle(JobStopped(job="b"))
+    assert machine.handle(DeviceLost(device="cpu:1")) == [Release(job="b")], "it was to end with its unit"
+    assert machine.idle_devices == ()
+
+
+def test_the_fastest_idle_device_is_fed_first():
+    machine = scheduler(num_devices=2)
+    machine.handle(DeviceSlowed(device="cpu:0", speed=0.5))
+    assert machine.idle_devices == ("cpu:1", "cpu:0")
+    assert start(machine, "a", "b") == [run("a", device="cpu:1"), run("b", device="cpu:0")]
+
+
+def test_a_lone_job_leaves_a_slowed_device_though_its_shard_is_there():
+    machine = scheduler(num_devices=2)
+    start(machine, "a")
+    machine.handle(ShardMoved(job="a", shard=1, device="cpu:0"))
+    assert machine.handle(finished("a")) == [run("a", SECOND)]
+    machine.handle(DeviceSlowed(device="cpu:0", speed=0.5))
+    assert machine.handle(finished("a")) == [run("a", SECOND, "cpu:1")]
+
+
+def test_a_speed_aware_selection_hears_of_devices():
+    heard = []
+
+    class Hears(IncrementalPolicy):
+        def start(self):
+            selection = Fifo().start()
+            selection.set_speed = lambda device, speed: heard.append((device, speed))
+            return selection
+
+    machine = scheduler(policy=Hears())
+    start(machine, "a")
+    machine.handle(DeviceSlowed(device="cpu:0", speed=0.5), DeviceAdded(device="cpu:1"))
+    machine.handle(DeviceLost(device="cpu:0"))
+    assert heard == [("cpu:0", 1.0), ("cpu:0", 0.5), ("cpu:1", 1.0), ("cpu:0", 0.0)]
+
+
+def remaining(machine, job):
+    return machine._state.jobs[job].estimate.remaining_seconds
+
+
+def test_what_is_left_follows_from_the_units_that_finished():
+    machine = scheduler()
+    submit(machine, "a")
+    machine.handle(admitted("a", remaining_seconds=10.0))
+    longer = UnitFinished(job="a", device="cpu:0", seconds=3.0, unit=FIRST, remaining_seconds=None)
+    machine.handle(longer)
+    assert remaining(machine, "a") == 9.0 * 3.0, "a unit of 1 s took 3"
+    machine.handle(replace(longer, seconds=1.0))
+    assert remaining(machine, "a") == 8.0 * 2.0
+    machine.handle(replace(longer, remaining_seconds=5.0))
+    assert remaining(machine, "a") == 5.0, "what is told is believed"
+    machine.handle(DeviceSlowed(device="cpu:0", speed=0.5))
+    machine.handle(replace(longer, seconds=2.0))
+    assert remaining(machine, "a") == 4.0, "two seconds on a device half as fast are as predicted"
+    machine.handle(replace(longer, unit=None, seconds=2.0))
+    machine.handle(JobResumed(job="a", unit=FIRST, remaining_seconds=None))
+    assert remaining(machine, "a") == 3.0
+    assert machine._state.jobs["a"].estimate.done_seconds == 3.0 + 1.0 + 3.0 + 1.0 + 1.0
 
 
 def test_the_story_is_the_last_events_and_commands():
@@ -271,6 +445,21 @@ IMPOSSIBLE = {
         ShardMoved(job="ready", shard=0, device="cpu:9"),
         "device 'cpu:9' is unknown, expected one of: cpu:0",
     ),
+    "added at speed 0": (DeviceAdded(device="cpu:1", speed=0.0), "the speed is 0.0, expected a finite number above 0"),
+    "slowed to NaN": (DeviceSlowed(device="cpu:0", speed=NAN), "the speed is nan, expected a finite number above 0"),
+    "slowed but unknown": (
+        DeviceSlowed(device="cpu:9", speed=1.0),
+        "device 'cpu:9' is unknown, expected one of: cpu:0",
+    ),
+    "lost but unknown": (DeviceLost(device="cpu:9"), "device 'cpu:9' is unknown, expected one of: cpu:0"),
+    "paused but over": (JobPaused(job="over"), "the job is unknown or over"),
+    "unpaused but over": (JobUnpaused(job="over"), "the job is unknown or over"),
+    "a priority between two": (PriorityChanged(job="ready", priority=0.5), "the priority is 0.5, expected an int"),
+    "submitted with no priority": (JobSubmitted(job="new", priority=None), "the priority is None, expected an int"),
+    "took less than no time": (
+        UnitFinished(job="running", device="cpu:0", seconds=-1.0, unit=SECOND, remaining_seconds=1.0),
+        "the unit took -1.0 s, expected a finite number from 0",
+    ),
     "remaining is NaN": (finished("running", remaining_seconds=NAN), "remaining_seconds is NaN"),
     "resumed with NaN": (JobResumed(job="waiting", unit=FIRST, remaining_seconds=NAN), "remaining_seconds is NaN"),
     "step is infinite": (admitted("preparing", step_seconds=float("inf")), "step_seconds is inf, expected a finite"),
@@ -306,12 +495,18 @@ def test_a_refused_call_leaves_no_trace_of_its_earlier_events():
     submit(machine, "preparing", "queued")
     earlier = [
         DeviceAdded(device="cpu:1"),
-        JobSubmitted(job="new"),
+        DeviceSlowed(device="cpu:0", speed=0.5),
+        JobPaused(job="ready"),
+        PriorityChanged(job="ready", priority=3),
+        JobUnpaused(job="ready"),
+        JobSubmitted(job="new", priority=2),
         JobStopped(job="queued"),
         JobStopped(job="ready"),
         ShardMoved(job="running", shard=0, device="cpu:1"),
         admitted("preparing"),
         finished("running"),
+        DeviceLost(device="cpu:1"),
+        DeviceAdded(device="cpu:1"),
     ]
     before = snapshot(machine)
     with pytest.raises(ScheduleError, match="the job is unknown or over"):
@@ -323,7 +518,7 @@ def test_a_refused_call_leaves_no_trace_of_its_earlier_events():
 
 def test_the_story_in_a_refusal_includes_the_events_of_the_same_call():
     machine = scheduler()
-    with pytest.raises(ScheduleError, match=r"oldest first: JobSubmitted\(job='a'\)\. "):
+    with pytest.raises(ScheduleError, match=r"oldest first: JobSubmitted\(job='a', priority=0\)\. "):
         machine.handle(JobSubmitted(job="a"), finished("a"))
 
 
@@ -334,16 +529,21 @@ def test_check_finds_what_is_wrong():
     submit(machine, "queued")
     machine.check()
     state = machine._state
-    state.devices["cpu:0"] = None
-    state.queue.clear()
+    state.devices["cpu:0"].job = None
+    state.idle.append((-1.0, 7, "cpu:7"))
+    state._queue.clear()
     state.num_slots_taken = 1
-    state.eligible["running"] = state.jobs["running"].view()
+    state.jobs["running"].view = state.jobs["running"].make_view()
+    state.jobs["ready"].paused = True
     with pytest.raises(ScheduleError) as caught:
         machine.check()
     for found in (
         "runs on 'cpu:0', which runs None",
-        "the queue is []",
+        "the idle devices are [(-1.0, 7, 'cpu:7')]",
+        "None would be admitted next, expected the first of ['queued']",
         "1 slots are counted",
-        "the eligible jobs are",
+        "'running' is running, and the policy was told JobView",
+        "1 jobs are eligible, by priority {0: 1}, expected {0: 2}",
+        "job 'ready' is ready, and the user's pause is True",
     ):
         assert found in str(caught.value)

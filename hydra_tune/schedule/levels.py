@@ -1,0 +1,72 @@
+"""`Levels`: keeps priorities, so that no policy has to."""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+
+from hydra_tune.schedule.policy import JobView, Selection, SpeedAware
+
+
+class Levels:
+    """All eligible jobs, in one selection for each priority; the highest that has a job is asked.
+
+    A selection is kept when its last job goes: what it knows beside its jobs (a random stream, a job promised to a
+    device) holds when the next one comes.
+
+    Args:
+        start: makes an empty selection.
+    """
+
+    def __init__(self, start: Callable[[], Selection]) -> None:
+        self._start = start
+        self._selections: dict[int, Selection] = {}
+        self._counts: dict[int, int] = {}
+        self._rising: list[int] = []  # priorities that have a job
+        self._speeds: dict[str, float] = {}
+
+    @property
+    def highest(self) -> int:
+        """The highest priority that has an eligible job; there must be one."""
+        return self._rising[-1]
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """The eligible jobs of each priority that has any."""
+        return {priority: self._counts[priority] for priority in self._rising}
+
+    def add(self, view: JobView) -> None:
+        """A job has become eligible."""
+        priority = view.priority
+        if not self._counts.get(priority):
+            if priority not in self._selections:
+                self._open(priority)
+            self._counts[priority] = 0
+            insort(self._rising, priority)
+        self._counts[priority] += 1
+        self._selections[priority].add(view)
+
+    def remove(self, view: JobView) -> None:
+        """A job is no longer eligible."""
+        priority = view.priority
+        self._counts[priority] -= 1
+        if not self._counts[priority]:
+            del self._rising[bisect_left(self._rising, priority)]
+        self._selections[priority].remove(view)
+
+    def choose(self, device: str) -> JobView:
+        """Ask the selection of the highest priority."""
+        return self._selections[self._rising[-1]].choose(device)
+
+    def set_speed(self, device: str, speed: float) -> None:
+        """Tell the selections that care how fast a device is; 0 is lost."""
+        self._speeds[device] = speed
+        for selection in self._selections.values():
+            if isinstance(selection, SpeedAware):
+                selection.set_speed(device, speed)
+        if not speed:
+            del self._speeds[device]
+
+    def _open(self, priority: int) -> None:
+        selection = self._selections[priority] = self._start()
+        if isinstance(selection, SpeedAware):
+            for device, speed in self._speeds.items():
+                selection.set_speed(device, speed)

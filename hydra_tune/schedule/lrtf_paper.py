@@ -1,0 +1,62 @@
+"""`LRTFPaper`: Sharded-LRTF as the paper prints it, to compare with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.schedule.early import EarlyBinding
+from hydra_tune.schedule.heap import Smallest
+from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Scan, Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRTFPaper(IncrementalPolicy):
+    """The job with the longest remaining time, wherever its shards are; of equals the earliest submitted.
+
+    Args:
+        structure: `"scan"` is Algorithm 2's loop over all models. `"heap"` is the structure of the footnote "an alternate
+            data structure to record shard references can enable even constant-time selection": the choice is the top of
+            a heap, and what it costs is to put a job back into the heap when its unit is finished, a logarithm. Both
+            choose the same.
+        idle_only: choose as section 5.2 does, for the buffer: when a unit starts on a device, the one that follows it
+            there is chosen, among the models that are idle then. See `EarlyBinding`.
+
+    Source:
+        HYDRA (Nagrecha and Kumar), sections 5.2 and 5.3, Algorithm 2 and footnote 4.
+
+    Differs:
+        * The formula, printed as `((m_e - 1) x m_b + m_ce - 1) x` and cut off there, must be the total remaining time,
+          `... x m_t + m_cm`; that is what `remaining_seconds` is.
+        * The loop begins with a longest time of 0 and so chooses nothing where nothing is left; here the earliest
+          submitted is chosen then.
+
+    Raises:
+        ConfigError: another structure.
+    """
+
+    structure: Literal["scan", "heap"] = "heap"
+    idle_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.structure not in ("scan", "heap"):
+            raise ConfigError(f"structure must be 'scan' or 'heap', not {self.structure!r}")
+
+    def start(self) -> Selection:
+        """Make an empty selection."""
+        selection = Smallest(_shortness) if self.structure == "heap" else Scan(_Algorithm2())
+        return EarlyBinding(selection) if self.idle_only else selection
+
+
+def _shortness(view: JobView) -> float:
+    return min(-view.remaining_seconds, 0.0)  # where nothing is left all are equal, as for the paper's loop
+
+
+class _Algorithm2:
+    def choose(self, device: str, candidates: Sequence[JobView]) -> JobView:  # noqa: ARG002 - the policy's signature
+        models = sorted(candidates, key=lambda view: view.order)
+        max_train_time, max_model = 0.0, models[0]
+        for model in models:
+            if model.remaining_seconds > max_train_time:
+                max_train_time, max_model = model.remaining_seconds, model
+        return max_model

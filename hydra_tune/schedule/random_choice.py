@@ -1,0 +1,44 @@
+"""`RandomChoice`: any eligible job. What every policy has to beat."""
+
+import random
+from dataclasses import dataclass
+
+from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomChoice(IncrementalPolicy):
+    """An eligible job, all equally likely, drawn from a stream that the seed and the events determine.
+
+    Args:
+        seed: of the stream.
+    """
+
+    seed: int = 0
+
+    def start(self) -> Selection:
+        """Make an empty selection with a stream of its own."""
+        return _RandomSelection(self.seed)
+
+
+class _RandomSelection:
+    def __init__(self, seed: int) -> None:
+        self._stream = random.Random(seed)  # noqa: S311 - a schedule, no secret
+        self._views: list[JobView] = []
+        self._places: dict[str, int] = {}
+
+    def add(self, view: JobView) -> None:
+        """Put the job at the end."""
+        self._places[view.job] = len(self._views)
+        self._views.append(view)
+
+    def remove(self, view: JobView) -> None:
+        """Take the job out; the last one takes its place."""
+        place, last = self._places.pop(view.job), self._views.pop()
+        if last is not view:
+            self._views[place] = last
+            self._places[last.job] = place
+
+    def choose(self, device: str) -> JobView:  # noqa: ARG002 - every device is served alike
+        """Draw one."""
+        return self._views[int(self._stream.random() * len(self._views))]

@@ -1,0 +1,116 @@
+"""What the scheduler knows of one job and of one device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from hydra_tune.schedule.estimates import Estimate
+from hydra_tune.schedule.policy import JobView
+from hydra_tune.schedule.units import Unit
+
+
+class Phase(StrEnum):
+    """Where a job stands. A job that is over has no phase: it is forgotten."""
+
+    QUEUED = "queued"
+    """Submitted; holds nothing."""
+    PREPARING = "preparing"
+    """Admitted; nothing of it can run yet. Takes a slot."""
+    READY = "ready"
+    """Eligible: its next unit waits for a device. Takes a slot."""
+    RUNNING = "running"
+    """One unit of it is on a device. Takes a slot."""
+    WAITING = "waiting"
+    """No next unit until its report is answered. Takes no slot: whoever answers may be waiting for other jobs first."""
+    PAUSED = "paused"
+    """Its next unit is held back by the user. Takes no slot, like a waiting job, and like it goes on at once."""
+
+    @property
+    def takes_slot(self) -> bool:
+        """Whether a job in this phase counts against `max_concurrent`."""
+        return self in _TAKE_SLOT
+
+
+_TAKE_SLOT = (Phase.RUNNING, Phase.READY, Phase.PREPARING)
+
+
+@dataclass(slots=True, kw_only=True)
+class JobRecord:
+    """What is known of one job. Changed by `transitions.py` and the scheduler, then given to `put` of the state.
+
+    Args:
+        job: its name.
+        order: its place in the order of submission.
+        priority: higher goes first.
+        phase: where it stands.
+        stopped: it is to end with what it does now; only while preparing or running.
+        paused: the user holds it back; takes effect once nothing of it is under way.
+        unit: the unit that is ready, held back or running; None in every other phase.
+        device: where the unit runs; None unless running.
+        estimate: predicted time of what is left, and of what was done.
+        step_seconds: predicted time of one training step.
+        shard_devices: for each shard that is on a device, that device.
+        turn: the number of its last `Run` among all; 0 before the first.
+        last_device: where its last unit ran or runs; None before the first, and once that device is lost.
+        view: what the policy was told of it; None if it was told nothing. Kept by `State.put`.
+        is_counted: whether it is in `num_slots_taken`. Kept by `State.put`.
+    """
+
+    job: str
+    order: int
+    priority: int = 0
+    phase: Phase = Phase.QUEUED
+    stopped: bool = False
+    paused: bool = False
+    unit: Unit | None = None
+    device: str | None = None
+    estimate: Estimate = field(default_factory=Estimate)
+    step_seconds: float = 0.0
+    shard_devices: Mapping[int, str] = field(default_factory=dict)
+    turn: int = 0
+    last_device: str | None = None
+    view: JobView | None = None
+    is_counted: bool = False
+
+    def make_view(self) -> JobView:
+        """What a policy sees of this job; it must be ready."""
+        unit = self.unit
+        assert unit is not None
+        return JobView(
+            self.job,
+            self.order,
+            unit,
+            self.estimate.remaining_seconds,
+            self.step_seconds,
+            self.shard_devices.get(unit.shard),
+            self.priority,
+            self.estimate.done_seconds,
+            self.turn,
+            self.last_device,
+        )
+
+    def copy(self) -> "JobRecord":
+        """Another record that says the same and changes on its own."""
+        return replace(self, estimate=replace(self.estimate))
+
+
+@dataclass(slots=True, kw_only=True)
+class DeviceRecord:
+    """What is known of one device.
+
+    Args:
+        device: its name.
+        index: its place in the order of adding.
+        speed: 1 is nominal.
+        job: the job whose unit it runs; None if it is idle.
+        idle_place: its entry among the idle devices, which are fed in this order, the fastest first; None if it is not
+            idle. Kept by `State.put_device`.
+        told_speed: what the policy was told. Kept by `State.put_device`.
+    """
+
+    device: str
+    index: int
+    speed: float = 1.0
+    job: str | None = None
+    idle_place: tuple[float, int, str] | None = None
+    told_speed: float = 0.0

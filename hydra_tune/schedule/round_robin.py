@@ -1,0 +1,18 @@
+"""`RoundRobin`: every job in turn."""
+
+from dataclasses import dataclass
+
+from hydra_tune.schedule.heap import Smallest
+from hydra_tune.schedule.policy import IncrementalPolicy, Selection
+
+
+@dataclass(frozen=True)
+class RoundRobin(IncrementalPolicy):
+    """The eligible job whose last unit was started longest ago; first those without one, in order of submission.
+
+    All jobs get equally many units, so long as none waits.
+    """
+
+    def start(self) -> Selection:
+        """Make an empty selection."""
+        return Smallest(lambda view: view.turn)
