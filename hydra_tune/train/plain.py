@@ -49,6 +49,9 @@ class PlainResult:
 def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
     """Train a task to its end with a plain PyTorch loop.
 
+    Draws from the process's own random generators, as a plain loop does: not to be run beside a pool at work in the same
+    process, for the two would draw from each other's streams.
+
     Args:
         task: what to train.
         report: called with `(step, metrics)` after each report; returning False prunes. The step is the epoch, from 0,

@@ -60,7 +60,7 @@ def run(specs: list[Spec], **options: Any) -> list[Seen]:
         devices = pool.stats().devices.values()
     seen = sorted(tracker.peak_bytes, reverse=True)
     counted = sorted((device.peak_bytes for device in devices), reverse=True)
-    assert seen, [result.error for result in results]
+    assert seen or all(result.status == "failed" for result in results), [result.error for result in results]
     for tracked, ledger in zip(seen, counted, strict=False):
         assert tracked <= ledger <= max(device.budget_bytes for device in devices), (seen, counted)
     return [Seen(result, *plans.get(id(task), ({}, {}))) for task, result in zip(tasks, results, strict=True)]

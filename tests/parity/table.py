@@ -8,7 +8,10 @@ leaves the page as it is, if any run gives other bits.
 import logging
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ BEGIN, END = "<!-- begin: written by `make models-table` -->", "<!-- end -->"
 OPTIONS = {"devices": "cpu:2", "device_memory": "64MiB", "num_shards": 3}
 OPTIMIZED = ("mlp", "masks", "shared_module")
 _MAX_REASON = 170
+_MODELS_AT_ONCE = 6  # share one reference process, whose start takes seconds
 
 Outcomes = dict[tuple[str, str], str]
 
@@ -86,27 +90,52 @@ def rewritten(page: str, tables: str) -> str:
     return f"{before}{BEGIN}\n{tables}\n{END}{after}"
 
 
+def batched(names: Iterable[str], count: int) -> Iterator[list[str]]:
+    """Lists of at most `count` names."""
+    rest = iter(names)
+    while part := list(islice(rest, count)):
+        yield part
+
+
 def observe() -> tuple[Outcomes, Outcomes, dict[str, dict[str, list[str]]]]:
-    """Train everything, one pool for each model."""
+    """Train everything, one pool for each model, in two processes."""
+    parts = [[spec for name in names for spec in product([name])] for names in batched(ENTRIES, _MODELS_AT_ONCE)]
+    parts += [[Spec(name, "schedule per step", o) for o in (*OPTIMIZERS, *OTHERS)] for name in OPTIMIZED]
+    with ProcessPoolExecutor(2, get_context("spawn"), initializer=_quiet) as processes:
+        found = list(processes.map(observe_part, parts))
     models: Outcomes = {}
     optimizers: Outcomes = {}
     reasons: dict[str, dict[str, list[str]]] = {}
-    tries = [Spec(name, "schedule per step", optimizer) for name in OPTIMIZED for optimizer in (*OPTIMIZERS, *OTHERS)]
-    references = reference_of([*product(), *tries])
-    for name in ENTRIES:
-        start, specs = time.perf_counter(), product([name])
-        for spec, seen in zip(specs, run(specs, **OPTIONS), strict=True):
-            cell, why = outcome(spec, seen, references[spec])
-            models[name, spec.feature] = cell
+    for number, cells in enumerate(found):
+        by_model = number < len(found) - len(OPTIMIZED)
+        for spec, (cell, why) in cells:
+            if by_model:
+                models[spec.model, spec.feature] = cell
+            else:
+                optimizers[spec.model, spec.optimizer] = cell
             if why:
-                reasons.setdefault(name, {}).setdefault(_general(why), []).append(spec.feature)
-        _say(f"{name}: {time.perf_counter() - start:.1f} s, {sorted({c for (n, _), c in models.items() if n == name})}")
-    for spec, seen in zip(tries, run(tries, **OPTIONS), strict=True):
-        cell, why = outcome(spec, seen, references[spec])
-        optimizers[spec.model, spec.optimizer] = cell
-        if why:
-            reasons.setdefault(spec.optimizer, {}).setdefault(why, []).append(spec.model)
+                row, where = (spec.model, spec.feature) if by_model else (spec.optimizer, spec.model)
+                reasons.setdefault(row, {}).setdefault(_general(why), []).append(where)
     return models, optimizers, reasons
+
+
+def observe_part(specs: list[Spec]) -> list[tuple[Spec, tuple[str, str]]]:
+    """Train some tasks, those of one model in one pool; a cell and its reason for each."""
+    references = reference_of(specs)
+    cells: list[tuple[Spec, tuple[str, str]]] = []
+    for name in dict.fromkeys(spec.model for spec in specs):
+        start, same = time.perf_counter(), [spec for spec in specs if spec.model == name]
+        found = [
+            (spec, outcome(spec, one, references[spec])) for spec, one in zip(same, run(same, **OPTIONS), strict=True)
+        ]
+        cells += found
+        _say(f"{name}: {time.perf_counter() - start:.1f} s, {sorted({cell for _, (cell, _) in found})}")
+    return cells
+
+
+def _quiet() -> None:
+    torch.set_num_threads(1)
+    logging.getLogger("torch").setLevel(logging.ERROR)
 
 
 def _general(why: str) -> str:
@@ -120,8 +149,6 @@ def _say(line: str) -> None:
 
 def main() -> None:
     """Observe everything, then write the page."""
-    torch.set_num_threads(1)
-    logging.getLogger("torch").setLevel(logging.ERROR)
     tables = render(*observe())
     PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
