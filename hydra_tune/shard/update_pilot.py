@@ -15,6 +15,8 @@ from hydra_tune.shard.analysis import fake_like
 from hydra_tune.shard.capture import StateSpec
 from hydra_tune.shard.pilot import StorageTracker, UpdatePilot, aligned, quiet_collector
 
+_LATE = 10_000  # a step by which every optimizer does all that it ever does
+
 
 def optimizer_pilot(
     optimizer: Optimizer, parameters: dict[str, Tensor], specs: dict[str, StateSpec], *, alignment: int
@@ -62,6 +64,8 @@ def _measure(
         kept = tracker.current_bytes
         tracker.peak_bytes = tracker.current_bytes
         stand_in.step()
+        _grow_old(stand_in)
+        stand_in.step()
         later = tracker.peak_bytes - kept
     state = [
         aligned(value.untyped_storage().nbytes(), alignment)
@@ -70,6 +74,16 @@ def _measure(
         if isinstance(value, Tensor)
     ]
     return sum(state), later, first
+
+
+def _grow_old(optimizer: Optimizer) -> None:
+    """Some optimizers do more after a number of steps (RAdam adapts from the sixth on)."""
+    for entries in optimizer.state.values():
+        step = entries.get("step")
+        if isinstance(step, Tensor):
+            step.fill_(_LATE)
+        elif isinstance(step, int | float) and not isinstance(step, bool):
+            entries["step"] = type(step)(_LATE)
 
 
 def stand_in_for(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:

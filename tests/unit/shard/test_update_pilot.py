@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from hydra_tune import HydraExecutor
 from hydra_tune.shard.capture import state_specs
 from hydra_tune.shard.update_pilot import optimizer_pilot
-from tests.support.tracker import Account, Mode
+from tests.support.tracker import Account, Mode, StorageTracker
+from tests.unit.pool.tasks import task
 
 NAMES = ["0.weight", "0.bias", "1.weight"]
 
@@ -46,7 +48,7 @@ def pilot(optimizer, module, names, alignment=1):
 
 
 def measured(optimizer, module, names):
-    """State, workspace of a later update, workspace of the first, of real updates."""
+    """State, the most workspace of later updates, workspace of the first, of real updates."""
     parameters = [module.get_parameter(name) for name in names]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -64,7 +66,8 @@ def measured(optimizer, module, names):
         later.follow([v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)])
         before = later.current_bytes
         with Mode(later):
-            optimizer.step()
+            for _ in range(8):  # some do more after a few
+                optimizer.step()
     finally:
         gc.enable()
     return kept - base, later.peak_bytes - before, first
@@ -143,3 +146,14 @@ def test_alignment_counts_for_each_state_tensor():
     optimizer = torch.optim.Adam(module.parameters())
     state, _, _ = pilot(optimizer, module, ["0.bias"], alignment=512)
     assert state == 3 * 512, "two moments and a step counter"
+
+
+def test_an_optimizer_that_does_more_after_some_steps_is_measured_then():
+    """RAdam adapts from its sixth step on, and needs more room for that."""
+    described = task(optimizer=partial(torch.optim.RAdam, lr=1e-3), epochs=4)
+    tracker = StorageTracker()
+    with HydraExecutor(devices="cpu:1", num_shards=3, instrument=tracker) as pool:
+        (result,) = pool.run([described])
+        ledger = pool.stats().devices["cpu:0"].peak_bytes
+    assert result.error is None
+    assert max(tracker.peak_bytes) <= ledger
