@@ -184,14 +184,18 @@ def _check_data(task: TrainTask) -> None:
         raise TaskError("batch_size is only for a Dataset; a DataLoader or a callable makes its own batches")
 
 
-def _check_not_empty(name: str, handle: object) -> None:
-    if isinstance(handle, IterableDataset) or not isinstance(handle, Sized):
-        return
+def length_of(handle: object) -> int | None:
+    """`len(handle)`, or None for what has no length."""
+    if not isinstance(handle, Sized):
+        return None
     try:
-        length = len(handle)
+        return len(handle)
     except (TypeError, NotImplementedError, AttributeError):
-        return  # a DataLoader is Sized, but what it takes its length from may have none
-    if length == 0:
+        return None  # a DataLoader is Sized, but what it takes its length from may have none
+
+
+def _check_not_empty(name: str, handle: object) -> None:
+    if not isinstance(handle, IterableDataset) and length_of(handle) == 0:
         raise TaskError(f"{name} is empty: {type(handle).__name__} of length 0")
 
 

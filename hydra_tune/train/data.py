@@ -4,14 +4,14 @@ The one part that the plain loop and the pool share, so that both draw the same 
 iterating moves them, once per `iter()` and perhaps once per batch. Knows nothing of models, shards or devices.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hydra_tune.errors import TaskError
-from hydra_tune.task import Batch, DataHandle
+from hydra_tune.task import Batch, DataHandle, length_of
 
 
 def make_loader(handle: DataHandle, batch_size: int | None, shuffle: bool) -> Iterable[Batch]:
@@ -53,7 +53,7 @@ def num_batches(handle: DataHandle, batch_size: int | None = None) -> int | None
     Returns:
         The number of batches, or None where only iterating would tell.
     """
-    length = _length(handle)
+    length = length_of(handle)
     if length is None or isinstance(handle, DataLoader) or not isinstance(handle, Dataset):
         return length
     return None if batch_size is None else -(-length // batch_size)
@@ -81,15 +81,6 @@ def no_batch(name: str, handle: DataHandle, epoch: int | None = None) -> TaskErr
 def num_samples(batch: Batch) -> int:
     """Samples in a batch: the first dimension of the first tensor in it that has one, else 1."""
     return next((leaf.size(0) for leaf in _tensors(batch) if leaf.dim() > 0), 1)
-
-
-def _length(handle: object) -> int | None:
-    if not isinstance(handle, Sized):
-        return None
-    try:
-        return len(handle)
-    except (TypeError, NotImplementedError, AttributeError):
-        return None  # a DataLoader is Sized, but what it takes its length from may have none
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
