@@ -19,7 +19,7 @@ from hydra_tune.errors import CaptureError
 from hydra_tune.memory.saved import HostCopy, Packed, SavedTensors
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.capture import describe, named_state
-from hydra_tune.shard.own_state import replaced_buffers
+from hydra_tune.shard.own_state import check_state
 from hydra_tune.shard.pilot import StorageTracker, quiet_collector
 from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.rules import GradientRules
@@ -120,7 +120,7 @@ class EagerPilot:
                 kept = results["loss"].detach().clone()  # as a backward unit does
                 GradientRules.of(self._task).objective(results["loss"]).backward()  # type: ignore[no-untyped-call]
                 del kept
-        replaced_buffers(state, twin)
+        check_state(state, twin)
         return tuple(results)
 
 

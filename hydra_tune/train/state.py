@@ -19,7 +19,7 @@ from hydra_tune.memory.block import Block, Group, Kind
 from hydra_tune.memory.pager import bring_home, drop
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.library import Layout
-from hydra_tune.shard.own_state import put_back, replaced_buffers
+from hydra_tune.shard.own_state import check_state
 from hydra_tune.shard.plan import Plan
 from hydra_tune.train.gradients import Gradients
 
@@ -69,16 +69,13 @@ class ModelState:
         """Those of these parameters that the optimizer has."""
         return {name: values[name] for name in self._optimized if name in values}
 
-    def follow(self) -> None:
-        """The user's own code has run on the module: take over the buffers that it has replaced.
+    def check(self) -> None:
+        """The user's own code has run on the module.
 
         Raises:
-            TaskError: it has changed the module's state in another way.
+            TaskError: it has added, removed or replaced parameters or buffers.
         """
-        for name, tensor in replaced_buffers(self.tensors, self.module).items():
-            with torch.no_grad():
-                self.tensors[name].copy_(tensor)
-            put_back(self.module, name, self.tensors[name])
+        check_state(self.tensors, self.module)
 
     def update(self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: Gradients) -> None:
         """One optimizer step for some parameters; all others have no gradient, so the optimizer skips them.

@@ -124,7 +124,7 @@ class Step:
                     waited = time.perf_counter() - start
                     self._leased(lease, lambda: compute(device))
                     if self._plan.eager:
-                        self._state.follow()
+                        self._state.check()
                 if not recompute:
                     self._state.touched(graph.written_state)
                     if self._plan.eager:
