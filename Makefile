@@ -24,7 +24,7 @@ test: .venv/.dev            ## the whole test suite
 	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 parity: .venv/.dev          ## the full product of models, cuts and devices
-	$(BIN)/python -m pytest -q -m slow tests/parity
+	$(BIN)/python -m pytest -q -m slow tests/parity -n 2 --dist loadgroup
 
 models-table: .venv/.dev    ## trains the whole registry and writes what was seen into docs/models.md
 	$(BIN)/python -m tests.parity.table

@@ -4,6 +4,7 @@ The fast part covers every model, feature and optimizer over few pools; the prod
 is marked slow.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -46,6 +47,12 @@ def outcomes(specs: list[Spec], references: dict[Spec, Any], **options: Any) -> 
     ]
 
 
+@lru_cache(maxsize=2)
+def product_references(name: str) -> dict[Spec, Any]:
+    """One for all cuts and devices, which a process sees one after the other."""
+    return reference_of(product([name]))
+
+
 @pytest.fixture(scope="module")
 def fast_references():
     """One fresh process for all of them: each would cost seconds."""
@@ -83,10 +90,10 @@ def test_every_reference_trains(fast_references):
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("devices", cases.DEVICES)
 @pytest.mark.parametrize("cut", cases.CUTS)
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ENTRIES])
 def test_the_product(name, cut, devices):
     specs = product([name])
-    wrong = outcomes(specs, reference_of(specs), devices=devices, device_memory=cases.BUDGET, **cases.CUTS[cut])
+    wrong = outcomes(specs, product_references(name), devices=devices, device_memory=cases.BUDGET, **cases.CUTS[cut])
     assert not wrong, "\n".join(wrong)
 
 
