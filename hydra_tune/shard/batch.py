@@ -58,6 +58,12 @@ class Leaves:
         return replace(self, tensors=(), copies=())
 
 
+def copied(batch: Any) -> Any:
+    """The same batch in tensors of its own."""
+    leaves = flatten(batch)
+    return leaves.rebuild(tuple(tensor.clone() for tensor in leaves.tensors))
+
+
 def flatten(batch: Any) -> Leaves:
     """Take a batch apart.
 

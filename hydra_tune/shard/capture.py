@@ -7,7 +7,9 @@ trial of the same architecture. Knows nothing of cutting or memory.
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -85,7 +87,9 @@ def state_specs(model: nn.Module) -> dict[str, StateSpec]:
     }
 
 
-def capture(task: TrainTask, twin: nn.Module, batch: Any, mode: str) -> Captured:
+def capture(
+    task: TrainTask, twin: nn.Module, batch: Any, mode: str, answering: AbstractContextManager[object] | None = None
+) -> Captured:
     """Capture one step of a model; for another precision than float32, inside `precision.autocast`.
 
     Args:
@@ -93,6 +97,7 @@ def capture(task: TrainTask, twin: nn.Module, batch: Any, mode: str) -> Captured
         twin: a copy of the trial's model, which the capture may disturb.
         batch: a batch of the shapes to capture for.
         mode: "train" or "evaluate".
+        answering: entered around the step's code.
 
     Raises:
         CaptureError: `torch.export` could not capture it; the message gives the reason and the user's line.
@@ -101,7 +106,8 @@ def capture(task: TrainTask, twin: nn.Module, batch: Any, mode: str) -> Captured
     wrapper = step_module(task, twin, mode)
     with torch.set_grad_enabled(mode == "train"):
         try:
-            program = torch.export.export(wrapper, (batches.plain_mappings(batch),), strict=False)
+            with _as_eager(wrapper, answering or nullcontext()):
+                program = torch.export.export(wrapper, (batches.plain_mappings(batch),), strict=False)
         except HydraTuneError:
             raise
         except Exception as error:
@@ -130,6 +136,32 @@ def user_line(error: BaseException) -> str | None:
         return None
     last = foreign[-1]
     return f"{last.filename}:{last.lineno}: {last.line}" if last.line else f"{last.filename}:{last.lineno}"
+
+
+@contextmanager
+def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> Iterator[None]:
+    """Let the model's code believe that it runs eagerly.
+
+    Code that asks `torch.compiler.is_exporting()` wants to make a graph that holds for other inputs too, and so takes other
+    operators. Ours holds for this kind of batch alone and has to be what the eager step does.
+    """
+    forward = wrapper.forward
+
+    @wraps(forward)
+    def run(*arguments: Any) -> Any:
+        flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag  # noqa: SLF001
+        torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False  # noqa: SLF001
+        try:
+            with answering:
+                return forward(*arguments)
+        finally:
+            torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags  # noqa: SLF001
+
+    wrapper.forward = run
+    try:
+        yield
+    finally:
+        del wrapper.forward
 
 
 def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> Captured:

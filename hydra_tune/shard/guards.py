@@ -85,6 +85,10 @@ class Recorder:
 
     Args:
         tensors: those of the batch, in the order in which a `Guard` is given them.
+
+    Attributes:
+        num_reads: questions so far, of any kind.
+        asks_otherwise: whether one of them was not about the batch alone.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -94,6 +98,8 @@ class Recorder:
         self._constants: dict[_Slot, Tensor] = {}
         self._calls: list[_Call] = []
         self._number = 0
+        self.num_reads = 0
+        self.asks_otherwise = False
         for tensor in tensors:
             self._slot(tensor)
 
@@ -101,16 +107,18 @@ class Recorder:
         """An operator has run."""
         self._number += 1
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_read = func._schema.name in _READS  # noqa: SLF001
+        self.num_reads += is_read
         if func._schema.name in _CONSTANTS and not self._knows(given[0]):  # noqa: SLF001
             self._constants[self._slot(given[0])] = given[0].clone()
         if torch.Tag.nondeterministic_seeded in func.tags or not all(map(self._knows, given)):
             self._taint(func, args, kwargs)
+            self.asks_otherwise = self.asks_otherwise or is_read
             return
         args, kwargs = pytree.tree_map(
             lambda leaf: self._slot(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
         outs = tuple(self._slot(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
-        is_read = func._schema.name in _READS  # noqa: SLF001
         self._calls.append(
             _Call(
                 number=self._number,

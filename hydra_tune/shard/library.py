@@ -4,11 +4,13 @@ One library serves one pool, whose devices decide the budget that everything is 
 """
 
 import copy
+import io
+import logging
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from hydra_tune.errors import BudgetError, CaptureError, HydraTuneError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.analysis import Analysis, analyse
+from hydra_tune.shard.answers import Answer, answering, ask
 from hydra_tune.shard.capture import Captured, StateSpec, capture, describe, state_specs
 from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
 from hydra_tune.shard.gate import GATE
@@ -196,10 +199,18 @@ class PlanLibrary:
 
     def _capture(self, request: _Request) -> Prepared | CaptureError:
         """A verified plan, or why there is none; a budget that cannot be met is raised."""
+        found = self._attempt(request, [])
+        if isinstance(found, CaptureError) and (answers := _answers(request)):
+            # Without answers first: a step that takes a path that needs none has one plan for all batches.
+            with_answers = self._attempt(request, answers)
+            return found if isinstance(with_answers, CaptureError) else with_answers
+        return found
+
+    def _attempt(self, request: _Request, answers: list[Answer]) -> Prepared | CaptureError:
         try:
             twin = _twin(request.model)
             with GATE.exclusive(), _quiet_export(), autocast(request.task.precision):
-                captured = capture(request.task, twin, request.batch, request.mode)
+                captured = capture(request.task, twin, request.batch, request.mode, answering(answers))
             share_casts(captured, state_specs(request.model), captured.precision)
             return self._cut(request, captured)
         except CaptureError as error:
@@ -274,6 +285,13 @@ def _twin(model: nn.Module) -> nn.Module:
         raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
 
 
+def _answers(request: _Request) -> list[Answer]:
+    """What the step's Python asks of this batch; empty where that is of no help."""
+    with GATE.shared(), suppress(Exception):  # an error in the user's code comes up again where the model runs whole
+        return ask(request.task, _twin(request.model), request.mode, batches.copied(request.batch))
+    return []
+
+
 def _check_gradients(captured: Captured, analysis: Analysis) -> None:
     if captured.mode == "train" and not all(analysis.values[name].requires_grad for name in captured.outputs):
         raise CaptureError("the captured loss has lost its gradients (reentrant checkpoints do that)")
@@ -303,6 +321,14 @@ def _owner_cuts(captured: Captured, analysis: Analysis, owners: dict[str, int]) 
 @contextmanager
 def _quiet_export() -> Iterator[None]:
     """Export's advice is for people who export; what matters to ours comes as an error."""
-    with warnings.catch_warnings():
+    talkers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
+    levels = [talker.level for talker in talkers]
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # where it prints half a graph before it fails
         warnings.simplefilter("ignore")
-        yield
+        for talker in talkers:
+            talker.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for talker, level in zip(talkers, levels, strict=True):
+                talker.setLevel(level)

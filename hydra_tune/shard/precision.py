@@ -11,6 +11,7 @@ regions neither use nor clear it: other threads may be in eager code that relies
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -25,7 +26,11 @@ _CASTING = {
     **dict.fromkeys(("matmul", "mm", "mv", "bmm", "prelu", "linalg_matmul"), (0, 1)),
     **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm"), (0, 1, 2)),
     "scaled_dot_product_attention": (0, 1, 2),
+    # Recurrent operators are made of `linear`; where an argument is a list, all of it.
+    **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), (2, 3, 4, 5)),
+    **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), (2,)),
 }
+_LOOPING = frozenset({"gru", "rnn_tanh", "rnn_relu"})  # use their weights once for each time step
 
 
 @contextmanager
@@ -86,7 +91,7 @@ def share_casts(captured: Captured, specs: dict[str, StateSpec], precision: Prec
             continue
         tied = [node for node in graph.nodes if captured.state.get(node.name) == name]
         users = sorted((user for node in tied for user in node.users if _casts(user, tied)), key=order.__getitem__)
-        if len(users) < 2:  # noqa: PLR2004 - shared
+        if len(users) < 2 and not (users and _name(users[0]) in _LOOPING):  # noqa: PLR2004 - shared
             continue
         with graph.inserting_before(users[0]):
             cast = graph.call_function(torch.ops.aten.to.dtype, (tied[0], getattr(torch, precision)))
@@ -99,17 +104,27 @@ def share_casts(captured: Captured, specs: dict[str, StateSpec], precision: Prec
 
 def _casts(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
     """Whether autocast casts one of these operands for a node."""
-    return any(argument in operands for argument in _cast_arguments(node).values())
+    return any(operand in operands for argument in _cast_arguments(node).values() for operand in _nodes(argument))
 
 
-def _cast_arguments(node: fx.Node) -> dict[int, fx.Node]:
+def _cast_arguments(node: fx.Node) -> dict[int, Any]:
+    positions = _CASTING.get(_name(node), ())
+    return {position: node.args[position] for position in positions if position < len(node.args)}
+
+
+def _nodes(argument: Any) -> list[fx.Node]:
+    """A node, or those of a list."""
+    found = argument if isinstance(argument, list | tuple) else [argument]
+    return [node for node in found if isinstance(node, fx.Node)]
+
+
+def _name(node: fx.Node) -> str:
+    """An aten operator's name, without its overload; empty for other nodes."""
     if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001 - the public type of aten operators
-        return {}
-    positions = _CASTING.get(node.target._schema.name.removeprefix("aten::"), ())  # noqa: SLF001
-    return {p: argument for p in positions if p < len(node.args) and isinstance(argument := node.args[p], fx.Node)}
+        return ""
+    return str(node.target._schema.name.removeprefix("aten::"))  # noqa: SLF001
 
 
 def _replace(node: fx.Node, old: Sequence[fx.Node], new: fx.Node) -> None:
     for position, argument in _cast_arguments(node).items():
-        if argument in old:
-            node.update_arg(position, new)
+        node.update_arg(position, fx.map_arg(argument, lambda operand: new if operand in old else operand))

@@ -29,7 +29,7 @@ def objective(accumulate: int, scale: Tensor | None) -> Objective:
 
     def from_loss(loss: Tensor) -> Tensor:
         mean = loss if accumulate == 1 else loss / accumulate
-        return mean if scale is None else mean * scale.to(loss.device)
+        return mean if scale is None else mean * scale.to(loss.device, copy=True)
 
     return from_loss
 

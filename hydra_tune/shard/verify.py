@@ -51,11 +51,13 @@ def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any, guards: lis
         torch.set_rng_state(random_state)
 
     try:
-        eager = _watched(twin, lambda: run_eager(task, twin, plan.mode, _copy(batch), [] if guards is None else guards))
+        eager = _watched(
+            twin, lambda: run_eager(task, twin, plan.mode, batches.copied(batch), [] if guards is None else guards)
+        )
         rewind()
-        again = run_eager(task, twin, plan.mode, _copy(batch))
+        again = run_eager(task, twin, plan.mode, batches.copied(batch))
         rewind()
-        ours, seconds = run_plan(twin, plan, batches.flatten(_copy(batch)).tensors)
+        ours, seconds = run_plan(twin, plan, batches.flatten(batches.copied(batch)).tensors)
     finally:
         torch.set_rng_state(random_state)
     _same_outcome("the eager step gives other {what} when it is run again from the same state", eager, again)
@@ -84,11 +86,11 @@ def verify_close(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> Un
     outcomes = []
     seconds = UnitSeconds(forward=(), backward=())
     try:
-        expected = run_eager(task, twin, plan.mode, _copy(batch))
+        expected = run_eager(task, twin, plan.mode, batches.copied(batch))
         for _ in range(2):  # the first run compiles
             _restore(twin, buffers)
             torch.set_rng_state(random_state)
-            found, seconds = run_plan(twin, plan, batches.flatten(_copy(batch)).tensors, watched=False)
+            found, seconds = run_plan(twin, plan, batches.flatten(batches.copied(batch)).tensors, watched=False)
             outcomes.append(found)
     except Exception as error:
         raise TaskError(f"compile={task.compile!r} fails on this model: {describe(error)}") from error
@@ -118,11 +120,6 @@ def _same_outcome(message: str, expected: "Outcome", found: "Outcome") -> None:
         _compare(message.format(what=what), getattr(expected, what), getattr(found, what))
     if not torch.equal(expected.random_state, found.random_state):
         raise CaptureError(message.format(what="random numbers"))
-
-
-def _copy(batch: Any) -> Any:
-    leaves = batches.flatten(batch)
-    return leaves.rebuild(tuple(tensor.clone() for tensor in leaves.tensors))
 
 
 def _watched(twin: nn.Module, run: Callable[[], Outcome]) -> Outcome:

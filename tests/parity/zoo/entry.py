@@ -28,8 +28,8 @@ class Entry:
         evaluate: as in `TrainTask`.
         train: which path its training is expected to take.
         evaluation: which path its evaluation is expected to take.
+        evaluated_whole_with: features with which its evaluation is expected to run whole all the same.
         left_out: features that are tested elsewhere, without the tracker, which is seen in the last bits of fused kernels.
-        whole_with: features with which it is expected to run whole all the same.
     """
 
     name: str
@@ -41,16 +41,18 @@ class Entry:
     evaluate: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
     train: Path = "cut"
     evaluation: Path = "cut"
-    whole_with: tuple[str, ...] = ()
+    evaluated_whole_with: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
     def path(self, mode: str, feature: str) -> Path:
         """The path that is expected; what trains whole is evaluated whole."""
         if self.train == "refused":
             return "refused"
-        if self.train == "whole" or feature in self.whole_with:
+        if self.train == "whole":
             return "whole"
-        return self.train if mode == "train" else self.evaluation
+        if mode == "train":
+            return self.train
+        return "whole" if feature in self.evaluated_whole_with else self.evaluation
 
 
 def accuracy(module: nn.Module, batch: Any) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.parity.zoo.entry import MIXED, Entry, images, texts
+from tests.parity.zoo.entry import Entry, images, texts
 
 _BLOCKS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
 
@@ -96,9 +96,7 @@ def _entry(name: str, what: str, model, samples, shorter=_shorter, **changes) ->
 ENTRIES = [
     _entry("hf_bert", "`BertForSequenceClassification`", bert, _classified),
     _entry("hf_gpt2", "`GPT2LMHeadModel`, tied embeddings", gpt2, _causal),
-    _entry(
-        "hf_t5", "`T5ForConditionalGeneration`, encoder states and shared embeddings", t5, _reversed, whole_with=MIXED
-    ),
+    _entry("hf_t5", "`T5ForConditionalGeneration`, encoder states and shared embeddings", t5, _reversed),
     _entry("hf_llama", "`LlamaForCausalLM`, rotary positions, grouped heads", llama, _causal),
     _entry(
         "hf_bert_full", "`BertForSequenceClassification`, only some batches padded", bert, _mostly_full(_classified)
@@ -108,9 +106,8 @@ ENTRIES = [
         "`T5ForConditionalGeneration`, only some batches padded",
         t5,
         _mostly_full(_reversed),
-        whole_with=MIXED,
     ),
-    _entry("hf_gpt2_unmasked", "`GPT2LMHeadModel` without an attention mask", gpt2, _unmasked, evaluation="whole"),
-    _entry("hf_llama_unmasked", "`LlamaForCausalLM` without an attention mask", llama, _unmasked, train="whole"),
+    _entry("hf_gpt2_unmasked", "`GPT2LMHeadModel` without an attention mask", gpt2, _unmasked),
+    _entry("hf_llama_unmasked", "`LlamaForCausalLM` without an attention mask", llama, _unmasked),
     _entry("hf_vit", "`ViTForImageClassification`", vit, _pictures, None),
 ]

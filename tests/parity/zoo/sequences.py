@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.parity.models import GPT2, next_token_loss
-from tests.parity.zoo.entry import MIXED, Entry, accuracy, shorter_texts, texts
+from tests.parity.zoo.entry import Entry, accuracy, shorter_texts, texts
 
 
 class Recurrent(nn.Module):
@@ -129,8 +129,8 @@ ENTRIES = [
         shorter=_shorter_dicts,
     ),
     _texts("lstm", "two layers, both directions, dropout", lstm),
-    _texts("gru", "two layers, both directions, dropout", gru, whole_with=MIXED),
-    _texts("lstm_cells", "a Python loop over time", Cells, whole_with=MIXED),
+    _texts("gru", "two layers, both directions, dropout", gru, evaluated_whole_with=("all at once",)),
+    _texts("lstm_cells", "a Python loop over time", Cells),
     _texts("transformer_encoder", "`nn.TransformerEncoder`", Encoder, evaluation="whole", left_out=("all at once",)),
     _texts(
         "transformer",
@@ -139,6 +139,8 @@ ENTRIES = [
         evaluation="whole",
         left_out=("all at once",),
     ),
-    _texts("transformer_asks", "the same without `tgt_is_causal`", AsksMask, train="whole", left_out=("all at once",)),
+    _texts(
+        "transformer_asks", "the same without `tgt_is_causal`", AsksMask, evaluation="whole", left_out=("all at once",)
+    ),
     _texts("masks", "int and bool masks across all cuts", Masks),
 ]

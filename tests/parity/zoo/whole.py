@@ -32,6 +32,16 @@ class Branching(Base):
         return x * 1.5 if x.sum() > x.numel() * 0.27 else x.flip(1)
 
 
+class AsksBatch(Base):
+    """Which way, and how often, depends on values of the batch alone."""
+
+    def forward(self, x):
+        x = x * 1.5 if x.sum() > 0 else x.flip(1)
+        for _ in range(int((x.abs() > 2).sum(1).max())):
+            x = torch.tanh(x) + x
+        return super().forward(x)
+
+
 class Loops(Base):
     """How often depends on the values."""
 
@@ -160,6 +170,7 @@ def _entry(name: str, what: str, model, **changes: Any) -> Entry:
 
 ENTRIES = [
     _entry("branching", "control flow that depends on values", Branching, evaluation="whole"),
+    _entry("asks_batch", "control flow that depends on the batch's values", AsksBatch, train="cut"),
     _entry("value_loop", "a loop whose length depends on values", Loops, evaluation="whole"),
     _entry("random_depth", "Python's `random` in forward", RandomDepth),
     _entry("numpy_noise", "numpy's generator in forward", NumpyNoise),

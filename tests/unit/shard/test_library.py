@@ -54,9 +54,9 @@ def captures(monkeypatch):
     modes = []
     real = library_module.capture
 
-    def counted(task, twin, batch, mode):
+    def counted(task, twin, batch, mode, *rest):
         modes.append(mode)
-        return real(task, twin, batch, mode)
+        return real(task, twin, batch, mode, *rest)
 
     monkeypatch.setattr(library_module, "capture", counted)
     return modes
@@ -214,10 +214,10 @@ def test_a_capture_is_alone_and_eager_code_never_sees_it(monkeypatch):
     alone, answers = [], []
     real = library_module.capture
 
-    def capture(task, twin, batch, mode):
+    def capture(task, twin, batch, mode, *rest):
         exporting.set()
         alone.append(GATE._alone)
-        return real(task, twin, batch, mode)
+        return real(task, twin, batch, mode, *rest)
 
     monkeypatch.setattr(library_module, "capture", capture)
 

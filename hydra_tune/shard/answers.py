@@ -1,0 +1,113 @@
+"""What a step's Python asks of values, answered for a capture, which has none.
+
+A capture runs the step on tensors without values, so that `if mask.all():` is an error in it, or is avoided by code that
+notices the capture and takes another path. Where all that is asked follows from the batch, an eager run gives the answers, in
+order, and the capture is given them. The plan then holds for batches with the same answers, which its guard sees to.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hydra_tune.errors import CaptureError
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.guards import Recorder
+from hydra_tune.shard.outcome import Operators
+from hydra_tune.shard.precision import eager_autocast
+from hydra_tune.shard.steps import step_module
+from hydra_tune.task import TrainTask
+
+Answer = tuple[Callable[..., Any], bool | int | float]
+"""The function that asked, and what it was told."""
+
+_NOTICING = (("transformers.utils.import_utils", "is_fake_tensor"),)
+"""Functions by which libraries notice that tensors have no values: they are told that there are some."""
+
+
+def ask(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> list[Answer]:
+    """Run the forward of a step eagerly and note what its Python asks of values.
+
+    Args:
+        task: describes the step.
+        twin: a copy of the trial's model; left in an undefined state.
+        mode: "train" or "evaluate".
+        batch: a batch; the step may change it.
+
+    Returns:
+        The answers in order; empty if nothing was asked, or something that does not follow from the batch alone.
+    """
+    recorder = Recorder(batches.flatten(batch).tensors)
+    noted = _Noting(recorder)
+    with torch.set_grad_enabled(mode == "train"), Operators(recorder), eager_autocast(task.precision), noted:
+        step_module(task, twin, mode)(batch)
+    return noted.answers if noted.is_complete and not recorder.asks_otherwise else []
+
+
+class _Noting(TorchFunctionMode):
+    """Notes each call that reads a value and returns it to Python."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self.answers: list[Answer] = []
+        self.is_complete = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = self._recorder.num_reads
+        result = func(*args, **(kwargs or {}))
+        if self._recorder.num_reads > before:
+            self.is_complete = self.is_complete and isinstance(result, bool | int | float)
+            self.answers.append((func, result))
+        return result
+
+
+class _Answering(TorchFunctionMode):
+    """Gives the answers to the calls that asked for them, in the same order."""
+
+    def __init__(self, answers: list[Answer]) -> None:
+        super().__init__()
+        self.left = list(answers)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.left and self.left[0][0] is func:
+            return self.left.pop(0)[1]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def answering(answers: list[Answer]) -> Iterator[None]:
+    """Answer what the code inside asks, as it was answered before.
+
+    Raises:
+        CaptureError: the code has not asked all of it.
+    """
+    if not answers:
+        yield
+        return
+    mode = _Answering(answers)
+    with _unnoticed(), mode:
+        yield
+    if mode.left:
+        raise CaptureError("the step asks for other values when it is captured than when it runs")
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    found = [(sys.modules[module], name) for module, name in _NOTICING if module in sys.modules]
+    before = [(module, name, getattr(module, name)) for module, name in found if hasattr(module, name)]
+    for module, name, _ in before:
+        setattr(module, name, lambda *_: False)
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
