@@ -66,20 +66,20 @@ class Machine:
     Args:
         flops: attained by each device, a second.
         link_bytes: of each device, a second.
-        host_bytes: of all devices together, a second; None: as many as their links.
         memory_bytes: of each device.
         context_bytes: of that, not for training.
         buffer_fraction: of that, for double buffering.
         state_bytes: loaded for the backward of each parameter.
+        even_shards: models are cut into no more shards than Algorithm 1 makes, but evenly, without its small last one.
     """
 
     flops: float = 0.5 * 2 * 3584 * 1.582e9
     link_bytes: float = 12e9
-    host_bytes: float | None = None
     memory_bytes: int = 11 * 2**30
     context_bytes: int = 512 * 2**20
     buffer_fraction: float = 0.15
     state_bytes: int = STATE_BYTES
+    even_shards: bool = False
 
     @property
     def buffer_bytes(self) -> int:
@@ -173,10 +173,14 @@ def num_stages(model: Model, machine: Machine) -> int:
     return max(2, math.ceil(model.num_layers / (machine.stage_room_bytes // model.training_bytes)))
 
 
+def _evenly(num_layers: int, count: int) -> list[int]:
+    bounds = [index * num_layers // count for index in range(count + 1)]
+    return [end - start for start, end in itertools.pairwise(bounds)]
+
+
 def stages(model: Model, machine: Machine, count: int, *, recompute: bool = False) -> TrialCost:
     """The model on so many devices, layers spread evenly; nothing ever leaves them."""
-    bounds = [index * model.num_layers // count for index in range(count + 1)]
-    layers = [end - start for start, end in itertools.pairwise(bounds)]
+    layers = _evenly(model.num_layers, count)
     seconds = model.layer_seconds(machine)
     return TrialCost(
         num_steps=model.steps,
@@ -193,6 +197,8 @@ def shards(model: Model, machine: Machine, *, keep: bool) -> list[int]:
     most = min(machine.shard_room_bytes // model.training_bytes, machine.buffer_bytes // load_bytes)
     if most < 1:
         raise ValueError(f"one layer of {model} does not fit {machine}")
+    if machine.even_shards:
+        return _evenly(model.num_layers, math.ceil(model.num_layers / most))
     full, rest = divmod(model.num_layers, most)
     return [most] * full + ([rest] if rest else [])
 
@@ -246,7 +252,6 @@ def scenario(
             bandwidth=machine.link_bytes,
         ),
         overlap=overlap,
-        node_bandwidth=machine.host_bytes,
     )
 
 

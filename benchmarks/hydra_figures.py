@@ -90,7 +90,7 @@ def print_all(found: Mapping[str, Any], console: Console) -> None:
     console.print(_table("Table 3: 16 models on 8 devices, time over HYDRA's", columns, rows))
     columns = list(next(iter(found["sensitivity"].values())))
     rows = {name: list(row.values()) for name, row in found["sensitivity"].items()}
-    console.print(_table("BERT workload of Figure 7, on other machines", columns, rows))
+    console.print(_table("BERT workload of Figure 7, with other assumptions", columns, rows))
 
 
 def _print_figure_7(found: Mapping[str, Any], console: Console) -> None:

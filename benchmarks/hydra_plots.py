@@ -16,7 +16,7 @@ def _figure(num_panels: int) -> tuple[Any, list[Any]]:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
         raise SystemExit("a plot needs matplotlib; install it with: pip install 'hydra-tune[plot]'") from error
-    figure = Figure(figsize=(5.2 * num_panels + 1.0, 3.8), layout="constrained")
+    figure = Figure(figsize=(5.6 * num_panels, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, num_panels, squeeze=False)[0]
     for one in axes:
@@ -33,10 +33,13 @@ def lines(
     x_label: str,
     from_zero: bool = True,
 ) -> None:
-    """A line for each contender, one panel for each title, which says what its values are."""
+    """A line for each contender, one panel for each title, which says what its values are.
+
+    Contenders that cannot be told apart share a line and say so.
+    """
     figure, axes = _figure(len(panels))
     for one, (title, (places, series)) in zip(axes, panels.items(), strict=True):
-        for number, (name, values) in enumerate(series.items()):
+        for number, (name, values) in enumerate(_merged(series).items()):
             dashed = name.startswith("ideal")
             style = {"linestyle": "--", "color": "0.5"} if dashed else {"marker": MARKERS[number % len(MARKERS)]}
             one.plot(places, values, label=name, linewidth=1.4, markersize=5, alpha=0.85, **style)
@@ -45,8 +48,15 @@ def lines(
         one.set_xlabel(x_label)
         if from_zero:
             one.set_ylim(bottom=0)
-    axes[-1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        one.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2)
     figure.savefig(path, format="png", dpi=100)
+
+
+def _merged(series: Series) -> dict[str, Sequence[float]]:
+    names: dict[tuple[float, ...], list[str]] = {}
+    for name, values in series.items():
+        names.setdefault(tuple(round(value, 2) for value in values), []).append(name)
+    return {", ".join(alike): series[alike[0]] for alike in names.values()}
 
 
 def bars(path: Path, panels: Mapping[str, Mapping[str, float]], *, x_label: str, note: Mapping[str, float]) -> None:

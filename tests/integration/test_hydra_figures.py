@@ -125,11 +125,14 @@ def test_inputs_are_as_long_as_model_parallelism_allows(cost):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_shards_hold_all_layers_and_fit(cost, keep):
-    machine = cost.Machine()
+@pytest.mark.parametrize("even", [False, True])
+def test_shards_hold_all_layers_and_fit(cost, keep, even):
+    machine = cost.Machine(even_shards=even)
     for model in cost.bert_workload() + cost.vit_workload():
         layers = cost.shards(model, machine, keep=keep)
         assert sum(layers) == model.num_layers
+        assert min(layers) >= 1
+        assert len(layers) == len(cost.shards(model, cost.Machine(), keep=keep))
         assert max(layers) * model.training_bytes + machine.buffer_bytes + machine.context_bytes <= machine.memory_bytes
         assert max(cost.trial("one", model, machine, keep=keep).shard_bytes) <= machine.buffer_bytes
 
