@@ -26,6 +26,7 @@ from hydra_tune.schedule.events import (
 )
 from hydra_tune.schedule.fair import Fair
 from hydra_tune.schedule.fifo import Fifo
+from hydra_tune.schedule.front import ADMISSIONS, check_admission
 from hydra_tune.schedule.heap import Smallest, ViewHeap
 from hydra_tune.schedule.lpt import LPT
 from hydra_tune.schedule.lrtf import ShardedLRTF
@@ -40,6 +41,7 @@ from hydra_tune.schedule.srtf import SRTF
 from hydra_tune.schedule.units import Unit
 
 __all__ = [
+    "ADMISSIONS",
     "ENTRY_POINTS",
     "LPT",
     "POLICIES",
@@ -81,6 +83,7 @@ __all__ = [
     "UnitFinished",
     "ViewHeap",
     "make_policy",
+    "check_admission",
     "makespan_bound",
     "uneven_makespan_bound",
 ]

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hydra_tune.errors import ScheduleError
 from hydra_tune.schedule import (
+    ADMISSIONS,
     Admit,
     DeviceAdded,
     DeviceLost,
@@ -42,10 +43,14 @@ DEVICES = ("cpu:0", "cpu:1", "cpu:2")
 class AnyHistory(RuleBasedStateMachine):
     """Plays the pool with books of its own, and holds the scheduler's commands against them."""
 
-    @initialize(policy=st.sampled_from(sorted(some_policies())), max_concurrent=st.integers(1, 4))
-    def start(self, policy, max_concurrent):
-        self.max_concurrent = max_concurrent
-        self.scheduler = Scheduler(policy=some_policies()[policy], max_concurrent=max_concurrent)
+    @initialize(
+        policy=st.sampled_from(sorted(some_policies())),
+        max_concurrent=st.integers(1, 4),
+        admission=st.sampled_from(ADMISSIONS),
+    )
+    def start(self, policy, max_concurrent, admission):
+        self.max_concurrent, self.admission = max_concurrent, admission
+        self.scheduler = Scheduler(policy=some_policies()[policy], max_concurrent=max_concurrent, admission=admission)
         self.num_jobs = 0
         self.queued, self.preparing, self.waiting = [], [], []
         self.ready, self.running = {}, {}  # job -> its next unit; job -> (device, unit)
@@ -91,10 +96,21 @@ class AnyHistory(RuleBasedStateMachine):
     def check_run(self, command):
         assert command.job not in self.running, "one unit of a job at a time"
         assert self.priorities[command.job] == max(self.priorities[job] for job in self.ready), "higher goes first"
+        self.check_age(command.job)
         assert self.speeds[command.device] == max(self.speeds[device] for device in self.idle), (
             "the fastest is fed first"
         )
         assert command.unit == self.ready.pop(command.job), "each unit once, in order"
+
+    def check_age(self, job):
+        """Under staggered admission, no job goes before one of the oldest, which are as many as there are devices."""
+        if self.admission != "staggered":
+            return
+        flying = [other for other in self.alive() if other not in self.queued and other not in self.paused]
+        flying.sort(key=lambda other: (-self.priorities[other], int(other.removeprefix("job"))))
+        front = flying[: len(self.speeds)]
+        passed_over = [other for other in front if other in self.ready]
+        assert job in front or not [other for other in passed_over if self.priorities[other] >= self.priorities[job]]
 
     def next_unit(self, job, shard):
         self.num_made[job] = self.num_made.get(job, -1) + 1

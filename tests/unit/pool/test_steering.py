@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from hydra_tune import Finished, Reported
+from hydra_tune import Finished, HydraExecutor, Reported
 from hydra_tune.errors import ConfigError
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, one_batch, running, short, task
 
@@ -59,7 +59,8 @@ def test_a_paused_job_can_be_cancelled_and_stays_over():
         assert not job.paused
 
 
-def test_a_preferred_job_is_admitted_first():
+@pytest.mark.parametrize("at_once", [True, False], ids=["submit", "set_priority"])
+def test_a_preferred_job_is_admitted_first(at_once):
     begun, go = [], threading.Event()
 
     def batches(name):
@@ -72,8 +73,10 @@ def test_a_preferred_job_is_admitted_first():
 
     with running(max_concurrent=1) as pool:
         first = pool.submit(short(train=batches("first")))
-        later = [pool.submit(short(train=batches(name))) for name in ("second", "third")]
-        later[1].set_priority(1)
+        later = [pool.submit(short(train=batches("second")))]
+        later.append(pool.submit(short(train=batches("third")), priority=int(at_once)))
+        if not at_once:
+            later[1].set_priority(1)
         go.set()
         for job in (first, *later):
             assert job.result(PATIENCE_SECONDS).status == "completed"
@@ -87,3 +90,34 @@ def test_a_priority_is_an_int(priority):
         with pytest.raises(ConfigError, match="priority must be an int, not"):
             job.set_priority(priority)
         assert job.result(PATIENCE_SECONDS).status == "completed"
+
+
+def test_a_priority_is_a_whole_number():
+    with HydraExecutor(devices="cpu:1") as pool:
+        for priority in (1.0, True, "high", None):
+            with pytest.raises(ConfigError, match="priority must be an int, not "):
+                pool.submit(short(), priority=priority)
+
+
+def test_staggered_jobs_end_one_after_another_and_no_number_changes():
+    names = ["a", "b", "c"]
+    drawn, all_begun = [], threading.Event()
+
+    def described(name):
+        def draw():
+            if name in drawn:  # the first draw is its preparation's, all others its training's
+                all_begun.wait(PATIENCE_SECONDS)
+            drawn.append(name)
+            if name == names[-1]:
+                all_begun.set()
+            return one_batch()
+
+        return task(train=draw, epochs=5)
+
+    with running(max_concurrent=3, policy="round_robin", admission="staggered") as pool:
+        jobs = [pool.submit(described(name)) for name in names]
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    training = [name for place, name in enumerate(drawn) if name in drawn[:place]]
+    assert training == sorted(training), "the oldest runs to its end"
+    assert set(training) == set(names)
+    assert [against_plain(job.task, result) for job, result in zip(jobs, results, strict=True)] == [[]] * 3
