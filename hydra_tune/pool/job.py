@@ -176,7 +176,8 @@ class Job:
         """Have the job go before, or after, others whenever there is a choice.
 
         Args:
-            priority: jobs begin at 0 where `submit` was given no other; those of a higher priority are admitted, and get devices, before all others.
+            priority: those of a higher one are admitted, and get devices, before all others; jobs begin with what
+                `submit` was given, 0 by default.
 
         Raises:
             ConfigError: not an int.

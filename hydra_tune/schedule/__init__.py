@@ -35,7 +35,7 @@ from hydra_tune.schedule.machine import Scheduler
 from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Policy, Selection, SpeedAware
 from hydra_tune.schedule.random_choice import RandomChoice
 from hydra_tune.schedule.record import Phase
-from hydra_tune.schedule.registry import ENTRY_POINTS, POLICIES, make_policy
+from hydra_tune.schedule.registry import ENTRY_POINTS, POLICIES, check_policy_name, make_policy
 from hydra_tune.schedule.round_robin import RoundRobin
 from hydra_tune.schedule.srtf import SRTF
 from hydra_tune.schedule.units import Unit
@@ -82,8 +82,9 @@ __all__ = [
     "UnitFailed",
     "UnitFinished",
     "ViewHeap",
-    "make_policy",
     "check_admission",
+    "check_policy_name",
+    "make_policy",
     "makespan_bound",
     "uneven_makespan_bound",
 ]
