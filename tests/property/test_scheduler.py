@@ -369,3 +369,26 @@ def test_with_fewer_jobs_than_devices_the_longest_job_is_the_makespan(jobs, num_
     assume(len(jobs) <= num_devices)
     pool = drive(as_units(jobs), policy=ShardedLRTF(), num_devices=num_devices)
     assert pool.now == max(sum(seconds) for seconds in jobs)
+
+
+@settings(deadline=None)
+@given(
+    num_jobs=st.integers(1, 9),
+    num_units=st.integers(1, 9),
+    num_devices=st.integers(1, 4),
+    policy=st.sampled_from(sorted(some_policies())),
+)
+def test_equal_staggered_jobs_end_as_early_as_any_can(num_jobs, num_units, num_devices, policy):
+    """A job is no faster than one device: by then no schedule can have ended more, under any policy."""
+    jobs = as_units([[1] * num_units] * num_jobs)
+    pool = drive(jobs, policy=some_policies()[policy], num_devices=num_devices, admission="staggered")
+    assert [pool.ended[job] for job in jobs] == [(index // num_devices + 1) * num_units for index in range(num_jobs)]
+
+
+@settings(deadline=None)
+@given(jobs=JOBS, num_devices=st.integers(1, 4))
+def test_staggering_delays_the_last_end_by_less_than_the_longest_job(jobs, num_devices):
+    """Graham's bound, which holds as long as no device idles while a job could run."""
+    pool = drive(as_units(jobs), policy=ShardedLRTF(), num_devices=num_devices, admission="staggered")
+    lengths = [sum(seconds) for seconds in jobs]
+    assert pool.now <= sum(lengths) / num_devices + (1 - 1 / num_devices) * max(lengths) + 1e-9
