@@ -62,10 +62,12 @@ def useless_pruner(
     if not working or abreast in working:
         return None
     words = remedies or Remedies()
-    helping = [words.narrower.format(working[-1]), words.other]
+    # So few abreast that half of the trials can be judged or, if none is that few, as many as can be at any width.
+    narrow = max(number for number in working if num_unjudged(needed, number) <= max(n_trials // 2, needed))
+    helping = [words.narrower.format(narrow), words.other]
     if len(executor.device_names) in working:
         helping.insert(0, words.staggered)
     return (
         f"{type(study.pruner).__name__} can prune none of {n_trials} trials if they are equally long: {abreast} advance "
-        f"together, and it needs {needed} that {'has' if needed == 1 else 'have'} completed; use {', or '.join(helping)}"
+        f"together, and it needs {needed} that {'has' if needed == 1 else 'have'} completed; use {', '.join(helping[:-1])}, or {helping[-1]}"
     )
