@@ -67,7 +67,8 @@ def useless_pruner(
     helping = [words.narrower.format(narrow), words.other]
     if len(executor.device_names) in working:
         helping.insert(0, words.staggered)
+    ended = "has completed" if needed == 1 else "have completed"
     return (
         f"{type(study.pruner).__name__} can prune none of {n_trials} trials if they are equally long: {abreast} advance "
-        f"together, and it needs {needed} that {'has' if needed == 1 else 'have'} completed; use {', '.join(helping[:-1])}, or {helping[-1]}"
+        f"together, and it needs {needed} that {ended}; use {', '.join(helping[:-1])}, or {helping[-1]}"
     )
