@@ -1,6 +1,8 @@
 """Jobs that are paused and preferred while they run: others go on, and no number changes."""
 
 import threading
+import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -101,23 +103,27 @@ def test_a_priority_is_a_whole_number():
 
 def test_staggered_jobs_end_one_after_another_and_no_number_changes():
     names = ["a", "b", "c"]
-    drawn, all_begun = [], threading.Event()
+    drawn, go = [], threading.Event()
 
     def described(name):
         def draw():
-            if name in drawn:  # the first draw is its preparation's, all others its training's
-                all_begun.wait(PATIENCE_SECONDS)
             drawn.append(name)
-            if name == names[-1]:
-                all_begun.set()
             return one_batch()
 
         return task(train=draw, epochs=5)
 
-    with running(max_concurrent=3, policy="round_robin", admission="staggered") as pool:
+    @contextmanager
+    def held_until_all_are_prepared():
+        go.wait(PATIENCE_SECONDS)
+        yield
+
+    options = {"policy": "round_robin", "admission": "staggered", "instrument": held_until_all_are_prepared}
+    with running(max_concurrent=3, **options) as pool:
         jobs = [pool.submit(described(name)) for name in names]
+        while any(job.state in ("queued", "preparing") for job in jobs):
+            time.sleep(0.001)
+        assert drawn == names
+        go.set()
         results = [job.result(PATIENCE_SECONDS) for job in jobs]
-    training = [name for place, name in enumerate(drawn) if name in drawn[:place]]
-    assert training == sorted(training), "the oldest runs to its end"
-    assert set(training) == set(names)
+    assert drawn[len(names) :] == [name for name in names for _ in range(4)], "the oldest runs to its end"
     assert [against_plain(job.task, result) for job, result in zip(jobs, results, strict=True)] == [[]] * 3
