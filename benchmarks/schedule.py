@@ -3,6 +3,8 @@
     python benchmarks/schedule.py              # minutes, on one core
     python benchmarks/schedule.py --quick      # one set of models of each kind, CP-SAT for a few seconds: indicative
 
+HYDRA's other figures, in which bytes move, are in `hydra_figures.py`.
+
 HYDRA's Figure 6. The paper gives, for one epoch: homogeneous models of 2 hours and 2,000 shard units each; heterogeneous
 ones of 30 minutes to 4 hours and 100 to 10,000 units; equal devices; no transfers, since double buffering hides them.
 It does not give the following, which are assumptions: 8 devices; 8 to 24 models; runtimes and numbers of units drawn
@@ -21,7 +23,9 @@ import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from hydra_plots import lines
 from rich.console import Console
 from rich.table import Table
 
@@ -178,7 +182,18 @@ def table_of(kind: str, columns: Sequence[Column]) -> Table:
     return table
 
 
-def figure_6(console: Console, num_sets: int, time_limit_seconds: float) -> None:
+def plot(path: Path, kinds: Mapping[str, Sequence[Column]]) -> None:
+    panels = {
+        f"{kind} models: makespan / bound, {NUM_DEVICES} devices": (
+            [column.num_models for column in columns],
+            {name: [statistics.mean(column.ratios[name]) for column in columns] for name in columns[0].ratios},
+        )
+        for kind, columns in kinds.items()
+    }
+    lines(path, panels, x_label="models", from_zero=False)
+
+
+def figure_6(console: Console, num_sets: int, time_limit_seconds: float, picture: Path | None) -> None:
     with console.status("HYDRA's Figure 6"):
         same = [measure([homogeneous(count)], time_limit_seconds) for count in NUM_MODELS]
     console.print(table_of("homogeneous", same))
@@ -188,6 +203,8 @@ def figure_6(console: Console, num_sets: int, time_limit_seconds: float) -> None
             for count in NUM_MODELS
         ]
     console.print(table_of("heterogeneous", differing))
+    if picture is not None:
+        plot(picture, {"homogeneous": same, "heterogeneous": differing})
 
 
 def main() -> None:
@@ -197,11 +214,12 @@ def main() -> None:
     parser.add_argument(
         "--time-limit", type=float, default=15.0, help="seconds of CP-SAT for each set; the paper's is 100"
     )
+    parser.add_argument("--plot", type=Path, help="a PNG file to draw the figure in")
     options = parser.parse_args()
     console = Console()
     if options.quick:
         options.sets, options.time_limit = 1, 5.0
-    figure_6(console, options.sets, options.time_limit)
+    figure_6(console, options.sets, options.time_limit, options.plot)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,17 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import psutil
 
 from hydra_tune.devices.discovery import open_devices
 from hydra_tune.errors import ConfigError, HydraTuneError
-from hydra_tune.pool.job import EventStream, Job, Result
+from hydra_tune.pool.job import EventStream, Job, Result, check_priority
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.quantities import parse_bytes
-from hydra_tune.schedule import Policy, make_policy
+from hydra_tune.schedule import Policy, check_admission, make_policy
 from hydra_tune.shard.library import Budget, PlanLibrary
 from hydra_tune.shard.partition import NumShards
 from hydra_tune.task import TrainTask
@@ -41,6 +41,9 @@ class HydraExecutor:
         buffer_fraction: part of each device's memory that a shard leaves free for others; 0 to below 1. Nothing is kept
             where the whole model fits.
         max_concurrent: trials in flight at once; None for twice the number of devices.
+        admission: "eager" lets all trials in flight advance as the policy says, in lock-step where they are equally long;
+            "staggered" has the oldest go first, as many as there are devices, and the others fill the gaps: trials end
+            one after another, which is what pruners need that compare with trials that have completed.
         num_shards: None cuts a model only as far as memory asks; a number cuts at least so often; "layer" cuts at every
             layer. More shards mean finer interleaving and more memory traffic.
         instrument: returns a context manager, entered on the worker thread around every unit (trackers, profilers).
@@ -59,6 +62,7 @@ class HydraExecutor:
         max_concurrent: int | None = None,
         num_shards: NumShards = None,
         instrument: Callable[[], AbstractContextManager[Any]] | None = None,
+        admission: Literal["eager", "staggered"] = "eager",
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -70,6 +74,7 @@ class HydraExecutor:
         if not isinstance(buffer_fraction, int | float) or not 0 <= buffer_fraction < 1:
             raise ConfigError(f"buffer_fraction must be from 0 to below 1, not {buffer_fraction!r}")
         _check_count("max_concurrent", max_concurrent)
+        check_admission(admission)
         if num_shards != "layer":
             _check_count("num_shards", num_shards)
         if instrument is not None and not callable(instrument):
@@ -82,6 +87,7 @@ class HydraExecutor:
         self._policy = make_policy(policy)
         self._buffer_fraction = buffer_fraction
         self._max_concurrent = max_concurrent
+        self._admission = admission
         self._num_shards: NumShards = num_shards
         self._instrument = instrument
         self._lock = threading.Lock()
@@ -98,26 +104,37 @@ class HydraExecutor:
         return self._width
 
     @property
+    def num_abreast(self) -> int:
+        """Trials in flight that advance together: `width`, or with staggered admission no more than there are devices."""
+        return self.width if self._admission == "eager" else min(self.width, len(self.device_names))
+
+    @property
     def device_names(self) -> tuple[str, ...]:
         """Names of the pool's devices, e.g. `("cuda:0", "cuda:1")`."""
         if not self._device_names:
             self._started()
         return self._device_names
 
-    def submit(self, task: TrainTask, name: str | None = None, events: EventStream | None = None) -> Job:
+    def submit(
+        self, task: TrainTask, name: str | None = None, events: EventStream | None = None, *, priority: int = 0
+    ) -> Job:
         """Queue a task.
 
         Args:
             task: what to train.
             name: for messages and tables.
             events: where the job's events go; such a job waits at each report until it is answered.
+            priority: jobs of a higher one are admitted, and get devices, before all of a lower one, as with
+                `Job.set_priority`.
 
         Raises:
+            ConfigError: not a task, or a priority that is not an int.
             HydraTuneError: the executor is shut down.
         """
         if not isinstance(task, TrainTask):
             raise ConfigError(f"submit takes a TrainTask, not {type(task).__name__}")
-        return self._started().submit(task, name, events)
+        check_priority(priority)
+        return self._started().submit(task, name, events, priority=priority)
 
     def run(self, tasks: Iterable[TrainTask]) -> list[Result]:
         """Train tasks to their ends.
@@ -192,6 +209,7 @@ class HydraExecutor:
             max_concurrent=self._width,
             host_bytes=host_bytes,
             instrument=self._instrument,
+            admission=self._admission,
         )
         _shut_down_at_exit(pool)
         return pool

@@ -41,6 +41,7 @@ class Board:
         self._study: str | None = None
         self._num_planned: int | None = None
         self._entries: dict[int, Entry] = {}
+        self._warnings: list[str] = []
         self._meter = Meter()
         self._lock = threading.Lock()
         self._started_seconds = time.monotonic()
@@ -60,6 +61,12 @@ class Board:
                 view = TrialView(number=record.number, state=record.state, earlier=True)
                 view = replace(view, params=dict(record.params), value=record.value)
                 self._entries[record.number] = Entry(view=view)
+
+    def warned(self, text: str) -> None:
+        """Something is to be told about the sweep itself, at once and in the summary."""
+        with self._lock:
+            self._warnings.append(text)
+        self._log(f"warning: {text}")
 
     def asked(self, number: int) -> None:
         """A trial exists; its task is about to be built."""
@@ -141,4 +148,5 @@ class Board:
                 scheduler_seconds=stats.scheduler_seconds,
                 study=self._study,
                 error=self._error,
+                warnings=tuple(self._warnings),
             )

@@ -14,6 +14,8 @@ class Overrides:
         devices: names of devices.
         device_memory: size of the budget of each device.
         max_concurrent: trials in flight.
+        admission: which of them go first.
+        policy: how shard units are chosen.
         run_cap: trials of the whole study.
         timeout_seconds: no trial starts later.
         storage: where the study is kept.
@@ -22,6 +24,8 @@ class Overrides:
     devices: str | None = None
     device_memory: str | None = None
     max_concurrent: int | None = None
+    admission: str | None = None
+    policy: str | None = None
     run_cap: int | None = None
     timeout_seconds: float | None = None
     storage: str | None = None
@@ -55,7 +59,7 @@ def with_overrides(spec: SweepSpec, overrides: Overrides) -> SweepSpec:
     """
     engine = dict(spec.engine)
     places = dict(spec.places)
-    for name in ("devices", "device_memory", "max_concurrent"):
+    for name in ("devices", "device_memory", "max_concurrent", "admission", "policy"):
         value = getattr(overrides, name)
         if value is not None:
             engine[name] = value

@@ -38,6 +38,9 @@ class SweepObserver(Protocol):
     def opened(self, study: str, earlier: tuple[TrialRecord, ...], num_planned: int | None) -> None:
         """The study is open. It has a name, trials that ended before this run, and a number of trials to have."""
 
+    def warned(self, text: str) -> None:
+        """The sweep can run, but not as whoever wrote it will have meant."""
+
     def asked(self, number: int) -> None:
         """A trial exists; its task is about to be built."""
 

@@ -36,8 +36,10 @@ class _WatchedExecutor(HydraExecutor):
         super().__init__(**options)
         self._watch = watch
 
-    def submit(self, task: TrainTask, name: str | None = None, events: EventStream | None = None) -> Job:
-        job = super().submit(task, name=name, events=events)
+    def submit(
+        self, task: TrainTask, name: str | None = None, events: EventStream | None = None, *, priority: int = 0
+    ) -> Job:
+        job = super().submit(task, name=name, events=events, priority=priority)
         self._watch(job)
         return job
 

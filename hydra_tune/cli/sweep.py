@@ -9,6 +9,7 @@ from hydra_tune.cli.options import Display, Overrides, with_overrides
 from hydra_tune.cli.sweep_file import read_sweep_file
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import parse_bytes
+from hydra_tune.schedule import ADMISSIONS, check_policy_name
 
 USAGE = 2
 """Exit code of a command or a sweep file that makes no sense."""
@@ -32,11 +33,24 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str | None
     return value
 
 
+def _policy(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None:
+        try:
+            check_policy_name(value)
+        except ConfigError as error:
+            raise click.BadParameter(str(error), context, parameter) from error
+    return value
+
+
 @click.command(epilog=_EXIT_CODES)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--devices", metavar="NAMES", help="Devices to use, e.g. auto, cpu:2, cuda, cuda:0,1.")
 @click.option("--device-memory", metavar="SIZE", callback=_bytes, help="Bytes to use on each device, e.g. 11GiB.")
 @click.option("--max-concurrent", type=click.IntRange(min=1), metavar="N", help="Trials in flight at once.")
+@click.option(
+    "--admission", type=click.Choice(ADMISSIONS), help="Whether all trials in flight advance, or the oldest first."
+)
+@click.option("--policy", metavar="NAME", callback=_policy, help="How shard units are chosen, e.g. lrtf.")
 @click.option("--run-cap", type=click.IntRange(min=1), metavar="N", help="Trials of the whole study.")
 @click.option(
     "--timeout",
@@ -54,6 +68,8 @@ def sweep(
     devices: str | None,
     device_memory: str | None,
     max_concurrent: int | None,
+    admission: str | None,
+    policy: str | None,
     run_cap: int | None,
     timeout_seconds: float | None,
     storage: str | None,
@@ -68,6 +84,8 @@ def sweep(
         devices=devices,
         device_memory=device_memory,
         max_concurrent=max_concurrent,
+        admission=admission,
+        policy=policy,
         run_cap=run_cap,
         timeout_seconds=timeout_seconds,
         storage=storage,

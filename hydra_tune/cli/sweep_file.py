@@ -20,7 +20,16 @@ from hydra_tune.cli.yaml_marks import Mark, Marked, Problem, read_yaml
 from hydra_tune.errors import SweepFileError
 
 _MAX_GRID = 100_000
-_ENGINE = ("devices", "device_memory", "host_memory", "policy", "buffer_fraction", "max_concurrent", "num_shards")
+_ENGINE = (
+    "devices",
+    "device_memory",
+    "host_memory",
+    "policy",
+    "buffer_fraction",
+    "max_concurrent",
+    "admission",
+    "num_shards",
+)
 
 
 def read_sweep_file(path: Path) -> SweepSpec:

@@ -16,6 +16,7 @@ from hydra_tune.cli.domains import Domain, Scalar
 from hydra_tune.cli.messages import describe
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import parse_bytes
+from hydra_tune.schedule import check_policy_name
 
 _MAX_SEED = 2**32 - 1
 
@@ -62,11 +63,23 @@ def _shards(value: Any) -> int | Literal["layer"]:
     )
 
 
+def _policy(name: Any) -> str:
+    """Installed packages have policies of their own, so no list of names stands here."""
+    if not isinstance(name, str):
+        raise PydanticCustomError("policy", "must be text, not {got}", {"got": describe(name)})
+    try:
+        check_policy_name(name)
+    except ConfigError as error:
+        raise PydanticCustomError("policy", "{text}", {"text": str(error).removeprefix("policy ")}) from error
+    return name
+
+
 Number = Annotated[float, PlainValidator(_number)]
 Step = Annotated[float, PlainValidator(_step)]
 AnyScalar = Annotated[Scalar, PlainValidator(_scalar)]
 Shards = Annotated[int | Literal["layer"], PlainValidator(_shards)]
 Bytes = Annotated[str | int, PlainValidator(_bytes)]
+PolicyName = Annotated[str, PlainValidator(_policy)]
 
 
 def _distribution(name: Any) -> str:
@@ -152,9 +165,10 @@ class Hydra(Block):
     devices: Annotated[str, Field(min_length=1)] | None = None
     device_memory: Bytes | None = None
     host_memory: Bytes | None = None
-    policy: Literal["lrtf", "lrtf_paper", "srtf", "fifo", "round_robin", "fair", "lpt", "random"] | None = None
+    policy: PolicyName | None = None
     buffer_fraction: Annotated[FiniteFloat, Field(ge=0, lt=1)] | None = None
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
+    admission: Literal["eager", "staggered"] | None = None
     num_shards: Shards | None = None
     storage: Annotated[str, Field(min_length=1)] | None = None
     study: Annotated[str, Field(min_length=1)] | None = None

@@ -19,6 +19,7 @@ from hydra_tune.quantities import format_bytes, parse_bytes
 
 _RESERVE = 0.08  # of a GPU's free memory: CUDA libraries' workspaces and fragmentation
 _CPU_SHARE = 0.5  # of the free host memory that CPU devices take together; the rest holds spilled state
+_MOST_CPU_DEVICES_PER_CORE = 32  # each has threads of its own; more than cores is of use in tests only
 _CPU = re.compile(r"cpu(?::(\d+))?")
 _CUDA = re.compile(r"cuda(?::(\d+(?:,\d+)*))?")
 
@@ -52,6 +53,11 @@ def _num_cores() -> int:
 def _open_cpu(count: int, budget: int | None) -> list[Device]:
     if count < 1:
         raise ConfigError("devices='cpu:N' needs N of at least 1")
+    cores, most = _num_cores(), _num_cores() * _MOST_CPU_DEVICES_PER_CORE
+    if count > most:
+        raise ConfigError(
+            f"devices='cpu:{count}' asks for more than {most} CPU devices, on {cores} cores; use cpu:{cores}"
+        )
     available = psutil.virtual_memory().available
     if budget is not None and budget * count > available:
         raise ConfigError(

@@ -97,6 +97,7 @@ class SweepView:
         scheduler_seconds: time spent on deciding what runs next.
         study: the study's name in its storage; None before it is open.
         error: why the sweep ended early.
+        warnings: what is to be told about the sweep itself.
     """
 
     name: str
@@ -112,6 +113,7 @@ class SweepView:
     scheduler_seconds: float = 0.0
     study: str | None = None
     error: str | None = None
+    warnings: tuple[str, ...] = ()
 
     def count(self, state: str) -> int:
         """How many trials are in `state`."""

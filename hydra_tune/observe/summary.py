@@ -56,6 +56,8 @@ def print_summary(console: Console, view: SweepView) -> None:
         if len(ranked) > _NUM_BEST:
             console.print(Text(f"... and {len(ranked) - _NUM_BEST} more", style="dim"))
         console.print()
+    for warning in view.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"))
     for line in _error_lines(view):
         console.print(Text(line, style="red"))
     best = view.best
@@ -155,6 +157,7 @@ def to_json(view: SweepView) -> dict[str, Any]:
         "study": view.study,
         "status": view.status,
         "error": view.error,
+        "warnings": list(view.warnings),
         "metric": {"name": view.metric, "goal": view.goal},
         "best": None if best is None else _trial(best),
         "trials": [_trial(trial) for trial in view.trials],

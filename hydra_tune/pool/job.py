@@ -16,6 +16,16 @@ OVER = ("completed", "pruned", "cancelled", "failed")
 """States from which a job does not come back."""
 
 
+def check_priority(priority: object) -> None:
+    """Refuse what is no priority.
+
+    Raises:
+        ConfigError: not an int.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ConfigError(f"priority must be an int, not {priority!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """How far a job is.
@@ -166,13 +176,13 @@ class Job:
         """Have the job go before, or after, others whenever there is a choice.
 
         Args:
-            priority: all jobs begin at 0; those of a higher priority are admitted, and get devices, before all others.
+            priority: those of a higher one are admitted, and get devices, before all others; jobs begin with what
+                `submit` was given, 0 by default.
 
         Raises:
             ConfigError: not an int.
         """
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ConfigError(f"priority must be an int, not {priority!r}")
+        check_priority(priority)
         self._pool.prioritize(self, priority)
 
     def result(self, timeout: float | None = None) -> Result:

@@ -74,6 +74,7 @@ class Pool:
         max_concurrent: jobs admitted at once.
         host_bytes: host memory for the state of all admitted jobs.
         instrument: returns a context manager, entered on the worker thread around every unit.
+        admission: see `Scheduler`.
     """
 
     def __init__(
@@ -85,11 +86,12 @@ class Pool:
         max_concurrent: int,
         host_bytes: int,
         instrument: Instrument | None,
+        admission: str = "eager",
     ) -> None:
         self._library = library
         self._host_bytes = host_bytes
         self._instrument = instrument
-        self._scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent)
+        self._scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
         self._changed = threading.Condition()
         self._records: dict[str, Record] = {}
         self._moves: deque[tuple[str, int, str | None]] = deque()
@@ -122,7 +124,7 @@ class Pool:
     # Called by drivers.
 
     @hold_interrupts()
-    def submit(self, task: TrainTask, name: str | None, events: EventStream | None) -> Job:
+    def submit(self, task: TrainTask, name: str | None, events: EventStream | None, *, priority: int = 0) -> Job:
         """Queue a task."""
         with self._changed:
             if self._closed:
@@ -133,7 +135,7 @@ class Pool:
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
             self._records[key] = Record(job)
             try:
-                self._decide(JobSubmitted(job=key))
+                self._decide(JobSubmitted(job=key, priority=priority))
             except BaseException:
                 self._records.pop(key, None)
                 raise

@@ -26,6 +26,7 @@ from hydra_tune.schedule.events import (
 )
 from hydra_tune.schedule.fair import Fair
 from hydra_tune.schedule.fifo import Fifo
+from hydra_tune.schedule.front import ADMISSIONS, check_admission
 from hydra_tune.schedule.heap import Smallest, ViewHeap
 from hydra_tune.schedule.lpt import LPT
 from hydra_tune.schedule.lrtf import ShardedLRTF
@@ -34,12 +35,13 @@ from hydra_tune.schedule.machine import Scheduler
 from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Policy, Selection, SpeedAware
 from hydra_tune.schedule.random_choice import RandomChoice
 from hydra_tune.schedule.record import Phase
-from hydra_tune.schedule.registry import ENTRY_POINTS, POLICIES, make_policy
+from hydra_tune.schedule.registry import ENTRY_POINTS, POLICIES, check_policy_name, make_policy
 from hydra_tune.schedule.round_robin import RoundRobin
 from hydra_tune.schedule.srtf import SRTF
 from hydra_tune.schedule.units import Unit
 
 __all__ = [
+    "ADMISSIONS",
     "ENTRY_POINTS",
     "LPT",
     "POLICIES",
@@ -80,6 +82,8 @@ __all__ = [
     "UnitFailed",
     "UnitFinished",
     "ViewHeap",
+    "check_admission",
+    "check_policy_name",
     "make_policy",
     "makespan_bound",
     "uneven_makespan_bound",

@@ -85,9 +85,10 @@ def _device_violations(state: State) -> Iterator[str]:
 
 def _table_violations(state: State) -> Iterator[str]:
     records = state.jobs.values()
-    views = Counter(record.view.priority for record in records if record.view is not None)
+    views = Counter((record.view.priority, record.is_front) for record in records if record.view is not None)
     if state.num_eligible != views.total() or state.levels.counts != views:
-        yield f"{state.num_eligible} jobs are eligible, by priority {state.levels.counts}, expected {dict(views)}"
+        yield f"{state.num_eligible} jobs are eligible, by level {state.levels.counts}, expected {dict(views)}"
+    yield from _front_violations(state)
     slots = sum(record.phase.takes_slot for record in records)
     if state.num_slots_taken != slots:
         yield f"{state.num_slots_taken} slots are counted, expected {slots}"
@@ -97,6 +98,15 @@ def _table_violations(state: State) -> Iterator[str]:
     following, queued = state.next_queued(), _queued(state)
     if (following and following.job) != (queued[0] if queued else None):
         yield f"{following and following.job!r} would be admitted next, expected the first of {queued}"
+
+
+def _front_violations(state: State) -> Iterator[str]:
+    flying = [record for record in state.jobs.values() if record.is_in_flight and state.front is not None]
+    flying.sort(key=lambda record: (-record.priority, record.order))
+    front = [record.job for record in flying[: len(state.devices)]]
+    told = [] if state.front is None else state.front.jobs
+    if told != front or {record.job for record in state.jobs.values() if record.is_front} != set(front):
+        yield f"the front is {told}, expected {front}"
 
 
 def _queued(state: State) -> list[str]:

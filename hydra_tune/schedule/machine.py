@@ -9,6 +9,7 @@ What it promises:
     * a job is never fed or admitted before one of a higher priority that could be;
     * of one priority, jobs are admitted in submission order, while fewer than `max_concurrent` are preparing, ready or
       running;
+    * where admission is staggered, no job beyond the front is fed before one of the front, of its priority, that could be;
     * a job that is stopped gets no further unit, and is released as soon as nothing of it runs;
     * a job that is paused gets no further unit until it is unpaused, and takes no slot once nothing of it is under way;
     * of a job that is over nothing is kept.
@@ -21,6 +22,7 @@ from types import MappingProxyType
 from hydra_tune.errors import ConfigError, ScheduleError
 from hydra_tune.schedule.commands import Admit, Command, Release, Run
 from hydra_tune.schedule.events import DeviceAdded, DeviceLost, DeviceSlowed, Event
+from hydra_tune.schedule.front import ADMISSIONS, Front, check_admission
 from hydra_tune.schedule.invariants import violations
 from hydra_tune.schedule.levels import Levels
 from hydra_tune.schedule.policy import JobView, Policy, start_selection
@@ -41,17 +43,21 @@ class Scheduler:
         policy: chooses among eligible jobs.
         max_concurrent: how many jobs may be admitted at once. A job that waits at a report, or is paused, takes no slot;
             when it goes on it does so at once, even beyond this number, and the next job is admitted only below it again.
+        admission: "eager" leaves the choice among all admitted jobs to the policy; "staggered" has the oldest go first, as
+            many as there are devices (note in `schedule/front.py`).
 
     Raises:
-        ConfigError: `max_concurrent` below 1.
+        ConfigError: `max_concurrent` below 1, or an unknown admission.
     """
 
-    def __init__(self, *, policy: Policy, max_concurrent: int) -> None:
+    def __init__(self, *, policy: Policy, max_concurrent: int, admission: str = ADMISSIONS[0]) -> None:
         if max_concurrent < 1:
             raise ConfigError(f"max_concurrent must be at least 1, not {max_concurrent}")
+        check_admission(admission)
         self._policy = policy
         self._max_concurrent = max_concurrent
-        self._state = State(levels=Levels(lambda: start_selection(policy)))
+        front = Front() if admission == "staggered" else None
+        self._state = State(levels=Levels(lambda: start_selection(policy)), front=front)
         self._stories: dict[str, deque[Event | Command]] = {}  # of each job that is not over; made text when asked for
 
     def handle(self, *events: Event) -> list[Command]:
@@ -148,11 +154,12 @@ class Scheduler:
         highest = levels.highest
         view = levels.choose(device)
         record = self._state.jobs.get(view.job) if isinstance(view, JobView) else None
-        if record is None or record.view is not view or view.priority != highest:
-            views = [record.view for record in self._state.jobs.values() if record.view is not None]
+        if record is None or record.view is not view or (view.priority, record.is_front) != highest:
+            others = [other for other in self._state.jobs.values() if other.view is not None]
             raise ScheduleError(
                 f"{type(self._policy).__name__}.choose gave {view!r} for device {device!r}, expected one of "
-                f"{[other.job for other in views if other.priority == highest]}; a policy must return one of its candidates"
+                f"{[other.job for other in others if (other.priority, other.is_front) == highest]}; a policy must return "
+                "one of its candidates"
             )
         return view
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from hydra_tune.schedule.estimates import Estimate
+from hydra_tune.schedule.front import Age
 from hydra_tune.schedule.policy import JobView
 from hydra_tune.schedule.units import Unit
 
@@ -54,6 +55,8 @@ class JobRecord:
         last_device: where its last unit ran or runs; None before the first, and once that device is lost.
         view: what the policy was told of it; None if it was told nothing. Kept by `State.put`.
         is_counted: whether it is in `num_slots_taken`. Kept by `State.put`.
+        age: under staggered admission, its place among the jobs in flight; None while it is not. Kept by `State.put`.
+        is_front: whether it is in the front, which only staggered admission has. Kept by `State`.
     """
 
     job: str
@@ -71,6 +74,13 @@ class JobRecord:
     last_device: str | None = None
     view: JobView | None = None
     is_counted: bool = False
+    age: Age | None = None
+    is_front: bool = False
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether it holds more than a place in the queue, and nobody holds it back."""
+        return self.phase is not Phase.QUEUED and not self.paused
 
     def make_view(self) -> JobView:
         """What a policy sees of this job; it must be ready."""

@@ -52,17 +52,45 @@ def make_policy(policy: str | Policy) -> Policy:
     make = POLICIES.get(policy)
     if make is not None:
         return make()
-    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    installed = _installed()
     if policy in installed:
         return _load(installed[policy])
-    names = [*POLICIES, *(name for name in installed if name not in POLICIES)]
+    raise _unknown(policy, otherwise="or give an object with choose(device, candidates)")
+
+
+def check_policy_name(name: str) -> None:
+    """Refuse what is no policy's name. Runs no code of an installed package.
+
+    Args:
+        name: a name in `POLICIES`, or of an entry point in the group `ENTRY_POINTS`.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if name not in POLICIES and name not in _installed():
+        raise _unknown(name)
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+
+
+def _unknown(policy: str, otherwise: str | None = None) -> ConfigError:
+    names = [*POLICIES, *(name for name in _installed() if name not in POLICIES)]
     close = difflib.get_close_matches(policy.lower(), names, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "or give an object with choose(device, candidates)"
-    raise ConfigError(f"policy must be one of {_quoted(names)}, not {policy!r}; {hint}")
+    hint = f"did you mean {close[0]!r}?" if close else otherwise
+    return ConfigError(f"policy must be one of {_quoted(names)}, not {policy!r}{f'; {hint}' if hint else ''}")
 
 
 def _load(entry: EntryPoint) -> Policy:
-    return _checked(entry.load()(), f"the entry point {entry.name!r} ({entry.value}) must make an object")
+    found = f"the entry point {entry.name!r} ({entry.value})"
+    try:
+        made = entry.load()()
+    except Exception as error:
+        raise ConfigError(
+            f"policy {entry.name!r}: {found} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    return _checked(made, f"{found} must make an object")
 
 
 def _checked(policy: object, expected: str) -> Policy:

@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
+from hydra_tune.schedule.front import Age, Front
 from hydra_tune.schedule.levels import Levels
 from hydra_tune.schedule.policy import JobView
 from hydra_tune.schedule.record import DeviceRecord, JobRecord, Phase
@@ -29,9 +30,11 @@ class State:
         num_submitted: jobs ever submitted: the next one's order.
         num_devices_added: devices ever added: the next one's index.
         num_runs: units ever started.
+        front: the jobs in flight by age; None where admission is not staggered.
     """
 
     levels: Levels = field(repr=False)
+    front: Front | None = field(default=None, repr=False)
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     devices: dict[str, DeviceRecord] = field(default_factory=dict)
     idle: list[tuple[float, int, str]] = field(default_factory=list)
@@ -60,17 +63,18 @@ class State:
         if old is not None and old.order != record.order:
             self.drop(old.job)  # over and submitted again within one call: its place is behind the others
             old = None
+        if self.front is not None:
+            self._place_by_age(self.front, old, record)
         told, counted = (None, False) if old is None else (old.view, old.is_counted)
         phase = record.phase
         view = record.make_view() if phase is _READY else None
         if view == told:
             view = told  # the very object that the policy has
         else:
-            if told is not None:
-                self._withdraw(told)
+            if old is not None and told is not None:
+                self._withdraw(old)
             if view is not None:
-                self.levels.add(view)
-                self.num_eligible += 1
+                self._offer(view, is_front=record.is_front)
         record.view = view
         record.is_counted = phase.takes_slot
         self.num_slots_taken += record.is_counted - counted
@@ -82,8 +86,10 @@ class State:
         """Forget a job that is over."""
         old = self.jobs.pop(job)
         if old.view is not None:
-            self._withdraw(old.view)
+            self._withdraw(old)
         self.num_slots_taken -= old.is_counted
+        if self.front is not None and old.age is not None:
+            self._cross(self.front.leave(old.age))
 
     def put_device(self, record: DeviceRecord) -> None:
         """Add a device, or take the changes to its record, which may be another object than before."""
@@ -95,6 +101,8 @@ class State:
             self._take_from_idle(old.idle_place)
         if old is None or old.told_speed != record.speed:
             self.levels.set_speed(record.device, record.speed)
+        if old is None and self.front is not None:
+            self._cross(self.front.resize(1))
         record.told_speed = record.speed
         record.idle_place = None
         if record.job is None:
@@ -108,6 +116,8 @@ class State:
         if old.idle_place is not None:
             self._take_from_idle(old.idle_place)
         self.levels.set_speed(device, 0.0)
+        if self.front is not None:
+            self._cross(self.front.resize(-1))
 
     def number_job(self) -> int:
         """The order of a job that is submitted now."""
@@ -130,9 +140,43 @@ class State:
             heappop(queue)
         return None
 
-    def _withdraw(self, view: JobView) -> None:
-        self.levels.remove(view)
+    def _offer(self, view: JobView, *, is_front: bool) -> None:
+        self.levels.add(view, (view.priority, is_front))
+        self.num_eligible += 1
+
+    def _withdraw(self, record: JobRecord) -> None:
+        """The policy forgets the job; what it was told, and at which level, is in the record still."""
+        assert record.view is not None
+        self.levels.remove(record.view, (record.view.priority, record.is_front))
+        record.view = None
         self.num_eligible -= 1
+
+    def _place_by_age(self, front: Front, old: JobRecord | None, record: JobRecord) -> None:
+        """Keep the front in step with a record that is being put."""
+        before = None if old is None else old.age
+        age: Age | None = (-record.priority, record.order, record.job) if record.is_in_flight else None
+        if old is not None and age == before:
+            record.age, record.is_front = before, old.is_front
+            return
+        if old is not None and old.view is not None:
+            self._withdraw(old)  # it is told of anew, at another level
+        if before is not None:
+            self._cross(front.leave(before))
+        if age is not None:
+            self._cross(front.join(age))
+        record.age, record.is_front = age, age is not None and front.holds(age)
+
+    def _cross(self, job: str | None) -> None:
+        """A job comes into the front, or leaves it, by what happened elsewhere."""
+        if job is None:
+            return
+        record = self.jobs[job]
+        view = record.view
+        if view is not None:
+            self._withdraw(record)
+        record.view, record.is_front = view, not record.is_front
+        if view is not None:
+            self._offer(view, is_front=record.is_front)
 
     def _take_from_idle(self, place: tuple[float, int, str]) -> None:
         del self.idle[bisect_left(self.idle, place)]

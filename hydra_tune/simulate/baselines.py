@@ -195,22 +195,34 @@ def data_parallel_makespan(
 
 
 def task_parallel_makespan(
-    trials: Sequence[TrialCost], num_devices: int, *, bytes_per_second: float = math.inf
+    trials: Sequence[TrialCost], num_devices: int, *, own_groups: bool = False, bytes_per_second: float = math.inf
 ) -> float:
     """Whole trials side by side, each model-parallel within a group of devices, the longest first; seconds.
 
-    Groups are as large as the most shards a trial has; devices left over are idle. With trials of one shard this is
-    plain task parallelism: one trial per device.
+    With trials of one shard this is plain task parallelism: one trial per device.
+
+    Args:
+        trials: all of them.
+        num_devices: devices, at least 1.
+        own_groups: each trial takes as many devices as it has shards, those that are free first. Otherwise groups are
+            fixed, as large as the most shards a trial has, and devices left over are idle.
+        bytes_per_second: of each link.
 
     Raises:
         ConfigError: a trial with more shards than there are devices, or arguments that make no sense.
     """
     _check_fits(trials, num_devices)
-    num_groups = num_devices // max((trial.num_shards for trial in trials), default=1)
-    seconds = (
+    seconds = [
         trial.num_steps * model_parallel_step_seconds(trial, bytes_per_second=bytes_per_second) for trial in trials
-    )
-    return longest_first_makespan(seconds, num_groups)
+    ]
+    if not own_groups:
+        num_groups = num_devices // max((trial.num_shards for trial in trials), default=1)
+        return longest_first_makespan(seconds, num_groups)
+    free = [0.0] * num_devices
+    for length, trial in sorted(zip(seconds, trials, strict=True), key=lambda pair: -pair[0]):
+        free.sort()
+        free[: trial.num_shards] = [free[trial.num_shards - 1] + length] * trial.num_shards
+    return max(free)
 
 
 def longest_first_makespan(job_seconds: Iterable[float], num_devices: int) -> float:

@@ -1,5 +1,6 @@
 """The timeline as a picture. Needs matplotlib, which is imported here only and only when a picture is asked for."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra_tune.errors import ConfigError
@@ -7,6 +8,10 @@ from hydra_tune.simulate.outcome import Interval, SimulationResult
 
 _MOST_DEVICES = 64
 _UNIT_HEIGHT, _LOAD_HEIGHT = 0.62, 0.16
+_PALETTE = (
+    *("#4477aa", "#ee8866", "#44aa77", "#aa3377", "#ddaa33", "#66ccee"),
+    *("#774411", "#bb5566", "#332288", "#888888", "#99cc55", "#222222"),
+)
 
 
 def plot_timeline(result: SimulationResult, path: Path) -> None:
@@ -29,7 +34,7 @@ def plot_timeline(result: SimulationResult, path: Path) -> None:
         raise ConfigError("a plot needs a timeline; simulate with timeline=2000 or so")
     names = [device.name for device in result.devices][:_MOST_DEVICES]
     rows = {name: row for row, name in enumerate(names)}
-    colours = {job: f"C{number % 10}" for number, job in enumerate(dict.fromkeys(bar.job for bar in result.timeline))}
+    colours = _colours(result.timeline)
     figure = Figure(figsize=(12, 1.5 + 0.4 * len(names)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -51,6 +56,12 @@ def plot_timeline(result: SimulationResult, path: Path) -> None:
     axes.set_xlabel("seconds")
     axes.set_title(f"{result.policy}: makespan {result.makespan_seconds:.6g} s, utilisation {result.utilisation:.1%}")
     figure.savefig(path, format="png", dpi=120)
+
+
+def _colours(bars: Sequence[Interval]) -> dict[str, str]:
+    """A colour for each trial; from the thirteenth on they come again."""
+    jobs = list(dict.fromkeys(bar.job for bar in bars))
+    return {job: _PALETTE[number % len(_PALETTE)] for number, job in enumerate(jobs)}
 
 
 def _span(row: int, *, is_load: bool) -> tuple[float, float]:

@@ -51,6 +51,7 @@ class Limits:
         width: trials in flight, at least 1.
         catch: errors that fail their trial only.
         gc_after_trial: collect garbage after each trial.
+        useless_pruner: why the pruner can end no trial, if that is so; said when a trial could have been ended.
     """
 
     n_trials: int | None
@@ -58,6 +59,7 @@ class Limits:
     width: int
     catch: tuple[type[Exception], ...]
     gc_after_trial: bool
+    useless_pruner: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,6 +112,7 @@ class Driver:
         self._untold: dict[int, Trial] = {}
         self._running: dict[int, _Running] = {}
         self._error: Exception | None = None
+        self._hint = limits.useless_pruner
 
     def run(self) -> None:
         """Search to the end.
@@ -211,6 +214,9 @@ class Driver:
             running.failure = error
             event.job.cancel()
             return
+        if self._hint is not None and len(running.reports) > 1:  # a trial that reports once loses nothing
+            _logger.warning(self._hint)
+            self._hint = None
         if prune:
             event.job.prune()
         else:

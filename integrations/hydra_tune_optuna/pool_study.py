@@ -15,6 +15,7 @@ from optuna.trial import FrozenTrial, Trial
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import ConfigError
 from hydra_tune_optuna.driver import Driver, Limits
+from hydra_tune_optuna.lockstep import useless_pruner
 from hydra_tune_optuna.private import ProgressBar, optimizing
 
 
@@ -93,12 +94,14 @@ class PoolStudy(Study):
             raise ConfigError("this study is a copy, and has no executor; set study.executor = HydraExecutor() first")
         if n_jobs < 1 and n_jobs != -1:
             raise ConfigError(f"n_jobs must be -1 or at least 1, not {n_jobs}")
+        width = self.executor.width if n_jobs in (1, -1) else min(n_jobs, self.executor.width)
         limits = Limits(
             n_trials=n_trials,
             timeout_seconds=timeout,
-            width=self.executor.width if n_jobs in (1, -1) else min(n_jobs, self.executor.width),
+            width=width,
             catch=tuple(catch) if isinstance(catch, Iterable) else (catch,),
             gc_after_trial=gc_after_trial,
+            useless_pruner=useless_pruner(self, self.executor, n_trials=n_trials, width=width),
         )
         with optimizing(self):
             progress_bar = ProgressBar(show_progress_bar, n_trials, timeout)

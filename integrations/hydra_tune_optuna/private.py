@@ -14,6 +14,14 @@ from contextlib import contextmanager
 
 from optuna.exceptions import ExperimentalWarning
 from optuna.progress_bar import _ProgressBar as ProgressBar
+from optuna.pruners import (
+    BasePruner,
+    HyperbandPruner,
+    PatientPruner,
+    PercentilePruner,
+    SuccessiveHalvingPruner,
+    WilcoxonPruner,
+)
 from optuna.samplers import BaseSampler, BruteForceSampler, GridSampler, PartialFixedSampler
 from optuna.samplers._brute_force import _TreeNode
 from optuna.storages import BaseStorage, fail_stale_trials
@@ -29,6 +37,7 @@ from hydra_tune.interrupts import hold_interrupts
 __all__ = [
     "ProgressBar",
     "ask",
+    "completed_needed",
     "fail_stale",
     "frozen_copy",
     "heartbeat_of",
@@ -156,6 +165,23 @@ def nothing_new_to_sample(study: Study) -> bool:
         sampler._populate_tree(tree, study._storage.get_all_trials(study._study_id, deepcopy=False, states=states), {})
         return not tree.is_any_expandable(exclude_running=True)
     return False
+
+
+def completed_needed(pruner: BasePruner) -> int:
+    """How many completed trials there must be before the pruner ends any; one that is not Optuna's may need none."""
+    match pruner:
+        case PercentilePruner():  # MedianPruner is one
+            return max(1, pruner._n_startup_trials, pruner._n_min_trials)
+        case WilcoxonPruner():
+            return 1  # compares with the best completed trial
+        case SuccessiveHalvingPruner():
+            return int(pruner._min_resource is None)  # "auto": learnt from the first that completes
+        case HyperbandPruner():
+            return int(pruner._max_resource == "auto")
+        case PatientPruner() if pruner._wrapped_pruner is not None:
+            return completed_needed(pruner._wrapped_pruner)
+        case _:
+            return 0
 
 
 def _running_grid_ids(study: Study) -> set[int]:

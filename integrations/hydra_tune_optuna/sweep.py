@@ -20,10 +20,16 @@ from hydra_tune.cli.domains import Choice, Domain, FloatRange, IntRange, grid_si
 from hydra_tune.cli.request import Outcome, SweepRequest, TrialRecord
 from hydra_tune.cli.spec import Pruning, SweepSpec
 from hydra_tune.errors import ConfigError
+from hydra_tune_optuna.lockstep import Remedies, useless_pruner
 from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.study import create_study
 
 _JOURNAL = "journal:"
+_REMEDIES = Remedies(
+    staggered="hydra.admission: staggered",
+    narrower="hydra.max_concurrent: {}",
+    other="early_terminate.type: successive_halving",
+)
 _OUTCOMES: Mapping[TrialState, Outcome] = {
     TrialState.COMPLETE: "completed",
     TrialState.PRUNED: "pruned",
@@ -46,6 +52,11 @@ def run_sweep(request: SweepRequest) -> None:
         earlier = tuple(_record(request.spec, trial) for trial in study.get_trials(deepcopy=False) if _ended(trial))
         num_left, num_planned = _num_left(request.spec, earlier)
         request.observer.opened(study.study_name, earlier, num_planned)
+        useless = useless_pruner(
+            study, request.executor, n_trials=num_left, width=request.executor.width, remedies=_REMEDIES
+        )
+        if useless is not None:
+            request.observer.warned(useless)
         if num_left != 0:
             _optimize(study, request, num_left)
 

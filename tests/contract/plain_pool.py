@@ -146,7 +146,7 @@ class PlainPool:
     device_names = ("plain",)
 
     def __init__(self, *, max_concurrent=2):
-        self.width = max_concurrent
+        self.width = self.num_abreast = max_concurrent
         self.turn = threading.Lock()
         self.jobs = set()
         self._submitted = 0
@@ -162,7 +162,7 @@ class PlainPool:
         self._check_open()
         return PlainStream()
 
-    def submit(self, task, name=None, events=None):
+    def submit(self, task, name=None, events=None, *, priority=0):
         self._check_open()
         job = PlainJob(self, task, name or f"job {self._submitted}", events)
         self._submitted += 1

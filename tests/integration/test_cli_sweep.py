@@ -153,3 +153,21 @@ def test_the_timeout_starts_no_more_trials(project):
     trials = trials_of(project.folder)
     assert 0 < len(trials) < 100000
     assert all(trial.state == TrialState.COMPLETE for trial in trials)
+
+
+def test_a_pruner_that_cannot_work_so_wide_is_told_at_once_and_at_the_end(project):
+    project.change("seed: 0", "seed: 0\nearly_terminate: {type: median, n_startup_trials: 1}")
+    done = project.run("--max-concurrent", "8")
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"^warning: MedianPruner can prune none of 8 trials", done.stdout, re.MULTILINE)
+    assert len(told) == 2
+    assert "hydra.admission: staggered" in done.stdout
+
+
+def test_staggered_admission_lets_it_work_and_the_summary_says_what_was_saved(project):
+    project.change("seed: 0", "seed: 0\nearly_terminate: {type: median, n_startup_trials: 1}")
+    project.change("run_cap: 8", "run_cap: 12")
+    done = project.run("--max-concurrent", "12", "--admission", "staggered", "--policy", "fifo")
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stdout
+    assert re.search(r"^units saved by pruning: [1-9]\d* \([1-9]\d*% of what was planned\)$", done.stdout, re.MULTILINE)

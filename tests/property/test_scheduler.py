@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hydra_tune.errors import ScheduleError
 from hydra_tune.schedule import (
+    ADMISSIONS,
     Admit,
     DeviceAdded,
     DeviceLost,
@@ -42,10 +43,14 @@ DEVICES = ("cpu:0", "cpu:1", "cpu:2")
 class AnyHistory(RuleBasedStateMachine):
     """Plays the pool with books of its own, and holds the scheduler's commands against them."""
 
-    @initialize(policy=st.sampled_from(sorted(some_policies())), max_concurrent=st.integers(1, 4))
-    def start(self, policy, max_concurrent):
-        self.max_concurrent = max_concurrent
-        self.scheduler = Scheduler(policy=some_policies()[policy], max_concurrent=max_concurrent)
+    @initialize(
+        policy=st.sampled_from(sorted(some_policies())),
+        max_concurrent=st.integers(1, 4),
+        admission=st.sampled_from(ADMISSIONS),
+    )
+    def start(self, policy, max_concurrent, admission):
+        self.max_concurrent, self.admission = max_concurrent, admission
+        self.scheduler = Scheduler(policy=some_policies()[policy], max_concurrent=max_concurrent, admission=admission)
         self.num_jobs = 0
         self.queued, self.preparing, self.waiting = [], [], []
         self.ready, self.running = {}, {}  # job -> its next unit; job -> (device, unit)
@@ -91,10 +96,21 @@ class AnyHistory(RuleBasedStateMachine):
     def check_run(self, command):
         assert command.job not in self.running, "one unit of a job at a time"
         assert self.priorities[command.job] == max(self.priorities[job] for job in self.ready), "higher goes first"
+        self.check_age(command.job)
         assert self.speeds[command.device] == max(self.speeds[device] for device in self.idle), (
             "the fastest is fed first"
         )
         assert command.unit == self.ready.pop(command.job), "each unit once, in order"
+
+    def check_age(self, job):
+        """Under staggered admission, no job goes before one of the oldest, which are as many as there are devices."""
+        if self.admission != "staggered":
+            return
+        flying = [other for other in self.alive() if other not in self.queued and other not in self.paused]
+        flying.sort(key=lambda other: (-self.priorities[other], int(other.removeprefix("job"))))
+        front = flying[: len(self.speeds)]
+        passed_over = [other for other in front if other in self.ready]
+        assert job in front or not [other for other in passed_over if self.priorities[other] >= self.priorities[job]]
 
     def next_unit(self, job, shard):
         self.num_made[job] = self.num_made.get(job, -1) + 1
@@ -353,3 +369,26 @@ def test_with_fewer_jobs_than_devices_the_longest_job_is_the_makespan(jobs, num_
     assume(len(jobs) <= num_devices)
     pool = drive(as_units(jobs), policy=ShardedLRTF(), num_devices=num_devices)
     assert pool.now == max(sum(seconds) for seconds in jobs)
+
+
+@settings(deadline=None)
+@given(
+    num_jobs=st.integers(1, 9),
+    num_units=st.integers(1, 9),
+    num_devices=st.integers(1, 4),
+    policy=st.sampled_from(sorted(some_policies())),
+)
+def test_equal_staggered_jobs_end_as_early_as_any_can(num_jobs, num_units, num_devices, policy):
+    """A job is no faster than one device: by then no schedule can have ended more, under any policy."""
+    jobs = as_units([[1] * num_units] * num_jobs)
+    pool = drive(jobs, policy=some_policies()[policy], num_devices=num_devices, admission="staggered")
+    assert [pool.ended[job] for job in jobs] == [(index // num_devices + 1) * num_units for index in range(num_jobs)]
+
+
+@settings(deadline=None)
+@given(jobs=JOBS, num_devices=st.integers(1, 4))
+def test_staggering_delays_the_last_end_by_less_than_the_longest_job(jobs, num_devices):
+    """Graham's bound, which holds as long as no device idles while a job could run."""
+    pool = drive(as_units(jobs), policy=ShardedLRTF(), num_devices=num_devices, admission="staggered")
+    lengths = [sum(seconds) for seconds in jobs]
+    assert pool.now <= sum(lengths) / num_devices + (1 - 1 / num_devices) * max(lengths) + 1e-9

@@ -1,7 +1,6 @@
 """The board turns what a tuner tells into plain values, and sees when a sweep is hopeless."""
 
 from functools import partial
-from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from hydra_tune.cli.request import TrialRecord
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.sweep_model import Hydra
 from hydra_tune.errors import BudgetError
+from hydra_tune.observe.summary import to_json
 from hydra_tune.pool.stats import DeviceStats, PoolStats
 from hydra_tune.schedule import POLICIES
 
@@ -132,6 +132,14 @@ def test_busy_is_of_the_last_seconds_while_running_and_of_all_afterwards():
     assert meter.overall(stats(elapsed=20.0, busy=13.0))[0].busy_share == pytest.approx(0.65)
 
 
+def test_a_warning_is_told_at_once_and_kept_for_the_summary():
+    lines = []
+    board = Board(SweepSpec(file="space.yaml", task="train:build", metric="val_loss"), lines.append)
+    board.warned("the pruner can prune nothing")
+    assert lines == ["warning: the pruner can prune nothing"]
+    view = board.snapshot(stats())
+    assert to_json(view)["warnings"] == ["the pruner can prune nothing"]
+
+
 def test_the_sweep_file_knows_every_policy():
-    (policies, _) = get_args(Hydra.model_fields["policy"].annotation)
-    assert set(get_args(policies)) == set(POLICIES)
+    assert [Hydra(policy=name).policy for name in POLICIES] == list(POLICIES)

@@ -23,7 +23,17 @@ def test_version():
 
 def test_help_names_every_option_and_exit_code():
     text = CliRunner().invoke(main, ["sweep", "--help"]).output
-    for word in ("--devices", "--device-memory", "--run-cap", "--timeout", "--json", "--no-live", "--max-concurrent"):
+    for word in (
+        "--devices",
+        "--device-memory",
+        "--run-cap",
+        "--timeout",
+        "--json",
+        "--no-live",
+        "--max-concurrent",
+        "--admission",
+        "--policy",
+    ):
         assert word in text
     for code in ("  0    done\n", "  1    the sweep ended", "  2    the command", "  130  interrupted"):
         assert code in text

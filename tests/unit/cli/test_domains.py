@@ -5,7 +5,7 @@ from decimal import Decimal
 
 import optuna
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hydra_tune.cli.distributions import to_domain
@@ -65,6 +65,7 @@ def test_log_uniform_has_the_exponents_of_e_for_limits(low, high):
     assert (domain.low, domain.high, domain.log) == (math.exp(low), math.exp(high), True)
 
 
+@settings(deadline=None)  # draws are slow on a busy machine
 @given(LIMITS, st.floats(0.5, 50.0).map(lambda width: float(f"{width:.4g}")), STEPS, st.integers(0, 9))
 def test_q_uniform_gives_multiples_of_q_within_the_limits(low, width, q, seed):
     high = float(f"{low + width:.8g}")

@@ -23,9 +23,25 @@ def test_nothing_given_changes_nothing():
 
 def test_what_is_given_replaces_what_was_written_and_its_place():
     spec = with_overrides(
-        SPEC, Overrides(devices="cpu:1", device_memory="5MiB", max_concurrent=2, run_cap=9, storage="sqlite:///b.db")
+        SPEC,
+        Overrides(
+            devices="cpu:1",
+            device_memory="5MiB",
+            max_concurrent=2,
+            admission="staggered",
+            policy="fifo",
+            run_cap=9,
+            storage="sqlite:///b.db",
+        ),
     )
-    assert spec.engine == {"devices": "cpu:1", "num_shards": 4, "device_memory": "5MiB", "max_concurrent": 2}
+    assert spec.engine == {
+        "devices": "cpu:1",
+        "num_shards": 4,
+        "device_memory": "5MiB",
+        "max_concurrent": 2,
+        "admission": "staggered",
+        "policy": "fifo",
+    }
     assert (spec.run_cap, spec.storage) == (9, "sqlite:///b.db")
     assert spec.at("hydra.devices") == "hydra.devices"
     assert spec.at("hydra.num_shards") == "space.yaml:10:3: hydra.num_shards"

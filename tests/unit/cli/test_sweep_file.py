@@ -64,6 +64,7 @@ def test_a_whole_file(read):
           device_memory: 11GiB
           host_memory: 1000000
           policy: fifo
+          admission: staggered
           buffer_fraction: 0.2
           max_concurrent: 8
           num_shards: 4
@@ -86,6 +87,7 @@ def test_a_whole_file(read):
         "device_memory": "11GiB",
         "host_memory": 1000000,
         "policy": "fifo",
+        "admission": "staggered",
         "buffer_fraction": 0.2,
         "max_concurrent": 8,
         "num_shards": 4,
@@ -310,9 +312,14 @@ def test_a_file_that_is_not_one(problems, text, problem):
         (
             "hydra: {policy: lifo}",
             (
-                "4:17: hydra.policy: must be one of lrtf, lrtf_paper, srtf, fifo, round_robin, fair, lpt, random, not 'lifo'; "
-                "did you mean 'fifo'?"
+                "4:17: hydra.policy: must be one of 'lrtf', 'lrtf_paper', 'srtf', 'fifo', 'round_robin', 'fair', 'lpt', "
+                "'random', not 'lifo'; did you mean 'fifo'?"
             ),
+        ),
+        ("hydra: {policy: 3}", "4:17: hydra.policy: must be text, not 3"),
+        (
+            "hydra: {admission: stagered}",
+            "4:20: hydra.admission: must be one of eager, staggered, not 'stagered'; did you mean 'staggered'?",
         ),
     ],
 )

@@ -53,6 +53,7 @@ def test_other_texts_are_refused(text):
     ("arguments", "message"),
     [
         (("cpu:0",), "N of at least 1"),
+        (("cpu:99999",), r"devices='cpu:99999' asks for more than \d+ CPU devices, on \d+ cores?; use cpu:\d+"),
         (("cpu:2", "900TiB"), "2 CPU devices of 900.0 TiB need more memory than is free"),
         (("cpu:1", "a lot"), "device_memory must be a size such as '11GiB'"),
         (("cpu:1", 0), "device_memory must be more than 0 bytes"),

@@ -1,10 +1,12 @@
 """Jobs that are paused and preferred while they run: others go on, and no number changes."""
 
 import threading
+import time
+from contextlib import contextmanager
 
 import pytest
 
-from hydra_tune import Finished, Reported
+from hydra_tune import Finished, HydraExecutor, Reported
 from hydra_tune.errors import ConfigError
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, one_batch, running, short, task
 
@@ -59,7 +61,8 @@ def test_a_paused_job_can_be_cancelled_and_stays_over():
         assert not job.paused
 
 
-def test_a_preferred_job_is_admitted_first():
+@pytest.mark.parametrize("at_once", [True, False], ids=["submit", "set_priority"])
+def test_a_preferred_job_is_admitted_first(at_once):
     begun, go = [], threading.Event()
 
     def batches(name):
@@ -72,8 +75,10 @@ def test_a_preferred_job_is_admitted_first():
 
     with running(max_concurrent=1) as pool:
         first = pool.submit(short(train=batches("first")))
-        later = [pool.submit(short(train=batches(name))) for name in ("second", "third")]
-        later[1].set_priority(1)
+        later = [pool.submit(short(train=batches("second")))]
+        later.append(pool.submit(short(train=batches("third")), priority=int(at_once)))
+        if not at_once:
+            later[1].set_priority(1)
         go.set()
         for job in (first, *later):
             assert job.result(PATIENCE_SECONDS).status == "completed"
@@ -87,3 +92,38 @@ def test_a_priority_is_an_int(priority):
         with pytest.raises(ConfigError, match="priority must be an int, not"):
             job.set_priority(priority)
         assert job.result(PATIENCE_SECONDS).status == "completed"
+
+
+def test_a_priority_is_a_whole_number():
+    with HydraExecutor(devices="cpu:1") as pool:
+        for priority in (1.0, True, "high", None):
+            with pytest.raises(ConfigError, match="priority must be an int, not "):
+                pool.submit(short(), priority=priority)
+
+
+def test_staggered_jobs_end_one_after_another_and_no_number_changes():
+    names = ["a", "b", "c"]
+    drawn, go = [], threading.Event()
+
+    def described(name):
+        def draw():
+            drawn.append(name)
+            return one_batch()
+
+        return task(train=draw, epochs=5)
+
+    @contextmanager
+    def held_until_all_are_prepared():
+        go.wait(PATIENCE_SECONDS)
+        yield
+
+    options = {"policy": "round_robin", "admission": "staggered", "instrument": held_until_all_are_prepared}
+    with running(max_concurrent=3, **options) as pool:
+        jobs = [pool.submit(described(name)) for name in names]
+        while any(job.state in ("queued", "preparing") for job in jobs):
+            time.sleep(0.001)
+        assert drawn == names
+        go.set()
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    assert drawn[len(names) :] == [name for name in names for _ in range(4)], "the oldest runs to its end"
+    assert [against_plain(job.task, result) for job, result in zip(jobs, results, strict=True)] == [[]] * 3

@@ -33,6 +33,7 @@ class VirtualPool:
     num_loads: int = 0
     ran: dict[str, list[Unit]] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
+    ended: dict[str, float] = field(default_factory=dict)
     _ends: list[tuple[float, int, Run]] = field(default_factory=list)
     _ticks: Iterator[int] = field(default_factory=itertools.count)
     _where: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -50,17 +51,18 @@ class VirtualPool:
         ran = self.ran.setdefault(run.job, [])
         ran.append(run.unit)
         rest = self.jobs[run.job][len(ran) :]
-        self._tell(
-            UnitFinished(
-                job=run.job,
-                device=run.device,
-                seconds=run.unit.seconds,
-                unit=rest[0] if rest else None,
-                remaining_seconds=sum(unit.seconds for unit in rest),
-            )
+        done = UnitFinished(
+            job=run.job,
+            device=run.device,
+            seconds=run.unit.seconds,
+            unit=rest[0] if rest else None,
+            remaining_seconds=sum(unit.seconds for unit in rest),
         )
-        if not rest:
-            self._tell(JobStopped(job=run.job))
+        if rest:
+            self._tell(done)
+        else:  # both in one call, as a pool knows both: between the two the job would seem to wait for an answer
+            self.ended[run.job] = self.now
+            self._tell(done, JobStopped(job=run.job))
 
     def _tell(self, *events: Event) -> None:
         commands = self.scheduler.handle(*events)
@@ -95,9 +97,10 @@ def drive(
     num_devices: int,
     max_concurrent: int | None = None,
     step_seconds: float = 0.0,
+    admission: str = "eager",
 ) -> VirtualPool:
     """Run all jobs to their end, checking every invariant after every event."""
-    scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent or len(jobs) or 1)
+    scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent or len(jobs) or 1, admission=admission)
     pool = VirtualPool(scheduler=scheduler, jobs=jobs, step_seconds=step_seconds)
     pool.run(num_devices)
     return pool

@@ -543,7 +543,7 @@ def test_check_finds_what_is_wrong():
         "None would be admitted next, expected the first of ['queued']",
         "1 slots are counted",
         "'running' is running, and the policy was told JobView",
-        "1 jobs are eligible, by priority {0: 1}, expected {0: 2}",
+        "1 jobs are eligible, by level {(0, False): 1}, expected {(0, False): 2}",
         "job 'ready' is ready, and the user's pause is True",
     ):
         assert found in str(caught.value)

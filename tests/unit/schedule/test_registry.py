@@ -2,6 +2,7 @@ import pytest
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule import Fifo, LRTFPaper, ShardedLRTF, make_policy
+from tests.support.installed import install_policies
 
 
 def test_names():
@@ -9,29 +10,19 @@ def test_names():
     assert isinstance(make_policy("fifo"), Fifo)
 
 
-def install(folder, monkeypatch, entries):
-    """An installed package, as far as the import system can see."""
-    (folder / "house_policies.py").write_text(
-        "from hydra_tune.schedule import Fifo\nclass House(Fifo): pass\nNOTHING = 3\n"
-    )
-    about = folder / "house_policies-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: house-policies\nVersion: 1.0\n")
-    lines = [f"{name} = house_policies:{value}" for name, value in entries.items()]
-    (about / "entry_points.txt").write_text("\n".join(["[hydra_tune.policies]", *lines, ""]))
-    monkeypatch.syspath_prepend(folder)
-
-
 def test_a_policy_of_an_installed_package(tmp_path, monkeypatch):
-    install(tmp_path, monkeypatch, {"house": "House", "lrtf": "House", "typo": "NOTHING.bit_length"})
+    entries = {"house": "House", "lrtf": "House", "typo": "NOTHING.bit_length", "gone": "Gone"}
+    install_policies(tmp_path, monkeypatch, entries)
     assert type(make_policy("house")).__name__ == "House"
     assert isinstance(make_policy("lrtf"), ShardedLRTF), "no package takes a name away"
-    with pytest.raises(ConfigError, match=r"'random', 'house', 'typo', not 'horse'; did you mean 'house'\?"):
+    with pytest.raises(ConfigError, match=r"'random', 'house', 'typo', 'gone', not 'horse'; did you mean 'house'\?"):
         make_policy("horse")
     with pytest.raises(
         ConfigError, match=r"the entry point 'typo' \(house_policies:NOTHING.bit_length\) must make an obj"
     ):
         make_policy("typo")
+    with pytest.raises(ConfigError, match=r"policy 'gone': .* cannot be loaded: AttributeError: .*'Gone'"):
+        make_policy("gone")
 
 
 def test_a_structure_the_paper_does_not_have():

@@ -75,6 +75,20 @@ def test_a_pipeline_with_transfers():
     assert makespan == 4 * 17.5
 
 
+def test_trials_in_groups_of_their_own_size():
+    """Four devices: 3 of them for 10 s, the fourth for 6 s, then 2 for 4 s, as soon as two are free."""
+
+    def lasting(seconds, num_shards):
+        part = seconds / 3 / num_shards
+        return TrialCost(num_steps=1, forward_seconds=(part,) * num_shards, backward_seconds=(2 * part,) * num_shards)
+
+    trials = [lasting(4, 2), lasting(10, 3), lasting(6, 1)]
+    assert task_parallel_makespan(trials, 4, own_groups=True) == pytest.approx(14)
+    assert task_parallel_makespan(trials, 4) == pytest.approx(20)  # one group of three
+    assert task_parallel_makespan(trials[:2], 5, own_groups=True) == pytest.approx(10)
+    assert task_parallel_makespan([], 4, own_groups=True) == 0
+
+
 def test_replicas_share_the_batch_and_sum_their_gradients():
     one = trial(num_steps=1)
     assert data_parallel_step_seconds(one, num_replicas=1, bytes_per_second=10.0) == 26.0

@@ -23,6 +23,10 @@ def profile(**changes):
     return {"trials": [trial | changes.pop("trial", {})], "devices": [{"name": "d0"}]} | changes
 
 
+def unit(seconds, shard=0):
+    return {"kind": "forward", "shard": shard, "seconds": seconds}
+
+
 def test_the_documented_profile_is_one(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(re.search(r"```json\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)[1])
@@ -57,6 +61,15 @@ def test_a_count_makes_trials_of_different_names():
         (profile(trial={"steps": 0}), "it: trials[0].steps: input should be greater than or equal to 1, not 0"),
         (profile(trial={"shards": [{"backward_seconds": -1}]}), "trials[0].shards[0].backward_seconds"),
         (profile(trial={"shards": [{"backward_seconds": 0}]}), "greater than 0, not 0"),
+        (profile(trial={"shards": [], "step": [unit(0)]}), "trials[0].step[0].seconds: input should be greater than 0"),
+        (
+            profile(trial={"shards": [], "step": [unit(-1)]}),
+            "trials[0].step[0].seconds: input should be greater than 0",
+        ),
+        (
+            profile(trial={"shards": [], "step": [unit(1, shard=3)], "shard_bytes": [10, 10]}),
+            "it: trial 'a': a unit needs shard 3; there are 2, from 0",
+        ),
         (profile(trial={"shards": []}), "trial 'a' needs either shards or step"),
         (profile(trial={"shards": [{"backward_seconds": 1}] * 2}), "shard 0 needs forward_seconds"),
         (profile(trial={"step_seconds": 1}), "trials[0].step_seconds: extra inputs are not permitted"),

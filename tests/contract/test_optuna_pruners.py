@@ -1,0 +1,211 @@
+"""Pruners in a wide pool: what each waits for, what is said of those that cannot work, and what staggering gives them."""
+
+from functools import partial
+
+import optuna
+import pytest
+from optuna.pruners import (
+    BasePruner,
+    HyperbandPruner,
+    MedianPruner,
+    NopPruner,
+    PatientPruner,
+    PercentilePruner,
+    SuccessiveHalvingPruner,
+    ThresholdPruner,
+    WilcoxonPruner,
+)
+
+import hydra_tune_optuna
+from hydra_tune import HydraExecutor
+from hydra_tune_optuna.lockstep import num_unjudged, useless_pruner
+from hydra_tune_optuna.private import completed_needed
+from tests.contract.optuna_drivers import Driver, build, metrics_task, optuna_log, record
+
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+
+
+class Own(BasePruner):
+    """One that Optuna does not know."""
+
+    def prune(self, study, trial):
+        return False
+
+
+PRUNERS = {
+    "median": (MedianPruner, 5),
+    "median of a few": (partial(MedianPruner, n_startup_trials=2, n_min_trials=3), 3),
+    "median at once": (partial(MedianPruner, n_startup_trials=0), 1),
+    "percentile": (partial(PercentilePruner, 25.0, n_startup_trials=4), 4),
+    "wilcoxon": (WilcoxonPruner, 1),
+    "halving": (partial(SuccessiveHalvingPruner, min_resource=1), 0),
+    "halving, learnt": (SuccessiveHalvingPruner, 1),
+    "hyperband": (partial(HyperbandPruner, max_resource=9), 0),
+    "hyperband, learnt": (HyperbandPruner, 1),
+    "patient": (partial(PatientPruner, None, patience=1), 0),
+    "patient median": (lambda: PatientPruner(MedianPruner(n_startup_trials=7), patience=1), 7),
+    "threshold": (partial(ThresholdPruner, upper=1.0), 0),
+    "none": (NopPruner, 0),
+    "own": (Own, 0),
+}
+
+
+def reported(study, number, value, *, steps=4):
+    """A trial that reports one value again and again; whether it was pruned."""
+    trial = study.ask()
+    for step in range(steps):
+        trial.report(value, step)
+        if trial.should_prune():
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            return True
+    study.tell(trial, value)
+    return False
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+def test_each_pruner_waits_for_so_many_completed_trials(name):
+    """Held against the pruner itself: nothing is pruned before that many, however bad."""
+    make, needed = PRUNERS[name]
+    pruner = make()
+    assert completed_needed(pruner) == needed
+    if isinstance(pruner, PatientPruner | ThresholdPruner | NopPruner | Own) or "halving" in name or "hyper" in name:
+        return
+    study = optuna.create_study(pruner=pruner)
+    assert not any(reported(study, number, 0.0 if number == 0 else float(number), steps=9) for number in range(needed))
+    assert reported(study, needed, 1e6, steps=9), "and then the worst is"
+
+
+@pytest.mark.parametrize(("needed", "abreast", "expected"), [(5, 1, 5), (5, 4, 8), (1, 40, 40), (0, 8, 0), (8, 8, 8)])
+def test_whole_waves_end_before_a_pruner_can_judge(needed, abreast, expected):
+    assert num_unjudged(needed, abreast) == expected
+
+
+@pytest.fixture(scope="module")
+def pools():
+    made = {}
+
+    def pool(width, admission):
+        key = (width, admission)
+        if key not in made:
+            made[key] = HydraExecutor(devices="cpu:2", device_memory="64MiB", max_concurrent=width, admission=admission)
+        return made[key]
+
+    yield pool
+    for each in made.values():
+        each.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("pruner", "width", "admission", "n_trials", "remedies"),
+    [
+        (MedianPruner, 8, "eager", 8, ["staggered", "max_concurrent=5)"]),
+        (MedianPruner, 20, "eager", 16, ["staggered", "max_concurrent=8)"]),
+        (MedianPruner, 4, "eager", 8, ["staggered", "max_concurrent=1)"]),
+        (MedianPruner, 8, "eager", 6, ["max_concurrent=5)"]),
+        (MedianPruner, 2, "eager", 6, ["max_concurrent=1)"]),
+        (SuccessiveHalvingPruner, 8, "eager", 8, ["staggered", "max_concurrent=4)"]),
+        (HyperbandPruner, 8, "eager", 8, ["staggered", "max_concurrent=4)"]),
+        (WilcoxonPruner, 8, "eager", 8, ["staggered", "max_concurrent=4)"]),
+        (MedianPruner, 8, "staggered", 6, ["max_concurrent=1)"]),
+    ],
+    ids=repr,
+)
+def test_a_pruner_that_cannot_work_at_this_width_is_named_with_remedies(
+    pools, pruner, width, admission, n_trials, remedies
+):
+    pool = pools(width, admission)
+    study = hydra_tune_optuna.create_study(pruner=pruner(), executor=pool)
+    said = useless_pruner(study, pool, n_trials=n_trials, width=width)
+    assert said.startswith(f"{type(study.pruner).__name__} can prune none of {n_trials} trials")
+    assert "SuccessiveHalvingPruner(min_resource=1)" in said
+    assert all(remedy in said for remedy in remedies)
+    assert ("staggered" in said) == ("staggered" in remedies)
+
+
+@pytest.mark.parametrize(
+    ("pruner", "width", "admission", "n_trials"),
+    [
+        (MedianPruner, 8, "staggered", 8),
+        (MedianPruner, 8, "eager", 9),
+        (MedianPruner, 8, "eager", 5),  # not the width's fault: five are needed at any
+        (MedianPruner, 1, "eager", 3),
+        (MedianPruner, 8, "eager", None),
+        (partial(SuccessiveHalvingPruner, min_resource=1), 8, "eager", 8),
+        (partial(HyperbandPruner, max_resource=4), 8, "eager", 8),
+        (partial(ThresholdPruner, upper=1.0), 8, "eager", 8),
+        (NopPruner, 8, "eager", 8),
+        (Own, 8, "eager", 8),
+    ],
+    ids=repr,
+)
+def test_nothing_is_said_of_one_that_can_work_or_could_not_at_any_width(pools, pruner, width, admission, n_trials):
+    pool = pools(width, admission)
+    study = hydra_tune_optuna.create_study(pruner=pruner(), executor=pool)
+    assert useless_pruner(study, pool, n_trials=n_trials, width=width) is None
+
+
+def test_trials_that_completed_before_count(pools):
+    pool = pools(8, "eager")
+    study = hydra_tune_optuna.create_study(pruner=MedianPruner(n_startup_trials=3), executor=pool)
+    assert useless_pruner(study, pool, n_trials=8, width=8) is not None
+    for _ in range(3):
+        study.add_trial(optuna.trial.create_trial(value=1.0))
+    assert useless_pruner(study, pool, n_trials=8, width=8) is None
+
+
+def searched(pool, pruner, task, *, n_trials=8, n_jobs=1):
+    """What the search says of its own."""
+    study = hydra_tune_optuna.create_study(pruner=pruner, executor=pool)
+    with optuna_log() as log:
+        study.optimize(lambda trial: task(trial.number), n_trials=n_trials, n_jobs=n_jobs)
+    return study, [line for line in log if "hydra_tune" in line]
+
+
+def good_then_bad(number, epochs=6):
+    """The first trial is the best at every step."""
+    return metrics_task(*[float(number > 0)] * epochs)
+
+
+def test_a_search_says_once_that_its_pruner_cannot_work(pools):
+    _, said = searched(pools(8, "eager"), MedianPruner(n_startup_trials=1), good_then_bad)
+    assert len(said) == 1
+    assert said[0].startswith("optuna.hydra_tune WARNING: MedianPruner can prune none of 8 trials")
+    assert 'HydraExecutor(admission="staggered")' in said[0]
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        partial(searched, pruner=NopPruner(), task=good_then_bad),
+        partial(searched, pruner=MedianPruner(n_startup_trials=1), task=good_then_bad, n_jobs=4),
+        partial(searched, pruner=MedianPruner(n_startup_trials=1), task=partial(good_then_bad, epochs=1)),
+        partial(searched, pruner=MedianPruner(n_startup_trials=1), task=float),
+    ],
+    ids=["no pruner", "narrower", "one report each", "no training"],
+)
+def test_a_search_says_nothing_without_need(pools, search):
+    assert search(pools(8, "eager"))[1] == []
+
+
+def test_staggered_trials_are_pruned_where_all_are_in_flight_at_once(pools):
+    pool = pools(8, "staggered")
+    before = pool.stats()
+    study, said = searched(pool, MedianPruner(n_startup_trials=1), partial(good_then_bad, epochs=40))
+    after = pool.stats()
+    assert said == []
+    pruned = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.PRUNED]
+    assert len(pruned) >= 4, "all but those that ran beside the first could be"
+    run, saved = after.units_run - before.units_run, after.units_saved - before.units_saved
+    assert saved > 0.3 * (run + saved)
+    epochs_saved = sum(40 - 1 - trial.last_step for trial in pruned)
+    assert saved / (run + saved) == pytest.approx(epochs_saved / (8 * 40)), "each epoch has as many units"
+
+
+@pytest.mark.parametrize("pruner", [MedianPruner, SuccessiveHalvingPruner, HyperbandPruner])
+def test_a_staggered_search_of_width_1_is_stock_optunas(pools, pruner):
+    options = {
+        "calls": [{"n_trials": 10}],
+        "pruner": pruner,
+        "sampler": partial(optuna.samplers.TPESampler, seed=3, n_startup_trials=4),
+    }
+    assert record(Driver(pools(1, "staggered")), build, **options) == record(Driver(), build, **options)

@@ -1,0 +1,29 @@
+"""The picture of a timeline."""
+
+import pytest
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.simulate import Scenario, SimulatedDevice, SimulatedTrial, simulate, training_step
+from hydra_tune.simulate.plot import _colours, plot_timeline
+
+
+def play(num_trials, timeline):
+    trials = tuple(
+        SimulatedTrial(name=f"trial{number}", step=training_step([1.0, 1.0], [2.0, 2.0]), shard_bytes=(0, 0), steps=2)
+        for number in range(num_trials)
+    )
+    return simulate(Scenario(trials=trials, devices=(SimulatedDevice(name="device0"),)), timeline=timeline)
+
+
+def test_twelve_trials_have_colours_of_their_own():
+    colours = _colours(play(12, 1000).timeline)
+    assert len(colours) == len(set(colours.values())) == 12
+    assert len(_colours(play(13, 1000).timeline)) == 13
+
+
+def test_without_a_timeline_there_is_nothing_to_draw(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ConfigError, match="timeline=2000"):
+        plot_timeline(play(1, 0), tmp_path / "x.png")
+    plot_timeline(play(1, 100), tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
