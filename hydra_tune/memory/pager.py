@@ -161,6 +161,8 @@ class Pager:
             try:
                 if block.pinned_for is self or block.home is not self:
                     continue
+                if not block.dirty:
+                    _note("free", [block])
                 self.write_back(block)
                 self.release(block)
             finally:

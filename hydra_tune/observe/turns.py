@@ -20,7 +20,7 @@ class Action(NamedTuple):
 
     Args:
         what: "lease" (blocks are pinned, `nbytes` of workspace asked for), "in" and "out" (a block was copied to the device,
-            or from it to the host), "adopt" (a unit made a block of `nbytes`), "grow" (`nbytes` more workspace), "end" (of the
+            or from it to the host), "free" (a block made room that the host has as well), "adopt" (a unit made a block of `nbytes`), "grow" (`nbytes` more workspace), "end" (of the
             lease; `blocks` are those that only the device has the bytes of), "drop" and "home" (a block was given up, or
             brought to the host).
         at_ns: when it was done.
@@ -131,8 +131,8 @@ def current_turn() -> Turn | None:
 @contextmanager
 def in_turn(turn: Turn | None) -> Iterator[None]:
     """What this thread does meanwhile is noted on a turn; on none, not at all."""
-    _THREAD.turn = turn
+    before, _THREAD.turn = _THREAD.turn, turn
     try:
         yield
     finally:
-        _THREAD.turn = None
+        _THREAD.turn = before

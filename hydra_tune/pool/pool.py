@@ -513,7 +513,8 @@ class Pool:
         """The job is over and nothing of it runs: give its memory back and say so."""
         result = Result(status="failed", error=HydraTuneError("interrupted while the job's memory was given back"))
         try:
-            result = record.finish()
+            with contextlib.nullcontext() if self._recorder is None else self._recorder.release(record.job.key):
+                result = record.finish()
         finally:
             # Whatever happens, Ctrl-C in a driver's thread included: a job that is over must say so.
             self._say_over(record.job, result)

@@ -24,6 +24,7 @@ class Recorder:
         self._policy, self._max_concurrent = policy, max_concurrent
         self._decisions: list[Decision] = []
         self._turns: list[Turn] = []
+        self._releases: dict[str, Turn] = {}
         self._facts: dict[int, BlockFacts] = {}
 
     def decided(self, at_ns: int, events: Sequence[Event], commands: Sequence[Command]) -> None:
@@ -38,6 +39,13 @@ class Recorder:
         with in_turn(turn):
             yield turn
 
+    @contextmanager
+    def release(self, job: str) -> Iterator[None]:
+        """Around giving back the memory of a job that is over, on whichever thread."""
+        turn = self._releases[job] = Turn(job, "", self._facts)
+        with in_turn(turn):
+            yield
+
     def recording(self) -> Recording:
         """What was recorded so far. Under the pool's lock."""
         return Recording(
@@ -46,5 +54,6 @@ class Recorder:
             devices=self._devices,
             decisions=tuple(self._decisions),
             turns=tuple(self._turns),
+            releases=dict(self._releases),
             blocks=dict(self._facts),
         )

@@ -7,12 +7,12 @@ Note: processes. What takes time is a generator of nanoseconds to wait; between 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from hydra_tune.observe.turns import Action, BlockFacts
 from hydra_tune.simulate.recording import RecordedDevice, Recording
-from hydra_tune.simulate.script import Copies
+from hydra_tune.simulate.script import Copies, Copy
 
 _PATIENCE_NS = 100_000  # between looks for room, where all that could leave is being copied at this moment
 
@@ -58,7 +58,6 @@ class Blocks:
         for block in self._blocks.values():
             self._of_job.setdefault(block.facts.job, []).append(block)
         self._ns_per_byte = {what: _pace(recording, what) for what in ("in", "out")}
-        self._recorded: dict[str, Copies] = {device: {} for device in self._devices}
 
     @property
     def bytes_in(self) -> int:
@@ -76,18 +75,17 @@ class Blocks:
         Args:
             name: of the device.
             action: what.
-            copies: what was copied for it in the recorded run, and how long that took; such a copy takes as long again.
+            copies: what was copied for it in the recorded run, and when; such a copy takes as long again.
 
         Yields:
             Nanoseconds to wait.
         """
-        self._recorded[name] = copies
         device = self._devices[name]
-        blocks = [self._blocks[number] for number in action.blocks if number in self._blocks]
+        blocks = self._known(action)
         if action.what == "lease":
-            yield from self._lease(device, blocks, action.nbytes)
+            yield from self._lease(device, blocks, action.nbytes, copies)
         elif action.what == "grow":
-            yield from self._make_room(device, action.nbytes)
+            yield from self._make_room(device, action.nbytes, copies)
             device.workspace_bytes += action.nbytes
         elif action.what == "adopt":
             self._adopt(device, blocks[0], action.nbytes)
@@ -96,8 +94,16 @@ class Blocks:
                 block.dirty = block.place is not None
             self.end(name)
         else:
-            for block in blocks:
-                yield from self._leave(block, device, keep=action.what == "home")
+            yield from self.give_up(action, copies)
+
+    def give_up(self, action: Action, copies: Copies) -> Iterator[int]:
+        """Do what gives blocks up ("drop"), or brings them to the host ("home"), wherever they are."""
+        for block in self._known(action):
+            yield from self._wait_for(block)
+            if block.place is not None:
+                if action.what == "home":
+                    yield from self._write_back(block, copies)
+                self._release(block)
 
     def end(self, name: str) -> None:
         """The device's lease is over, if it has one."""
@@ -114,16 +120,19 @@ class Blocks:
             if block.place is not None:
                 self._release(block)
 
-    def _lease(self, device: _Device, blocks: list[_Block], workspace_bytes: int) -> Iterator[int]:
+    def _known(self, action: Action) -> list[_Block]:
+        return [self._blocks[number] for number in action.blocks if number in self._blocks]
+
+    def _lease(self, device: _Device, blocks: list[_Block], workspace_bytes: int, copies: Copies) -> Iterator[int]:
         for block in blocks:
-            yield from self._wait_for([block])
+            yield from self._wait_for(block)
             block.pinned_for = device.name
         device.leased = blocks
         missing = [block for block in blocks if block.place != device.name]
-        yield from self._make_room(device, sum(block.facts.nbytes for block in missing) + workspace_bytes)
+        yield from self._make_room(device, sum(block.facts.nbytes for block in missing) + workspace_bytes, copies)
         device.workspace_bytes = workspace_bytes
         for block in missing:
-            yield from self._fetch(device, block)
+            yield from self._fetch(device, block, copies)
         for block in blocks:
             device.resident.move_to_end(block.number)
 
@@ -136,41 +145,38 @@ class Blocks:
         device.resident[block.number] = block
         device.leased.append(block)
 
-    def _make_room(self, device: _Device, nbytes: int) -> Iterator[int]:
+    def _make_room(self, device: _Device, nbytes: int, copies: Copies) -> Iterator[int]:
         while device.used_bytes + nbytes > device.budget_bytes:
+            yield from _until_next(copies)
             now = self._clock()
             victims = (b for b in device.resident.values() if b.pinned_for != device.name and b.free_ns <= now)
             victim = next(victims, None)
             if victim is None:
                 yield _PATIENCE_NS
                 continue
-            yield from self._write_back(victim, device)
+            if not victim.dirty:
+                _take("free", victim, copies)
+            yield from self._write_back(victim, copies)
             self._release(victim)
         device.used_bytes += nbytes
 
-    def _fetch(self, device: _Device, block: _Block) -> Iterator[int]:
+    def _fetch(self, device: _Device, block: _Block, copies: Copies) -> Iterator[int]:
         """The room is taken already."""
-        yield from self._wait_for([block])
+        yield from _until_next(copies)
+        yield from self._wait_for(block)
         if block.place is not None:
-            yield from self._write_back(block, device)
+            yield from self._write_back(block, copies)
             self._release(block)
         device.bytes_in += block.facts.nbytes
-        yield from self._copy("in", block, device)
+        yield from self._copy("in", block, copies)
         block.place = device.name
         device.resident[block.number] = block
         self._say(block)
 
-    def _leave(self, block: _Block, device: _Device, *, keep: bool) -> Iterator[int]:
-        yield from self._wait_for([block])
-        if block.place is not None:
-            if keep:
-                yield from self._write_back(block, device)
-            self._release(block)
-
-    def _write_back(self, block: _Block, asking: _Device) -> Iterator[int]:
+    def _write_back(self, block: _Block, copies: Copies) -> Iterator[int]:
         if block.dirty and block.place is not None:
             self._devices[block.place].bytes_out += block.facts.nbytes
-            yield from self._copy("out", block, asking)
+            yield from self._copy("out", block, copies)
             block.dirty = False
 
     def _release(self, block: _Block) -> None:
@@ -182,20 +188,34 @@ class Blocks:
         block.place, block.dirty = None, False
         self._say(block)
 
-    def _copy(self, what: str, block: _Block, asking: _Device) -> Iterator[int]:
-        modelled = (0, round(block.facts.nbytes * self._ns_per_byte[what]))
-        before, taken = self._recorded[asking.name].pop((what, block.number), modelled)
-        block.free_ns = self._clock() + before + taken
-        yield before + taken
+    def _copy(self, what: str, block: _Block, copies: Copies) -> Iterator[int]:
+        copy = _take(what, block, copies)
+        ns = round(block.facts.nbytes * self._ns_per_byte[what]) if copy is None else copy.wait_ns + copy.copy_ns
+        block.free_ns = self._clock() + ns
+        yield ns
 
-    def _wait_for(self, blocks: Iterable[_Block]) -> Iterator[int]:
-        for block in blocks:
-            while (left := block.free_ns - self._clock()) > 0:
-                yield left
+    def _wait_for(self, block: _Block) -> Iterator[int]:
+        while (left := block.free_ns - self._clock()) > 0:
+            yield left
 
     def _say(self, block: _Block) -> None:
         if block.facts.shard is not None:
             self._moved(block.facts.job, block.facts.shard, block.place)
+
+
+def _until_next(copies: Copies) -> Iterator[int]:
+    """Wait until the next copy of the recorded run began; what to copy is decided then."""
+    if copies:
+        wait_ns, copies[0] = copies[0].wait_ns, copies[0]._replace(wait_ns=0)
+        yield wait_ns
+
+
+def _take(what: str, block: _Block, copies: Copies) -> Copy | None:
+    """The recorded copy of this block, no longer among them; None if there was none."""
+    for number, copy in enumerate(copies):
+        if (copy.what, copy.block) == (what, block.number):
+            return copies.pop(number)
+    return None
 
 
 def _made(device: RecordedDevice) -> _Device:

@@ -1,7 +1,7 @@
 """`Recording`: all that a pool was told, decided and did, in a file that Perfetto and chrome://tracing show as a timeline."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Recording:
         devices: in the order in which they were added.
         decisions: every call of the scheduler, in order.
         turns: what the workers did for each `Run`; a job's turns are in the order of its commands.
+        releases: what was done to give back each job's memory when it was over.
         blocks: what is known of each block of memory, by number.
     """
 
@@ -46,6 +47,7 @@ class Recording:
     devices: tuple[RecordedDevice, ...]
     decisions: tuple[Decision, ...]
     turns: tuple[Turn, ...] = field(repr=False)
+    releases: Mapping[str, Turn] = field(repr=False)
     blocks: Mapping[int, BlockFacts] = field(repr=False)
 
     @property
@@ -62,6 +64,7 @@ class Recording:
             "devices": [[device.name, device.budget_bytes] for device in self.devices],
             "decisions": [decision.to_json() for decision in self.decisions],
             "turns": [[turn.job, turn.device, turn.actions, turn.units] for turn in self.turns],
+            "releases": {job: turn.actions for job, turn in self.releases.items()},
             "blocks": [[number, *facts] for number, facts in self.blocks.items()],
         }
         return {"traceEvents": list(self._trace()), "displayTimeUnit": "ms", _KEY: data}
@@ -126,13 +129,7 @@ def read_recording(path: Path) -> Recording:
 def _made(data: Mapping[str, Any]) -> Recording:
     blocks = {int(number): BlockFacts(*facts) for number, *facts in data["blocks"]}
     turns = [
-        Turn(
-            job,
-            device,
-            blocks,
-            [Action(what, at, copy, tuple(which), nbytes) for what, at, copy, which, nbytes in actions],
-            [UnitSpan(*unit) for unit in units],
-        )
+        Turn(job, device, blocks, _actions(actions), [UnitSpan(*unit) for unit in units])
         for job, device, actions, units in data["turns"]
     ]
     return Recording(
@@ -141,5 +138,10 @@ def _made(data: Mapping[str, Any]) -> Recording:
         devices=tuple(RecordedDevice(name=name, budget_bytes=budget) for name, budget in data["devices"]),
         decisions=tuple(Decision.from_json(decision) for decision in data["decisions"]),
         turns=tuple(turns),
+        releases={job: Turn(job, "", blocks, _actions(actions)) for job, actions in data["releases"].items()},
         blocks=blocks,
     )
+
+
+def _actions(data: Iterable[Any]) -> list[Action]:
+    return [Action(what, at_ns, copy_ns, tuple(blocks), nbytes) for what, at_ns, copy_ns, blocks, nbytes in data]

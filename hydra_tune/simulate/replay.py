@@ -214,8 +214,7 @@ class _Player:
         elif isinstance(command, Admit):
             self._prepare(command.job)
         else:
-            self._blocks.forget(command.job)
-            del self._jobs[command.job]
+            self._go_on(self._release(command.job, self._jobs.pop(command.job).script.release))
 
     def _prepare(self, name: str) -> None:
         script = self._jobs[name].script
@@ -244,6 +243,13 @@ class _Player:
                 yield from self._blocks.act(device, action, copies)
         self._blocks.end(device)
         self._finish(name, _moved_to(device, part))
+
+    def _release(self, name: str, part: Part | None) -> Iterator[int]:
+        for wait, action, copies in part.steps() if part is not None else ():
+            yield wait
+            if action is not None:
+                yield from self._blocks.give_up(action, copies)
+        self._blocks.forget(name)
 
     def _stop(self, name: str) -> None:
         self._tell(JobStopped(job=name))

@@ -7,6 +7,7 @@ after so long. When each of that happens, and where, is for the scheduler to say
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.turns import Action, Turn
@@ -27,8 +28,26 @@ from hydra_tune.simulate.recording import Recording
 STOP = "stop"
 """An action of a turn that is not one of memory: the job is told to stop while its unit runs."""
 
-Copies = dict[tuple[str, int], tuple[int, int]]
-"""Copies that an action of a turn caused, by "in" or "out" and the block: nanoseconds before it began, and of it."""
+_CAUSED = ("in", "out", "free")
+
+
+class Copy(NamedTuple):
+    """What an action of a turn caused.
+
+    Args:
+        what: "in", "out" or "free".
+        block: which.
+        wait_ns: before it began, from what was done before.
+        copy_ns: of the copy.
+    """
+
+    what: str
+    block: int
+    wait_ns: int
+    copy_ns: int
+
+
+Copies = list[Copy]
 
 
 @dataclass(slots=True)
@@ -54,13 +73,14 @@ class Part:
             action = actions[position]
             wait, before = action.at_ns - before, action.at_ns
             position += 1
-            copies: Copies = {}
-            while position < len(actions) and (copy := actions[position]).what in ("in", "out"):
-                copies.setdefault((copy.what, copy.blocks[0]), (copy.at_ns - copy.copy_ns - before, copy.copy_ns))
+            copies: Copies = []
+            while position < len(actions) and (copy := actions[position]).what in _CAUSED:
+                wait_ns = copy.at_ns - copy.copy_ns - before
+                copies.append(Copy(copy.what, copy.blocks[0], wait_ns, copy.copy_ns))
                 before = copy.at_ns
                 position += 1
             yield wait, action, copies
-        yield self.ended_ns - before, None, {}
+        yield max(0, self.ended_ns - before), None, []
 
 
 @dataclass(slots=True)
@@ -68,12 +88,14 @@ class Script:
     """All of one job.
 
     Args:
+        release: how its memory is given back when it is over.
         prepare_ns: of the preparer's time.
         prepared: what the preparation came to.
         parts: its turns, in order.
         answers: for each wait at a report, how long and what the answer was.
     """
 
+    release: Part | None = None
     prepare_ns: int = 0
     prepared: JobAdmitted | JobRejected | None = None
     parts: deque[Part] = field(default_factory=deque)
@@ -122,6 +144,8 @@ class _Reader:
                     self._admitted[command.job] = decision.at_ns
                 elif isinstance(command, Run):
                     self._begin(command.job, decision.at_ns)
+                else:
+                    self._give_back(command.job, decision.at_ns)
         if self._running or not self._play.scripts:
             raise ConfigError(
                 "only a run that has ended can be played again, and this one has "
@@ -137,6 +161,11 @@ class _Reader:
         part = Part(turns.popleft().actions.copy() if turns else [], now)
         self._running[job] = part
         self._script(job).parts.append(part)
+
+    def _give_back(self, job: str, now: int) -> None:
+        turn = self._recording.releases.get(job)
+        if turn is not None and turn.actions:
+            self._script(job).release = Part(turn.actions, now, turn.actions[-1].at_ns)
 
     def _inside(self, now: int, event: Event) -> bool:
         """Take an event into its job's script, if it follows from what the job does."""
