@@ -91,13 +91,13 @@ class Pager:
 
     def write_back(self, block: Block) -> None:
         """Make the host copy present; the device copy stays. Call under the block's lock."""
+        start = time.perf_counter_ns()
         data = block.data
         if data is None or not block.dirty:
             return
         if block.host is None:
             size = block.size
             block.host = self.device.on_host(lambda: self.device.host_empty(size))
-        start = time.perf_counter_ns()
         self.device.spill([(data, block.host)])
         _note("out", [block], block.size, since_ns=start)
         self.bytes_out[block.kind] += block.size
@@ -118,9 +118,9 @@ class Pager:
             if isinstance(other, Pager):
                 other.write_back(block)
                 other.release(block)
+            start = time.perf_counter_ns()
             assert block.host is not None, "a block that is nowhere"
             data = self.device.empty(block.size)
-            start = time.perf_counter_ns()
             self.device.load([(block.host, data)])
             _note("in", [block], block.size, since_ns=start)
             self.bytes_in[block.kind] += block.size
