@@ -144,9 +144,7 @@ def figures(recording: Recording, jobs: set[str], num_devices: int) -> Figures:
         num_later += not met.isdisjoint(state)
         met.update(state)
     span = (max(ended) - min(begun)) / SECOND
-    return Figures(
-        span / makespan_bound(compute.values(), num_devices), num_loads / num_units, num_later / num_units
-    )
+    return Figures(span / makespan_bound(compute.values(), num_devices), num_loads / num_units, num_later / num_units)
 
 
 def units(recording: Recording, jobs: set[str]) -> Iterator[tuple[str, int, int, list]]:
@@ -193,7 +191,8 @@ def main() -> int:
     print(f"load {os.getloadavg()[0]:.1f} at the start; {num_sets} sets of trials, {num_steps} steps each")
     print(f"{'setting':<22}{'policy':<24}{'/ bound':>8}{'loads':>8}{'later':>8}")
     settings = SETTINGS if options.setting is None else (SETTINGS[options.setting],)
-    return 0 if all([compare(setting, num_sets, num_steps) for setting in settings]) else 1
+    met = [compare(setting, num_sets, num_steps) for setting in settings]
+    return 0 if all(met) else 1
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ def open_devices(
         return _open_cpu(int(cpu[1] or 1), budget, parse_bandwidth(link_bandwidth))
     if cuda:
         if link_bandwidth is not None:
-            raise ConfigError(f"link_bandwidth slows CPU devices down, but devices is {devices!r}; leave it out, or use cpu:N")
+            raise ConfigError(
+                f"link_bandwidth slows CPU devices down, but devices is {devices!r}; leave it out, or use cpu:N"
+            )
         return _open_cuda(cuda[1], budget)
     raise ConfigError(f"devices must be 'auto', 'cuda', 'cuda:0,1' or 'cpu:2', not {devices!r}")
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-
 _MEETS = ("lease", "adopt")  # with a job's own blocks; a worker may also give up another job's, which is over
 
 
@@ -19,10 +18,14 @@ class Action(NamedTuple):
     """One entry of a turn.
 
     Args:
-        what: "lease" (blocks are pinned, `nbytes` of workspace asked for), "in" and "out" (a block was copied to the device,
-            or from it to the host), "free" (a block made room that the host has as well), "adopt" (a unit made a block of `nbytes`), "grow" (`nbytes` more workspace), "end" (of the
-            lease; `blocks` are those that only the device has the bytes of), "drop" and "home" (a block was given up, or
-            brought to the host).
+        what: one of
+            "lease": blocks are pinned, `nbytes` of workspace asked for;
+            "grow": `nbytes` more workspace;
+            "in", "out": a block was copied to the device, or from it to the host;
+            "free": a block that the host has as well made room;
+            "adopt": a unit made a block of `nbytes`;
+            "end": of the lease; `blocks` are those whose bytes only the device has;
+            "drop", "home": a block was given up, or brought to the host.
         at_ns: when it was done.
         copy_ns: of these, nanoseconds spent copying.
         blocks: numbers of blocks.

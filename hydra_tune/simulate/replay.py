@@ -41,12 +41,13 @@ class Replay:
     """A recorded run beside what the simulator made of it.
 
     Args:
-        policy: who decided in the simulation.
+        policy, recorded_policy: who decided in the simulation, and in the run.
         recorded, simulated: all calls of the scheduler.
         bytes_in, bytes_out: loaded and spilled in the simulation.
     """
 
     policy: str
+    recorded_policy: str
     recorded: tuple[Decision, ...] = field(repr=False)
     simulated: tuple[Decision, ...] = field(repr=False)
     bytes_in: int
@@ -91,6 +92,7 @@ class Replay:
         """Plain data for `json.dump`."""
         return {
             "policy": self.policy,
+            "recorded_policy": self.recorded_policy,
             "recorded_seconds": self.recorded_seconds,
             "simulated_seconds": self.simulated_seconds,
             "commands": len(self.recorded_orders),
@@ -149,6 +151,7 @@ class _Player:
             act()
         return Replay(
             policy=self._policy_name,
+            recorded_policy=self._recording.policy,
             recorded=self._recording.decisions,
             simulated=tuple(self._decisions),
             bytes_in=self._blocks.bytes_in,

@@ -20,11 +20,13 @@ from hydra_tune.schedule import (
     JobStopped,
     Run,
     ShardMoved,
+    Unit,
     UnitFailed,
     UnitFinished,
 )
 from hydra_tune.simulate.recording import Recording
 
+_RELEASE = Unit(kind="release", shard=0, seconds=0.0)
 STOP = "stop"
 """An action of a turn that is not one of memory: the job is told to stop while its unit runs."""
 
@@ -57,14 +59,22 @@ class Part:
     Args:
         actions: what was done, stops among it.
         began_ns: when it was commanded.
+        unit: what was commanded.
         ended_ns: when the scheduler was told of its end.
         end: what it was told.
     """
 
     actions: list[Action]
     began_ns: int
+    unit: Unit
     ended_ns: int = 0
     end: UnitFinished | UnitFailed | None = None
+
+    @property
+    def compute_ns(self) -> int:
+        """From the command to the end, less copies."""
+        copied = sum(action.copy_ns for action in self.actions if action.at_ns <= self.ended_ns)
+        return self.ended_ns - self.began_ns - copied
 
     def steps(self) -> Iterator[tuple[int, Action | None, Copies]]:
         """Nanoseconds until the next action, that action, and the copies it caused; at last those until the end."""
@@ -143,7 +153,7 @@ class _Reader:
                 if isinstance(command, Admit):
                     self._admitted[command.job] = decision.at_ns
                 elif isinstance(command, Run):
-                    self._begin(command.job, decision.at_ns)
+                    self._begin(command, decision.at_ns)
                 else:
                     self._give_back(command.job, decision.at_ns)
         if self._running or not self._play.scripts:
@@ -156,16 +166,16 @@ class _Reader:
     def _script(self, job: str) -> Script:
         return self._play.scripts.setdefault(job, Script())
 
-    def _begin(self, job: str, now: int) -> None:
-        turns = self._turns.get(job)
-        part = Part(turns.popleft().actions.copy() if turns else [], now)
-        self._running[job] = part
-        self._script(job).parts.append(part)
+    def _begin(self, command: Run, now: int) -> None:
+        turns = self._turns.get(command.job)
+        part = Part(turns.popleft().actions.copy() if turns else [], now, command.unit)
+        self._running[command.job] = part
+        self._script(command.job).parts.append(part)
 
     def _give_back(self, job: str, now: int) -> None:
         turn = self._recording.releases.get(job)
         if turn is not None and turn.actions:
-            self._script(job).release = Part(turn.actions, now, turn.actions[-1].at_ns)
+            self._script(job).release = Part(turn.actions, now, _RELEASE, turn.actions[-1].at_ns)
 
     def _inside(self, now: int, event: Event) -> bool:
         """Take an event into its job's script, if it follows from what the job does."""
