@@ -84,6 +84,8 @@ class HydraExecutor:
         if device_memory is not None:
             parse_bytes(device_memory, what="device_memory")
         parse_bandwidth(link_bandwidth)
+        if not isinstance(record, bool):
+            raise ConfigError(f"record must be true or false, not {record!r}")
         self._link_bandwidth = link_bandwidth
         self._record = record
         self._devices = devices

@@ -237,16 +237,21 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
         recording: of a run that has ended.
 
     Returns:
-        The content of a profile, for `json.dump`. Evaluation is spread over the steps, the time between units is counted to
-        the unit before, and loads wait for the device, as they do in the pool.
+        The content of a profile, for `json.dump`. A trial arrives when it was ready to run. Evaluation is spread over the
+        steps, the pool's own time is part of the units', loads wait for the device, as they do in the pool.
 
     Raises:
         ConfigError: nothing ran.
     """
     scripts = scripts_of(recording).scripts
-    trials = [_recorded_trial(job, script, recording) for job, script in scripts.items() if script.parts]
-    if not trials:
+    ran = {job: script for job, script in scripts.items() if script.parts}
+    if not ran:
         raise ConfigError("a profile needs a run in which at least one unit ran")
+    start = min(script.ready_ns for script in ran.values())
+    trials = [
+        {**_recorded_trial(job, script, recording), "arrival_seconds": (script.ready_ns - start) / _SECOND}
+        for job, script in ran.items()
+    ]
     copies = [action for turn in recording.turns for action in turn.actions if action.copy_ns]
     copy_seconds = sum(copy.copy_ns for copy in copies) / _SECOND
     bandwidth = sum(copy.nbytes for copy in copies) / copy_seconds if copy_seconds else None

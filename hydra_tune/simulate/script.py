@@ -100,7 +100,7 @@ class Script:
     Args:
         release: how its memory is given back when it is over.
         prepare_ns: of the preparer's time.
-        prepared: what the preparation came to.
+        prepared: what the preparation came to, and in `ready_ns` when.
         parts: its turns, in order.
         answers: for each wait at a report, how long and what the answer was.
     """
@@ -108,6 +108,7 @@ class Script:
     release: Part | None = None
     prepare_ns: int = 0
     prepared: JobAdmitted | JobRejected | None = None
+    ready_ns: int = 0
     parts: deque[Part] = field(default_factory=deque)
     answers: deque[tuple[int, JobResumed | JobStopped]] = field(default_factory=deque)
 
@@ -183,7 +184,7 @@ class _Reader:
             return True  # follows from the blocks
         if isinstance(event, JobAdmitted | JobRejected):
             script = self._script(event.job)
-            script.prepared = event
+            script.prepared, script.ready_ns = event, now
             script.prepare_ns = now - max(self._admitted[event.job], self._preparer_free)
             self._preparer_free = now
             return True
