@@ -31,6 +31,7 @@ Exit codes:
   130  interrupted by Ctrl-C
 """
 _PLOT_BARS = 2000
+_WITH_REPLAY = {"recorded", "policy", "as_json"}
 _WORKLOAD = {
     "trials": "num_trials",
     "shards": "num_shards",
@@ -153,12 +154,11 @@ def simulate_command(
 
 def _replay(context: click.Context, path: Path, *, as_json: bool) -> None:
     """Play a recorded sweep again, and say how that compares."""
-    given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    foreign = [name for name in given if name not in ("recorded", "policy", "as_json")]
+    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    foreign = [option for option in context.command.params if option.name in given - _WITH_REPLAY]
     if foreign:
-        raise ConfigError(
-            f"--replay goes with --policy and --json alone, not with {foreign[0].replace('_', '-')}: the recording has the rest"
-        )
+        name = foreign[0].human_readable_name if isinstance(foreign[0], click.Argument) else foreign[0].opts[0]
+        raise ConfigError(f"--replay goes with --policy and --json alone, not with {name}; the recording has the rest")
     played = replay(read_recording(path), context.params["policy"] if "policy" in given else None)
     if as_json:
         click.echo(json.dumps(played.to_json(), allow_nan=False))
