@@ -77,6 +77,7 @@ SETTINGS = (
     Setting(2, 4, 4, 8, 0.5),
     Setting(2, 4, 4, 8, 2.0),
     Setting(4, 8, 4, 8, 2.0),
+    Setting(4, 8, 4, 10, 2.0),
 )
 POLICIES = {
     "lrtf": make_policy("lrtf"),
