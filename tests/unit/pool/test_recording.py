@@ -6,12 +6,13 @@ import pytest
 
 from hydra_tune import HydraExecutor, Reported
 from hydra_tune.errors import ConfigError, HydraTuneError, ScheduleError
-from hydra_tune.schedule import POLICIES, LRTFPaper, Run, make_policy
+from hydra_tune.schedule import POLICIES, LRTFPaper, Run, UnitFinished, make_policy
 from hydra_tune.schedule.journal import decide_again
 from hydra_tune.simulate import simulate
 from hydra_tune.simulate.profile import parse_profile, recorded_profile
 from hydra_tune.simulate.recording import read_recording
 from hydra_tune.simulate.replay import replay
+from hydra_tune.simulate.script import scripts_of
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, against_plain, running, task
 
 pytestmark = pytest.mark.timeout(120)
@@ -93,6 +94,13 @@ def test_bytes_are_those_that_the_pool_counted():
     assert sum(action.nbytes for action in loaded) == device.bytes_in
     assert played.bytes_in >= device.bytes_in, "the simulator counts what the ledger does, which rounds up"
     assert played.bytes_in < 1.2 * device.bytes_in
+
+
+def test_loads_are_no_part_of_the_seconds_that_the_scheduler_is_told():
+    scripts = scripts_of(record(**TIGHT).recording()).scripts
+    parts = [part for script in scripts.values() for part in script.parts if isinstance(part.end, UnitFinished)]
+    assert sum(part.compute_ns < part.ended_ns - part.began_ns for part in parts) > 30, "many have loads"
+    assert all(part.end.seconds * 1e9 <= part.compute_ns for part in parts)
 
 
 def test_a_file_has_all_of_it_and_is_a_trace(tmp_path):
