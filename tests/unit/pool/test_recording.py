@@ -142,9 +142,8 @@ def test_other_files_are_refused(tmp_path, text, message):
 
 
 def test_a_run_that_has_not_ended_is_not_replayed():
-    with running(num_shards=3, record=True) as pool:
-        with pytest.raises(ConfigError, match="no jobs; record until shutdown"):
-            replay(pool.recording())
+    with running(num_shards=3, record=True) as pool, pytest.raises(ConfigError, match="no jobs; record until shutdown"):
+        replay(pool.recording())
 
 
 def test_a_pool_records_only_if_asked():
