@@ -11,15 +11,17 @@ from typing import Any, Literal, Self
 
 import psutil
 
-from hydra_tune.devices.discovery import open_devices
+from hydra_tune.devices.discovery import open_devices, parse_bandwidth
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.pool.job import EventStream, Job, Result, check_priority
 from hydra_tune.pool.pool import Pool
+from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import Policy, check_admission, make_policy
 from hydra_tune.shard.library import Budget, PlanLibrary
 from hydra_tune.shard.partition import NumShards
+from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train.workers import is_worker_starting
 
@@ -47,6 +49,9 @@ class HydraExecutor:
         num_shards: None cuts a model only as far as memory asks; a number cuts at least so often; "layer" cuts at every
             layer. More shards mean finer interleaving and more memory traffic.
         instrument: returns a context manager, entered on the worker thread around every unit (trackers, profilers).
+        link_bandwidth: what copies to and from each CPU device are slowed down to, e.g. "200MB/s", to see what a slow link
+            would do; None: as fast as they are.
+        record: keep what happens for `recording()`: some kilobytes of host memory for each unit run.
 
     Raises:
         ConfigError: an option that makes no sense, by name.
@@ -63,6 +68,8 @@ class HydraExecutor:
         num_shards: NumShards = None,
         instrument: Callable[[], AbstractContextManager[Any]] | None = None,
         admission: Literal["eager", "staggered"] = "eager",
+        link_bandwidth: str | int | None = None,
+        record: bool = False,
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -81,10 +88,16 @@ class HydraExecutor:
             raise ConfigError(f"instrument must be callable, not {instrument!r}")
         if device_memory is not None:
             parse_bytes(device_memory, what="device_memory")
+        parse_bandwidth(link_bandwidth)
+        if not isinstance(record, bool):
+            raise ConfigError(f"record must be true or false, not {record!r}")
+        self._link_bandwidth = link_bandwidth
+        self._record = record
         self._devices = devices
         self._device_memory = device_memory
         self._host_bytes = None if host_memory is None else parse_bytes(host_memory, what="host_memory")
         self._policy = make_policy(policy)
+        self._policy_name = policy if isinstance(policy, str) else type(policy).__name__
         self._buffer_fraction = buffer_fraction
         self._max_concurrent = max_concurrent
         self._admission = admission
@@ -164,6 +177,17 @@ class HydraExecutor:
         pool = self._pool  # figures may be read after the end as well
         return (pool or self._started()).stats()
 
+    def recording(self) -> Recording:
+        """What the pool was told, decided and did since it began; best asked for after `shutdown()`.
+
+        `recording().write(path)` writes a timeline that Perfetto and chrome://tracing show.
+
+        Raises:
+            HydraTuneError: the executor was made without `record=True`.
+        """
+        pool = self._pool
+        return (pool or self._started()).recording()
+
     def shutdown(self) -> None:
         """Cancel what is not over, wait for the running units, end all threads. May be called again."""
         with self._lock:
@@ -191,7 +215,7 @@ class HydraExecutor:
 
     def _start(self) -> Pool:
         host_bytes = self._host_bytes or int(psutil.virtual_memory().available * _HOST_SHARE)
-        devices = open_devices(self._devices, self._device_memory)
+        devices = open_devices(self._devices, self._device_memory, self._link_bandwidth)
         library = PlanLibrary(
             Budget(
                 budget_bytes=min(device.budget_bytes for device in devices),
@@ -210,6 +234,7 @@ class HydraExecutor:
             host_bytes=host_bytes,
             instrument=self._instrument,
             admission=self._admission,
+            recorder=Recorder(devices, self._policy_name, self._width, self._admission) if self._record else None,
         )
         _shut_down_at_exit(pool)
         return pool

@@ -6,6 +6,7 @@ Everything that can be wrong with the sweep is found before the pool, the storag
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hydra_tune.cli.board import Board
@@ -44,13 +45,14 @@ class _WatchedExecutor(HydraExecutor):
         return job
 
 
-def run_sweep(spec: SweepSpec, display: Display, *, timeout_seconds: float | None) -> int:
+def run_sweep(spec: SweepSpec, display: Display, *, timeout_seconds: float | None, timeline: Path | None = None) -> int:
     """Run a sweep and show what it came to.
 
     Args:
         spec: the sweep.
         display: how it is shown.
         timeout_seconds: no trial starts later; None: no limit.
+        timeline: the file for the timeline; None: none is kept.
 
     Returns:
         The exit code of the program.
@@ -60,7 +62,7 @@ def run_sweep(spec: SweepSpec, display: Display, *, timeout_seconds: float | Non
     try:
         with output.quiet():
             function, tuner = load_task(spec), find_tuner(_TUNER)
-            pool = _pool(spec, board)
+            pool = _pool(spec, board, record=timeline is not None)
         request = SweepRequest(
             spec=spec,
             executor=pool,
@@ -77,12 +79,23 @@ def run_sweep(spec: SweepSpec, display: Display, *, timeout_seconds: float | Non
         return INTERRUPTED
     view = board.snapshot(pool.stats())
     output.report(view)
+    if timeline is not None and not _written(pool, timeline):
+        return FAILED
     return _exit_code(view, board.last_error)
 
 
-def _pool(spec: SweepSpec, board: Board) -> _WatchedExecutor:
+def _written(pool: _WatchedExecutor, path: Path) -> bool:
     try:
-        pool = _WatchedExecutor(board.submitted, **spec.engine)
+        pool.recording().write(path)
+    except OSError as error:
+        print(f"cannot write {path}: {error.strerror}", file=sys.stderr)  # noqa: T201 - it is output
+        return False
+    return True
+
+
+def _pool(spec: SweepSpec, board: Board, *, record: bool) -> _WatchedExecutor:
+    try:
+        pool = _WatchedExecutor(board.submitted, **spec.engine, record=record)
         pool.width  # noqa: B018 - opens the devices, which may not be there or not be as large
     except ConfigError as error:
         named = next((key for key in spec.engine if str(error).startswith(key)), None)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from hydra_tune.errors import ConfigError
@@ -15,7 +16,9 @@ from hydra_tune.schedule import make_policy
 from hydra_tune.simulate import Scenario, SimulationResult, Slowdown, simulate
 from hydra_tune.simulate.plot import plot_timeline
 from hydra_tune.simulate.profile import read_profile
-from hydra_tune.simulate.table import print_result
+from hydra_tune.simulate.recording import read_recording
+from hydra_tune.simulate.replay import replay
+from hydra_tune.simulate.table import print_replay, print_result
 from hydra_tune.simulate.workload import Workload, equal_devices, stop_early
 
 FAILED, USAGE = 1, 2
@@ -28,6 +31,7 @@ Exit codes:
   130  interrupted by Ctrl-C
 """
 _PLOT_BARS = 2000
+_WITH_REPLAY = {"recorded", "policy", "as_json"}
 _WORKLOAD = {
     "trials": "num_trials",
     "shards": "num_shards",
@@ -106,9 +110,26 @@ def _slowdowns(context: click.Context, parameter: click.Parameter, values: tuple
 @click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--timeline", type=click.IntRange(min=0), metavar="N", default=0, help="Keep the first N bars, in JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw them: a PNG.")
+@click.option(
+    "--replay",
+    "recorded",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Play a recorded sweep again.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
+@click.pass_context
 def simulate_command(
-    *, profile: Path | None, policy: str, timeline: int, plot: Path | None, as_json: bool, **flags: Any
+    context: click.Context,
+    /,
+    *,
+    profile: Path | None,
+    policy: str,
+    timeline: int,
+    plot: Path | None,
+    recorded: Path | None,
+    as_json: bool,
+    **flags: Any,
 ) -> None:
     """Simulate the trials and devices of PROFILE, or those that the options describe.
 
@@ -116,6 +137,9 @@ def simulate_command(
     """
     output = _Output(as_json=as_json, plot=plot, timeline=timeline or (_PLOT_BARS if plot else 0))
     try:
+        if recorded is not None:
+            _replay(context, recorded, as_json=as_json)
+            return
         make_policy(policy)
         scenario = _from_flags(flags) if profile is None else _from_profile(profile, flags)
         result = simulate(scenario, policy, timeline=output.timeline)
@@ -126,6 +150,20 @@ def simulate_command(
     except OSError as error:
         click.echo(f"cannot write {error.filename}: {error.strerror}", err=True)
         sys.exit(FAILED)
+
+
+def _replay(context: click.Context, path: Path, *, as_json: bool) -> None:
+    """Play a recorded sweep again, and say how that compares."""
+    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    foreign = [option for option in context.command.params if option.name in given - _WITH_REPLAY]
+    if foreign:
+        name = foreign[0].human_readable_name if isinstance(foreign[0], click.Argument) else foreign[0].opts[0]
+        raise ConfigError(f"--replay goes with --policy and --json alone, not with {name}; the recording has the rest")
+    played = replay(read_recording(path), context.params["policy"] if "policy" in given else None)
+    if as_json:
+        click.echo(json.dumps(played.to_json(), allow_nan=False))
+    else:
+        print_replay(Console(highlight=False), played)
 
 
 def _show(result: SimulationResult, output: _Output) -> None:

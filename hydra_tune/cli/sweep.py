@@ -60,6 +60,12 @@ def _policy(context: click.Context, parameter: click.Parameter, value: str | Non
     help="Start no trial later than this; running ones finish.",
 )
 @click.option("--storage", metavar="URL", help="Where the study is kept, e.g. sqlite:///trials.db.")
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write what every device did: JSON for Perfetto, chrome://tracing and hydra-tune simulate --replay.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 @click.option("--no-live", is_flag=True, help="Print a line for each trial instead of the live view.")
 def sweep(
@@ -73,6 +79,7 @@ def sweep(
     run_cap: int | None,
     timeout_seconds: float | None,
     storage: str | None,
+    timeline: Path | None,
     as_json: bool,
     no_live: bool,
 ) -> None:
@@ -98,4 +105,5 @@ def sweep(
     # torch takes seconds to import; help, version and a wrong file do not wait for it.
     from hydra_tune.cli.run import run_sweep  # noqa: PLC0415
 
-    sys.exit(run_sweep(spec, Display(as_json=as_json, live=not no_live), timeout_seconds=timeout_seconds))
+    display = Display(as_json=as_json, live=not no_live)
+    sys.exit(run_sweep(spec, display, timeout_seconds=timeout_seconds, timeline=timeline))

@@ -1,5 +1,6 @@
 """The copy thread that every device has."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -28,6 +29,16 @@ class CopyThread:
     def run(self, function: Callable[[], T]) -> T:
         """Run a function on the thread; returns its result or raises its exception."""
         return self._pool.submit(function).result()
+
+    def throttled(self, function: Callable[[], None], nbytes: int, bytes_per_second: float) -> None:
+        """Run a copy on the thread, and keep the thread for as long as a link of this speed would need."""
+
+        def run() -> None:
+            start = time.perf_counter()
+            function()
+            time.sleep(max(0.0, start + nbytes / bytes_per_second - time.perf_counter()))
+
+        self.run(run)
 
     def close(self) -> None:
         """Finish what was asked for and end the thread."""

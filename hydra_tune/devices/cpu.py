@@ -59,16 +59,18 @@ class CpuDevice:
     Args:
         index: the number in its name.
         budget_bytes: memory the pool may use on it.
+        link_bandwidth: bytes a second that its copies take, both ways together; None: as fast as they are.
     """
 
     shares_generator = True
 
-    def __init__(self, index: int, budget_bytes: int) -> None:
+    def __init__(self, index: int, budget_bytes: int, link_bandwidth: float | None = None) -> None:
         self.name = f"cpu:{index}"
         self.torch_device = torch.device("cpu")
         self.budget_bytes = budget_bytes
         self.alignment = CPU_ALIGNMENT
         self.generator = DefaultCpuGenerator()
+        self._link_bandwidth = link_bandwidth
         self._copies = CopyThread(self.name)
 
     @contextmanager
@@ -91,11 +93,11 @@ class CpuDevice:
 
     def load(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy host to device."""
-        self._copies.run(lambda: _copy(pairs))
+        self._send(pairs)
 
     def spill(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy device to host."""
-        self._copies.run(lambda: _copy(pairs))
+        self._send(pairs)
 
     def synchronize(self) -> None:
         """Nothing is ever pending: CPU operators are done when they return."""
@@ -103,6 +105,13 @@ class CpuDevice:
     def close(self) -> None:
         """Stop the copy thread."""
         self._copies.close()
+
+    def _send(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if self._link_bandwidth is None:
+            self._copies.run(lambda: _copy(pairs))
+            return
+        nbytes = sum(target.nbytes for _, target in pairs)
+        self._copies.throttled(lambda: _copy(pairs), nbytes, self._link_bandwidth)
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -24,12 +24,15 @@ _CPU = re.compile(r"cpu(?::(\d+))?")
 _CUDA = re.compile(r"cuda(?::(\d+(?:,\d+)*))?")
 
 
-def open_devices(devices: str = "auto", device_memory: str | int | None = None) -> list[Device]:
+def open_devices(
+    devices: str = "auto", device_memory: str | int | None = None, link_bandwidth: str | int | None = None
+) -> list[Device]:
     """Open the devices a text names.
 
     Args:
         devices: "auto"; "cuda" for all GPUs; "cuda:0,2" for some; "cpu:2" for two CPU devices.
         device_memory: budget of each, e.g. "11GiB"; None for what is free, less a reserve.
+        link_bandwidth: what the copies of CPU devices are slowed down to, e.g. "200MB/s"; None: not at all.
 
     Raises:
         ConfigError: not a device text, no such GPU, or more memory than the device has.
@@ -39,8 +42,12 @@ def open_devices(devices: str = "auto", device_memory: str | int | None = None) 
         devices = "cuda" if torch.cuda.is_available() else f"cpu:{_num_cores()}"
     cpu, cuda = _CPU.fullmatch(devices), _CUDA.fullmatch(devices)
     if cpu:
-        return _open_cpu(int(cpu[1] or 1), budget)
+        return _open_cpu(int(cpu[1] or 1), budget, parse_bandwidth(link_bandwidth))
     if cuda:
+        if link_bandwidth is not None:
+            raise ConfigError(
+                f"link_bandwidth slows CPU devices down, but devices is {devices!r}; leave it out, or use cpu:N"
+            )
         return _open_cuda(cuda[1], budget)
     raise ConfigError(f"devices must be 'auto', 'cuda', 'cuda:0,1' or 'cpu:2', not {devices!r}")
 
@@ -50,7 +57,18 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _open_cpu(count: int, budget: int | None) -> list[Device]:
+def parse_bandwidth(text: str | int | None) -> int | None:
+    """Bytes a second, from a text such as "200MB/s".
+
+    Raises:
+        ConfigError: not that.
+    """
+    if text is None:
+        return None
+    return parse_bytes(text.removesuffix("/s") if isinstance(text, str) else text, what="link_bandwidth")
+
+
+def _open_cpu(count: int, budget: int | None, link_bandwidth: int | None) -> list[Device]:
     if count < 1:
         raise ConfigError("devices='cpu:N' needs N of at least 1")
     cores, most = _num_cores(), _num_cores() * _MOST_CPU_DEVICES_PER_CORE
@@ -65,7 +83,7 @@ def _open_cpu(count: int, budget: int | None) -> list[Device]:
             f"({format_bytes(available)}); lower device_memory or the number of devices"
         )
     share = budget or int(available * _CPU_SHARE / count)
-    return [CpuDevice(index, share) for index in range(count)]
+    return [CpuDevice(index, share, link_bandwidth) for index in range(count)]
 
 
 def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:

@@ -4,6 +4,7 @@ A *group* is a block that long-lived tensors (parameters, buffers, optimizer sta
 the new place. A *value* is a view of a block that lives for a step: an activation at a cut, a gradient, a batch tensor.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ class Kind(StrEnum):
     INPUTS = "inputs"
 
 
+_NUMBERS = itertools.count()
+
+
 class Home(Protocol):
     """What a block is told of the pager whose device it is on."""
 
@@ -46,9 +50,10 @@ class Block:
         alignment: of the device; the ledger counts whole multiples.
     """
 
-    __slots__ = ("data", "dirty", "home", "host", "kind", "lock", "nbytes", "pinned_for", "size")
+    __slots__ = ("data", "dirty", "home", "host", "kind", "lock", "nbytes", "number", "pinned_for", "size")
 
     def __init__(self, kind: Kind, size: int, alignment: int) -> None:
+        self.number = next(_NUMBERS)  # for records of a run
         self.kind = kind
         self.size = size
         self.nbytes = -(-size // alignment) * alignment  # what the ledger counts

@@ -11,6 +11,7 @@ for each other's room. What a pager still waits for is a block being fetched fro
 """
 
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind, whole_storage
 from hydra_tune.memory.ledger import Ledger
 from hydra_tune.memory.saved import SavedTensors
+from hydra_tune.observe.turns import current_turn
 from hydra_tune.quantities import format_bytes
 
 _PATIENCE_SECONDS = 0.05  # between looks at blocks that another device is fetching from here
@@ -89,6 +91,7 @@ class Pager:
 
     def write_back(self, block: Block) -> None:
         """Make the host copy present; the device copy stays. Call under the block's lock."""
+        start = time.perf_counter_ns()
         data = block.data
         if data is None or not block.dirty:
             return
@@ -96,6 +99,7 @@ class Pager:
             size = block.size
             block.host = self.device.on_host(lambda: self.device.host_empty(size))
         self.device.spill([(data, block.host)])
+        _note("out", [block], block.size, since_ns=start)
         self.bytes_out[block.kind] += block.size
         block.dirty = False
 
@@ -114,9 +118,11 @@ class Pager:
             if isinstance(other, Pager):
                 other.write_back(block)
                 other.release(block)
+            start = time.perf_counter_ns()
             assert block.host is not None, "a block that is nowhere"
             data = self.device.empty(block.size)
             self.device.load([(block.host, data)])
+            _note("in", [block], block.size, since_ns=start)
             self.bytes_in[block.kind] += block.size
             block.data, block.home, block.dirty = data, self, False
             block.moved()
@@ -155,6 +161,8 @@ class Pager:
             try:
                 if block.pinned_for is self or block.home is not self:
                     continue
+                if not block.dirty:
+                    _note("free", [block])
                 self.write_back(block)
                 self.release(block)
             finally:
@@ -177,6 +185,7 @@ class Lease:
             with block.lock:
                 assert block.pinned_for in (None, self._pager), "two units of one trial at once"
                 block.pinned_for = self._pager
+        _note("lease", self._blocks, self._workspace_bytes)
         try:
             self._pager.bring(self._blocks, self._workspace_bytes)
         except BaseException:
@@ -188,6 +197,7 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _note("end", [block for block in self._blocks if block.dirty])
         self._unpin()
         self._storages = {}
         self._pager.ledger.give_back(self._workspace_bytes)
@@ -207,6 +217,7 @@ class Lease:
             self._workspace_bytes -= nbytes
             block = self._pager.adopt(kind, tensor)
             block.pinned_for = self._pager  # until the unit ends, like all it works on
+            _note("adopt", [block], nbytes)
             self._blocks.append(block)
             self._storages[_identity(tensor)] = block
         return block
@@ -227,6 +238,7 @@ class Lease:
         Raises:
             BudgetError: it does not fit the budget.
         """
+        _note("grow", nbytes=nbytes)
         self._pager.make_room(nbytes, self._blocks, self._workspace_bytes)
         self._workspace_bytes += nbytes
 
@@ -250,6 +262,7 @@ class Lease:
 def drop(block: Block) -> None:
     """Give up all of a block's bytes, on the host and on whichever device."""
     with block.lock:
+        _note("drop", [block])
         if isinstance(block.home, Pager):
             block.home.release(block)
         block.host = None
@@ -258,10 +271,17 @@ def drop(block: Block) -> None:
 def bring_home(block: Block) -> None:
     """Move a block to the host, wherever it is."""
     with block.lock:
+        _note("home", [block])
         if isinstance(block.home, Pager):
             pager = block.home
             pager.write_back(block)
             pager.release(block)
+
+
+def _note(what: str, blocks: Sequence[Block] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
+    turn = current_turn()
+    if turn is not None:
+        turn.note(what, blocks, nbytes, since_ns=since_ns)
 
 
 def _identity(tensor: Tensor | None) -> int:

@@ -23,8 +23,10 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, HydraTuneError
 from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.pager import Pager
+from hydra_tune.observe.turns import current_turn
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Progress, Reported, Result
 from hydra_tune.pool.record import Record, progress_without_trial
+from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import DeviceStats, PoolStats
 from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.schedule import (
@@ -49,6 +51,7 @@ from hydra_tune.schedule import (
     UnitFinished,
 )
 from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Report, Trial, run_unit
@@ -75,6 +78,7 @@ class Pool:
         host_bytes: host memory for the state of all admitted jobs.
         instrument: returns a context manager, entered on the worker thread around every unit.
         admission: see `Scheduler`.
+        recorder: keeps what happens; None: nothing is kept.
     """
 
     def __init__(
@@ -87,7 +91,9 @@ class Pool:
         host_bytes: int,
         instrument: Instrument | None,
         admission: str = "eager",
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._library = library
         self._host_bytes = host_bytes
         self._instrument = instrument
@@ -219,6 +225,18 @@ class Pool:
                 scheduler_seconds=self._scheduler_seconds,
             )
 
+    @hold_interrupts()
+    def recording(self) -> Recording:
+        """What was recorded; best asked for when nothing runs any more.
+
+        Raises:
+            HydraTuneError: nothing was.
+        """
+        if self._recorder is None:
+            raise HydraTuneError("this pool records nothing; make it with HydraExecutor(record=True)")
+        with self._changed:
+            return self._recorder.recording()
+
     def shutdown(self) -> None:
         """Cancel what is not over, wait for the running units, end all threads. May be called again."""
         if threading.current_thread() in self._threads:
@@ -267,7 +285,7 @@ class Pool:
         """
         if self._error is not None:
             raise HydraTuneError(f"the pool has stopped after an error: {self._error}") from self._error
-        start = time.thread_time()
+        start, now = time.thread_time(), time.perf_counter_ns()
         moves = self._shard_moves(events)
         try:
             commands = self._scheduler.handle(*moves, *events)
@@ -275,6 +293,8 @@ class Pool:
             self._break(error)
             raise
         self._scheduler_seconds += time.thread_time() - start
+        if self._recorder is not None:
+            self._recorder.decided(now, [*moves, *events], commands)
         for command in commands:
             self._carry_out(command)
 
@@ -375,8 +395,12 @@ class Pool:
         device = self._devices[name]
         with self._breaking(), device.worker():
             while (item := self._inboxes[name].get()) is not None:
-                self._run(*item, device)
+                with self._turn(item[0], name):
+                    self._run(*item, device)
                 del item  # or the last job's model would live until the next one comes
+
+    def _turn(self, record: Record, device: str) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.turn(record.job.key, device)
 
     def _run(self, record: Record, unit: Unit, device: Device) -> None:
         """Run a unit and go on to the job's next one."""
@@ -412,9 +436,10 @@ class Pool:
         return seconds
 
     def _timed_unit(self, pending: PendingUnit, device: Device) -> float:
-        start = time.perf_counter()
+        start, turn = time.perf_counter(), current_turn()
         try:
-            return run_unit(pending, device, self._pagers[device.name], self._instrument)
+            with contextlib.nullcontext() if turn is None else turn.unit(pending.kind, pending.shard):
+                return run_unit(pending, device, self._pagers[device.name], self._instrument)
         finally:
             count = self._counts[device.name]
             count.units += 1
@@ -490,7 +515,8 @@ class Pool:
         """The job is over and nothing of it runs: give its memory back and say so."""
         result = Result(status="failed", error=HydraTuneError("interrupted while the job's memory was given back"))
         try:
-            result = record.finish()
+            with contextlib.nullcontext() if self._recorder is None else self._recorder.release(record.job.key):
+                result = record.finish()
         finally:
             # Whatever happens, Ctrl-C in a driver's thread included: a job that is over must say so.
             self._say_over(record.job, result)

@@ -1,6 +1,7 @@
 """Profiles: trials and devices in a JSON file, and as measured in a real run."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -10,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule import Unit
 from hydra_tune.simulate.model import Scenario, SimulatedDevice, SimulatedTrial, Slowdown, training_step
+from hydra_tune.simulate.recording import Recording
+from hydra_tune.simulate.script import Script, scripts_of
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -221,3 +224,70 @@ def measured_profile(
             for name, device in devices.items()
         ],
     }
+
+
+_STATE = ("parameters", "buffers", "optimizer")
+_SECOND = 1e9
+
+
+def recorded_profile(recording: Recording) -> dict[str, Any]:
+    """A profile of a recorded run: for each trial the mean seconds of its units, shard by shard, and the bytes of its shards.
+
+    Args:
+        recording: of a run that has ended.
+
+    Returns:
+        The content of a profile, for `json.dump`. A trial arrives when it was ready to run. Evaluation is spread over the
+        steps, the pool's own time is part of the units', loads wait for the device, as they do in the pool.
+
+    Raises:
+        ConfigError: nothing ran.
+    """
+    scripts = scripts_of(recording).scripts
+    ran = {job: script for job, script in scripts.items() if script.parts}
+    if not ran:
+        raise ConfigError("a profile needs a run in which at least one unit ran")
+    start = min(script.ready_ns for script in ran.values())
+    trials = [
+        {**_recorded_trial(job, script, recording), "arrival_seconds": (script.ready_ns - start) / _SECOND}
+        for job, script in ran.items()
+    ]
+    copies = [action for turn in recording.turns for action in turn.actions if action.copy_ns]
+    copy_seconds = sum(copy.copy_ns for copy in copies) / _SECOND
+    bandwidth = sum(copy.nbytes for copy in copies) / copy_seconds if copy_seconds else None
+    return {
+        "format": _FORMAT,
+        "trials": trials,
+        "devices": [
+            {"name": device.name, "memory_bytes": device.budget_bytes, "bandwidth": bandwidth}
+            for device in recording.devices
+        ],
+        "max_concurrent": recording.max_concurrent,
+        "overlap": False,
+    }
+
+
+def _recorded_trial(job: str, script: Script, recording: Recording) -> dict[str, Any]:
+    seconds: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
+    shards: dict[int, int] = {}  # of each block of state
+    for part in script.parts:
+        unit = part.unit
+        seconds[unit.kind, unit.shard] += part.compute_ns / _SECOND  # type: ignore[assignment]  # counts may be fractions
+        counts[unit.kind, unit.shard] += 1
+        for action in part.actions:
+            for number in action.blocks if action.what == "lease" else ():
+                shards.setdefault(number, unit.shard)
+    steps = max(counts.values())
+    sizes: Counter[int] = Counter()
+    for number, shard in shards.items():
+        facts = recording.blocks[number]
+        if facts.kind in _STATE:
+            sizes[shard] += facts.nbytes
+    step = [
+        {"kind": kind, "shard": shard, "seconds": total / steps}
+        for (kind, shard), total in seconds.items()
+        if total > 0
+    ]
+    num_shards = 1 + max(shard for _, shard in seconds)
+    return {"name": job, "steps": steps, "step": step, "shard_bytes": [sizes[shard] for shard in range(num_shards)]}

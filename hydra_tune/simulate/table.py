@@ -6,6 +6,7 @@ from rich.text import Text
 
 from hydra_tune.quantities import format_bytes, format_seconds
 from hydra_tune.simulate.outcome import DeviceOutcome, SimulationResult
+from hydra_tune.simulate.replay import Replay
 
 _MOST_DEVICES = 32
 
@@ -23,6 +24,32 @@ def print_result(console: Console, result: SimulationResult) -> None:
         console.print(Text(f"... and {len(result.devices) - _MOST_DEVICES} more devices", style="dim"))
     console.print()
     for name, value in _totals(result):
+        console.print(Text(f"{name:<12} {value}"))
+
+
+def print_replay(console: Console, played: Replay) -> None:
+    """Print how a recorded run and its simulation compare.
+
+    Args:
+        console: where to.
+        played: the two.
+    """
+    total, agreeing = len(played.recorded_orders), played.num_agreeing
+    order = f"all {total} commands in the run's order" if played.is_same_order else f"{agreeing} of {total} commands"
+    ratio = played.simulated_seconds / played.recorded_seconds if played.recorded_seconds else 1.0
+    rows = [
+        (
+            "policy",
+            played.policy
+            if played.policy == played.recorded_policy
+            else f"{played.policy}; the run's was {played.recorded_policy}",
+        ),
+        ("run", format_seconds(played.recorded_seconds)),
+        ("simulated", f"{format_seconds(played.simulated_seconds)} ({ratio:.3f} of the run)"),
+        ("order", order if played.is_same_order else f"{order} until the first that differs"),
+        ("moved", format_bytes(played.bytes_in + played.bytes_out)),
+    ]
+    for name, value in rows:
         console.print(Text(f"{name:<12} {value}"))
 
 

@@ -3,9 +3,11 @@
 Starts from the pilot's run and follows what is measured.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 
-_WEIGHT = 0.3  # of a new measurement against what was known
+_WEIGHT = 0.1  # of a new measurement against what was known
+_MOST = 2.0  # times what was known: a unit that took longer was held up by something else
 _UPDATE_BYTES_PER_SECOND = 2e9  # a first guess for updates, which the pilot does not run
 
 
@@ -20,7 +22,7 @@ class UnitTimes:
     def __init__(self, seconds: Mapping[Hashable, float], repeats: Mapping[Hashable, int] | None = None) -> None:
         self._seconds = dict(seconds)
         self._repeats = dict(repeats or {})
-        self._measured: set[Hashable] = set()
+        self._num_measured: Counter[Hashable] = Counter()
         self.total = sum(value * self._repeats.get(unit, 1) for unit, value in seconds.items())
 
     def of(self, unit: Hashable) -> float:
@@ -28,12 +30,22 @@ class UnitTimes:
         return self._seconds.get(unit, 0.0)
 
     def measured(self, unit: Hashable, seconds: float) -> None:
-        """A unit took so long; one that is not part of every step does not count."""
+        """A unit took so long; one that is not part of every step does not count.
+
+        What is left is many times a unit's seconds, and jobs whose rest seems to jump are sent from device to device. So one
+        measurement changes little, and of the first two, which pay for whatever is done once, the shorter one counts.
+        """
         if unit not in self._seconds:
             return
         known = self._seconds.get(unit, 0.0)
-        fresh = seconds if unit not in self._measured else known + _WEIGHT * (seconds - known)
-        self._measured.add(unit)
+        number = self._num_measured[unit]
+        self._num_measured[unit] += 1
+        if number == 0:
+            fresh = seconds
+        elif number == 1:
+            fresh = min(known, seconds)
+        else:
+            fresh = known + _WEIGHT * (min(seconds, _MOST * known) - known)
         self._seconds[unit] = fresh
         self.total += (fresh - known) * self._repeats.get(unit, 1)
 

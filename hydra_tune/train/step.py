@@ -29,7 +29,7 @@ class PendingUnit:
         kind: "forward", "backward", "complete", "update" or "evaluate".
         shard: index of the shard.
         seconds: expected.
-        run: runs it on a device's worker; returns seconds spent waiting for other trials' code.
+        run: runs it on a device's worker; returns seconds spent waiting for bytes, and for other trials' code.
         times: where its measured seconds go, under `key`.
     """
 
@@ -118,8 +118,8 @@ class Step:
             graph = shard.graph
             keys = self._chain.keys("backward" if backward else "forward", index)
             blocks = self._state.groups(graph.state) + self._store.blocks(keys, graph.constants, graph.inputs)
+            start = time.perf_counter()
             with pager.lease(blocks, workspace) as lease:
-                start = time.perf_counter()
                 with self._surroundings(shard, device, keep=not recompute), self._room(shard, lease, workspace, device):
                     waited = time.perf_counter() - start
                     self._leased(lease, lambda: compute(device))

@@ -6,6 +6,7 @@ units, from the first shard on, whose parameters and gradients were the last on 
 """
 
 import math
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -104,9 +105,11 @@ class _TrainingBatch(Step):
         def run(device: Device, pager: Pager) -> float:
             del device
             workspace = update.shard.cost.update_workspace
+            start = time.perf_counter()
             with pager.lease(self._store.blocks(keys, (), ()), workspace), GATE.shared():
+                waited = time.perf_counter() - start
                 self._complete(update.names)
-            return 0.0
+            return waited
 
         return self._unit("complete", update.index, run)
 
@@ -120,15 +123,17 @@ class _TrainingBatch(Step):
             optimizer_groups = state.optimizer_groups(names)
             blocks = state.groups(names) + optimizer_groups + self._store.blocks(keys, (), ())
             workspace = cost.update_workspace if optimizer_groups else cost.first_update_workspace
+            start = time.perf_counter()
             with pager.lease(blocks, workspace):
                 gradients = self._present(names)
                 with GATE.shared():
+                    waited = time.perf_counter() - start
                     state.update(names, gradients, self._gradients)
                 gradients.clear()
                 for key in keys:
                     self._store.drop(key)
                 state.adopt_optimizer_state(names, device)
-            return 0.0
+            return waited
 
         return self._unit("update", update.index, run)
 

@@ -383,7 +383,8 @@ def run_unit(
     """Run a unit on the calling thread, which must be the device's worker.
 
     Returns:
-        Seconds it took, waiting for other trials' streams not counted.
+        Seconds it took, waiting for bytes and for other trials' streams not counted: the time of a trial's next units must not
+        depend on where this one happened to run.
     """
     with nullcontext() if instrument is None else instrument():
         start = time.perf_counter()

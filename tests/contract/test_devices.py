@@ -1,6 +1,7 @@
 """What every device keeps to: memory that is aligned, copies that are done when they return, one thread for the host's side."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -122,3 +123,15 @@ def test_closing_twice_is_closing_once(device):
     device.close()
     with pytest.raises(RuntimeError):
         device.on_host(lambda: 1)
+
+
+def test_a_slow_link_takes_its_time_both_ways_and_copies_the_same():
+    size, bandwidth = 4000, 100_000
+    slow = CpuDevice(0, BUDGET_BYTES, bandwidth)
+    source, back, data = host(slow, [7] * size), host(slow, [0] * size), slow.empty(size)
+    start = time.perf_counter()
+    slow.load([(source, data)])
+    slow.spill([(data, back)])
+    assert time.perf_counter() - start >= 2 * size / bandwidth
+    assert back.tolist() == [7] * size
+    slow.close()

@@ -7,6 +7,8 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from hydra_tune.simulate.recording import read_recording
+from hydra_tune.simulate.replay import replay
 from tests.support.cli_project import Project
 
 
@@ -54,6 +56,18 @@ def test_json_is_alone_on_standard_output_and_has_it_all(project):
     for device in report["devices"].values():
         assert 0 < device["peak_bytes"] <= device["budget_bytes"] == 4 << 20
         assert 0 < device["busy_share"] <= 1
+
+
+def test_a_timeline_is_written_and_can_be_played_again(project):
+    done = project.run("--json", "--run-cap", "3", "--timeline", "run.json")
+    assert done.returncode == 0, done.stderr
+    recording = read_recording(project.folder / "run.json")
+    assert sum(len(turn.units) for turn in recording.turns) == json.loads(done.stdout)["units_run"]
+    played = replay(recording)
+    assert sorted(order[:2] for order in played.simulated_orders) == sorted(o[:2] for o in played.recorded_orders)
+    nowhere = project.run("--run-cap", "1", "--timeline", "no/run.json")
+    assert nowhere.returncode == 1
+    assert "cannot write no/run.json: No such file or directory" in nowhere.stderr
 
 
 def test_a_seeded_sweep_at_width_1_is_the_same_again(project):

@@ -7,7 +7,9 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from hydra_tune import HydraExecutor
 from hydra_tune.cli import main
+from tests.unit.pool.tasks import task
 
 SHARD = {"forward_seconds": 1, "backward_seconds": 1, "bytes": 100}
 PROFILE = {
@@ -137,6 +139,50 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     result = call("--trials", 1, "--devices", 1, "--plot", tmp_path / "x.png")
     assert result.exit_code == 2
     assert "pip install 'hydra-tune[plot]'" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recorded") / "run.json"
+    with HydraExecutor(devices="cpu:1", num_shards=3, record=True) as pool:
+        assert [result.status for result in pool.run([task(epochs=2), task(epochs=3)])] == ["completed"] * 2
+    pool.recording().write(path)
+    return path
+
+
+def test_a_recorded_run_is_played_again(recorded):
+    known = figures("--replay", recorded)
+    assert known["same_order"]
+    assert known["agreeing"] == known["commands"] > 50
+    assert known["simulated_seconds"] == known["recorded_seconds"] > 0
+    table = call("--replay", recorded)
+    assert table.exit_code == 0
+    assert f"all {known['commands']} commands in the run's order" in table.output
+    assert "(1.000 of the run)" in table.output
+    other = call("--replay", recorded, "--policy", "lpt")
+    assert "lpt; the run's was lrtf" in other.output
+    assert "until the first that differs" in other.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--devices", 2), "--replay goes with --policy and --json alone, not with --devices"),
+        (("--no-overlap",), "not with --no-overlap"),
+        (("--policy", "lrft"), "did you mean 'lrtf'?"),
+    ],
+)
+def test_options_that_do_not_go_with_a_recording_are_refused(recorded, arguments, message):
+    result = call("--replay", recorded, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_profile_is_no_recording(profile):
+    result = call("--replay", profile)
+    assert result.exit_code == 2
+    assert "is not a recording; hydra-tune sweep --timeline FILE writes one" in result.stderr
 
 
 def test_neither_torch_nor_matplotlib_is_imported():

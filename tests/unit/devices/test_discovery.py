@@ -57,6 +57,9 @@ def test_other_texts_are_refused(text):
         (("cpu:2", "900TiB"), "2 CPU devices of 900.0 TiB need more memory than is free"),
         (("cpu:1", "a lot"), "device_memory must be a size such as '11GiB'"),
         (("cpu:1", 0), "device_memory must be more than 0 bytes"),
+        (("cpu:1", None, "slow"), "link_bandwidth must be a size such as '11GiB'"),
+        (("cpu:1", None, "0MB/s"), "link_bandwidth must be more than 0 bytes"),
+        (("cuda", None, "1GB/s"), "link_bandwidth slows CPU devices down, but devices is 'cuda'"),
     ],
 )
 def test_budgets_that_make_no_sense_are_refused(arguments, message):

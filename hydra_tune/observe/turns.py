@@ -1,0 +1,141 @@
+"""What a worker did with a device's memory, action by action: kept while a run is recorded, and only then.
+
+The pool opens a `Turn` on the worker's thread for each command to run a unit; the pager notes on that thread's turn what it
+does. Without a recording there is no turn, and a note costs one look at a thread's own variable.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+_MEETS = ("lease", "adopt")  # with a job's own blocks; a worker may also give up another job's, which is over
+
+
+class Action(NamedTuple):
+    """One entry of a turn.
+
+    Args:
+        what: one of
+            "lease": blocks are pinned, `nbytes` of workspace asked for;
+            "grow": `nbytes` more workspace;
+            "in", "out": a block was copied to the device, or from it to the host;
+            "free": a block that the host has as well made room;
+            "adopt": a unit made a block of `nbytes`;
+            "end": of the lease; `blocks` are those whose bytes only the device has;
+            "drop", "home": a block was given up, or brought to the host.
+        at_ns: when it was done.
+        copy_ns: of these, nanoseconds spent copying.
+        blocks: numbers of blocks.
+        nbytes: bytes.
+    """
+
+    what: str
+    at_ns: int
+    copy_ns: int = 0
+    blocks: tuple[int, ...] = ()
+    nbytes: int = 0
+
+
+class UnitSpan(NamedTuple):
+    """A unit that ran within a turn: a backward's update is one of its own."""
+
+    kind: str
+    shard: int
+    start_ns: int
+    end_ns: int
+
+
+class BlockFacts(NamedTuple):
+    """What is known of a block.
+
+    Args:
+        job: whose.
+        kind: what it holds.
+        nbytes: what the ledger counts.
+        shard: whose parameters these are, if one shard's alone.
+    """
+
+    job: str
+    kind: str
+    nbytes: int
+    shard: int | None
+
+
+class AnyBlock(Protocol):
+    """A block of memory, as far as a record is concerned."""
+
+    number: int
+    nbytes: int
+
+    @property
+    def kind(self) -> str:
+        """What it holds."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a worker does for one command of the scheduler.
+
+    Args:
+        job: whose unit.
+        device: where.
+        facts: of all blocks that any turn has met, by number; shared.
+    """
+
+    job: str
+    device: str
+    facts: dict[int, BlockFacts] = field(repr=False)
+    actions: list[Action] = field(default_factory=list)
+    units: list[UnitSpan] = field(default_factory=list)
+
+    def note(self, what: str, blocks: Iterable[AnyBlock] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
+        """Note an action that is done now.
+
+        Args:
+            what: as `Action.what`.
+            blocks: which.
+            nbytes: bytes.
+            since_ns: when a copy began; 0: nothing was copied.
+        """
+        now = time.perf_counter_ns()
+        numbers = []
+        for block in blocks:
+            numbers.append(block.number)
+            if what in _MEETS and block.number not in self.facts:
+                shard = getattr(block, "shard", None)  # groups have one
+                self.facts[block.number] = BlockFacts(self.job, str(block.kind), block.nbytes, shard)
+        self.actions.append(Action(what, now, now - since_ns if since_ns else 0, tuple(numbers), nbytes))
+
+    @contextmanager
+    def unit(self, kind: str, shard: int) -> Iterator[None]:
+        """Around a unit."""
+        start = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.units.append(UnitSpan(kind, shard, start, time.perf_counter_ns()))
+
+
+class _Thread(threading.local):
+    turn: Turn | None = None
+
+
+_THREAD = _Thread()
+
+
+def current_turn() -> Turn | None:
+    """The turn that this thread is in, if a run is recorded."""
+    return _THREAD.turn
+
+
+@contextmanager
+def in_turn(turn: Turn | None) -> Iterator[None]:
+    """What this thread does meanwhile is noted on a turn; on none, not at all."""
+    before, _THREAD.turn = _THREAD.turn, turn
+    try:
+        yield
+    finally:
+        _THREAD.turn = before

@@ -1,0 +1,228 @@
+"""The pagers on a virtual clock: which block is on which device, what has to be copied, and how long that takes.
+
+Follows `hydra_tune.memory.pager` rule by rule: blocks are pinned, room is made by spilling what was not used for longest,
+what is missing is loaded, clean blocks leave without a copy, a block is on one device at most.
+
+Note: processes. What takes time is a generator of nanoseconds to wait; between them others go on.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from hydra_tune.observe.turns import Action, BlockFacts
+from hydra_tune.simulate.recording import RecordedDevice, Recording
+from hydra_tune.simulate.script import Copies, Copy
+
+_PATIENCE_NS = 100_000  # between looks for room, where all that could leave is being copied at this moment
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    number: int
+    facts: BlockFacts
+    place: str | None = None
+    pinned_for: str | None = None
+    dirty: bool = False
+    free_ns: int = 0  # until then it is being copied
+
+
+@dataclass(slots=True, eq=False)
+class _Device:
+    name: str
+    budget_bytes: int
+    used_bytes: int = 0
+    workspace_bytes: int = 0
+    leased: list[_Block] = field(default_factory=list)
+    resident: OrderedDict[int, _Block] = field(default_factory=OrderedDict)  # least recently used first
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+class Blocks:
+    """All blocks and devices of a recorded run.
+
+    Args:
+        recording: of what there is, and how fast copies were.
+        clock: tells the time in nanoseconds.
+        moved: is called with a job, a shard of it, and the device where its parameters are now.
+    """
+
+    def __init__(
+        self, recording: Recording, clock: Callable[[], int], moved: Callable[[str, int, str | None], None]
+    ) -> None:
+        self._clock, self._moved = clock, moved
+        self._blocks = {number: _Block(number, facts) for number, facts in recording.blocks.items()}
+        self._devices = {device.name: _made(device) for device in recording.devices}
+        self._of_job: dict[str, list[_Block]] = {}
+        for block in self._blocks.values():
+            self._of_job.setdefault(block.facts.job, []).append(block)
+        self._ns_per_byte = {what: _pace(recording, what) for what in ("in", "out")}
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes loaded."""
+        return sum(device.bytes_in for device in self._devices.values())
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes spilled."""
+        return sum(device.bytes_out for device in self._devices.values())
+
+    def act(self, name: str, action: Action, copies: Copies) -> Iterator[int]:
+        """Do what a turn does with a device's memory.
+
+        Args:
+            name: of the device.
+            action: what.
+            copies: what was copied for it in the recorded run, and when; such a copy takes as long again.
+
+        Yields:
+            Nanoseconds to wait.
+        """
+        device = self._devices[name]
+        blocks = self._known(action)
+        if action.what == "lease":
+            yield from self._lease(device, blocks, action.nbytes, copies)
+        elif action.what == "grow":
+            yield from self._make_room(device, action.nbytes, copies)
+            device.workspace_bytes += action.nbytes
+        elif action.what == "adopt":
+            self._adopt(device, blocks[0], action.nbytes)
+        elif action.what == "end":
+            for block in blocks:
+                block.dirty = block.place is not None
+            self.end(name)
+        else:
+            yield from self.give_up(action, copies)
+
+    def give_up(self, action: Action, copies: Copies) -> Iterator[int]:
+        """Do what gives blocks up ("drop"), or brings them to the host ("home"), wherever they are."""
+        for block in self._known(action):
+            yield from self._wait_for(block)
+            if block.place is not None:
+                if action.what == "home":
+                    yield from self._write_back(block, copies)
+                self._release(block)
+
+    def end(self, name: str) -> None:
+        """The device's lease is over, if it has one."""
+        device = self._devices[name]
+        for block in device.leased:
+            block.pinned_for = None
+        device.leased = []
+        device.used_bytes -= device.workspace_bytes
+        device.workspace_bytes = 0
+
+    def forget(self, job: str) -> None:
+        """A job is over: its blocks are gone."""
+        for block in self._of_job.pop(job, ()):
+            if block.place is not None:
+                self._release(block)
+
+    def _known(self, action: Action) -> list[_Block]:
+        return [self._blocks[number] for number in action.blocks if number in self._blocks]
+
+    def _lease(self, device: _Device, blocks: list[_Block], workspace_bytes: int, copies: Copies) -> Iterator[int]:
+        for block in blocks:
+            yield from self._wait_for(block)
+            block.pinned_for = device.name
+        device.leased = blocks
+        missing = [block for block in blocks if block.place != device.name]
+        yield from self._make_room(device, sum(block.facts.nbytes for block in missing) + workspace_bytes, copies)
+        device.workspace_bytes = workspace_bytes
+        for block in missing:
+            yield from self._fetch(device, block, copies)
+        for block in blocks:
+            device.resident.move_to_end(block.number)
+
+    def _adopt(self, device: _Device, block: _Block, nbytes: int) -> None:
+        if nbytes > device.workspace_bytes:
+            device.used_bytes += nbytes - device.workspace_bytes
+            device.workspace_bytes = nbytes
+        device.workspace_bytes -= nbytes
+        block.place, block.pinned_for, block.dirty = device.name, device.name, True
+        device.resident[block.number] = block
+        device.leased.append(block)
+
+    def _make_room(self, device: _Device, nbytes: int, copies: Copies) -> Iterator[int]:
+        while device.used_bytes + nbytes > device.budget_bytes:
+            yield from _until_next(copies)
+            now = self._clock()
+            victims = (b for b in device.resident.values() if b.pinned_for != device.name and b.free_ns <= now)
+            victim = next(victims, None)
+            if victim is None:
+                yield _PATIENCE_NS
+                continue
+            if not victim.dirty:
+                _take("free", victim, copies)
+            yield from self._write_back(victim, copies)
+            self._release(victim)
+        device.used_bytes += nbytes
+
+    def _fetch(self, device: _Device, block: _Block, copies: Copies) -> Iterator[int]:
+        """The room is taken already."""
+        yield from _until_next(copies)
+        yield from self._wait_for(block)
+        if block.place is not None:
+            yield from self._write_back(block, copies)
+            self._release(block)
+        device.bytes_in += block.facts.nbytes
+        yield from self._copy("in", block, copies)
+        block.place = device.name
+        device.resident[block.number] = block
+        self._say(block)
+
+    def _write_back(self, block: _Block, copies: Copies) -> Iterator[int]:
+        if block.dirty and block.place is not None:
+            self._devices[block.place].bytes_out += block.facts.nbytes
+            yield from self._copy("out", block, copies)
+            block.dirty = False
+
+    def _release(self, block: _Block) -> None:
+        if block.place is None:
+            return  # the job has ended meanwhile
+        device = self._devices[block.place]
+        device.used_bytes -= block.facts.nbytes
+        del device.resident[block.number]
+        block.place, block.dirty = None, False
+        self._say(block)
+
+    def _copy(self, what: str, block: _Block, copies: Copies) -> Iterator[int]:
+        copy = _take(what, block, copies)
+        ns = round(block.facts.nbytes * self._ns_per_byte[what]) if copy is None else copy.wait_ns + copy.copy_ns
+        block.free_ns = self._clock() + ns
+        yield ns
+
+    def _wait_for(self, block: _Block) -> Iterator[int]:
+        while (left := block.free_ns - self._clock()) > 0:
+            yield left
+
+    def _say(self, block: _Block) -> None:
+        if block.facts.shard is not None:
+            self._moved(block.facts.job, block.facts.shard, block.place)
+
+
+def _until_next(copies: Copies) -> Iterator[int]:
+    """Wait until the next copy of the recorded run began; what to copy is decided then."""
+    if copies:
+        wait_ns, copies[0] = copies[0].wait_ns, copies[0]._replace(wait_ns=0)
+        yield wait_ns
+
+
+def _take(what: str, block: _Block, copies: Copies) -> Copy | None:
+    """The recorded copy of this block, no longer among them; None if there was none."""
+    for number, copy in enumerate(copies):
+        if (copy.what, copy.block) == (what, block.number):
+            return copies.pop(number)
+    return None
+
+
+def _made(device: RecordedDevice) -> _Device:
+    return _Device(device.name, device.budget_bytes)
+
+
+def _pace(recording: Recording, what: str) -> float:
+    """Nanoseconds a byte, over all copies of the run in one direction."""
+    copies = [action for turn in recording.turns for action in turn.actions if action.what == what]
+    return sum(copy.copy_ns for copy in copies) / max(1, sum(copy.nbytes for copy in copies))

@@ -1,0 +1,151 @@
+"""`Recording`: all that a pool was told, decided and did, in a file that Perfetto and chrome://tracing show as a timeline."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.observe.turns import Action, BlockFacts, Turn, UnitSpan
+from hydra_tune.schedule import Run
+from hydra_tune.schedule.journal import Decision
+
+_FORMAT = 1
+_KEY = "hydra_tune"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedDevice:
+    """A device of the pool.
+
+    Args:
+        name: e.g. "cpu:0".
+        budget_bytes: memory the pool might use on it.
+    """
+
+    name: str
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A run of a pool. `hydra_tune.simulate.replay` plays it again.
+
+    Args:
+        policy: who decided: a policy's name, or the class of an object.
+        max_concurrent: jobs admitted at once.
+        admission: see `hydra_tune.schedule.Scheduler`.
+        devices: in the order in which they were added.
+        decisions: every call of the scheduler, in order.
+        turns: what the workers did for each `Run`; a job's turns are in the order of its commands.
+        releases: what was done to give back each job's memory when it was over.
+        blocks: what is known of each block of memory, by number.
+    """
+
+    policy: str
+    max_concurrent: int
+    admission: str
+    devices: tuple[RecordedDevice, ...]
+    decisions: tuple[Decision, ...]
+    turns: tuple[Turn, ...] = field(repr=False)
+    releases: Mapping[str, Turn] = field(repr=False)
+    blocks: Mapping[int, BlockFacts] = field(repr=False)
+
+    @property
+    def num_runs(self) -> int:
+        """Commands to run a unit."""
+        return sum(isinstance(command, Run) for decision in self.decisions for command in decision.commands)
+
+    def to_json(self) -> dict[str, Any]:
+        """A trace in Chrome's format, and beside it what no viewer looks at."""
+        data = {
+            "format": _FORMAT,
+            "policy": self.policy,
+            "max_concurrent": self.max_concurrent,
+            "admission": self.admission,
+            "devices": [[device.name, device.budget_bytes] for device in self.devices],
+            "decisions": [decision.to_json() for decision in self.decisions],
+            "turns": [[turn.job, turn.device, turn.actions, turn.units] for turn in self.turns],
+            "releases": {job: turn.actions for job, turn in self.releases.items()},
+            "blocks": [[number, *facts] for number, facts in self.blocks.items()],
+        }
+        return {"traceEvents": list(self._trace()), "displayTimeUnit": "ms", _KEY: data}
+
+    def write(self, path: Path) -> None:
+        """Write it to a file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path.write_text(json.dumps(self.to_json(), separators=(",", ":")), encoding="utf-8")
+
+    def _trace(self) -> Iterator[dict[str, Any]]:
+        """A row for each device's units, and one for its copies."""
+        start = self.decisions[0].at_ns if self.decisions else 0
+        rows = {device.name: 2 * number for number, device in enumerate(self.devices)}
+        for name, row in rows.items():
+            for more, title in ((0, name), (1, f"{name} copies")):
+                yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": row + more, "args": {"name": title}}
+        for turn in self.turns:
+            row = rows[turn.device]
+            for unit in turn.units:
+                what = {"job": turn.job, "kind": unit.kind, "shard": unit.shard}
+                title = f"{turn.job} {unit.kind} {unit.shard}"
+                yield _bar(title, row, unit.start_ns - start, unit.end_ns - start, what)
+            for action in turn.actions:
+                if action.copy_ns:
+                    facts = self.blocks[action.blocks[0]]
+                    what = {"job": facts.job, "kind": facts.kind, "shard": facts.shard, "bytes": action.nbytes}
+                    title = f"{'load' if action.what == 'in' else 'spill'} {facts.kind}"
+                    end = action.at_ns - start
+                    yield _bar(title, row + 1, end - action.copy_ns, end, what)
+
+
+def _bar(title: str, row: int, start_ns: int, end_ns: int, what: dict[str, Any]) -> dict[str, Any]:
+    micro = 1000
+    times = {"ts": start_ns / micro, "dur": (end_ns - start_ns) / micro}
+    return {"ph": "X", "name": title, "cat": what["kind"], "pid": 0, "tid": row, **times, "args": what}
+
+
+def read_recording(path: Path) -> Recording:
+    """Read what `Recording.write` wrote.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    found = data.get(_KEY) if isinstance(data, dict) else None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is not a recording; hydra-tune sweep --timeline FILE writes one")
+    if found.get("format") != _FORMAT:
+        raise ConfigError(f"{path}: format must be {_FORMAT}, not {found.get('format')!r}; it is from another version")
+    try:
+        return _made(found)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(f"{path} is a damaged recording: {type(error).__name__}: {error}") from error
+
+
+def _made(data: Mapping[str, Any]) -> Recording:
+    blocks = {int(number): BlockFacts(*facts) for number, *facts in data["blocks"]}
+    turns = [
+        Turn(job, device, blocks, _actions(actions), [UnitSpan(*unit) for unit in units])
+        for job, device, actions, units in data["turns"]
+    ]
+    return Recording(
+        policy=data["policy"],
+        max_concurrent=data["max_concurrent"],
+        admission=data["admission"],
+        devices=tuple(RecordedDevice(name=name, budget_bytes=budget) for name, budget in data["devices"]),
+        decisions=tuple(Decision.from_json(decision) for decision in data["decisions"]),
+        turns=tuple(turns),
+        releases={job: Turn(job, "", blocks, _actions(actions)) for job, actions in data["releases"].items()},
+        blocks=blocks,
+    )
+
+
+def _actions(data: Iterable[Any]) -> list[Action]:
+    return [Action(what, at_ns, copy_ns, tuple(blocks), nbytes) for what, at_ns, copy_ns, blocks, nbytes in data]

@@ -1,0 +1,294 @@
+"""A recorded run, played again: the measured times on a virtual clock, the schedule made anew.
+
+A new scheduler is told what the pool's was, when the virtual clock comes to it: what jobs do by themselves is in their
+scripts (`script.py`), what that does to memory and how long it takes to copy follows from the blocks (`blocks.py`). With the
+policy of the run, the commands must come in the run's own order; with another, one sees what it would have done.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from hydra_tune.schedule import (
+    Admit,
+    Command,
+    Event,
+    JobAdmitted,
+    JobRejected,
+    JobStopped,
+    JobSubmitted,
+    Policy,
+    Run,
+    Scheduler,
+    ShardMoved,
+    UnitFailed,
+    UnitFinished,
+    make_policy,
+)
+from hydra_tune.schedule.journal import Decision
+from hydra_tune.simulate.blocks import Blocks
+from hydra_tune.simulate.recording import Recording
+from hydra_tune.simulate.script import STOP, Part, Script, scripts_of
+
+_SECOND = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A recorded run beside what the simulator made of it.
+
+    Args:
+        policy, recorded_policy: who decided in the simulation, and in the run.
+        recorded, simulated: all calls of the scheduler.
+        bytes_in, bytes_out: loaded and spilled in the simulation.
+    """
+
+    policy: str
+    recorded_policy: str
+    recorded: tuple[Decision, ...] = field(repr=False)
+    simulated: tuple[Decision, ...] = field(repr=False)
+    bytes_in: int
+    bytes_out: int
+
+    @property
+    def recorded_seconds(self) -> float:
+        """From the first command to run a unit to the end of the last unit, in the run."""
+        return _span(self.recorded)
+
+    @property
+    def simulated_seconds(self) -> float:
+        """The same in the simulation."""
+        return _span(self.simulated)
+
+    @property
+    def recorded_orders(self) -> list[tuple[str, ...]]:
+        """The run's commands in order, each as what, job, and where it has these device, kind of unit and shard."""
+        return _orders(self.recorded)
+
+    @property
+    def simulated_orders(self) -> list[tuple[str, ...]]:
+        """The same of the simulation."""
+        return _orders(self.simulated)
+
+    @property
+    def num_agreeing(self) -> int:
+        """Commands before the first that differs."""
+        pairs = zip(self.recorded_orders, self.simulated_orders, strict=False)
+        return next((number for number, (one, other) in enumerate(pairs) if one != other), self._num_common)
+
+    @property
+    def is_same_order(self) -> bool:
+        """Whether all commands are the same, in the same order."""
+        return self.recorded_orders == self.simulated_orders
+
+    @property
+    def _num_common(self) -> int:
+        return min(len(self.recorded_orders), len(self.simulated_orders))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for `json.dump`."""
+        return {
+            "policy": self.policy,
+            "recorded_policy": self.recorded_policy,
+            "recorded_seconds": self.recorded_seconds,
+            "simulated_seconds": self.simulated_seconds,
+            "commands": len(self.recorded_orders),
+            "agreeing": self.num_agreeing,
+            "same_order": self.is_same_order,
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+        }
+
+
+def replay(recording: Recording, policy: str | Policy | None = None) -> Replay:
+    """Play a recorded run again.
+
+    Args:
+        recording: of a run that has ended.
+        policy: who decides; None: the policy of the run.
+
+    Returns:
+        The run and the simulation.
+
+    Raises:
+        ConfigError: an unknown policy, or a recording of a run that had not ended.
+    """
+    return _Player(recording, recording.policy if policy is None else policy).play()
+
+
+@dataclass(slots=True)
+class _Job:
+    script: Script
+    places: dict[int, str | None] = field(default_factory=dict)
+    told: dict[int, str | None] = field(default_factory=dict)
+    pending: int | None = None  # shard of the unit that is next; None while one runs
+
+
+class _Player:
+    def __init__(self, recording: Recording, policy: str | Policy) -> None:
+        self._recording = recording
+        self._policy_name = policy if isinstance(policy, str) else type(policy).__name__
+        self._scheduler = Scheduler(
+            policy=make_policy(policy), max_concurrent=recording.max_concurrent, admission=recording.admission
+        )
+        self._now = 0
+        self._heap: list[tuple[int, int, Callable[[], None]]] = []
+        self._num_entries = 0
+        play = scripts_of(recording)
+        for at, events in play.outside:
+            self._at(at, partial(self._from_outside, events))
+        self._scripts = play.scripts
+        self._jobs: dict[str, _Job] = {}
+        self._moves: deque[tuple[str, int, str | None]] = deque()
+        self._blocks = Blocks(recording, lambda: self._now, lambda *move: self._moves.append(move))
+        self._preparer_free = 0
+        self._decisions: list[Decision] = []
+
+    def play(self) -> Replay:
+        while self._heap:
+            self._now, _, act = heapq.heappop(self._heap)
+            act()
+        return Replay(
+            policy=self._policy_name,
+            recorded_policy=self._recording.policy,
+            recorded=self._recording.decisions,
+            simulated=tuple(self._decisions),
+            bytes_in=self._blocks.bytes_in,
+            bytes_out=self._blocks.bytes_out,
+        )
+
+    def _at(self, at_ns: int, act: Callable[[], None]) -> None:
+        self._num_entries += 1
+        heapq.heappush(self._heap, (at_ns, self._num_entries, act))
+
+    def _go_on(self, process: Iterator[int]) -> None:
+        """Let a process run until it waits."""
+        for wait in process:
+            if wait > 0:
+                self._at(self._now + wait, partial(self._go_on, process))
+                return
+
+    # What is told.
+
+    def _from_outside(self, events: tuple[Event, ...]) -> None:
+        """As recorded; but a job that is over by now is not to be cancelled or paused any more."""
+        for event in events:
+            if isinstance(event, JobSubmitted):
+                self._jobs[event.job] = _Job(self._scripts.setdefault(event.job, Script()))
+        possible = [event for event in events if not hasattr(event, "job") or event.job in self._jobs]
+        if possible:
+            self._tell(*possible)
+
+    def _tell(self, *events: Event) -> None:
+        moves = self._shard_moves(events)
+        commands = self._scheduler.handle(*moves, *events)
+        self._decisions.append(Decision(self._now, (*moves, *events), tuple(commands)))
+        for command in commands:
+            self._carry_out(command)
+
+    def _shard_moves(self, events: tuple[Event, ...]) -> list[ShardMoved]:
+        """As the pool tells them: of units that a device may be given now."""
+        concerned: dict[str, None] = {}
+        while self._moves:
+            name, shard, place = self._moves.popleft()
+            if name in self._jobs:
+                concerned[name] = None
+                self._jobs[name].places[shard] = place
+        concerned |= dict.fromkeys(event.job for event in events if isinstance(event, UnitFinished))
+        return [moved for name in concerned if (moved := self._news(name)) is not None]
+
+    def _news(self, name: str) -> ShardMoved | None:
+        job = self._jobs[name]
+        if job.pending is None:
+            return None
+        place = job.places.get(job.pending)
+        if job.told.get(job.pending) == place:
+            return None
+        job.told[job.pending] = place
+        return ShardMoved(job=name, shard=job.pending, device=place)
+
+    # What is commanded.
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, Run):
+            self._jobs[command.job].pending = None
+            self._go_on(self._turn(command.job, command.device))
+        elif isinstance(command, Admit):
+            self._prepare(command.job)
+        else:
+            self._go_on(self._release(command.job, self._jobs.pop(command.job).script.release))
+
+    def _prepare(self, name: str) -> None:
+        script = self._jobs[name].script
+        self._preparer_free = max(self._now, self._preparer_free) + script.prepare_ns
+        self._at(self._preparer_free, partial(self._prepared, name, script.prepared or JobRejected(job=name)))
+
+    def _prepared(self, name: str, event: JobAdmitted | JobRejected) -> None:
+        if isinstance(event, JobAdmitted):
+            self._jobs[name].pending = event.unit.shard
+        self._tell(event)
+
+    def _turn(self, name: str, device: str) -> Iterator[int]:
+        job = self._jobs[name]
+        if not job.script.parts:  # it was ended before it had another turn
+            self._stop(name)
+            self._finish(name, UnitFinished(job=name, device=device, seconds=0.0, unit=None, remaining_seconds=0.0))
+            return
+        part = job.script.parts.popleft()
+        for wait, action, copies in part.steps():
+            yield wait
+            if action is None:
+                continue
+            if action.what == STOP:
+                self._stop(name)
+            else:
+                yield from self._blocks.act(device, action, copies)
+        self._blocks.end(device)
+        self._finish(name, _moved_to(device, part))
+
+    def _release(self, name: str, part: Part | None) -> Iterator[int]:
+        for wait, action, copies in part.steps() if part is not None else ():
+            yield wait
+            if action is not None:
+                yield from self._blocks.give_up(action, copies)
+        self._blocks.forget(name)
+
+    def _stop(self, name: str) -> None:
+        self._tell(JobStopped(job=name))
+
+    def _finish(self, name: str, event: UnitFinished | UnitFailed) -> None:
+        job = self._jobs[name]
+        if isinstance(event, UnitFinished):
+            job.pending = None if event.unit is None else event.unit.shard
+        self._tell(event)
+        if isinstance(event, UnitFinished) and event.unit is None and name in self._jobs and job.script.answers:
+            wait, answer = job.script.answers.popleft()
+            self._at(self._now + wait, partial(self._answer, name, answer))
+
+    def _answer(self, name: str, event: Event) -> None:
+        if name in self._jobs:
+            self._tell(event)
+
+
+def _moved_to(device: str, part: Part) -> UnitFinished | UnitFailed:
+    assert part.end is not None, "the reader refuses parts without an end"
+    return replace(part.end, device=device)
+
+
+def _span(decisions: tuple[Decision, ...]) -> float:
+    starts = [d.at_ns for d in decisions if any(isinstance(command, Run) for command in d.commands)]
+    ends = [d.at_ns for d in decisions if any(isinstance(event, UnitFinished | UnitFailed) for event in d.events)]
+    return (ends[-1] - starts[0]) / _SECOND if starts and ends else 0.0
+
+
+def _orders(decisions: tuple[Decision, ...]) -> list[tuple[str, ...]]:
+    return [_order(command) for decision in decisions for command in decision.commands]
+
+
+def _order(command: Command) -> tuple[str, ...]:
+    if isinstance(command, Run):
+        return ("Run", command.job, command.device, command.unit.kind, str(command.unit.shard))
+    return (type(command).__name__, command.job)

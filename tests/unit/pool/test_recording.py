@@ -1,0 +1,194 @@
+"""A recorded run: it says what happened, the scheduler was pure, and the simulator makes the same of it."""
+
+import json
+
+import pytest
+
+from hydra_tune import HydraExecutor, Reported
+from hydra_tune.errors import ConfigError, HydraTuneError, ScheduleError
+from hydra_tune.schedule import POLICIES, LRTFPaper, Run, UnitFinished, make_policy
+from hydra_tune.schedule.journal import decide_again
+from hydra_tune.simulate import simulate
+from hydra_tune.simulate.profile import parse_profile, recorded_profile
+from hydra_tune.simulate.recording import read_recording
+from hydra_tune.simulate.replay import replay
+from hydra_tune.simulate.script import scripts_of
+from tests.unit.pool.tasks import PATIENCE_SECONDS, X, against_plain, running, task
+
+pytestmark = pytest.mark.timeout(120)
+TIGHT = {"num_shards": 3, "device_memory": "8KiB", "link_bandwidth": "20MB/s"}
+
+
+def record(policy="lrtf", devices="cpu:2", **options):
+    """Three trials of different lengths; every fifth report is answered by pruning."""
+    with running(**({"devices": devices, "policy": policy, "num_shards": 3, "record": True} | options)) as pool:
+        stream, reports = pool.events(), 0
+        jobs = [pool.submit(task(epochs=epochs, validate=task().train), events=stream) for epochs in (2, 4, 3)]
+        left = len(jobs)
+        while left:
+            event = stream.get(PATIENCE_SECONDS)
+            assert event is not None
+            if not isinstance(event, Reported):
+                left -= 1
+                continue
+            reports += 1
+            if reports == 5:
+                event.job.prune()
+            else:
+                event.job.proceed()
+    for job in jobs:
+        assert job.result().error is None
+    return pool
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, LRTFPaper(idle_only=True)], ids=str)
+def test_the_same_events_give_the_same_commands(policy):
+    recording = record(policy).recording()
+    assert recording.num_runs > 60
+    again = decide_again(recording.decisions, make_policy(policy), max_concurrent=recording.max_concurrent)
+    assert again == list(recording.decisions)
+
+
+@pytest.mark.parametrize("options", [{}, TIGHT], ids=["ample", "tight"])
+@pytest.mark.parametrize("policy", ["lrtf", "lrtf_paper", "fair"])
+def test_one_device_is_replayed_to_the_nanosecond(policy, options):
+    # With one device no two threads race for a block, so everything follows from what was measured.
+    pool = record(policy, "cpu:1", **options)
+    played = replay(pool.recording())
+    assert played.simulated_orders == played.recorded_orders
+    assert played.is_same_order
+    assert played.num_agreeing == len(played.recorded_orders)
+    assert played.simulated_seconds == played.recorded_seconds > 0
+    assert [d.events for d in played.simulated] == [d.events for d in played.recorded]
+
+
+def test_a_staggered_run_is_replayed_as_such():
+    recording = record("lrtf", "cpu:1", admission="staggered", max_concurrent=3).recording()
+    assert recording.admission == "staggered"
+    played = replay(recording)
+    assert played.simulated_orders == played.recorded_orders
+
+
+def test_two_devices_are_replayed_in_order_where_nothing_has_to_leave():
+    played = replay(record(max_concurrent=3).recording())
+    assert played.simulated_orders == played.recorded_orders
+    assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=1e-6)
+
+
+def test_two_devices_that_race_for_memory_are_replayed_within_five_per_cent():
+    played = replay(record(**TIGHT).recording())
+    assert sorted(order[:2] for order in played.simulated_orders) == sorted(o[:2] for o in played.recorded_orders)
+    assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=0.05)
+
+
+def test_another_policy_may_be_tried():
+    recording = record("lrtf").recording()
+    played = replay(recording, "lpt")
+    assert (played.policy, played.recorded_policy) == ("lpt", "lrtf")
+    assert sorted(order[1] for order in played.simulated_orders) == sorted(order[1] for order in played.recorded_orders)
+    assert not played.is_same_order
+    assert 0 < played.num_agreeing < len(played.recorded_orders)
+    assert played.to_json()["agreeing"] == played.num_agreeing
+    with pytest.raises(ScheduleError):
+        decide_again(recording.decisions, make_policy("lpt"), max_concurrent=recording.max_concurrent)
+
+
+def test_bytes_are_those_that_the_pool_counted():
+    pool = record("lrtf", "cpu:1", **TIGHT)
+    played = replay(pool.recording())
+    (device,) = pool.stats().devices.values()
+    loaded = [a for turn in pool.recording().turns for a in turn.actions if a.what == "in"]
+    assert sum(action.nbytes for action in loaded) == device.bytes_in
+    assert played.bytes_in >= device.bytes_in, "the simulator counts what the ledger does, which rounds up"
+    assert played.bytes_in < 1.2 * device.bytes_in
+
+
+def test_loads_are_no_part_of_the_seconds_that_the_scheduler_is_told():
+    scripts = scripts_of(record(**TIGHT).recording()).scripts
+    parts = [part for script in scripts.values() for part in script.parts if isinstance(part.end, UnitFinished)]
+    assert sum(part.compute_ns < part.ended_ns - part.began_ns for part in parts) > 30, "many have loads"
+    assert all(part.end.seconds * 1e9 <= part.compute_ns for part in parts)
+
+
+def test_a_file_has_all_of_it_and_is_a_trace(tmp_path):
+    recording, path = record(**TIGHT).recording(), tmp_path / "run.json"
+    recording.write(path)
+    assert read_recording(path) == recording
+    bars = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    units = [bar for bar in bars if bar["args"]["kind"] in ("forward", "backward", "update", "evaluate")]
+    assert len(units) == sum(len(turn.units) for turn in recording.turns)
+    assert all(bar["dur"] > 0 and bar["ts"] >= 0 for bar in bars)
+    loads = [bar for bar in bars if bar["name"].startswith("load")]
+    assert {bar["args"]["kind"] for bar in loads} >= {"parameters", "optimizer"}
+    assert {bar["tid"] % 2 for bar in units} == {0}
+    assert {bar["tid"] % 2 for bar in loads} == {1}
+
+
+def test_its_profile_is_one_that_the_simulator_plays():
+    recording = record(max_concurrent=3).recording()
+    scenario = parse_profile(recorded_profile(recording), source="it")
+    assert [trial.name for trial in scenario.trials] == ["0:job", "1:job", "2:job"]
+    assert simulate(scenario).makespan_seconds == pytest.approx(replay(recording).recorded_seconds, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a recording"),
+        ('{"traceEvents": []}', "hydra-tune sweep --timeline FILE writes one"),
+        ('{"hydra_tune": {"format": 9}}', "format must be 1, not 9"),
+        ('{"hydra_tune": {"format": 1}}', "is a damaged recording: KeyError"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, text, message):
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_recording(path)
+
+
+def test_a_run_that_has_not_ended_is_not_replayed():
+    with running(num_shards=3, record=True) as pool, pytest.raises(ConfigError, match="no jobs; record until shutdown"):
+        replay(pool.recording())
+
+
+def test_a_pool_records_only_if_asked():
+    with running() as pool:
+        assert pool.submit(task()).result(PATIENCE_SECONDS).status == "completed"
+        with pytest.raises(HydraTuneError, match="record=True"):
+            pool.recording()
+
+
+def test_neither_recording_nor_slow_links_change_a_number():
+    described = task(epochs=2)
+    with running(**TIGHT, record=True, devices="cpu:2") as pool:
+        results = [job.result(PATIENCE_SECONDS) for job in [pool.submit(described) for _ in range(2)]]
+    for result in results:
+        assert against_plain(described, result) == []
+
+
+def test_a_failed_unit_is_part_of_the_run():
+    def broken():
+        yield X[:8], task().train.tensors[1][:8]
+        raise RuntimeError("the data has ended badly")
+
+    with running(num_shards=3, record=True) as pool:
+        jobs = [pool.submit(task(train=broken)), pool.submit(task())]
+        assert [job.result(PATIENCE_SECONDS).status for job in jobs] == ["failed", "completed"]
+    played = replay(pool.recording())
+    assert played.is_same_order
+    assert any(isinstance(command, Run) for decision in played.simulated for command in decision.commands)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"link_bandwidth": "fast"}, "link_bandwidth must be a size"),
+        ({"link_bandwidth": 0}, "link_bandwidth must be more than 0 bytes"),
+        ({"record": "yes"}, "record must be true or false, not 'yes'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        HydraExecutor(**options)
