@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-from hydra_tune.schedule.policy import JobView, Selection, SpeedAware
+from hydra_tune.schedule.policy import BindsEarly, JobView, Selection, SpeedAware
 
 
 class Levels:
@@ -55,6 +55,11 @@ class Levels:
     def choose(self, device: str) -> JobView:
         """Ask the selection of the highest priority."""
         return self._selections[self._rising[-1]].choose(device)
+
+    def bound_to(self, device: str) -> str | None:
+        """The job that the selection of the highest priority has bound to a device; None if none."""
+        selection = self._selections[self._rising[-1]] if self._rising else None
+        return selection.bound_to(device) if isinstance(selection, BindsEarly) else None
 
     def set_speed(self, device: str, speed: float) -> None:
         """Tell the selections that care how fast a device is; 0 is lost."""

@@ -27,6 +27,7 @@ from hydra_tune.schedule.policy import JobView, Policy, start_selection
 from hydra_tune.schedule.record import Phase
 from hydra_tune.schedule.state import Draft, State
 from hydra_tune.schedule.transitions import ImpossibleEventError, apply
+from hydra_tune.schedule.units import Unit
 
 _STORY_LENGTH = 20
 _DEVICE_EVENTS = (DeviceAdded, DeviceLost, DeviceSlowed)
@@ -103,6 +104,41 @@ class Scheduler:
     def story(self, job: str) -> list[str]:
         """The last events and commands of a job, oldest first; empty if it is unknown or over."""
         return [repr(entry) for entry in self._stories.get(job, ())]
+
+    def view(self, job: str) -> JobView | None:
+        """What the policy has been told of a job; None if that is nothing, because the job is not eligible."""
+        record = self._state.jobs.get(job)
+        return None if record is None else record.view
+
+    def view_after(
+        self, job: str, *, unit: Unit, seconds: float, remaining_seconds: float, shard_device: str | None
+    ) -> JobView:
+        """What the policy will be told of a job that runs now, if its unit goes as expected.
+
+        Args:
+            job: the job; one of its units runs.
+            unit: the one that follows.
+            seconds: how long the one that runs takes, on a device of speed 1.
+            remaining_seconds: predicted time of what is left then, `unit` included.
+            shard_device: where the shard of `unit` will be.
+        """
+        record = self._state.jobs[job]
+        return JobView(
+            job,
+            record.order,
+            unit,
+            remaining_seconds,
+            record.step_seconds,
+            shard_device,
+            record.priority,
+            record.estimate.done_seconds + seconds,
+            record.turn,
+            record.last_device,
+        )
+
+    def bound_to(self, device: str) -> str | None:
+        """The job that a policy which binds early (`EarlyBinding`) has chosen for the device already; None if none."""
+        return self._state.levels.bound_to(device)
 
     @property
     def idle_devices(self) -> tuple[str, ...]:

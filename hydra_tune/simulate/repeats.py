@@ -187,7 +187,7 @@ class Repeats:
         if self._remaining_matters:
             course.offset += count * (seen.told - self._told())
         for number, job in course.alive.items():
-            job.step += count * (job.step - seen.steps[number])
+            job.advance(count * (job.step - seen.steps[number]))
         course.heap[:] = [
             (entry[0] + span, *entry[1:]) if entry[2] <= Happening.UNIT_STARTS else entry for entry in course.heap
         ]

@@ -57,6 +57,7 @@ class Transfers:
         self._devices, self._jobs, self._grid, self._timeline, self._moved = devices, jobs, grid, timeline, moved
         self.node_free = dict.fromkeys((device.node for device in devices), 0.0)
         self.network_bytes = 0
+        self.first_loads = 0
 
     def bring(self, device: SimDevice, job: SimJob, shard: int, now: float) -> float:
         """Have a shard on a device.
@@ -94,6 +95,12 @@ class Transfers:
             return True
         return size + self._size(pinned) <= device.memory_bytes
 
+    def lose(self, device: SimDevice, now: float) -> None:
+        """A device is gone with what it held, and what was on its way to it."""
+        device.link_free = now
+        for number, shard in device.lose_everything():
+            self._jobs[number].places[shard] = ABSENT
+
     def drop(self, job: SimJob) -> None:
         """A trial is over: its bytes are free, and nothing is written back."""
         for shard, place in enumerate(job.places):
@@ -104,6 +111,7 @@ class Transfers:
 
     def _send(self, device: SimDevice, job: SimJob, shard: int, size: int, now: float) -> float:
         device.loads += 1
+        self.first_loads += job.homes[shard] is None
         device.bytes_in += size
         start, ready = self._occupy(device, size, now, crosses=job.homes[shard] not in (None, device.node))
         if ready > start:
