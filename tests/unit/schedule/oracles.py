@@ -4,11 +4,15 @@ from hydra_tune.schedule import IncrementalPolicy, JobView, LRTFPaper, Policy, S
 
 
 def lrtf(device, candidates):
-    here, nowhere, elsewhere = range(3)
+    own, here, nowhere, elsewhere = range(4)
     longest = max(candidates, key=lambda view: (view.remaining_seconds, -view.order))
-    least_seconds = longest.remaining_seconds - longest.step_seconds
+    least_seconds = longest.remaining_seconds - 2 * longest.step_seconds
+    ran_here = [view for view in candidates if view.last_device == device]
+    last = min(ran_here, key=lambda view: (-view.turn, view.order), default=None)
 
     def rank(view):
+        if view is last and view.shard_device in (device, None):
+            return own, 0.0, 0
         place = here if view.shard_device == device else nowhere if view.shard_device is None else elsewhere
         return place, -view.remaining_seconds, view.order
 
