@@ -18,8 +18,7 @@ class Levels:
 
     def __init__(self, start: Callable[[], Selection]) -> None:
         self._start = start
-        self._selections: dict[int, Selection] = {}
-        self._counts: dict[int, int] = {}
+        self._levels: dict[int, _Level] = {}
         self._rising: list[int] = []  # priorities that have a job
         self._speeds: dict[str, float] = {}
 
@@ -31,47 +30,56 @@ class Levels:
     @property
     def counts(self) -> dict[int, int]:
         """The eligible jobs of each priority that has any."""
-        return {priority: self._counts[priority] for priority in self._rising}
+        return {priority: self._levels[priority].num_jobs for priority in self._rising}
 
     def add(self, view: JobView) -> None:
         """A job has become eligible."""
-        priority = view.priority
-        if not self._counts.get(priority):
-            if priority not in self._selections:
-                self._open(priority)
-            self._counts[priority] = 0
-            insort(self._rising, priority)
-        self._counts[priority] += 1
-        self._selections[priority].add(view)
+        level = self._levels.get(view.priority)
+        if level is None:
+            level = self._open(view.priority)
+        if not level.num_jobs:
+            insort(self._rising, view.priority)
+        level.num_jobs += 1
+        level.selection.add(view)
 
     def remove(self, view: JobView) -> None:
         """A job is no longer eligible."""
-        priority = view.priority
-        self._counts[priority] -= 1
-        if not self._counts[priority]:
-            del self._rising[bisect_left(self._rising, priority)]
-        self._selections[priority].remove(view)
+        level = self._levels[view.priority]
+        level.num_jobs -= 1
+        if not level.num_jobs:
+            del self._rising[bisect_left(self._rising, view.priority)]
+        level.selection.remove(view)
 
     def choose(self, device: str) -> JobView:
         """Ask the selection of the highest priority."""
-        return self._selections[self._rising[-1]].choose(device)
+        return self._levels[self._rising[-1]].selection.choose(device)
 
     def bound_to(self, device: str) -> str | None:
         """The job that the selection of the highest priority has bound to a device; None if none."""
-        selection = self._selections[self._rising[-1]] if self._rising else None
+        selection = self._levels[self._rising[-1]].selection if self._rising else None
         return selection.bound_to(device) if isinstance(selection, BindsEarly) else None
 
     def set_speed(self, device: str, speed: float) -> None:
         """Tell the selections that care how fast a device is; 0 is lost."""
         self._speeds[device] = speed
-        for selection in self._selections.values():
-            if isinstance(selection, SpeedAware):
-                selection.set_speed(device, speed)
+        for level in self._levels.values():
+            if isinstance(level.selection, SpeedAware):
+                level.selection.set_speed(device, speed)
         if not speed:
             del self._speeds[device]
 
-    def _open(self, priority: int) -> None:
-        selection = self._selections[priority] = self._start()
+    def _open(self, priority: int) -> "_Level":
+        selection = self._start()
         if isinstance(selection, SpeedAware):
             for device, speed in self._speeds.items():
                 selection.set_speed(device, speed)
+        level = self._levels[priority] = _Level(selection)
+        return level
+
+
+class _Level:
+    __slots__ = ("num_jobs", "selection")
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self.num_jobs = 0

@@ -12,7 +12,8 @@ from hydra_tune.schedule.levels import Levels
 from hydra_tune.schedule.policy import JobView
 from hydra_tune.schedule.record import DeviceRecord, JobRecord, Phase
 
-_QUEUED, _READY = Phase.QUEUED, Phase.READY  # looked up for every unit, and an enum's members are slow to look up
+# Looked up for every unit, and an enum's members are slow to look up.
+_QUEUED, _PREPARING, _READY, _RUNNING = Phase.QUEUED, Phase.PREPARING, Phase.READY, Phase.RUNNING
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,26 +58,34 @@ class State:
     def put(self, record: JobRecord) -> None:
         """Add a job, or take the changes to its record, which may be another object than before."""
         old = self.jobs.get(record.job)
+        if old is not record:
+            self._replace(record, old)
+        phase, told = record.phase, record.view
+        if phase is _READY:
+            view = record.make_view()
+            if view != told:  # if it is equal, the policy keeps the very object that it has
+                if told is not None:
+                    self._withdraw(told)
+                self.levels.add(view)
+                self.num_eligible += 1
+                record.view = view
+        elif told is not None:
+            self._withdraw(told)
+            record.view = None
+        counted = phase is _READY or phase is _RUNNING or phase is _PREPARING
+        if counted is not record.is_counted:
+            record.is_counted = counted
+            self.num_slots_taken += 1 if counted else -1
+        if phase is _QUEUED and not record.paused:
+            heappush(self._queue, (-record.priority, record.order, record.job))
+
+    def _replace(self, record: JobRecord, old: JobRecord | None) -> None:
+        """Take a record in, for a new job or in place of another record of the same one."""
         if old is not None and old.order != record.order:
             self.drop(old.job)  # over and submitted again within one call: its place is behind the others
             old = None
-        told, counted = (None, False) if old is None else (old.view, old.is_counted)
-        phase = record.phase
-        view = record.make_view() if phase is _READY else None
-        if view == told:
-            view = told  # the very object that the policy has
-        else:
-            if told is not None:
-                self._withdraw(told)
-            if view is not None:
-                self.levels.add(view)
-                self.num_eligible += 1
-        record.view = view
-        record.is_counted = phase.takes_slot
-        self.num_slots_taken += record.is_counted - counted
+        record.view, record.is_counted = (None, False) if old is None else (old.view, old.is_counted)
         self.jobs[record.job] = record
-        if phase is _QUEUED and not record.paused:
-            heappush(self._queue, (-record.priority, record.order, record.job))
 
     def drop(self, job: str) -> None:
         """Forget a job that is over."""
@@ -88,19 +97,20 @@ class State:
     def put_device(self, record: DeviceRecord) -> None:
         """Add a device, or take the changes to its record, which may be another object than before."""
         old = self.devices.get(record.device)
-        if old is not None and old.index != record.index:
-            self.drop_device(old.device)  # lost and added again within one call
-            old = None
+        if old is not record:
+            if old is not None and old.index != record.index:
+                self.drop_device(old.device)  # lost and added again within one call
+                old = None
+            self.devices[record.device] = record
         if old is not None and old.idle_place is not None:
             self._take_from_idle(old.idle_place)
         if old is None or old.told_speed != record.speed:
             self.levels.set_speed(record.device, record.speed)
-        record.told_speed = record.speed
+            record.told_speed = record.speed
         record.idle_place = None
         if record.job is None:
             record.idle_place = (-record.speed, record.index, record.device)
             insort(self.idle, record.idle_place)
-        self.devices[record.device] = record
 
     def drop_device(self, device: str) -> None:
         """Forget a device that is lost."""

@@ -246,12 +246,12 @@ class Simulator:
             job.is_ready = True
         self._tell(
             UnitFinished(
-                job=job.name,
-                device=device.name,
-                seconds=seconds,
-                unit=following,
-                remaining_seconds=job.planned_seconds - job.prefix[job.position] + self.offset,
-                step_seconds=job.step_seconds,
+                job.name,
+                device.name,
+                seconds,
+                following,
+                job.planned_seconds - job.prefix[job.position] + self.offset,
+                job.step_seconds,
             )
         )
         if self._ahead is not None:

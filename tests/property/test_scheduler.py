@@ -340,11 +340,17 @@ def test_lrtf_is_within_one_unit_of_the_bound(jobs, num_devices):
 
 
 @settings(deadline=None)
-@given(jobs=JOBS, num_devices=st.integers(1, 4), step_seconds=st.integers(1, 20))
-def test_slack_costs_at_most_itself(jobs, num_devices, step_seconds):
-    pool = drive(as_units(jobs), policy=ShardedLRTF(), num_devices=num_devices, step_seconds=float(step_seconds))
+@given(
+    jobs=JOBS,
+    num_devices=st.integers(1, 4),
+    step_seconds=st.integers(1, 20),
+    slack_steps=st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_slack_costs_at_most_itself(jobs, num_devices, step_seconds, slack_steps):
+    policy = ShardedLRTF(slack_steps=slack_steps)
+    pool = drive(as_units(jobs), policy=policy, num_devices=num_devices, step_seconds=float(step_seconds))
     bound = makespan_bound([sum(seconds) for seconds in jobs], num_devices)
-    assert bound <= pool.now <= bound + max(max(seconds) for seconds in jobs) + step_seconds
+    assert bound <= pool.now <= bound + max(max(seconds) for seconds in jobs) + slack_steps * step_seconds
 
 
 @settings(deadline=None)
