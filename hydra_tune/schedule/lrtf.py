@@ -75,7 +75,7 @@ class _LRTFSelection:
     def remove(self, view: JobView) -> None:
         """Take the job out."""
         del self._live[view.job]
-        if self._num_pushed > 2 * len(self._live) + _SPARE:
+        if self._num_pushed > 4 * len(self._live) + _SPARE:
             self._clear()
             for other in self._live.values():
                 self._push(other)

@@ -11,7 +11,7 @@ class Interval:
     Args:
         device: where.
         job: whose.
-        kind: of the unit, or `"load"`.
+        kind: of the unit; `"lost"` if its device was before it was over; or `"load"`.
         shard: which.
         start_seconds, end_seconds: when.
     """

@@ -5,7 +5,7 @@ back goes the other way at the same time and is counted, not timed. A shard is o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hydra_tune.simulate.entities import ABSENT, SimDevice, SimJob
 from hydra_tune.simulate.grid import Grid
@@ -31,6 +31,13 @@ class Timeline:
             self.bars.append(
                 Interval(device=device, job=job, kind=kind, shard=shard, start_seconds=start, end_seconds=end)
             )
+
+    def cut(self, device: str, now: float) -> None:
+        """A device is lost: what was under way there ends now, and a unit of it is `"lost"`."""
+        for place, bar in enumerate(self.bars):
+            if bar.device == device and bar.end_seconds >= now:
+                kind = "load" if bar.kind == "load" else "lost"
+                self.bars[place] = replace(bar, kind=kind, start_seconds=min(bar.start_seconds, now), end_seconds=now)
 
 
 class Transfers:
@@ -97,6 +104,7 @@ class Transfers:
 
     def lose(self, device: SimDevice, now: float) -> None:
         """A device is gone with what it held, and what was on its way to it."""
+        self._timeline.cut(device.name, now)
         device.link_free = now
         for number, shard in device.lose_everything():
             self._jobs[number].places[shard] = ABSENT
