@@ -199,7 +199,8 @@ class Scenario:
 
     def _check_faults(self) -> None:
         joins = {device.name: device.joins_seconds for device in self.devices}
-        for fault in (*self.slowdowns, *self.outages):
+        faults: tuple[Slowdown | Outage, ...] = (*self.slowdowns, *self.outages)
+        for fault in faults:
             what = "a slowdown" if isinstance(fault, Slowdown) else "an outage"
             if fault.device not in joins:
                 raise ConfigError(f"{what} names device {fault.device!r}; there are {', '.join(sorted(joins))}")

@@ -257,14 +257,15 @@ def test_values_at_a_boundary_follow_a_trial_to_another_device():
 
 
 def test_wrong_estimates_mislead_until_they_are_corrected():
+    """The long trial has its first step alone. Then it is thought short, unless it was corrected by that step."""
+
     def work(**more):
-        trials = [trial("long", steps=20, **more), *(trial(f"short{number}", steps=10) for number in range(2))]
+        shorts = [trial(f"short{number}", steps=9, arrival_seconds=2) for number in range(2)]
+        trials = [trial("long", steps=20, **more), *shorts]
         return play(*trials, devices=equal_devices(2), policy="lrtf_paper").makespan_seconds
 
-    true, wrong = work(), work(estimate_factor=0.25)
-    mended = work(estimate_factor=0.25, corrected_after_steps=1)
-    assert true == 40
-    assert true <= mended < wrong
+    assert work() == work(estimate_factor=0.25, corrected_after_steps=1) == 40
+    assert work(estimate_factor=0.25) > 45
 
 
 def test_the_same_seed_gives_the_same_figures_and_another_seed_others():
