@@ -16,9 +16,10 @@ _SPARE = 64  # below this many dead entries the heaps are not worth clearing
 class ShardedLRTF(IncrementalPolicy):
     """The job with the longest remaining time, within a slack that saves transfers.
 
-    Among the candidates whose remaining time is within the slack of the longest, the first of: the job that ran last on
-    this device, if its next shard is here or on no device; a job whose next shard is here; one whose next shard is on no
-    device; one whose next shard is on another device. Within each of these the longest, then the earliest submitted.
+    The job that ran last on this device goes on, if its remaining time is within the slack of the longest and its next
+    shard is here or on no device. If not, among the candidates within half the slack of the longest, the first of: a job
+    whose next shard is here; one whose next shard is on no device; one whose next shard is on another device. Within each
+    of these the longest, then the earliest submitted.
 
     Without transfers the makespan stays within one unit and the slack of the bound of `makespan_bound`.
 
@@ -37,6 +38,7 @@ class ShardedLRTF(IncrementalPolicy):
           units travel to their shard and almost nothing is loaded.
         * A device goes on with its job until the slack is used up. The longest of those at hand would be another one
           after every unit, so that a device goes through all of them in turn, and what it holds is never what comes next.
+          Half the slack for all others makes it change to one that can go on for some time.
         * Late binding. The paper chooses for the buffer, while another unit still computes, and among "Idle Models";
           there the longest job, being the one that runs, is passed over again and again. Here the choice is made when
           the device is free, and the job that just ran on it is a candidate like any other.
@@ -84,17 +86,19 @@ class _LRTFSelection:
         """Choose by slack, place, remaining time and order of submission."""
         longest = self._first(self._all)
         assert longest is not None
-        least_seconds = longest.remaining_seconds - self._slack_steps * longest.step_seconds
+        slack_seconds = self._slack_steps * longest.step_seconds
+        least_seconds = longest.remaining_seconds - slack_seconds
         heap = self._ran_on.get(device)
         view = self._first(heap) if heap else None
         if view is not None and view.remaining_seconds >= least_seconds and view.shard_device in (device, None):
             return view
+        least_seconds += slack_seconds / 2
         for place in (device, None):
             heap = self._at.get(place)
             view = self._first(heap) if heap else None
             if view is not None and view.remaining_seconds >= least_seconds:
                 return view
-        return longest  # all that are within the slack are elsewhere, and the longest is one of them
+        return longest  # all others within half the slack are elsewhere, and the longest is one of them
 
     def _push(self, view: JobView) -> None:
         self._num_pushed += 1

@@ -129,6 +129,15 @@ def test_a_device_that_comes_back_works_again():
     assert [bar[2:] for bar in bars(result)][:2] == [("backward", 0, 0, 1), ("lost", 1, 1, 1.5)]
 
 
+def test_the_scheduler_knows_where_shards_are_after_a_loss():
+    """Also that a shard is on the very device that it was lost with."""
+    policy = Noting("lrtf")
+    outage = Outage(device="d0", at_seconds=1.5, until_seconds=10)
+    play(trial(shards=1, steps=4), outages=(outage,), policy=policy)
+    assert [views["a"].shard_device for _, views in policy.shown] == [None, "d0", None, "d0", "d0"]
+    assert [views["a"].last_device for _, views in policy.shown] == [None, "d0", None, "d0", "d0"]
+
+
 def test_the_scheduler_knows_how_fast_devices_are():
     """A lone trial goes to the faster device, though that comes second, and away from it when it becomes slow."""
     devices = [SimulatedDevice(name="slow", speed=0.5), SimulatedDevice(name="fast")]
