@@ -13,7 +13,7 @@ from rich.console import Console
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import make_policy
-from hydra_tune.simulate import Scenario, SimulationResult, Slowdown, simulate
+from hydra_tune.simulate import Outage, Scenario, SimulationResult, Slowdown, simulate
 from hydra_tune.simulate.plot import plot_timeline
 from hydra_tune.simulate.profile import read_profile
 from hydra_tune.simulate.recording import read_recording
@@ -84,6 +84,24 @@ def _slowdowns(context: click.Context, parameter: click.Parameter, values: tuple
     return slowdowns
 
 
+def _outages(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[Outage]:
+    outages = []
+    for value in values:
+        try:
+            device, at, *until = value.split(",")
+            (end,) = until or ("",)
+            outages.append(
+                Outage(device=device, at_seconds=float(at), until_seconds=float(end) if until else None),
+            )
+        except ConfigError as error:
+            raise click.BadParameter(str(error), context, parameter) from error
+        except ValueError as error:
+            raise click.BadParameter(
+                f"{value!r} is not like device0,60 or device0,60,90", context, parameter
+            ) from error
+    return outages
+
+
 @click.command(epilog=_EXIT_CODES)
 @click.argument("profile", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--trials", type=int, metavar="N", help="Trials.")
@@ -104,6 +122,7 @@ def _slowdowns(context: click.Context, parameter: click.Parameter, values: tuple
 @click.option("--nodes", type=int, metavar="N", help="Machines that the devices are in.  [1]")
 @click.option("--network-bandwidth", callback=_size, metavar="SIZE", help="Bytes a second between machines.")
 @click.option("--slow", "slowdowns", multiple=True, callback=_slowdowns, metavar="DEVICE,AT,FACTOR", help="A fault.")
+@click.option("--lose", "outages", multiple=True, callback=_outages, metavar="DEVICE,AT[,UNTIL]", help="A fault.")
 @click.option("--no-overlap", is_flag=True, help="No double buffering: loads wait for the device.")
 @click.option("--policy", metavar="NAME", default="lrtf", show_default=True, help="Who decides.")
 @click.option("--max-concurrent", type=int, metavar="N", help="Trials admitted at once.")
@@ -204,7 +223,8 @@ def _from_profile(path: Path, flags: dict[str, Any]) -> Scenario:
         kept = scenario.devices[:count]
         names = {device.name for device in kept}
         slowdowns = tuple(fault for fault in scenario.slowdowns if fault.device in names)
-        scenario = replace(scenario, devices=kept, slowdowns=slowdowns)
+        outages = tuple(fault for fault in scenario.outages if fault.device in names)
+        scenario = replace(scenario, devices=kept, slowdowns=slowdowns, outages=outages)
     for flag, field in (("device_memory", "memory_bytes"), ("bandwidth", "bandwidth")):
         if flags[flag] is not None:
             devices = tuple(replace(device, **{field: flags[flag]}) for device in scenario.devices)
@@ -220,6 +240,7 @@ def _finish(scenario: Scenario, flags: dict[str, Any]) -> Scenario:
         scenario,
         trials=stop_early(scenario.trials, flags["survival"], flags["seed"]),
         slowdowns=(*scenario.slowdowns, *flags["slowdowns"]),
+        outages=(*scenario.outages, *flags["outages"]),
         overlap=scenario.overlap and not flags["no_overlap"],
         **changes,
     )

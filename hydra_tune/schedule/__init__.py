@@ -32,7 +32,7 @@ from hydra_tune.schedule.lpt import LPT
 from hydra_tune.schedule.lrtf import ShardedLRTF
 from hydra_tune.schedule.lrtf_paper import LRTFPaper
 from hydra_tune.schedule.machine import Scheduler
-from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Policy, Selection, SpeedAware
+from hydra_tune.schedule.policy import BindsEarly, IncrementalPolicy, JobView, Policy, Selection, SpeedAware
 from hydra_tune.schedule.random_choice import RandomChoice
 from hydra_tune.schedule.record import Phase
 from hydra_tune.schedule.registry import ENTRY_POINTS, POLICIES, check_policy_name, make_policy
@@ -47,6 +47,7 @@ __all__ = [
     "POLICIES",
     "SRTF",
     "Admit",
+    "BindsEarly",
     "Command",
     "DeviceAdded",
     "DeviceLost",

@@ -1,6 +1,7 @@
 """What the scheduler wants done. Whoever drives it carries these out, in order, and answers with events."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hydra_tune.schedule.units import Unit
 
@@ -12,9 +13,11 @@ class Admit:
     job: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Run the job's unit on the device now; answered by `UnitFinished` or `UnitFailed`."""
+class Run(NamedTuple):
+    """Run the job's unit on the device now; answered by `UnitFinished` or `UnitFailed`.
+
+    A tuple, because one is made for every unit.
+    """
 
     job: str
     device: str

@@ -47,6 +47,11 @@ class EarlyBinding:
             self._selection.add(view)
         return view
 
+    def bound_to(self, device: str) -> str | None:
+        """The job that follows on the device, if it is eligible."""
+        job = self._job_of.get(device)
+        return job if job in self._bound else None
+
     def set_speed(self, device: str, speed: float) -> None:
         """Tell the selection; a device that is lost lets go of its job."""
         if isinstance(self._selection, SpeedAware):

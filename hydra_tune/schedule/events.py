@@ -5,6 +5,7 @@ used a second time. Remaining times are estimates: they order the jobs and nothi
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hydra_tune.schedule.units import Unit
 
@@ -84,9 +85,10 @@ class JobRejected:
     job: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitFinished:
+class UnitFinished(NamedTuple):
     """The unit a job had on a device is done.
+
+    A tuple, because one is made for every unit.
 
     Args:
         job: the job.

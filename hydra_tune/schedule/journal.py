@@ -72,7 +72,10 @@ def decide_again(
 
 
 def _plain(entry: Event | Command) -> dict[str, Any]:
-    return {"is": type(entry).__name__, **asdict(entry)}
+    fields = entry._asdict() if isinstance(entry, tuple) else asdict(entry)
+    if isinstance(fields.get("unit"), Unit):
+        fields["unit"] = asdict(fields["unit"])
+    return {"is": type(entry).__name__, **fields}
 
 
 def _made(kinds: Mapping[str, Any], data: Mapping[str, Any]) -> Any:

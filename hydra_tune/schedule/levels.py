@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-from hydra_tune.schedule.policy import JobView, Selection, SpeedAware
+from hydra_tune.schedule.policy import BindsEarly, JobView, Selection, SpeedAware
 
 Level = tuple[int, bool]
 """A priority, and whether the job is in the front (`schedule/front.py`); the greatest goes first."""
@@ -21,8 +21,7 @@ class Levels:
 
     def __init__(self, start: Callable[[], Selection]) -> None:
         self._start = start
-        self._selections: dict[Level, Selection] = {}
-        self._counts: dict[Level, int] = {}
+        self._levels: dict[Level, _Level] = {}
         self._rising: list[Level] = []  # levels that have a job
         self._speeds: dict[str, float] = {}
 
@@ -34,40 +33,56 @@ class Levels:
     @property
     def counts(self) -> dict[Level, int]:
         """The eligible jobs of each level that has any."""
-        return {level: self._counts[level] for level in self._rising}
+        return {level: self._levels[level].num_jobs for level in self._rising}
 
     def add(self, view: JobView, level: Level) -> None:
         """A job has become eligible."""
-        if not self._counts.get(level):
-            if level not in self._selections:
-                self._open(level)
-            self._counts[level] = 0
+        found = self._levels.get(level)
+        if found is None:
+            found = self._open(level)
+        if not found.num_jobs:
             insort(self._rising, level)
-        self._counts[level] += 1
-        self._selections[level].add(view)
+        found.num_jobs += 1
+        found.selection.add(view)
 
     def remove(self, view: JobView, level: Level) -> None:
         """A job is no longer eligible."""
-        self._counts[level] -= 1
-        if not self._counts[level]:
+        found = self._levels[level]
+        found.num_jobs -= 1
+        if not found.num_jobs:
             del self._rising[bisect_left(self._rising, level)]
-        self._selections[level].remove(view)
+        found.selection.remove(view)
 
     def choose(self, device: str) -> JobView:
         """Ask the selection of the highest level."""
-        return self._selections[self._rising[-1]].choose(device)
+        return self._levels[self._rising[-1]].selection.choose(device)
+
+    def bound_to(self, device: str) -> str | None:
+        """The job that the selection of the highest level has bound to a device; None if none."""
+        selection = self._levels[self._rising[-1]].selection if self._rising else None
+        return selection.bound_to(device) if isinstance(selection, BindsEarly) else None
 
     def set_speed(self, device: str, speed: float) -> None:
         """Tell the selections that care how fast a device is; 0 is lost."""
         self._speeds[device] = speed
-        for selection in self._selections.values():
-            if isinstance(selection, SpeedAware):
-                selection.set_speed(device, speed)
+        for level in self._levels.values():
+            if isinstance(level.selection, SpeedAware):
+                level.selection.set_speed(device, speed)
         if not speed:
             del self._speeds[device]
 
-    def _open(self, level: Level) -> None:
-        selection = self._selections[level] = self._start()
+    def _open(self, level: Level) -> "_Level":
+        selection = self._start()
         if isinstance(selection, SpeedAware):
             for device, speed in self._speeds.items():
                 selection.set_speed(device, speed)
+        opened = self._levels[level] = _Level(selection)
+        return opened
+
+
+class _Level:
+    __slots__ = ("num_jobs", "selection")
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self.num_jobs = 0

@@ -27,10 +27,12 @@ from hydra_tune.schedule.invariants import violations
 from hydra_tune.schedule.levels import Levels
 from hydra_tune.schedule.policy import JobView, Policy, start_selection
 from hydra_tune.schedule.record import Phase
-from hydra_tune.schedule.state import Draft, State
+from hydra_tune.schedule.state import Draft, State, Tables
 from hydra_tune.schedule.transitions import ImpossibleEventError, apply
+from hydra_tune.schedule.units import Unit
 
 _STORY_LENGTH = 20
+_RUNNING = Phase.RUNNING  # looked up for every unit, and an enum's members are slow to look up
 _DEVICE_EVENTS = (DeviceAdded, DeviceLost, DeviceSlowed)
 
 
@@ -76,25 +78,32 @@ class Scheduler:
                 Also a policy that returned something else than a candidate; this, like an exception from the policy,
                 leaves the events taken and their commands lost: the scheduler is not to be used further.
         """
-        # A single event that is refused has changed nothing; of several, the earlier ones must leave no trace either.
-        draft = None if len(events) == 1 else Draft(self._state)
-        released: list[Command] = []
-        victims: dict[int, str] = {}
-        for position, event in enumerate(events):
-            tables = draft or self._state
-            if isinstance(event, DeviceLost) and (lost := tables.find_device(event.device)) is not None and lost.job:
-                victims[position] = lost.job
-            try:
-                over = apply(tables, event)
-            except ImpossibleEventError as refusal:
-                raise ScheduleError(self._refusal_text(event, events[:position], str(refusal))) from None
-            if over is not None:
-                released.append(Release(job=over))
-        if draft is not None:
+        if len(events) == 1:  # one that is refused has changed nothing
+            released, victims = self._take(self._state, events[0], 0, events)
+        else:  # the earlier ones of several must leave no trace either
+            draft, released, victims = Draft(self._state), [], {}
+            for position, event in enumerate(events):
+                over, lost = self._take(draft, event, position, events)
+                released += over
+                victims |= lost
             draft.commit()
-        commands = [*released, *self._feed(), *self._admit()]
+        commands = self._feed(released)
+        self._admit(commands)
         self._remember(events, victims, commands)
         return commands
+
+    def _take(
+        self, tables: Tables, event: Event, position: int, events: tuple[Event, ...]
+    ) -> tuple[list[Command], dict[int, str]]:
+        """Apply one event; what it releases, and the job whose unit was lost with a device, by the event's position."""
+        victims: dict[int, str] = {}
+        if type(event) is DeviceLost and (lost := tables.find_device(event.device)) is not None and lost.job:
+            victims[position] = lost.job
+        try:
+            over = apply(tables, event)
+        except ImpossibleEventError as refusal:
+            raise ScheduleError(self._refusal_text(event, events[:position], str(refusal))) from None
+        return [] if over is None else [Release(job=over)], victims
 
     def check(self) -> None:
         """Verify every invariant; meant for tests and for whoever suspects the scheduler.
@@ -109,6 +118,41 @@ class Scheduler:
     def story(self, job: str) -> list[str]:
         """The last events and commands of a job, oldest first; empty if it is unknown or over."""
         return [repr(entry) for entry in self._stories.get(job, ())]
+
+    def view(self, job: str) -> JobView | None:
+        """What the policy has been told of a job; None if that is nothing, because the job is not eligible."""
+        record = self._state.jobs.get(job)
+        return None if record is None else record.view
+
+    def view_after(
+        self, job: str, *, unit: Unit, seconds: float, remaining_seconds: float, shard_device: str | None
+    ) -> JobView:
+        """What the policy will be told of a job that runs now, if its unit goes as expected.
+
+        Args:
+            job: the job; one of its units runs.
+            unit: the one that follows.
+            seconds: how long the one that runs takes, on a device of speed 1.
+            remaining_seconds: predicted time of what is left then, `unit` included.
+            shard_device: where the shard of `unit` will be.
+        """
+        record = self._state.jobs[job]
+        return JobView(
+            job,
+            record.order,
+            unit,
+            remaining_seconds,
+            record.step_seconds,
+            shard_device,
+            record.priority,
+            record.estimate.done_seconds + seconds,
+            record.turn,
+            record.last_device,
+        )
+
+    def bound_to(self, device: str) -> str | None:
+        """The job that a policy which binds early (`EarlyBinding`) has chosen for the device already; None if none."""
+        return self._state.levels.bound_to(device)
 
     @property
     def idle_devices(self) -> tuple[str, ...]:
@@ -135,19 +179,19 @@ class Scheduler:
         """Jobs that are preparing, ready or running."""
         return self._state.num_slots_taken
 
-    def _feed(self) -> list[Command]:
-        state, runs = self._state, list[Command]()
+    def _feed(self, commands: list[Command]) -> list[Command]:
+        state = self._state
         while state.num_eligible and state.idle:
             view = self._choose(state.idle[0][2])
             record, device = state.jobs[view.job], state.devices[self._place(view)]
             state.num_runs += 1
-            record.phase, record.turn = Phase.RUNNING, state.num_runs
+            record.phase, record.turn = _RUNNING, state.num_runs
             record.device = record.last_device = device.device
             state.put(record)
             device.job = view.job
             state.put_device(device)
-            runs.append(Run(job=view.job, device=device.device, unit=view.unit))
-        return runs
+            commands.append(Run(view.job, device.device, view.unit))
+        return commands
 
     def _choose(self, device: str) -> JobView:
         levels = self._state.levels
@@ -174,13 +218,12 @@ class Scheduler:
                 return name
         return asked
 
-    def _admit(self) -> list[Command]:
-        state, admitted = self._state, list[Command]()
+    def _admit(self, commands: list[Command]) -> None:
+        state = self._state
         while state.num_slots_taken < self._max_concurrent and (record := state.next_queued()) is not None:
             record.phase = Phase.PREPARING
             state.put(record)
-            admitted.append(Admit(job=record.job))
-        return admitted
+            commands.append(Admit(job=record.job))
 
     def _remember(self, events: tuple[Event, ...], victims: dict[int, str], commands: list[Command]) -> None:
         for position, event in enumerate(events):
@@ -192,13 +235,13 @@ class Scheduler:
             self._remember_one(command.job, command)
 
     def _remember_one(self, job: str, entry: Event | Command) -> None:
+        story = self._stories.get(job)
         if job not in self._state.jobs:
             self._stories.pop(job, None)
-            return
-        story = self._stories.get(job)
-        if story is None:
-            story = self._stories[job] = deque(maxlen=_STORY_LENGTH)
-        story.append(entry)
+        elif story is None:
+            self._stories[job] = deque((entry,), maxlen=_STORY_LENGTH)
+        else:
+            story.append(entry)
 
     def _refusal_text(self, event: Event, before: tuple[Event, ...], found: str) -> str:
         if isinstance(event, _DEVICE_EVENTS):

@@ -119,6 +119,22 @@ class SpeedAware(Protocol):
         ...
 
 
+@runtime_checkable
+class BindsEarly(Protocol):
+    """A `Selection` with this method as well chooses what follows on a device before the device is free."""
+
+    def bound_to(self, device: str) -> str | None:
+        """The job chosen for a device already.
+
+        Args:
+            device: the device.
+
+        Returns:
+            The job's name, if it is eligible; None if none is chosen.
+        """
+        ...
+
+
 class IncrementalPolicy(ABC):
     """A policy that keeps the eligible jobs in order as they come and go. Subclass it and write `start`.
 

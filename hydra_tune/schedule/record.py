@@ -84,17 +84,17 @@ class JobRecord:
 
     def make_view(self) -> JobView:
         """What a policy sees of this job; it must be ready."""
-        unit = self.unit
+        unit, estimate = self.unit, self.estimate
         assert unit is not None
         return JobView(
             self.job,
             self.order,
             unit,
-            self.estimate.remaining_seconds,
+            estimate.remaining_seconds,
             self.step_seconds,
             self.shard_devices.get(unit.shard),
             self.priority,
-            self.estimate.done_seconds,
+            estimate.done_seconds,
             self.turn,
             self.last_device,
         )

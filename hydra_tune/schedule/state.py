@@ -13,7 +13,8 @@ from hydra_tune.schedule.levels import Levels
 from hydra_tune.schedule.policy import JobView
 from hydra_tune.schedule.record import DeviceRecord, JobRecord, Phase
 
-_QUEUED, _READY = Phase.QUEUED, Phase.READY  # looked up for every unit, and an enum's members are slow to look up
+# Looked up for every unit, and an enum's members are slow to look up.
+_QUEUED, _PREPARING, _READY, _RUNNING = Phase.QUEUED, Phase.PREPARING, Phase.READY, Phase.RUNNING
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,27 +61,41 @@ class State:
     def put(self, record: JobRecord) -> None:
         """Add a job, or take the changes to its record, which may be another object than before."""
         old = self.jobs.get(record.job)
+        if old is not record:
+            self._replace(record, old)
+        if self.front is not None:
+            self._place_by_age(self.front, record)
+        phase, told = record.phase, record.view
+        if phase is _READY:
+            view = record.make_view()
+            if view != told:  # if it is equal, the policy keeps the very object that it has
+                if told is not None:
+                    self._withdraw(record)
+                self._offer(record, view)
+        elif told is not None:
+            self._withdraw(record)
+        counted = phase is _READY or phase is _RUNNING or phase is _PREPARING
+        if counted is not record.is_counted:
+            record.is_counted = counted
+            self.num_slots_taken += 1 if counted else -1
+        if phase is _QUEUED and not record.paused:
+            heappush(self._queue, (-record.priority, record.order, record.job))
+
+    def _replace(self, record: JobRecord, old: JobRecord | None) -> None:
+        """Take a record in, for a new job or in place of another record of the same one."""
         if old is not None and old.order != record.order:
             self.drop(old.job)  # over and submitted again within one call: its place is behind the others
             old = None
-        if self.front is not None:
-            self._place_by_age(self.front, old, record)
-        told, counted = (None, False) if old is None else (old.view, old.is_counted)
-        phase = record.phase
-        view = record.make_view() if phase is _READY else None
-        if view == told:
-            view = told  # the very object that the policy has
+        if old is not None:
+            record.view, record.is_counted, record.age, record.is_front = (
+                old.view,
+                old.is_counted,
+                old.age,
+                old.is_front,
+            )
         else:
-            if old is not None and told is not None:
-                self._withdraw(old)
-            if view is not None:
-                self._offer(view, is_front=record.is_front)
-        record.view = view
-        record.is_counted = phase.takes_slot
-        self.num_slots_taken += record.is_counted - counted
+            record.view, record.is_counted, record.age, record.is_front = None, False, None, False
         self.jobs[record.job] = record
-        if phase is _QUEUED and not record.paused:
-            heappush(self._queue, (-record.priority, record.order, record.job))
 
     def drop(self, job: str) -> None:
         """Forget a job that is over."""
@@ -94,21 +109,22 @@ class State:
     def put_device(self, record: DeviceRecord) -> None:
         """Add a device, or take the changes to its record, which may be another object than before."""
         old = self.devices.get(record.device)
-        if old is not None and old.index != record.index:
-            self.drop_device(old.device)  # lost and added again within one call
-            old = None
+        if old is not record:
+            if old is not None and old.index != record.index:
+                self.drop_device(old.device)  # lost and added again within one call
+                old = None
+            self.devices[record.device] = record
         if old is not None and old.idle_place is not None:
             self._take_from_idle(old.idle_place)
         if old is None or old.told_speed != record.speed:
             self.levels.set_speed(record.device, record.speed)
+            record.told_speed = record.speed
         if old is None and self.front is not None:
             self._cross(self.front.resize(1))
-        record.told_speed = record.speed
         record.idle_place = None
         if record.job is None:
             record.idle_place = (-record.speed, record.index, record.device)
             insort(self.idle, record.idle_place)
-        self.devices[record.device] = record
 
     def drop_device(self, device: str) -> None:
         """Forget a device that is lost."""
@@ -140,8 +156,9 @@ class State:
             heappop(queue)
         return None
 
-    def _offer(self, view: JobView, *, is_front: bool) -> None:
-        self.levels.add(view, (view.priority, is_front))
+    def _offer(self, record: JobRecord, view: JobView) -> None:
+        self.levels.add(view, (view.priority, record.is_front))
+        record.view = view
         self.num_eligible += 1
 
     def _withdraw(self, record: JobRecord) -> None:
@@ -151,15 +168,14 @@ class State:
         record.view = None
         self.num_eligible -= 1
 
-    def _place_by_age(self, front: Front, old: JobRecord | None, record: JobRecord) -> None:
+    def _place_by_age(self, front: Front, record: JobRecord) -> None:
         """Keep the front in step with a record that is being put."""
-        before = None if old is None else old.age
+        before = record.age
         age: Age | None = (-record.priority, record.order, record.job) if record.is_in_flight else None
-        if old is not None and age == before:
-            record.age, record.is_front = before, old.is_front
+        if age == before:
             return
-        if old is not None and old.view is not None:
-            self._withdraw(old)  # it is told of anew, at another level
+        if record.view is not None:
+            self._withdraw(record)  # it is told of anew, at another level
         if before is not None:
             self._cross(front.leave(before))
         if age is not None:
@@ -174,9 +190,9 @@ class State:
         view = record.view
         if view is not None:
             self._withdraw(record)
-        record.view, record.is_front = view, not record.is_front
+        record.is_front = not record.is_front
         if view is not None:
-            self._offer(view, is_front=record.is_front)
+            self._offer(record, view)
 
     def _take_from_idle(self, place: tuple[float, int, str]) -> None:
         del self.idle[bisect_left(self.idle, place)]

@@ -129,20 +129,22 @@ def _unit_failed(tables: Tables, event: UnitFailed) -> str:
 
 def _unit_finished(tables: Tables, event: UnitFinished) -> str | None:
     record, device = _expect_unit(tables, event)
-    step_seconds = record.step_seconds if event.step_seconds is None else event.step_seconds
-    _check_estimates(event.remaining_seconds, step_seconds)
-    if not 0 <= event.seconds < math.inf:
-        raise ImpossibleEventError(f"the unit took {event.seconds} s, expected a finite number from 0")
+    job, _, seconds, unit, remaining_seconds, step_seconds = event
+    if step_seconds is None:
+        step_seconds = record.step_seconds
+    _check_estimates(remaining_seconds, step_seconds)
+    if not 0 <= seconds < math.inf:
+        raise ImpossibleEventError(f"the unit took {seconds} s, expected a finite number from 0")
     device.job = None
     tables.put_device(device)
     if record.stopped:
-        tables.drop(event.job)
-        return event.job
+        tables.drop(job)
+        return job
     assert record.unit is not None
-    record.estimate.finish(record.unit.seconds, event.seconds * device.speed, event.remaining_seconds)
+    record.estimate.finish(record.unit.seconds, seconds * device.speed, remaining_seconds)
     record.step_seconds = step_seconds
-    if event.unit is not None:
-        _make_ready(tables, record, event.unit)
+    if unit is not None:
+        _make_ready(tables, record, unit)
     else:
         record.phase, record.unit, record.device = Phase.WAITING, None, None
         tables.put(record)
@@ -222,8 +224,12 @@ _TRANSITIONS: dict[type[Event], Callable[[Tables, Any], str | None]] = {
 # What several of them share.
 
 
+# Looked up for every unit, and an enum's members are slow to look up.
+_PAUSED, _READY, _RUNNING = Phase.PAUSED, Phase.READY, Phase.RUNNING
+
+
 def _phase_between_units(record: JobRecord) -> Phase:
-    return Phase.PAUSED if record.paused else Phase.READY
+    return _PAUSED if record.paused else _READY
 
 
 def _make_ready(tables: Tables, record: JobRecord, unit: Unit) -> None:
@@ -241,7 +247,7 @@ def _expect(tables: Tables, event: JobEvent, *phases: Phase) -> JobRecord:
 
 
 def _expect_unit(tables: Tables, event: UnitFinished | UnitFailed) -> tuple[JobRecord, DeviceRecord]:
-    record = _expect(tables, event, Phase.RUNNING)
+    record = _expect(tables, event, _RUNNING)
     if record.device != event.device:
         raise ImpossibleEventError(f"the job is {_describe(record)}, expected it running on {event.device!r}")
     return record, _expect_device(tables, event.device)

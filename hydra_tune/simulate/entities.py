@@ -22,8 +22,9 @@ class Happening(IntEnum):
     ARRIVES = 2
     DEVICE_JOINS = 3
     DEVICE_SLOWS = 4
-    PREPARED = 5
-    ANSWERED = 6
+    DEVICE_LEAVES = 5
+    PREPARED = 6
+    ANSWERED = 7
 
 
 Entry = tuple[float, int, Happening, int, float]
@@ -48,13 +49,14 @@ class SimJob:
         homes: for each shard the node whose host memory has it; None while any may.
         claimed_by: the device that has buffered its next shard.
         last_device: where its last unit ran.
-        seen: what a policy sees of it while it is ready, once that was asked for.
+        seen: what the policy was told of it, while it is ready; kept by `ahead.py`.
+        planned_seconds: what the scheduler is told of the time left when this step began.
     """
 
     __slots__ = (
-        "_prefix", "_reports_wait", "_truth", "changes", "claimed_by", "durations", "homes", "is_ready", "is_true",
-        "last_device", "milestone", "name", "number", "places", "position", "seen", "shards", "step", "step_seconds",
-        "steps_run", "told", "trial", "units",
+        "_reports_wait", "changes", "claimed_by", "durations", "homes", "is_ready", "is_true", "last_device",
+        "milestone", "name", "number", "places", "planned_seconds", "position", "prefix", "seen", "shards", "step",
+        "step_seconds", "steps_run", "told", "trial", "truth", "units",
     )  # fmt: skip
 
     def __init__(self, number: int, trial: SimulatedTrial, grid: Grid, *, reports_wait: bool) -> None:
@@ -70,7 +72,7 @@ class SimJob:
         self.shards = [unit.shard for unit in trial.step]
         self.changes = [unit.kind not in ("forward", "evaluate") for unit in trial.step]
         self.durations: dict[float, list[float]] = {}  # by the speed of the device
-        self._truth = [grid.round(unit.seconds) for unit in trial.step]
+        self.truth = [grid.round(unit.seconds) for unit in trial.step]
         self.is_true = trial.estimate_factor == 1.0
         self._estimate([grid.round(unit.seconds * trial.estimate_factor) for unit in trial.step])
         self.milestone = 0
@@ -80,7 +82,7 @@ class SimJob:
     def correct(self) -> None:
         """From now on the scheduler is told the truth."""
         self.is_true = True
-        self._estimate(self._truth)
+        self._estimate(self.truth)
 
     def next_milestone(self) -> None:
         """Set the milestone after the present step."""
@@ -93,35 +95,30 @@ class SimJob:
 
     def remaining_seconds(self) -> float:
         """What the scheduler is told of the time left: of all steps planned, whether or not a report ends it before."""
-        return (self.trial.steps - self.step) * self.step_seconds - self._prefix[self.position]
+        return self.planned_seconds - self.prefix[self.position]
 
     def true_seconds(self) -> float:
         """Seconds of all units it runs, on a device of speed 1."""
-        return self.steps_run * sum(self._truth)
+        return self.steps_run * sum(self.truth)
 
     def seconds_on(self, speed: float, grid: Grid) -> list[float]:
         """Seconds of each unit of the step on a device of this speed."""
-        self.durations[speed] = [grid.round(seconds / speed) for seconds in self._truth]
+        self.durations[speed] = [grid.round(seconds / speed) for seconds in self.truth]
         return self.durations[speed]
 
-    def view(self, shard_device: str | None, offset: float) -> JobView:
-        """What a policy sees of it when its present unit is ready."""
-        return JobView(
-            job=self.name,
-            order=self.number,
-            unit=self.units[self.position],
-            remaining_seconds=self.remaining_seconds() + offset,
-            step_seconds=self.step_seconds,
-            shard_device=shard_device,
-        )
+    def advance(self, num_steps: int) -> None:
+        """Some steps are done."""
+        self.step += num_steps
+        self.planned_seconds = (self.trial.steps - self.step) * self.step_seconds
 
     def _estimate(self, seconds: list[float]) -> None:
         self.units = [
             Unit(kind=unit.kind, shard=unit.shard, seconds=told)
             for unit, told in zip(self.trial.step, seconds, strict=True)
         ]
-        self._prefix = [sum(seconds[:position]) for position in range(len(seconds))]
+        self.prefix = [sum(seconds[:position]) for position in range(len(seconds))]
         self.step_seconds = sum(seconds)
+        self.advance(0)
 
 
 class SimDevice:
@@ -132,6 +129,7 @@ class SimDevice:
         device: what it is.
 
     Attributes:
+        is_there: it has joined and is not lost.
         job: whose unit it has, and in `started` since when that computes or will.
         shards: what it holds, least recently used first: (job, shard) to the time at which the bytes are there.
         dirty: which of these were changed since they came.
@@ -140,8 +138,9 @@ class SimDevice:
     """
 
     __slots__ = (
-        "bandwidth", "buffered", "busy_seconds", "bytes_in", "bytes_out", "dirty", "job", "link_free", "loads",
-        "memory_bytes", "name", "node", "number", "shards", "speed", "stall_seconds", "started", "units", "used_bytes",
+        "bandwidth", "buffered", "busy_seconds", "bytes_in", "bytes_out", "dirty", "is_there", "job",
+        "link_free", "loads", "memory_bytes", "name", "node", "number", "shards", "speed", "stall_seconds", "started",
+        "units", "used_bytes",
     )  # fmt: skip
 
     def __init__(self, number: int, device: SimulatedDevice) -> None:
@@ -152,7 +151,16 @@ class SimDevice:
         self.shards: OrderedDict[tuple[int, int], float] = OrderedDict()
         self.dirty: set[tuple[int, int]] = set()
         self.started = self.link_free = self.busy_seconds = self.stall_seconds = 0.0
+        self.is_there = False
         self.used_bytes = self.bytes_in = self.bytes_out = self.loads = self.units = 0
+
+    def lose_everything(self) -> list[tuple[int, int]]:
+        """The device is lost; returns what it held, as keys of `shards`."""
+        held = list(self.shards)
+        self.shards.clear()
+        self.dirty.clear()
+        self.used_bytes, self.job, self.is_there = 0, None, False
+        return held
 
     def pinned(self) -> tuple[int, int] | None:
         """The shard that must stay, because its unit runs."""

@@ -34,6 +34,7 @@ class SimulatedTrial:
         estimate_factor: what the scheduler is told, as a multiple of the truth: below 1 for an optimist.
         corrected_after_steps: from this step on the scheduler is told the truth; None: never.
         boundary_bytes: bytes that follow a trial whose next unit runs on another device than its last one.
+        priority: trials of a higher priority are admitted, and run, before all of a lower one.
     """
 
     name: str
@@ -46,6 +47,7 @@ class SimulatedTrial:
     estimate_factor: float = 1.0
     corrected_after_steps: int | None = None
     boundary_bytes: int = 0
+    priority: int = 0
 
     def __post_init__(self) -> None:
         name = f"trial {self.name!r}"
@@ -131,13 +133,36 @@ class Slowdown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """A device is lost, with the unit that runs on it, and may come back: a fault.
+
+    Trials go on from what is in their host memory: of a trial only the unit that ran is lost, and runs again.
+
+    Args:
+        device: its name.
+        at_seconds: when it is lost.
+        until_seconds: when it is there again; None: never.
+    """
+
+    device: str
+    at_seconds: float
+    until_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.at_seconds, f"the outage of {self.device!r}: at_seconds", open_end=False)
+        if self.until_seconds is not None:
+            _check(self.until_seconds, f"the outage of {self.device!r}: until_seconds", least=self.at_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """Everything that decides how a simulation goes, besides the policy.
 
     Args:
         trials: in the order of submission; those that arrive later are submitted later.
         devices: in the order in which they are offered work.
-        slowdowns: faults.
+        slowdowns: faults that change a device's speed.
+        outages: faults that take a device away; one device is always there in the end.
         max_concurrent: trials admitted at once; None: all.
         overlap: while a unit runs, the next shard is loaded (double buffering); without, loads wait for the device.
         network_bandwidth: bytes a second between nodes; None: at once.
@@ -149,6 +174,7 @@ class Scenario:
     trials: tuple[SimulatedTrial, ...]
     devices: tuple[SimulatedDevice, ...]
     slowdowns: tuple[Slowdown, ...] = field(default=())
+    outages: tuple[Outage, ...] = field(default=())
     max_concurrent: int | None = None
     overlap: bool = True
     network_bandwidth: float | None = None
@@ -168,11 +194,27 @@ class Scenario:
                 _check(getattr(self, what), what)
         for what in ("answer_seconds", "prepare_seconds"):
             _check(getattr(self, what), what, open_end=False)
-        known = {device.name for device in self.devices}
-        for slowdown in self.slowdowns:
-            if slowdown.device not in known:
-                raise ConfigError(f"a slowdown names device {slowdown.device!r}; there are {', '.join(sorted(known))}")
+        self._check_faults()
         self._check_memory()
+
+    def _check_faults(self) -> None:
+        joins = {device.name: device.joins_seconds for device in self.devices}
+        faults: tuple[Slowdown | Outage, ...] = (*self.slowdowns, *self.outages)
+        for fault in faults:
+            what = "a slowdown" if isinstance(fault, Slowdown) else "an outage"
+            if fault.device not in joins:
+                raise ConfigError(f"{what} names device {fault.device!r}; there are {', '.join(sorted(joins))}")
+        free: dict[str, float] = dict(joins)
+        for outage in sorted(self.outages, key=lambda outage: outage.at_seconds):
+            since = free[outage.device]
+            if outage.at_seconds < since:
+                raise ConfigError(
+                    f"device {outage.device!r} is to be lost at {outage.at_seconds:g} s, when it is not there; it is "
+                    f"there again at {since:g} s"
+                )
+            free[outage.device] = math.inf if outage.until_seconds is None else outage.until_seconds
+        if min(free.values()) == math.inf:
+            raise ConfigError("every device is lost for ever, so the trials never end; give one outage an end")
 
     def _check_memory(self) -> None:
         memories = [(device.memory_bytes, device.name) for device in self.devices if device.memory_bytes is not None]
@@ -200,7 +242,12 @@ class Scenario:
         limits = [limit for limit in (*bandwidths, self.network_bandwidth, self.node_bandwidth) if limit is not None]
         byte_seconds = 3 / min(limits) if limits else 0.0
         starts = [fault.at_seconds for fault in self.slowdowns] + [device.joins_seconds for device in self.devices]
+        starts += [outage.until_seconds or outage.at_seconds for outage in self.outages]
         total = max([*starts, *(trial.arrival_seconds for trial in self.trials)])
+        if self.outages:  # each may cost the longest unit, and its load, once more
+            unit = max(unit.seconds for trial in self.trials for unit in trial.step) / slowest
+            size = max(size + trial.boundary_bytes for trial in self.trials for size in trial.shard_bytes)
+            total += len(self.outages) * (unit + 2 * size * byte_seconds)
         for trial in self.trials:
             loads = sum(trial.shard_bytes[unit.shard] + trial.boundary_bytes for unit in trial.step) * byte_seconds
             reports = trial.steps // trial.report_steps if trial.report_steps else 0

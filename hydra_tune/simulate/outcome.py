@@ -11,7 +11,7 @@ class Interval:
     Args:
         device: where.
         job: whose.
-        kind: of the unit, or `"load"`.
+        kind: of the unit; `"lost"` if its device was before it was over; or `"load"`.
         shard: which.
         start_seconds, end_seconds: when.
     """
@@ -60,6 +60,7 @@ class SimulationResult:
         units_run: shard units.
         units_saved: units that pruned trials would still have run.
         units_skipped: of `units_run`, those that were not played one by one because they repeat others exactly.
+        first_loads: of all loads, those of a shard that had been on no device before.
         network_bytes: bytes that crossed between nodes.
         devices: figures of each.
         finished_seconds: when each trial was over.
@@ -73,6 +74,7 @@ class SimulationResult:
     units_run: int
     units_saved: int
     units_skipped: int
+    first_loads: int
     network_bytes: int
     devices: tuple[DeviceOutcome, ...]
     finished_seconds: dict[str, float]
@@ -88,6 +90,16 @@ class SimulationResult:
         """Shards brought for each unit run."""
         return sum(device.loads for device in self.devices) / max(1, self.units_run)
 
+    @property
+    def reloads_per_unit(self) -> float:
+        """As `loads_per_unit`, without the first load of each shard, which no schedule can save."""
+        return self.loads_per_unit - self.first_loads / max(1, self.units_run)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data for `json.dump`."""
-        return {**asdict(self), "bytes_moved": self.bytes_moved, "loads_per_unit": self.loads_per_unit}
+        return {
+            **asdict(self),
+            "bytes_moved": self.bytes_moved,
+            "loads_per_unit": self.loads_per_unit,
+            "reloads_per_unit": self.reloads_per_unit,
+        }

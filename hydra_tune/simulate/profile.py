@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule import Unit
-from hydra_tune.simulate.model import Scenario, SimulatedDevice, SimulatedTrial, Slowdown, training_step
+from hydra_tune.simulate.model import Outage, Scenario, SimulatedDevice, SimulatedTrial, Slowdown, training_step
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.simulate.script import Script, scripts_of
 
@@ -49,6 +49,7 @@ class _Trial(_Part):
     estimate_factor: _Rate = 1.0
     corrected_after_steps: _Count | None = None
     boundary_bytes: int = Field(default=0, ge=0)
+    priority: int = 0
 
     def trials(self) -> list[SimulatedTrial]:
         if bool(self.shards) == bool(self.step):
@@ -85,11 +86,18 @@ class _Slowdown(_Part):
     factor: _Rate
 
 
+class _Outage(_Part):
+    device: str
+    at_seconds: float = Field(ge=0, allow_inf_nan=False)
+    until_seconds: _Seconds | None = None
+
+
 class _Profile(_Part):
     format: int = _FORMAT
     trials: list[_Trial] = Field(min_length=1)
     devices: list[_Device] = Field(min_length=1)
     slowdowns: list[_Slowdown] = Field(default_factory=list)
+    outages: list[_Outage] = Field(default_factory=list)
     max_concurrent: _Count | None = None
     overlap: bool = True
     network_bandwidth: _Rate | None = None
@@ -141,7 +149,8 @@ def parse_profile(content: Any, *, source: str) -> Scenario:
             trials=tuple(trial for group in profile.trials for trial in group.trials()),
             devices=tuple(SimulatedDevice(**device.model_dump()) for device in profile.devices),
             slowdowns=tuple(Slowdown(**slowdown.model_dump()) for slowdown in profile.slowdowns),
-            **profile.model_dump(exclude={"format", "trials", "devices", "slowdowns"}),
+            outages=tuple(Outage(**outage.model_dump()) for outage in profile.outages),
+            **profile.model_dump(exclude={"format", "trials", "devices", "slowdowns", "outages"}),
         )
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error

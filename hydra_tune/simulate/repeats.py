@@ -69,20 +69,24 @@ class Repeats:
         self._watched: int | None = None
         self._seen: _Seen | None = None
         self._distance, self._reach = 0, 1
+        self._num_steps = 0  # steps of all trials since the last look
 
     def step_ended(self, job: SimJob) -> None:
         """A trial begins its next step, or is about to be over."""
         if not self._applies:
             return
+        self._num_steps += 1
         if job.step >= job.milestone:
             self._forget()
         elif self._watched is None or self._watched == job.number:
             self._watched = job.number
-            self.wants_look = True
+            # To look costs as much as there is to look at, so it waits until as much has happened.
+            self.wants_look = self._num_steps >= len(self._course.alive) + len(self._course.devices)
 
     def look(self, what: Happening) -> None:
         """Everything of this moment is done: compare, and skip if it was so before."""
         self.wants_look = False
+        self._num_steps = 0
         if what > Happening.UNIT_STARTS:
             self._forget()
             return
@@ -187,7 +191,7 @@ class Repeats:
         if self._remaining_matters:
             course.offset += count * (seen.told - self._told())
         for number, job in course.alive.items():
-            job.step += count * (job.step - seen.steps[number])
+            job.advance(count * (job.step - seen.steps[number]))
         course.heap[:] = [
             (entry[0] + span, *entry[1:]) if entry[2] <= Happening.UNIT_STARTS else entry for entry in course.heap
         ]

@@ -275,7 +275,8 @@ class _Player:
 
 def _moved_to(device: str, part: Part) -> UnitFinished | UnitFailed:
     assert part.end is not None, "the reader refuses parts without an end"
-    return replace(part.end, device=device)
+    end = part.end
+    return end._replace(device=device) if isinstance(end, UnitFinished) else replace(end, device=device)
 
 
 def _span(decisions: tuple[Decision, ...]) -> float:

@@ -2,22 +2,17 @@
 
 Plays the pool: hands the same events to the same `Scheduler`, does what it commands, and lets the time pass that units
 and loads take. What simulates is what runs.
-
-Note: double buffering. The scheduler binds a job to a device when the device is free, not before. While a unit runs, the
-simulator asks a policy what this device would do next, the job that runs here included, and has those bytes sent. That
-binds nothing: when the unit is over, the scheduler chooses among all eligible jobs, and knows whose shard is here.
 """
 
-import copy
 import heapq
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
 
 from hydra_tune.schedule import (
     Admit,
     Command,
     DeviceAdded,
+    DeviceLost,
+    DeviceSlowed,
     Event,
     JobAdmitted,
     JobResumed,
@@ -33,19 +28,13 @@ from hydra_tune.schedule import (
     make_policy,
     makespan_bound,
 )
+from hydra_tune.simulate.ahead import Ahead, Lookahead
 from hydra_tune.simulate.entities import ABSENT, Entry, Happening, SimDevice, SimJob
 from hydra_tune.simulate.grid import Grid
 from hydra_tune.simulate.model import Scenario
 from hydra_tune.simulate.outcome import DeviceOutcome, SimulationResult
 from hydra_tune.simulate.repeats import Repeats
 from hydra_tune.simulate.transfers import Timeline, Transfers
-
-
-class Lookahead(Protocol):
-    """Says what a device would do next; any policy with this method can."""
-
-    def choose(self, device: str, candidates: Sequence[JobView], /) -> JobView:
-        """Choose among the jobs whose next shard may be sent to `device`."""
 
 
 def simulate(
@@ -61,7 +50,7 @@ def simulate(
     Args:
         scenario: what there is.
         policy: who decides, by name or as an object.
-        lookahead: says what to buffer; default a copy of the policy.
+        lookahead: says what to buffer; default the policy.
         timeline: how many bars of the timeline to keep, the first ones.
         skip_repeats: do not play again, unit by unit, what repeats itself exactly. Changes no figure.
 
@@ -98,9 +87,11 @@ class Simulator:
         self.devices = [SimDevice(number, device) for number, device in enumerate(scenario.devices)]
         self.timeline = Timeline(timeline)
         self.transfers = Transfers(scenario, self.devices, self.jobs, self.grid, self.timeline, self._moved)
-        self._lookahead: Lookahead | None = (lookahead or copy.deepcopy(made)) if scenario.overlap else None
         self._scheduler = Scheduler(policy=made, max_concurrent=scenario.max_concurrent or len(self.jobs))
-        self._repeats = Repeats(self, made, self._lookahead) if skip_repeats else None
+        self._ahead: Ahead | None = None
+        if scenario.overlap and any(device.bandwidth is not None for device in scenario.devices):
+            self._ahead = Ahead(lookahead or made, self._scheduler, self.devices)
+        self._repeats = Repeats(self, made, lookahead) if skip_repeats else None
         self._numbers = {job.name: job for job in self.jobs}
         self._device_numbers = {device.name: device for device in self.devices}
         self._commands: deque[Command] = deque()
@@ -108,7 +99,6 @@ class Simulator:
         self._preparer_free = 0.0
         self.heap: list[Entry] = []
         self.alive: dict[int, SimJob] = {}
-        self._unclaimed: dict[int, SimJob] = {}  # ready, and in no device's buffer
         self.now = 0.0
         self.offset = 0.0  # added to every remaining time the scheduler is told; see `repeats.py`
         self.units_skipped = 0
@@ -124,6 +114,7 @@ class Simulator:
             self._arrives,
             self._device_joins,
             self._device_slows,
+            self._device_leaves,
             self._prepared,
             self._answered,
         )
@@ -143,6 +134,11 @@ class Simulator:
             device = self._device_numbers[fault.device]
             speed = self.scenario.devices[device.number].speed * fault.factor
             self._at(self.grid.round(fault.at_seconds), Happening.DEVICE_SLOWS, device.number, speed)
+        for outage in self.scenario.outages:
+            number = self._device_numbers[outage.device].number
+            self._at(self.grid.round(outage.at_seconds), Happening.DEVICE_LEAVES, number)
+            if outage.until_seconds is not None:
+                self._at(self.grid.round(outage.until_seconds), Happening.DEVICE_JOINS, number)
         for job in self.jobs:
             self._at(self.grid.round(job.trial.arrival_seconds), Happening.ARRIVES, job.number)
 
@@ -153,26 +149,63 @@ class Simulator:
     # What the clock brings.
 
     def _device_joins(self, number: int, _: float) -> None:
-        self._tell(DeviceAdded(device=self.devices[number].name))
+        device = self.devices[number]
+        device.is_there = True
+        if self._ahead is not None:
+            self._ahead.set_speed(device.name, device.speed)
+        self._tell(DeviceAdded(device=device.name, speed=device.speed))
 
     def _device_slows(self, number: int, speed: float) -> None:
-        self.devices[number].speed = speed
+        device = self.devices[number]
+        device.speed = speed
+        if not device.is_there:
+            return  # it is added with this speed
+        if self._ahead is not None:
+            self._ahead.set_speed(device.name, speed)
+        self._tell(DeviceSlowed(device=device.name, speed=speed))
+
+    def _device_leaves(self, number: int, _: float) -> None:
+        device = self.devices[number]
+        job = device.job
+        if self._ahead is not None:
+            self._ahead.unclaim_device(device)
+            self._ahead.set_speed(device.name, 0.0)
+        self.transfers.lose(device, self.now)
+        self.heap[:] = [entry for entry in self.heap if entry[2] > Happening.UNIT_STARTS or entry[3] != number]
+        heapq.heapify(self.heap)
+        for other in self.alive.values():
+            if other.last_device == number:
+                other.last_device = ABSENT
+            other.told = [ABSENT if place == number else place for place in other.told]  # it finds out by itself
+        if job is not None:
+            job.is_ready = True
+        self._tell(DeviceLost(device=device.name))
+        self._notice(*self.alive.values())
 
     def _arrives(self, number: int, _: float) -> None:
-        self._tell(JobSubmitted(job=self.jobs[number].name))
+        heap, now, jobs = self.heap, self.now, [self.jobs[number]]
+        while heap and heap[0][0] == now and heap[0][2] is Happening.ARRIVES:
+            jobs.append(self.jobs[heapq.heappop(heap)[3]])
+        self._tell(*[JobSubmitted(job=job.name, priority=job.trial.priority) for job in jobs])
 
     def _prepared(self, number: int, _: float) -> None:
-        job = self.jobs[number]
-        self.alive[number] = job
-        self._make_ready(job)
-        self._tell(
-            JobAdmitted(
-                job=job.name,
-                unit=job.units[job.position],
-                remaining_seconds=job.remaining_seconds() + self.offset,
-                step_seconds=job.step_seconds,
+        self._begin_jobs(self.jobs[number])
+
+    def _begin_jobs(self, *jobs: SimJob) -> None:
+        events = []
+        for job in jobs:
+            self.alive[job.number] = job
+            job.is_ready = True
+            events.append(
+                JobAdmitted(
+                    job=job.name,
+                    unit=job.units[job.position],
+                    remaining_seconds=job.remaining_seconds() + self.offset,
+                    step_seconds=job.step_seconds,
+                )
             )
-        )
+        self._tell(*events)
+        self._notice(*jobs)
 
     def _answered(self, number: int, _: float) -> None:
         job = self.jobs[number]
@@ -180,12 +213,14 @@ class Simulator:
             self._tell(JobStopped(job=job.name))
             return
         self._announce(job, job.shards[job.position])
-        self._make_ready(job)
+        job.is_ready = True
         remaining = job.remaining_seconds() + self.offset
         self._tell(JobResumed(job=job.name, unit=job.units[job.position], remaining_seconds=remaining))
+        self._notice(job)
 
     def _unit_starts(self, number: int, _: float) -> None:
-        self._buffer_next(self.devices[number])
+        if self._ahead is not None:
+            self._buffer_next(self.devices[number])
 
     def _unit_ends(self, number: int, seconds: float) -> None:
         device = self.devices[number]
@@ -196,28 +231,31 @@ class Simulator:
         device.job = None
         job.last_device = number
         following: Unit | None
-        job.position += 1
-        if job.position == len(job.units):
+        position = job.position + 1
+        if position == len(job.units):
             job.position = 0
-            job.step += 1
+            job.advance(1)
             following = self._step_ends(job)
         else:
-            following = job.units[job.position]
+            job.position = position
+            following = job.units[position]
         if following is not None:
             shard = following.shard
             if job.places[shard] != job.told[shard]:
                 self._announce(job, shard)
-            self._make_ready(job)
+            job.is_ready = True
         self._tell(
             UnitFinished(
-                job=job.name,
-                device=device.name,
-                seconds=seconds,
-                unit=following,
-                remaining_seconds=job.remaining_seconds() + self.offset,
-                step_seconds=job.step_seconds,
+                job.name,
+                device.name,
+                seconds,
+                following,
+                job.planned_seconds - job.prefix[job.position] + self.offset,
+                job.step_seconds,
             )
         )
+        if self._ahead is not None:
+            self._ahead.notice(job)
 
     def _step_ends(self, job: SimJob) -> Unit | None:
         """The unit that the next step begins with; None where there is none, or a report is to be answered first."""
@@ -242,44 +280,55 @@ class Simulator:
 
     # What the scheduler commands.
 
-    def _tell(self, event: Event) -> None:
-        self._commands.extend(self._scheduler.handle(event))
+    def _tell(self, *events: Event) -> None:
+        commands = self._scheduler.handle(*events)
+        if not commands:
+            return
+        self._commands += commands
+        if self._ahead is not None:
+            for command in commands:
+                if type(command) is Run:  # no more to be had, from this moment
+                    self._ahead.notice(self._numbers[command.job])
 
     def _carry_out(self) -> None:
         commands = self._commands
         while commands:
-            command = commands.popleft()
-            if isinstance(command, Run):
-                self._run(self._numbers[command.job], self._device_numbers[command.device])
-            elif isinstance(command, Admit):
-                self._prepare(self._numbers[command.job])
-            else:
-                self._release(self._numbers[command.job])
+            admitted: list[SimJob] = []
+            while commands:
+                command = commands.popleft()
+                if type(command) is Run:
+                    self._run(self._numbers[command.job], self._device_numbers[command.device])
+                elif type(command) is Admit:
+                    admitted.append(self._numbers[command.job])
+                else:
+                    self._release(self._numbers[command.job])
+            if admitted:
+                self._prepare(admitted)
 
-    def _prepare(self, job: SimJob) -> None:
+    def _prepare(self, jobs: list[SimJob]) -> None:
         seconds = self.grid.round(self.scenario.prepare_seconds)
         if seconds == 0:
-            self._prepared(job.number, 0.0)
+            self._begin_jobs(*jobs)
             return
-        self._preparer_free = max(self.now, self._preparer_free) + seconds
-        self._at(self._preparer_free, Happening.PREPARED, job.number)
+        for job in jobs:
+            self._preparer_free = max(self.now, self._preparer_free) + seconds
+            self._at(self._preparer_free, Happening.PREPARED, job.number)
 
     def _release(self, job: SimJob) -> None:
         self.transfers.drop(job)
         job.is_ready = False
-        self._claim(None, job)
+        if self._ahead is not None:
+            self._ahead.notice(job)
+            self._ahead.unclaim(job)
         del self.alive[job.number]
-        self._unclaimed.pop(job.number, None)
         self.finished_seconds[job.name] = self.now
 
     def _run(self, job: SimJob, device: SimDevice) -> None:
         now, shard = self.now, job.shards[job.position]
         job.is_ready = False
-        job.seen = None
-        self._unclaimed.pop(job.number, None)
         device.job = job
-        if job.claimed_by != ABSENT:
-            self._claim(None, job)
+        if job.claimed_by != ABSENT and self._ahead is not None:
+            self._ahead.unclaim(job)
         start = self.transfers.bring(device, job, shard, now)
         if job.last_device not in (device.number, ABSENT) and job.trial.boundary_bytes:
             start = max(start, self.transfers.bring_boundary(device, job, now))
@@ -294,64 +343,51 @@ class Simulator:
         if start > now:
             device.stall_seconds += start - now
             self._at(start, Happening.UNIT_STARTS, device.number)
-        else:
+        elif self._ahead is not None:
             self._buffer_next(device)
 
     # Double buffering.
 
     def _buffer_next(self, device: SimDevice) -> None:
-        if self._lookahead is None or device.bandwidth is None:
-            return  # nothing to send ahead, or it takes no time
-        self._claim(device, None)
-        candidates = [job.seen or self._see(job) for job in self._unclaimed.values()]
-        own = device.job
+        ahead, own = self._ahead, device.job
+        assert ahead is not None
         assert own is not None
-        follows = own.position + 1 < len(own.units)
-        if follows or own.step + 1 < own.milestone:
-            before = own.position
-            own.position = before + 1 if follows else 0
-            own.step += not follows
-            candidates.append(own.view(self._place(own), self.offset))
-            own.position = before
-            own.step -= not follows
-        if not candidates:
+        if device.bandwidth is None:
+            return  # to send takes no time
+        ahead.unclaim_device(device)
+        name = ahead.next_job(device, self._following(own))
+        if name is None:
             return
-        chosen = self._numbers[self._lookahead.choose(device.name, candidates).job]
-        position = (chosen.position + (chosen is own)) % len(chosen.units)
-        shard = chosen.shards[position]
-        self._claim(device, chosen)
+        chosen = self._numbers[name]
+        shard = chosen.shards[(chosen.position + (chosen is own)) % len(chosen.units)]
+        ahead.claim(device, chosen)
         if chosen.places[shard] != device.number and self.transfers.fits_beside(
             device, chosen.trial.shard_bytes[shard]
         ):
             self.transfers.bring(device, chosen, shard, self.now)
 
-    def _see(self, job: SimJob) -> JobView:
-        job.seen = job.view(self._place(job), self.offset)
-        return job.seen
+    def _following(self, job: SimJob) -> JobView | None:
+        """What a policy will see of a job that runs, when its unit is over; None if it does not go on at once."""
+        position = job.position + 1
+        if position < len(job.units):
+            left = job.planned_seconds - job.prefix[position]
+        elif job.step + 1 < job.milestone:
+            position, left = 0, job.planned_seconds - job.step_seconds
+        else:
+            return None
+        place = job.places[job.shards[position]]
+        return self._scheduler.view_after(
+            job.name,
+            unit=job.units[position],
+            seconds=job.truth[job.position],
+            remaining_seconds=left + self.offset,
+            shard_device=None if place == ABSENT else self.devices[place].name,
+        )
 
-    def _place(self, job: SimJob) -> str | None:
-        place = job.places[job.shards[job.position]]
-        return None if place == ABSENT else self.devices[place].name
-
-    def _claim(self, device: SimDevice | None, job: SimJob | None) -> None:
-        """A device's buffer is for this job, and nobody else's; None: it is for none, or the job is in none."""
-        if device is not None and device.buffered is not None:
-            freed, device.buffered = device.buffered, None
-            freed.claimed_by = ABSENT
-            if freed.is_ready:
-                self._unclaimed[freed.number] = freed
-        if job is not None:
-            if job.claimed_by != ABSENT:
-                self.devices[job.claimed_by].buffered = None
-            job.claimed_by = ABSENT if device is None else device.number
-            self._unclaimed.pop(job.number, None)
-            if device is not None:
-                device.buffered = job
-
-    def _make_ready(self, job: SimJob) -> None:
-        job.is_ready = True
-        if job.claimed_by == ABSENT:
-            self._unclaimed[job.number] = job
+    def _notice(self, *jobs: SimJob) -> None:
+        if self._ahead is not None:
+            for job in jobs:
+                self._ahead.notice(job)
 
     # What the scheduler knows of places: that of each job's next unit, as the pool tells it.
 
@@ -363,9 +399,10 @@ class Simulator:
         place = job.places[shard]
         if job.told[shard] != place:
             job.told[shard] = place
-            job.seen = None
             name = None if place == ABSENT else self.devices[place].name
             self._tell(ShardMoved(job=job.name, shard=shard, device=name))
+            if self._ahead is not None:
+                self._ahead.notice(job)
 
     def _outcome(self) -> SimulationResult:
         span = self.now if not self.finished_seconds else max(self.finished_seconds.values())
@@ -390,6 +427,7 @@ class Simulator:
             units_run=sum(device.units for device in self.devices),
             units_saved=sum((job.trial.steps - job.steps_run) * len(job.units) for job in self.jobs),
             units_skipped=self.units_skipped,
+            first_loads=self.transfers.first_loads,
             network_bytes=self.transfers.network_bytes,
             devices=devices,
             finished_seconds=self.finished_seconds,
@@ -398,6 +436,6 @@ class Simulator:
 
     def _bound(self) -> float | None:
         speeds = {device.speed for device in self.scenario.devices}
-        if len(speeds) > 1 or self.scenario.slowdowns:
+        if len(speeds) > 1 or self.scenario.slowdowns or self.scenario.outages:
             return None
         return makespan_bound((job.true_seconds() for job in self.jobs), len(self.devices)) / speeds.pop()

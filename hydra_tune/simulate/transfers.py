@@ -5,7 +5,7 @@ back goes the other way at the same time and is counted, not timed. A shard is o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hydra_tune.simulate.entities import ABSENT, SimDevice, SimJob
 from hydra_tune.simulate.grid import Grid
@@ -32,6 +32,13 @@ class Timeline:
                 Interval(device=device, job=job, kind=kind, shard=shard, start_seconds=start, end_seconds=end)
             )
 
+    def cut(self, device: str, now: float) -> None:
+        """A device is lost: what was under way there ends now, and a unit of it is `"lost"`."""
+        for place, bar in enumerate(self.bars):
+            if bar.device == device and bar.end_seconds >= now:
+                kind = "load" if bar.kind == "load" else "lost"
+                self.bars[place] = replace(bar, kind=kind, start_seconds=min(bar.start_seconds, now), end_seconds=now)
+
 
 class Transfers:
     """Brings shards to devices.
@@ -57,6 +64,7 @@ class Transfers:
         self._devices, self._jobs, self._grid, self._timeline, self._moved = devices, jobs, grid, timeline, moved
         self.node_free = dict.fromkeys((device.node for device in devices), 0.0)
         self.network_bytes = 0
+        self.first_loads = 0
 
     def bring(self, device: SimDevice, job: SimJob, shard: int, now: float) -> float:
         """Have a shard on a device.
@@ -94,6 +102,13 @@ class Transfers:
             return True
         return size + self._size(pinned) <= device.memory_bytes
 
+    def lose(self, device: SimDevice, now: float) -> None:
+        """A device is gone with what it held, and what was on its way to it."""
+        self._timeline.cut(device.name, now)
+        device.link_free = now
+        for number, shard in device.lose_everything():
+            self._jobs[number].places[shard] = ABSENT
+
     def drop(self, job: SimJob) -> None:
         """A trial is over: its bytes are free, and nothing is written back."""
         for shard, place in enumerate(job.places):
@@ -104,6 +119,7 @@ class Transfers:
 
     def _send(self, device: SimDevice, job: SimJob, shard: int, size: int, now: float) -> float:
         device.loads += 1
+        self.first_loads += job.homes[shard] is None
         device.bytes_in += size
         start, ready = self._occupy(device, size, now, crosses=job.homes[shard] not in (None, device.node))
         if ready > start:

@@ -59,6 +59,8 @@ class AnyHistory(RuleBasedStateMachine):
         self.stopped, self.over = set(), set()  # over: a Release must come in this very call
         self.paused, self.priorities = set(), {}
         self.num_made = {}  # units of a job made so far; a unit carries its number in `kind`
+        self.places, self.last, self.turns, self.done = {}, {}, {}, {}  # what policies are told beside the unit
+        self.num_runs = 0
         self.pending, self.num_held_back = [], 0  # events that have happened and are not told yet
 
     def tell(self, *events):
@@ -101,6 +103,8 @@ class AnyHistory(RuleBasedStateMachine):
             "the fastest is fed first"
         )
         assert command.unit == self.ready.pop(command.job), "each unit once, in order"
+        self.num_runs += 1
+        self.turns[command.job], self.last[command.job] = self.num_runs, command.device
 
     def check_age(self, job):
         """Under staggered admission, no job goes before one of the oldest, which are as many as there are devices."""
@@ -141,6 +145,8 @@ class AnyHistory(RuleBasedStateMachine):
         device = data.draw(st.sampled_from(sorted(self.speeds)))
         del self.speeds[device]
         self.idle.discard(device)
+        self.places = {key: place for key, place in self.places.items() if place != device}
+        self.last = {job: place for job, place in self.last.items() if place != device}
         events = [DeviceLost(device=device)]
         for job in [job for job, (place, _) in self.running.items() if place == device]:
             _, unit = self.running.pop(job)
@@ -196,6 +202,7 @@ class AnyHistory(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(sorted(self.running)))
         device, _ = self.running.pop(job)
         self.idle.add(device)
+        self.done[job] = self.done.get(job, 0.0) + seconds * self.speeds[device]
         unit = self.next_unit(job, shard) if data.draw(st.integers(0, 3)) else None
         if job in self.stopped:
             self.over.add(job)
@@ -274,6 +281,7 @@ class AnyHistory(RuleBasedStateMachine):
     def move_shard(self, data, shard):
         job = data.draw(st.sampled_from(self.alive()[len(self.queued) :]))
         device = data.draw(st.none() | st.sampled_from(sorted(self.speeds)))
+        self.places[job, shard] = device
         self.tell(ShardMoved(job=job, shard=shard, device=device))
 
     @invariant()
@@ -287,6 +295,20 @@ class AnyHistory(RuleBasedStateMachine):
         assert set(self.scheduler.idle_devices) == self.idle
         assert set(self.scheduler.eligible_jobs) == set(self.ready)
         assert self.scheduler.running == {device: job for job, (device, _) in self.running.items()}
+
+    @invariant()
+    def told(self):
+        """The policy was told of each eligible job what is true of it, and of no other job."""
+        if self.pending:
+            return
+        for job in self.alive():
+            view, unit = self.scheduler.view(job), self.ready.get(job)
+            assert (view is None) == (unit is None)
+            if view is not None:
+                assert (view.unit, view.priority) == (unit, self.priorities[job])
+                assert view.shard_device == self.places.get((job, unit.shard))
+                assert view.last_device == self.last.get(job)
+                assert (view.turn, view.done_seconds) == (self.turns.get(job, 0), self.done.get(job, 0.0))
 
     def teardown(self):
         """Everything finishes: each job is answered, runs to its end, and nothing of it is kept."""
@@ -356,11 +378,17 @@ def test_lrtf_is_within_one_unit_of_the_bound(jobs, num_devices):
 
 
 @settings(deadline=None)
-@given(jobs=JOBS, num_devices=st.integers(1, 4), step_seconds=st.integers(1, 20))
-def test_slack_costs_at_most_itself(jobs, num_devices, step_seconds):
-    pool = drive(as_units(jobs), policy=ShardedLRTF(), num_devices=num_devices, step_seconds=float(step_seconds))
+@given(
+    jobs=JOBS,
+    num_devices=st.integers(1, 4),
+    step_seconds=st.integers(1, 20),
+    slack_steps=st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_slack_costs_at_most_itself(jobs, num_devices, step_seconds, slack_steps):
+    policy = ShardedLRTF(slack_steps=slack_steps)
+    pool = drive(as_units(jobs), policy=policy, num_devices=num_devices, step_seconds=float(step_seconds))
     bound = makespan_bound([sum(seconds) for seconds in jobs], num_devices)
-    assert bound <= pool.now <= bound + max(max(seconds) for seconds in jobs) + step_seconds
+    assert bound <= pool.now <= bound + max(max(seconds) for seconds in jobs) + slack_steps * step_seconds
 
 
 @settings(deadline=None)

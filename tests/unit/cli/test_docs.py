@@ -14,7 +14,7 @@ from hydra_tune.cli.sweep_model import PRUNING, Hydra, SweepModel
 from hydra_tune.observe.snapshot import SweepView
 from hydra_tune.observe.summary import to_json
 from hydra_tune.simulate import DeviceOutcome, Interval, SimulationResult
-from hydra_tune.simulate.profile import _Device, _Profile, _Shard, _Slowdown, _Trial
+from hydra_tune.simulate.profile import _Device, _Outage, _Profile, _Shard, _Slowdown, _Trial
 
 DOCS = Path(__file__).parents[3] / "docs"
 FILE = (DOCS / "sweep-file.md").read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def test_every_key_of_a_simulation_is_documented():
     assert [key for key in keys if f"`{key}`" not in CLI] == []
 
 
-@pytest.mark.parametrize("part", [_Profile, _Trial, _Shard, _Device, _Slowdown])
+@pytest.mark.parametrize("part", [_Profile, _Trial, _Shard, _Device, _Slowdown, _Outage])
 def test_every_key_of_a_profile_is_documented(part):
     page = (DOCS / "scheduling.md").read_text(encoding="utf-8")
     assert [key for key in part.model_fields if f"`{key}`" not in page and f'"{key}"' not in page] == []

@@ -54,6 +54,8 @@ def test_a_profile_is_played_and_options_go_before_it(profile):
     assert one["makespan_seconds"] == pytest.approx(45.5)
     assert figures(profile, "--no-overlap")["makespan_seconds"] > figures(profile)["makespan_seconds"]
     assert figures(profile, "--slow", "gpu0,0,0.5")["makespan_seconds"] > figures(profile)["makespan_seconds"]
+    lost, back = (figures(profile, "--lose", fault)["makespan_seconds"] for fault in ("gpu0,1", "gpu0,1,2"))
+    assert lost > back > figures(profile)["makespan_seconds"]
 
 
 def test_options_reach_the_simulation():
@@ -93,6 +95,10 @@ def test_options_reach_the_simulation():
         (("--trials", 2, "--devices", 2, "--slow", "device9,1,0.5"), "device 'device9'; there are device0, device1"),
         (("--trials", 2, "--devices", 2, "--slow", "device0,1"), "not like device0,60,0.5"),
         (("--trials", 2, "--devices", 2, "--slow", "device0,1,0"), "factor must be a finite number > 0"),
+        (("--trials", 2, "--devices", 2, "--lose", "device9,1"), "an outage names device 'device9'"),
+        (("--trials", 2, "--devices", 2, "--lose", "device0"), "not like device0,60 or device0,60,90"),
+        (("--trials", 2, "--devices", 2, "--lose", "device0,3,2"), "until_seconds must be a finite number > 3"),
+        (("--trials", 2, "--devices", 1, "--lose", "device0,3"), "every device is lost for ever"),
         (("--trials", 2, "--devices", 2, "--survival", "0.5,x"), "is not numbers such as 1,0.5"),
         (("--trials", 2, "--devices", 2, "--survival", "0.5,0.6"), "fall from 1 to 0"),
         (("--trials", 2, "--devices", 2, "--bandwidth", "fast"), "it must be a size"),

@@ -6,13 +6,21 @@ from hydra_tune.schedule import IncrementalPolicy, JobView, LRTFPaper, Policy, S
 def lrtf(device, candidates):
     here, nowhere, elsewhere = range(3)
     longest = max(candidates, key=lambda view: (view.remaining_seconds, -view.order))
-    least_seconds = longest.remaining_seconds - longest.step_seconds
+    slack = 2 * longest.step_seconds
+    ran_here = [view for view in candidates if view.last_device == device]
+    last = min(ran_here, key=lambda view: (-view.turn, view.order), default=None)
+
+    goes_on = last is not None and last.shard_device in (device, None)
+    if goes_on and last.remaining_seconds >= longest.remaining_seconds - slack:
+        return last
 
     def rank(view):
         place = here if view.shard_device == device else nowhere if view.shard_device is None else elsewhere
         return place, -view.remaining_seconds, view.order
 
-    return min([view for view in candidates if view.remaining_seconds >= least_seconds], key=rank)
+    return min(
+        [view for view in candidates if view.remaining_seconds >= longest.remaining_seconds - slack / 2], key=rank
+    )
 
 
 def lrtf_paper(device, candidates):

@@ -1,7 +1,5 @@
 """The scheduler's rules one by one. That they hold in any order of events is guarded in tests/property."""
 
-from dataclasses import replace
-
 import pytest
 
 from hydra_tune.errors import ConfigError, ScheduleError
@@ -214,10 +212,12 @@ def test_a_new_step_time_holds_from_then_on():
     machine = scheduler(policy=ShardedLRTF())
     submit(machine, "a", "b")
     machine.handle(admitted("a", remaining_seconds=20.0), admitted("b", SECOND, remaining_seconds=11.0))
-    machine.handle(ShardMoved(job="b", shard=1, device="cpu:0"))
-    assert machine.handle(finished("a", remaining_seconds=19.0)) == [run("a", SECOND)], "no slack yet"
-    # 18 - 7 = 11: b, whose shard is here, is within the slack.
-    assert machine.handle(finished("a", remaining_seconds=18.0, step_seconds=7.0)) == [run("b", SECOND)]
+    assert machine.view("a") is None, "it runs"
+    assert machine.handle(finished("a", remaining_seconds=10.0, step_seconds=0.5)) == [run("b", SECOND)]
+    assert machine.view("a").step_seconds == 0.5
+    # 10 - 2 x 0.5 = 9: b goes on as long as it is within the slack of a.
+    assert machine.handle(finished("b", remaining_seconds=9.0)) == [run("b", SECOND)]
+    assert machine.handle(finished("b", remaining_seconds=8.9)) == [run("a", SECOND)]
 
 
 def test_a_paused_job_gets_no_unit_until_it_is_unpaused():
@@ -373,14 +373,14 @@ def test_what_is_left_follows_from_the_units_that_finished():
     longer = UnitFinished(job="a", device="cpu:0", seconds=3.0, unit=FIRST, remaining_seconds=None)
     machine.handle(longer)
     assert remaining(machine, "a") == 9.0 * 3.0, "a unit of 1 s took 3"
-    machine.handle(replace(longer, seconds=1.0))
+    machine.handle(longer._replace(seconds=1.0))
     assert remaining(machine, "a") == 8.0 * 2.0
-    machine.handle(replace(longer, remaining_seconds=5.0))
+    machine.handle(longer._replace(remaining_seconds=5.0))
     assert remaining(machine, "a") == 5.0, "what is told is believed"
     machine.handle(DeviceSlowed(device="cpu:0", speed=0.5))
-    machine.handle(replace(longer, seconds=2.0))
+    machine.handle(longer._replace(seconds=2.0))
     assert remaining(machine, "a") == 4.0, "two seconds on a device half as fast are as predicted"
-    machine.handle(replace(longer, unit=None, seconds=2.0))
+    machine.handle(longer._replace(unit=None, seconds=2.0))
     machine.handle(JobResumed(job="a", unit=FIRST, remaining_seconds=None))
     assert remaining(machine, "a") == 3.0
     assert machine._state.jobs["a"].estimate.done_seconds == 3.0 + 1.0 + 3.0 + 1.0 + 1.0

@@ -75,8 +75,7 @@ def longest(views):
     return Longest().choose("", views)
 
 
-def scenario(setting, seed):
-    equal, num_devices, num_trials, num_shards, capacity, load = SETTINGS[setting]
+def scenario(equal, num_devices, num_trials, num_shards, capacity, load, seed):
     draw, trials = random.Random(seed), []
     for number in range(num_trials):
         factor = 1.0 if equal else draw.uniform(0.5, 2)
@@ -101,7 +100,7 @@ def figures(setting, how):
             how, how
         )
         lookahead = policy.buffer if isinstance(policy, BoundEarly) else None
-        results.append(simulate(scenario(setting, seed), policy, lookahead=lookahead))
+        results.append(simulate(scenario(*SETTINGS[setting], seed), policy, lookahead=lookahead))
     makespan = sum(result.makespan_seconds / result.bound_seconds for result in results) / len(results)
     return makespan, sum(result.loads_per_unit for result in results) / len(results)
 
@@ -139,3 +138,35 @@ def test_binding_idle_trials_early_delays_the_longest(setting):
 @pytest.mark.parametrize("setting", ["one long, P2 N4 S4 C4 r0.5", "one long, P8 N12 S6 C3 r1"])
 def test_the_running_trial_as_a_candidate_mends_most_of_it(setting):
     assert figures(setting, "own")[0] < figures(setting, "idle")[0] - 0.1
+
+
+# No load is longer than a unit; the second four hold the state of all trials together.
+SHORT_LOADS = [
+    (False, 2, 4, 4, 4, 0.5),
+    (True, 2, 4, 4, 4, 1),
+    (None, 2, 8, 4, 8, 0.25),
+    (False, 8, 12, 6, 3, 0.5),
+    (True, 8, 12, 6, 3, 1),
+    (False, 2, 3, 4, 8, 0.5),
+    (None, 2, 4, 4, 8, 0.5),
+    (True, 8, 12, 6, 9, 1),
+    (None, 4, 8, 8, 16, 0.5),
+]
+
+
+@pytest.mark.parametrize("setting", SHORT_LOADS)
+def test_with_loads_no_longer_than_units_lrtf_is_within_a_twentieth_of_the_bound(setting):
+    """More settings: benchmarks/settings.py."""
+    result = simulate(scenario(*setting, seed=0))
+    assert result.makespan_seconds <= 1.05 * result.bound_seconds
+
+
+@pytest.mark.parametrize(
+    "setting", [setting for setting in SHORT_LOADS if setting[1] * setting[4] >= setting[2] * setting[3]]
+)
+def test_where_all_state_fits_lrtf_loads_a_fourth_after_the_first_loads(setting):
+    """Guards also that a device goes on with its job: by the longest shard at hand, (None, 2, 4, 4, 8, 0.5) fails."""
+    paper, ours = (simulate(scenario(*setting, seed=0), policy) for policy in ("lrtf_paper", "lrtf"))
+    assert paper.loads_per_unit > 0.3
+    assert paper.first_loads == ours.first_loads == setting[2] * setting[3]
+    assert 4 * ours.reloads_per_unit <= paper.reloads_per_unit
