@@ -129,15 +129,16 @@ class Transfers:
     def _occupy(self, device: SimDevice, size: int, now: float, *, crosses: bool) -> tuple[float, float]:
         seconds = size / device.bandwidth if device.bandwidth is not None else 0.0
         start = max(now, device.link_free)
+        node_done = now
         if self._node_bandwidth is not None:
-            start = max(start, self.node_free[device.node])
-            self.node_free[device.node] = start + self._grid.round(size / self._node_bandwidth)
-            seconds = max(seconds, size / self._node_bandwidth)
+            # Counted from now, whenever the device's own link is free: a transfer that waits for it keeps no other device waiting.
+            node_done = max(now, self.node_free[device.node]) + self._grid.round(size / self._node_bandwidth)
+            self.node_free[device.node] = node_done
         if crosses:
             self.network_bytes += size
             if self._network_bandwidth is not None:
                 seconds += size / self._network_bandwidth
-        device.link_free = start + self._grid.round(seconds)
+        device.link_free = max(start + self._grid.round(seconds), node_done)
         return start, device.link_free
 
     def _leave(self, job: SimJob, shard: int) -> None:

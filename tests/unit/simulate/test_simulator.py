@@ -253,6 +253,19 @@ def test_nodes_share_a_link_and_pay_for_the_network():
     assert result.network_bytes == 10
 
 
+def test_a_node_with_bandwidth_to_spare_delays_nothing():
+    """Not even where values at a boundary queue behind a shard on a device's own link, while others load."""
+    two = [SimulatedDevice(name=f"d{number}", bandwidth=10, memory_bytes=100) for number in range(2)]
+    step = (Unit(kind="backward", shard=1, seconds=1.0), Unit(kind="backward", shard=0, seconds=1.0))
+    three = [
+        SimulatedTrial(name=name, step=step, steps=20, shard_bytes=(100, 100), boundary_bytes=10) for name in "abc"
+    ]
+    plain = play(*three, devices=two, overlap=False)
+    assert play(*three, devices=two, overlap=False, node_bandwidth=1e9).makespan_seconds == pytest.approx(
+        plain.makespan_seconds, rel=1e-6
+    )
+
+
 def test_values_at_a_boundary_follow_a_trial_to_another_device():
     def moving(boundary_bytes):
         pair = [trial(name, shards=1, size=10, steps=3, boundary_bytes=boundary_bytes) for name in "ab"]
