@@ -188,6 +188,32 @@ class HydraExecutor:
         pool = self._pool
         return (pool or self._started()).recording()
 
+    def profile(
+        self, tasks: Iterable[TrainTask], *, bandwidth: str | int | None = None, steps: int | None = None
+    ) -> dict[str, Any]:
+        """What a sweep of these tasks would ask of the devices, for `hydra-tune simulate`; nothing is trained.
+
+        Each model is built, captured, cut and run once on the host, for its times: those of a CPU core, whatever the devices
+        are. Shards are what the pool would make of it.
+
+        Args:
+            tasks: the trials.
+            bandwidth: bytes a second at which each device loads, e.g. "12GB/s"; None: loads take no time.
+            steps: optimizer steps of each; None: as many as its data has.
+
+        Returns:
+            The content of a profile, for `json.dump` or `hydra_tune.simulate.profile.parse_profile`.
+
+        Raises:
+            ConfigError: a model that runs whole, whose times are not known beforehand; or data that does not tell its
+                length, without `steps`.
+            HydraTuneError: a task that the pool would refuse.
+        """
+        _check_count("steps", steps)
+        named = {f"trial{number}": task for number, task in enumerate(tasks)}
+        loads = parse_bandwidth(bandwidth, what="bandwidth")
+        return self._started().profile(named, bandwidth=loads, steps=steps, max_concurrent=self.width)
+
     def shutdown(self) -> None:
         """Cancel what is not over, wait for the running units, end all threads. May be called again."""
         with self._lock:

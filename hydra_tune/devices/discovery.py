@@ -57,7 +57,7 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def parse_bandwidth(text: str | int | None) -> int | None:
+def parse_bandwidth(text: str | int | None, what: str = "link_bandwidth") -> int | None:
     """Bytes a second, from a text such as "200MB/s".
 
     Raises:
@@ -65,7 +65,7 @@ def parse_bandwidth(text: str | int | None) -> int | None:
     """
     if text is None:
         return None
-    return parse_bytes(text.removesuffix("/s") if isinstance(text, str) else text, what="link_bandwidth")
+    return parse_bytes(text.removesuffix("/s") if isinstance(text, str) else text, what=what)
 
 
 def _open_cpu(count: int, budget: int | None, link_bandwidth: int | None) -> list[Device]:

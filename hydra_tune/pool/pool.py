@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Progress, Reported, Result
+from hydra_tune.pool.planned import planned_profile
 from hydra_tune.pool.record import Record, progress_without_trial
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import DeviceStats, PoolStats
@@ -236,6 +237,10 @@ class Pool:
             raise HydraTuneError("this pool records nothing; make it with HydraExecutor(record=True)")
         with self._changed:
             return self._recorder.recording()
+
+    def profile(self, tasks: Mapping[str, TrainTask], **more: Any) -> dict[str, Any]:
+        """What tasks would need; see `planned_profile`. They are no jobs of the pool."""
+        return planned_profile(tasks, self._library, list(self._devices.values()), **more)
 
     def shutdown(self) -> None:
         """Cancel what is not over, wait for the running units, end all threads. May be called again."""

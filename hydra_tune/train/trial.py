@@ -117,6 +117,11 @@ class Trial:
         unit.times.measured(unit.key, seconds)
 
     @property
+    def unit_times(self) -> UnitTimes:
+        """Seconds of the units of one optimizer step, as known now."""
+        return self._train_times
+
+    @property
     def step_seconds(self) -> float:
         """Seconds of one optimizer step, as known now."""
         return self._train_times.total

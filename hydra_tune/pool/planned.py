@@ -1,0 +1,73 @@
+"""What tasks would need, for the simulator, from their plans alone: nothing is trained."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import ConfigError
+from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.plan import Plan
+from hydra_tune.task import TrainTask
+from hydra_tune.train.clock import UnitTimes
+from hydra_tune.train.trial import Trial
+
+
+def planned_profile(
+    tasks: Mapping[str, TrainTask],
+    library: PlanLibrary,
+    devices: Sequence[Device],
+    *,
+    max_concurrent: int,
+    bandwidth: float | None,
+    steps: int | None,
+) -> dict[str, Any]:
+    """The content of a profile; see `HydraExecutor.profile`."""
+    with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
+        trials = [
+            thread.submit(_planned_trial, name, task, library, devices[0], steps).result()
+            for name, task in tasks.items()
+        ]
+    return {
+        "format": 1,
+        "trials": trials,
+        "devices": [{"name": d.name, "memory_bytes": d.budget_bytes, "bandwidth": bandwidth} for d in devices],
+        "max_concurrent": max_concurrent,
+        "overlap": False,  # the pool loads before a unit, not during the one before it
+    }
+
+
+def _planned_trial(
+    name: str, task: TrainTask, library: PlanLibrary, device: Device, steps: int | None
+) -> dict[str, Any]:
+    trial = Trial(task, library, device)
+    try:
+        trial.advance()  # builds the model, draws a batch, and makes the plan
+        assert trial.state is not None
+        plan = trial.state.layout.plan
+        count = trial.progress.num_steps if steps is None else steps
+        if plan.eager:
+            raise ConfigError(
+                f"{name} runs whole, and how long its units take is not known before they have run; record a run "
+                "(HydraExecutor(record=True)) and take recorded_profile of it"
+            )
+        if count is None:
+            raise ConfigError(f"how many steps {name} takes is not known before its data has been seen; give steps=")
+        step = [*_units(plan, trial.unit_times)]
+        sizes = [shard.cost.state_bytes + shard.cost.optimizer_bytes for shard in plan.shards]
+        return {"name": name, "steps": count, "step": step * task.accumulate, "shard_bytes": sizes}
+    finally:
+        trial.close(keep=False)
+
+
+def _units(plan: Plan, times: UnitTimes) -> Iterator[dict[str, Any]]:
+    """F0 .. F(K-2), B(K-1) .. B0; an update is part of its shard's backward."""
+    last = len(plan.shards) - 1
+    for index in range(last):
+        yield {"kind": "forward", "shard": index, "seconds": times.of(("forward", index))}
+    for index in range(last, -1, -1):
+        if plan.shards[index].has_backward:
+            seconds = times.of(("backward", index)) + times.of(("update", index))
+            yield {"kind": "backward", "shard": index, "seconds": seconds}
