@@ -25,6 +25,7 @@ class State:
         devices: every device, in the order added.
         idle: the places of the idle devices, rising: the first is fed first.
         num_eligible: ready jobs.
+        offering: running jobs that have further units ready.
         num_slots_taken: jobs that count against `max_concurrent`.
         num_submitted: jobs ever submitted: the next one's order.
         num_devices_added: devices ever added: the next one's index.
@@ -36,6 +37,7 @@ class State:
     devices: dict[str, DeviceRecord] = field(default_factory=dict)
     idle: list[tuple[float, int, str]] = field(default_factory=list)
     num_eligible: int = 0
+    offering: dict[str, None] = field(default_factory=dict)
     num_slots_taken: int = 0
     num_submitted: int = 0
     num_devices_added: int = 0
@@ -75,6 +77,10 @@ class State:
         record.is_counted = phase.takes_slot
         self.num_slots_taken += record.is_counted - counted
         self.jobs[record.job] = record
+        if record.ready and record.offers:
+            self.offering[record.job] = None
+        elif self.offering:
+            self.offering.pop(record.job, None)
         if phase is _QUEUED and not record.paused:
             heappush(self._queue, (-record.priority, record.order, record.job))
 
@@ -83,6 +89,7 @@ class State:
         old = self.jobs.pop(job)
         if old.view is not None:
             self._withdraw(old.view)
+        self.offering.pop(job, None)
         self.num_slots_taken -= old.is_counted
 
     def put_device(self, record: DeviceRecord) -> None:

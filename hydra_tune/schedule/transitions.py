@@ -73,18 +73,19 @@ def _lose_device(tables: Tables, event: DeviceLost) -> str | None:
     tables.drop_device(event.device)
     over = None
     for record in tables.all_jobs():
-        if record.job == device.job and record.stopped:
+        if record.job == device.job and record.stopped and len(record.running) == 1:
             tables.drop(record.job)
             over = record.job
-        elif record.last_device == event.device or event.device in record.shard_devices.values():
+        elif record.job == device.job or record.last_device == event.device or event.device in record.shard_devices.values():
             _leave_device(record, event.device)
             tables.put(record)
     return over
 
 
 def _leave_device(record: JobRecord, device: str) -> None:
-    if record.device == device:
-        record.phase, record.device = _phase_between_units(record), None
+    lost = record.running.get(device)
+    if lost is not None:
+        _take_off(record, device, () if record.stopped else (lost,))
     if record.last_device == device:
         record.last_device = None
     record.shard_devices = {shard: place for shard, place in record.shard_devices.items() if place != device}
@@ -119,16 +120,15 @@ def _rejected(tables: Tables, event: JobRejected) -> str:
     return event.job
 
 
-def _unit_failed(tables: Tables, event: UnitFailed) -> str:
-    _, device = _expect_unit(tables, event)
+def _unit_failed(tables: Tables, event: UnitFailed) -> str | None:
+    record, device, _ = _expect_unit(tables, event)
     device.job = None
     tables.put_device(device)
-    tables.drop(event.job)
-    return event.job
+    return _end_with_unit(tables, record, event.device)
 
 
 def _unit_finished(tables: Tables, event: UnitFinished) -> str | None:
-    record, device = _expect_unit(tables, event)
+    record, device, unit = _expect_unit(tables, event)
     step_seconds = record.step_seconds if event.step_seconds is None else event.step_seconds
     _check_estimates(event.remaining_seconds, step_seconds)
     if not 0 <= event.seconds < math.inf:
@@ -136,16 +136,11 @@ def _unit_finished(tables: Tables, event: UnitFinished) -> str | None:
     device.job = None
     tables.put_device(device)
     if record.stopped:
-        tables.drop(event.job)
-        return event.job
-    assert record.unit is not None
-    record.estimate.finish(record.unit.seconds, event.seconds * device.speed, event.remaining_seconds)
-    record.step_seconds = step_seconds
-    if event.unit is not None:
-        _make_ready(tables, record, event.unit)
-    else:
-        record.phase, record.unit, record.device = Phase.WAITING, None, None
-        tables.put(record)
+        return _end_with_unit(tables, record, event.device)
+    record.estimate.finish(unit.seconds, event.seconds * device.speed, event.remaining_seconds)
+    record.step_seconds, record.last_device = step_seconds, event.device
+    _take_off(record, event.device, event.others if event.unit is None else (event.unit, *event.others))
+    tables.put(record)
     return None
 
 
@@ -160,7 +155,7 @@ def _resume(tables: Tables, event: JobResumed) -> None:
 def _stop(tables: Tables, event: JobStopped) -> str | None:
     record = _expect(tables, event)
     if record.phase in (Phase.PREPARING, Phase.RUNNING):
-        record.stopped = True
+        record.stopped, record.ready = True, ()
         tables.put(record)
         return None
     tables.drop(event.job)
@@ -227,8 +222,34 @@ def _phase_between_units(record: JobRecord) -> Phase:
 
 
 def _make_ready(tables: Tables, record: JobRecord, unit: Unit) -> None:
-    record.phase, record.unit, record.device = _phase_between_units(record), unit, None
+    record.phase, record.ready = _phase_between_units(record), (unit,)
     tables.put(record)
+
+
+def _take_off(record: JobRecord, device: str, fresh: tuple[Unit, ...]) -> None:
+    """A device has a unit of the job no more; others may have become ready."""
+    if len(record.running) == 1:  # as nearly always
+        record.running = {}
+    else:
+        record.running = {place: unit for place, unit in record.running.items() if place != device}
+    record.ready = tuple(sorted((*record.ready, *fresh), key=_rank)) if record.ready or len(fresh) > 1 else fresh
+    if not record.running:
+        record.phase = _phase_between_units(record) if record.ready else Phase.WAITING
+
+
+def _rank(unit: Unit) -> int:
+    return unit.rank
+
+
+def _end_with_unit(tables: Tables, record: JobRecord, device: str) -> str | None:
+    """A unit of a job that gets no other has ended; returns the job if that was its last."""
+    if len(record.running) == 1:
+        tables.drop(record.job)
+        return record.job
+    record.stopped, record.ready = True, ()
+    _take_off(record, device, ())
+    tables.put(record)
+    return None
 
 
 def _expect(tables: Tables, event: JobEvent, *phases: Phase) -> JobRecord:
@@ -240,11 +261,12 @@ def _expect(tables: Tables, event: JobEvent, *phases: Phase) -> JobRecord:
     return record
 
 
-def _expect_unit(tables: Tables, event: UnitFinished | UnitFailed) -> tuple[JobRecord, DeviceRecord]:
+def _expect_unit(tables: Tables, event: UnitFinished | UnitFailed) -> tuple[JobRecord, DeviceRecord, Unit]:
     record = _expect(tables, event, Phase.RUNNING)
-    if record.device != event.device:
+    unit = record.running.get(event.device)
+    if unit is None:
         raise ImpossibleEventError(f"the job is {_describe(record)}, expected it running on {event.device!r}")
-    return record, _expect_device(tables, event.device)
+    return record, _expect_device(tables, event.device), unit
 
 
 def _expect_device(tables: Tables, device: str) -> DeviceRecord:
@@ -276,5 +298,5 @@ def _check_priority(priority: int) -> None:
 
 
 def _describe(record: JobRecord) -> str:
-    place = f" on {record.device!r}" if record.device is not None else ""
+    place = f" on {' and '.join(map(repr, record.running))}" if record.running else ""
     return f"{record.phase}{place}{' and stopped' if record.stopped else ''}"

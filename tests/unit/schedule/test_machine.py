@@ -533,7 +533,7 @@ def test_check_finds_what_is_wrong():
     state.idle.append((-1.0, 7, "cpu:7"))
     state._queue.clear()
     state.num_slots_taken = 1
-    state.jobs["running"].view = state.jobs["running"].make_view()
+    state.jobs["running"].view = state.jobs["ready"].view
     state.jobs["ready"].paused = True
     with pytest.raises(ScheduleError) as caught:
         machine.check()
