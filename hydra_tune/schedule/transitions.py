@@ -76,7 +76,11 @@ def _lose_device(tables: Tables, event: DeviceLost) -> str | None:
         if record.job == device.job and record.stopped and len(record.running) == 1:
             tables.drop(record.job)
             over = record.job
-        elif record.job == device.job or record.last_device == event.device or event.device in record.shard_devices.values():
+        elif (
+            record.job == device.job
+            or record.last_device == event.device
+            or event.device in record.shard_devices.values()
+        ):
             _leave_device(record, event.device)
             tables.put(record)
     return over
