@@ -258,7 +258,7 @@ class Trial:
             return
         yield from self._together(step)
         before = None
-        if self._may_be_helped and plan.may_run_beside and not kept.is_counted:
+        if self._may_be_helped and plan.may_run_beside and not kept.is_counted and self._device.shares_generator:
             before = self._streams.position()
         yield from step.batch(plan, kept.times, leaves)
         if before is not None:
@@ -416,7 +416,7 @@ class Trial:
             self.state.adopt_state(list(prepared.plan.used_state()), self._device)
         module.train()
         times = unit_times(prepared, self.task.accumulate if mode == "train" else 1)
-        draws = None if prepared.plan.is_stochastic else 0
+        draws = None if prepared.plan.is_stochastic else 0  # looked for when it has run
         return _Kept(
             prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0
         )
