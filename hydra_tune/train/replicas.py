@@ -4,8 +4,9 @@ A block is on one device at most. So that units of one trial may run side by sid
 a copy of it, from the host: a block like any other, on that device's ledger, loaded and spilled as room allows. It is read
 only and lives until the trial's next update.
 
-Note: which device has the original. While units run side by side, a group that some device has, or is about to have, stays there
-or goes to the host, and other devices take copies. So two units never wait for each other's blocks, and none changes one.
+Note: which device has the original. While units run side by side, a group that some device has, or is about to have, stays
+there or goes to the host, and other devices take copies. So two units never wait for each other's blocks, and none changes
+one.
 """
 
 import threading

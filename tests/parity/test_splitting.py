@@ -31,7 +31,7 @@ class Meeting:
         self._skip = skip
         self.was_held = False
         self.threads: set[str] = set()
-        self.inside: Callable[[], None] = lambda: None
+        self.inside: Callable[[], object] = list
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -198,7 +198,7 @@ def test_no_batch_is_split_off_that_the_host_has_no_room_for():
 @pytest.mark.parametrize("end", [Job.prune, Job.cancel])
 def test_a_trial_that_is_stopped_while_two_of_its_units_run_leaves_nothing(end):
     meeting, jobs = Meeting(skip=6), list[Job]()
-    meeting.inside = lambda: end(jobs[0])
+    meeting.inside = lambda: [end(job) for job in jobs]
     with running(devices="cpu:2", instrument=meeting, num_shards=1) as pool:
         jobs.append(pool.submit(accumulating(epochs=50)))
         result = jobs[0].result(PATIENCE_SECONDS)
@@ -234,7 +234,7 @@ def test_a_unit_that_fails_beside_another_ends_its_trial_alone():
 
 def test_a_paused_trial_goes_on_with_all_its_batches():
     meeting, jobs, described = Meeting(skip=6), list[Job](), accumulating(model=noisy)
-    meeting.inside = lambda: jobs[0].pause()
+    meeting.inside = lambda: [job.pause() for job in jobs]
     with running(devices="cpu:2", instrument=meeting, num_shards=1) as pool:
         jobs.append(pool.submit(described))
         other = accumulating(seed=4, epochs=1)
