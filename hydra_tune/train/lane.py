@@ -14,22 +14,20 @@ from hydra_tune.memory.pager import Lease, Pager
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.plan import Plan
-from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.replicas import Replicas
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.streams import RandomStreams
-from hydra_tune.train.training_batch import TrainingBatch, Update
+from hydra_tune.train.training_batch import Part, TrainingBatch, Update
 
 
 class Lane(TrainingBatch):
     """Reads parameters wherever it runs, draws from a stream of its own, and adds its gradients to earlier ones when it may.
 
     Args:
-        plan, times, state, device, gradients: as for any batch.
-        leaves: the batch; copied, for a loop may draw the next one into the same memory.
+        part: the batch; copied, for a loop may draw the next one into the same memory.
+        state, device, gradients: as for any batch.
         streams: the trial's streams as they stand where this batch's draws begin.
         end: where the torch stream stands behind them; None for a plan that draws nothing.
         replicas: the parameters.
@@ -37,17 +35,15 @@ class Lane(TrainingBatch):
 
     def __init__(
         self,
-        plan: Plan,
-        times: UnitTimes,
+        part: Part,
         state: ModelState,
-        leaves: Leaves,
         streams: RandomStreams,
         end: Tensor | None,
         device: Device,
         gradients: Gradients,
         replicas: Replicas,
     ) -> None:
-        super().__init__(plan, times, state, _copied(leaves), streams, device, gradients)
+        super().__init__(replace(part, leaves=_copied(part.leaves)), state, streams, device, gradients)
         self._end = end
         self._replicas = replicas
 

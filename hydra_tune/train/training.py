@@ -10,9 +10,6 @@ from collections.abc import Iterator
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Value
-from hydra_tune.shard.batch import Leaves
-from hydra_tune.shard.plan import Plan
-from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.lane import Lane
 from hydra_tune.train.replicas import Replicas
@@ -20,7 +17,7 @@ from hydra_tune.train.spread import Spread
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.streams import RandomStreams
-from hydra_tune.train.training_batch import TrainingBatch, Update
+from hydra_tune.train.training_batch import Part, TrainingBatch, Update
 
 _AHEAD = 4  # batches drawn for each that may be under way: between two rounds devices wait for each other
 
@@ -55,6 +52,7 @@ class OptimizerStep:
         self._updates: dict[str, Update] = {}
         self._batch: TrainingBatch | None = None
         self._drawn: list[Lane] = []
+        self._drawn_batches = 0
         self._replicas = Replicas(state)
         self._spread: Spread | None = None
         self.width = width
@@ -67,20 +65,18 @@ class OptimizerStep:
         """Whether all batches of the step have run."""
         return self.count == self._accumulate
 
-    def draw_ahead(self, plan: Plan, times: UnitTimes, leaves: Leaves, draws: int) -> None:
+    def draw_ahead(self, part: Part, draws: int) -> None:
         """Keep a batch, to be run beside the next ones by `together`.
 
         Args:
-            plan: how it is cut; one that may run beside others.
-            times: of its units.
-            leaves: the batch.
+            part: the batch or piece; its plan may run beside others.
             draws: by how much the batch moves the torch stream, which is moved here.
         """
         streams = self._streams.fork()
         self._streams.skip(draws)
-        end = self._streams.position() if plan.is_stochastic else None
-        parts = (plan, times, self._state, leaves, streams, end, self._device, self._gradients, self._replicas)
-        lane = Lane(*parts)
+        end = self._streams.position() if part.plan.is_stochastic else None
+        lane = Lane(part, self._state, streams, end, self._device, self._gradients, self._replicas)
+        self._drawn_batches += part.ends_batch
         self._drawn.append(lane)
         for update in lane.updates():
             self._updates |= dict.fromkeys(update.names, update)
@@ -88,7 +84,7 @@ class OptimizerStep:
     @property
     def has_drawn_enough(self) -> bool:
         """Whether the batches kept should be run now."""
-        return len(self._drawn) == min(self._accumulate - self.count, _AHEAD * self.width)
+        return self._drawn_batches == self._accumulate - self.count or len(self._drawn) == _AHEAD * self.width
 
     def together(self) -> Iterator[Spread]:
         """Run the batches that were kept, if any; afterwards `losses` has their training losses.
@@ -107,24 +103,25 @@ class OptimizerStep:
         sums = spread.result()
         self._spread, self._batch = None, lanes[-1]
         self._batch.hold(sums)
-        self.count += len(lanes)
+        self.count += self._drawn_batches
+        self._drawn_batches = 0
         self.losses = [lane.loss for lane in lanes]
 
-    def batch(self, plan: Plan, times: UnitTimes, leaves: Leaves) -> Iterator[PendingUnit]:
-        """The units of one more batch; afterwards `loss` is its training loss.
+    def batch(self, part: Part) -> Iterator[PendingUnit]:
+        """The units of one more batch or piece; afterwards `loss` is its training loss.
 
         Raises:
             BadLossError: the loss is not finite; nothing more of the step must run.
         """
         self._let_go()
-        batch = TrainingBatch(plan, times, self._state, leaves, self._streams, self._device, self._gradients)
+        batch = TrainingBatch(part, self._state, self._streams, self._device, self._gradients)
         self._batch = batch
         batch.take_in(self._held)
         self._held = {}
         for update in batch.updates():
             self._updates |= dict.fromkeys(update.names, update)
-        yield from batch.units(is_last=self.count + 1 == self._accumulate)
-        self.count += 1
+        yield from batch.units(is_last=part.ends_batch and self.count + 1 == self._accumulate)
+        self.count += part.ends_batch
         self.loss = batch.loss
 
     def finish(self) -> Iterator[PendingUnit]:

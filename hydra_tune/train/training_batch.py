@@ -30,22 +30,34 @@ class Update:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A batch of an optimizer step, or a piece of one.
+
+    Attributes:
+        plan: how its step is cut.
+        times: of its units.
+        leaves: the batch or piece.
+        share: the part of the batch's samples that it has.
+        ends_batch: whether no further piece of the batch follows.
+    """
+
+    plan: Plan
+    times: UnitTimes
+    leaves: Leaves
+    share: float = 1.0
+    ends_batch: bool = True
+
+
 class TrainingBatch(Step):
     """One of the step's batches. After its units have run, `loss` is its training loss."""
 
     loss: float
 
     def __init__(
-        self,
-        plan: Plan,
-        times: UnitTimes,
-        state: ModelState,
-        leaves: Leaves,
-        streams: RandomStreams,
-        device: Device,
-        gradients: Gradients,
+        self, part: Part, state: ModelState, streams: RandomStreams, device: Device, gradients: Gradients
     ) -> None:
-        super().__init__(plan, times, state, leaves, streams, device, gradients.objective())
+        super().__init__(part.plan, part.times, state, part.leaves, streams, device, gradients.objective(part.share))
         self._gradients = gradients
         self.completed: set[str] = set()
 

@@ -33,11 +33,13 @@ from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.helpers import Helpers, is_worth_it, lane_bytes
 from hydra_tune.train.hooks import refuse_gradient_hooks
 from hydra_tune.train.mean import Mean
+from hydra_tune.train.pieces import Piece, check_pieces, pieces
 from hydra_tune.train.spread import Spread
 from hydra_tune.train.state import ModelState, check_optimizer
 from hydra_tune.train.step import EvaluationStep, PendingUnit, unit_times
 from hydra_tune.train.streams import RandomStreams, draws_between
 from hydra_tune.train.training import OptimizerStep
+from hydra_tune.train.training_batch import Part
 
 _IN_TRAINING: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules of trials under way in this process
 _CLAIM = threading.Lock()
@@ -228,11 +230,13 @@ class Trial:
                 if batch is _END:
                     break
                 count += 1
-                leaves = batches.flatten(batch)
-                kept = self._plan(module, optimizer, batch, leaves, "train")
-                step = step or self._new_step(kept)
-                yield from self._train_batch(step, kept, leaves, num_samples(batch))
-                if step.is_full:
+                self._check_pieces(module, batch)
+                for piece in pieces(batch, self.task.split_batches):
+                    leaves = batches.flatten(piece.batch)
+                    kept = self._plan(module, optimizer, piece.batch, leaves, "train")
+                    step = step or self._new_step(kept)
+                    yield from self._train_part(step, kept, leaves, piece)
+                if step is not None and step.is_full:
                     done, step = step, None
                     yield from self._finish(done, epoch)
             if step is not None:
@@ -245,14 +249,21 @@ class Trial:
             raise no_batch("train", self.task.train, epoch)
         return count
 
-    def _train_batch(
-        self, step: OptimizerStep, kept: _Kept, leaves: batches.Leaves, samples: int
+    def _check_pieces(self, module: nn.Module, batch: Any) -> None:
+        """Refuse a task whose batches cannot be split; the first batch tells."""
+        if self.task.split_batches > 1 and self.state is None:
+            with self._own_code():
+                check_pieces(self.task, module, batch)
+
+    def _train_part(
+        self, step: OptimizerStep, kept: _Kept, leaves: batches.Leaves, piece: Piece
     ) -> Generator[PendingUnit | Spread, None, None]:
-        """One batch: now, or kept until it can run beside the next ones."""
+        """One batch, or a piece of one: now, or kept until it can run beside the next ones."""
         plan = kept.plan
+        part = Part(plan=plan, times=kept.times, leaves=leaves, share=piece.share, ends_batch=piece.is_last)
         if step.width > 1 and kept.draws is not None and plan.may_run_beside:
-            step.draw_ahead(plan, kept.times, leaves, kept.draws)
-            self._ahead.append(samples)
+            step.draw_ahead(part, kept.draws)
+            self._ahead.append(piece.samples)
             if step.has_drawn_enough:
                 yield from self._together(step)
             return
@@ -260,10 +271,10 @@ class Trial:
         before = None
         if self._may_be_helped and plan.may_run_beside and not kept.is_counted and self._device.shares_generator:
             before = self._streams.position()
-        yield from step.batch(plan, kept.times, leaves)
+        yield from step.batch(part)
         if before is not None:
             kept.draws, kept.is_counted = draws_between(before, self._streams.position()), True
-        self._interval.add(step.loss, samples)
+        self._interval.add(step.loss, piece.samples)
 
     def _together(self, step: OptimizerStep) -> Generator[Spread, None, None]:
         """Run what was kept."""
@@ -274,7 +285,11 @@ class Trial:
 
     @property
     def _may_be_helped(self) -> bool:
-        return self._helpers is not None and self.task.accumulate > 1
+        return self._helpers is not None and self._parts_per_step > 1
+
+    @property
+    def _parts_per_step(self) -> int:
+        return self.task.accumulate * self.task.split_batches
 
     def _new_step(self, kept: _Kept) -> OptimizerStep:
         assert self.module is not None
@@ -290,7 +305,7 @@ class Trial:
         """How many batches of the next step may be under way at once."""
         plan = kept.plan
         helped = self._may_be_helped and self.state is not None and kept.draws is not None and plan.may_run_beside
-        if self._helpers is None or not helped or not is_worth_it(plan, kept.times, self.task.accumulate):
+        if self._helpers is None or not helped or not is_worth_it(plan, kept.times, self._parts_per_step):
             return 1
         return self._helpers.ask(lane_bytes(plan))
 
@@ -415,7 +430,7 @@ class Trial:
         if self.state is not None:
             self.state.adopt_state(list(prepared.plan.used_state()), self._device)
         module.train()
-        times = unit_times(prepared, self.task.accumulate if mode == "train" else 1)
+        times = unit_times(prepared, self._parts_per_step if mode == "train" else 1)
         draws = None if prepared.plan.is_stochastic else 0  # looked for when it has run
         return _Kept(
             prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0
