@@ -6,7 +6,7 @@ from hydra_tune.shard.plan import Plan
 from hydra_tune.train.clock import UnitTimes
 
 _COPIED_BYTES_PER_SECOND = 2e9  # a careful guess: what copies cost is only to be small beside what is saved
-_AHEAD = 4
+AHEAD = 4  # batches drawn for each that may be under way: between two rounds devices wait for each other
 
 
 class Helpers(Protocol):
@@ -25,9 +25,9 @@ class Helpers(Protocol):
 
 def lane_bytes(plan: Plan) -> int:
     """Host memory that one more batch under way may need: values and gradients between its units, and batches drawn ahead."""
-    shards = plan.shards
-    drawn = max(shard.cost.value_bytes for shard in shards)
-    return sum(shard.cost.held_bytes + shard.cost.trained_bytes for shard in shards) + _AHEAD * drawn
+    costs = [shard.cost for shard in plan.shards]
+    drawn = max(cost.value_bytes for cost in costs)
+    return sum(cost.value_bytes + cost.gradient_bytes + cost.trained_bytes for cost in costs) + AHEAD * drawn
 
 
 def is_worth_it(plan: Plan, times: UnitTimes, count: int) -> bool:

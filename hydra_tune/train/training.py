@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Value
 from hydra_tune.train.gradients import Gradients
+from hydra_tune.train.helpers import AHEAD
 from hydra_tune.train.lane import Lane
 from hydra_tune.train.replicas import Replicas
 from hydra_tune.train.spread import Spread
@@ -18,8 +19,6 @@ from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.training_batch import Part, TrainingBatch, Update
-
-_AHEAD = 4  # batches drawn for each that may be under way: between two rounds devices wait for each other
 
 
 class OptimizerStep:
@@ -84,7 +83,7 @@ class OptimizerStep:
     @property
     def has_drawn_enough(self) -> bool:
         """Whether the batches kept should be run now."""
-        return self._drawn_batches == self._accumulate - self.count or len(self._drawn) == _AHEAD * self.width
+        return self._drawn_batches == self._accumulate - self.count or len(self._drawn) == AHEAD * self.width
 
     def together(self) -> Iterator[Spread]:
         """Run the batches that were kept, if any; afterwards `losses` has their training losses.
