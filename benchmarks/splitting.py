@@ -9,8 +9,8 @@ time is the wall time from its first batch being drawn to that of the next step,
 
 Wall time says something only where there is a core for each device. So the CPU time of the units is shown too, by device:
 `by CPU` is what *one* spends in a step over what the busier device of *two* does, the speedup that the division of the work
-allows, waiting and copies by the copy threads left out. `at once` is the part of a device's time in units during which the
-other is in one as well.
+allows. Waiting is left out, and so are copies by the copy threads: these are in the CPU time of the whole process. `at once` is
+the part of a device's time in units during which the other is in one as well.
 """
 
 import argparse
@@ -78,16 +78,21 @@ class Data:
     def __init__(self, batches, num_steps: int, meter: Meter) -> None:
         self._batches, self._num_steps, self._meter = batches, num_steps, meter
         self.marks: list[float] = []
+        self.cpu_marks: list[float] = []
 
     def draw(self):
         """The batches of one pass."""
         for step in range(self._num_steps):
-            self.marks.append(time.perf_counter())
+            self._mark()
             if step == WARM_STEPS:
                 self._meter.begins = self.marks[-1]
             for index in range(ACCUMULATE):
                 yield self._batches[(step * ACCUMULATE + index) % len(self._batches)]
+        self._mark()
+
+    def _mark(self) -> None:
         self.marks.append(time.perf_counter())
+        self.cpu_marks.append(time.process_time())
 
 
 def language_model(meter: Meter, num_steps: int, seed: int) -> tuple[TrainTask, Data]:
@@ -116,7 +121,7 @@ def task(model, data: Data, seed: int) -> TrainTask:
     )
 
 
-MODELS = {"transformer, 0.8M": (small_transformer, 12), "language model, 51M": (language_model, 5)}
+MODELS = {"transformer, 0.8M": (small_transformer, 12), "language model, 51M": (language_model, 6)}
 ARMS = {  # devices, trials, whether devices are lent
     "one": ("cpu:1", 1, True),
     "two": ("cpu:2", 1, True),
@@ -143,6 +148,7 @@ def run(name: str, arm: str) -> dict:
         "step": statistics.median(steps),
         "all": max(data.marks[-1] for _, data in made) - begins,
         "cpu": sorted(seconds / (num_steps - WARM_STEPS) for seconds in meter.cpu.values()),
+        "process": statistics.median(b - a for _, data in made for a, b in pairwise(data.cpu_marks[WARM_STEPS:])),
         "at once": meter.at_once(),
         "losses": [result.metrics["train_loss"] for result in results],
     }
@@ -165,7 +171,7 @@ def show(name: str, rounds: int) -> None:
             runs[arm].append(start(name, arm))
     if len({run["losses"][0] for found in runs.values() for run in found}) != 1:
         raise SystemExit(f"{name}: the arms disagree on the loss")
-    middle = {arm: {key: statistics.median(r[key] for r in found) for key in ("step", "all", "at once")}
+    middle = {arm: {key: statistics.median(r[key] for r in found) for key in ("step", "all", "process", "at once")}
               for arm, found in runs.items()}  # fmt: skip
     walls = [one["step"] / two["step"] for one, two in zip(runs["one"], runs["two"], strict=True)]
     cpus = [one["cpu"][-1] / two["cpu"][-1] for one, two in zip(runs["one"], runs["two"], strict=True)]
@@ -173,7 +179,8 @@ def show(name: str, rounds: int) -> None:
         f"{name}: one trial, a step of {ACCUMULATE} batches {middle['one']['step']:.2f} s on one device, "
         f"{middle['two']['step']:.2f} s on two: {statistics.median(walls):.2f}x by wall time "
         f"({min(walls):.2f} to {max(walls):.2f}), {statistics.median(cpus):.2f}x by CPU ({min(cpus):.2f} to {max(cpus):.2f}), "
-        f"{middle['two']['at once']:.0%} at once"
+        f"{middle['two']['at once']:.0%} at once; CPU of the whole process {middle['one']['process']:.2f} s and "
+        f"{middle['two']['process']:.2f} s a step"
     )
     both, alone = (middle[arm]["all"] for arm in ("two trials", "two trials, nothing lent"))
     print(f"{name}: two trials {both:.2f} s with lending, {alone:.2f} s without: {both / alone:.2f}", flush=True)
