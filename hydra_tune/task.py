@@ -49,6 +49,10 @@ class TrainTask:
         batch_size: samples per batch, where `train` or `validate` is a `Dataset`.
         accumulate: batches whose gradients are added up for one optimizer step, each loss divided by this number. What is
             left over at the end of an epoch makes a step of its own, with the same divisor.
+        split_batches: pieces that each batch is cut into, run one by one or side by side on devices that have nothing else to
+            do; each piece's loss is weighted by its share of the batch's samples. For a loss that is the mean over samples
+            and a model whose forward does not mix them; anything else is refused. What it gives depends on this number, and
+            not on the devices. 1 for whole batches.
         max_grad_norm: clips the norm of all gradients of the optimizer's parameters together to this, as
             `torch.nn.utils.clip_grad_norm_` does; None for no clipping.
         precision: what matrix products are computed in: `"float32"` as the model is, or under `torch.autocast` to
@@ -79,6 +83,7 @@ class TrainTask:
     epochs: int = 1
     batch_size: int | None = None
     accumulate: int = 1
+    split_batches: int = 1
     max_grad_norm: float | None = None
     precision: Precision = "float32"
     compile: str | None = None
@@ -96,6 +101,7 @@ class TrainTask:
             raise TaskError(f"TrainTask needs exactly one of loss= and step=, got {given}")
         _check_positive("epochs", self.epochs)
         _check_positive("accumulate", self.accumulate)
+        _check_positive("split_batches", self.split_batches)
         _check_norm(self.max_grad_norm)
         if self.batch_size is not None:
             _check_positive("batch_size", self.batch_size)

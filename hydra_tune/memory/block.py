@@ -129,10 +129,14 @@ class Group(Block):
             view.copy_(tensor.detach())
         self.moved()
 
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors as they lie in another flat buffer of the same bytes."""
+        return [slot.view(flat) for slot in self._slots]
+
     def moved(self) -> None:
         """Point the tensors at where the bytes are."""
         flat = self.data
-        views = self._host_views if flat is None else [slot.view(flat) for slot in self._slots]
+        views = self._host_views if flat is None else self.views(flat)
         for tensor, view in zip(self.tensors, views, strict=True):
             tensor.data = view
         if self.on_moved is not None:

@@ -57,7 +57,12 @@ def _planned_trial(
             raise ConfigError(f"how many steps {name} takes is not known before its data has been seen; give steps=")
         step = [*_units(plan, trial.unit_times)]
         sizes = [shard.cost.state_bytes + shard.cost.optimizer_bytes for shard in plan.shards]
-        return {"name": name, "steps": count, "step": step * task.accumulate, "shard_bytes": sizes}
+        return {
+            "name": name,
+            "steps": count,
+            "step": step * (task.accumulate * task.split_batches),
+            "shard_bytes": sizes,
+        }
     finally:
         trial.close(keep=False)
 

@@ -3,7 +3,7 @@
 Note: threads. One worker a device runs units; one preparer builds and captures models, one at a time; drivers submit and answer
 from threads of their own. All of them hand events to the state machine under one lock, and pass on what it commands: units go
 to the workers' inboxes, jobs to the preparer's; memory is given back after the lock is free. A job's trial is touched by one
-thread at a time, because the machine never has two units of a job under way.
+thread at a time: by that of the only unit under way or, where batches run side by side, by that of the last of their units.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Progress, Reported, Result
 from hydra_tune.pool.planned import planned_profile
-from hydra_tune.pool.record import Record, progress_without_trial
+from hydra_tune.pool.record import Following, Record, progress_without_trial, unit_of
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import DeviceStats, PoolStats
 from hydra_tune.quantities import format_bytes, format_bytes_up
@@ -352,7 +352,7 @@ class Pool:
             if record.outcome is not None:
                 self._tell(JobRejected(job=job.key))
                 return
-            trial = Trial(job.task, self._library, next(iter(self._devices.values())))
+            trial = Trial(job.task, self._library, next(iter(self._devices.values())), _Helpers(self, record))
             record.trial = trial
             unit = record.advance(report_is_free=True)
             if trial.state is not None:
@@ -361,6 +361,7 @@ class Pool:
         except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
             self._fail(record, error, JobRejected(job=job.key))
             return
+        assert isinstance(unit, PendingUnit | None), "a first step has one unit at a time"
         if unit is None:
             self._stop_completed(record)
             self._tell(JobRejected(job=job.key))
@@ -370,7 +371,7 @@ class Pool:
             self._decide(
                 JobAdmitted(
                     job=job.key,
-                    unit=_unit(unit),
+                    unit=unit_of(unit),
                     remaining_seconds=trial.remaining_seconds,
                     step_seconds=trial.step_seconds,
                 )
@@ -394,6 +395,26 @@ class Pool:
             )
             record.host_bytes = need
 
+    # Called by trials.
+
+    def lend(self, record: Record, nbytes: int) -> int:
+        """How many batches of a job may run side by side: more than one if a device has nothing to do, and the host room."""
+        with self._changed:
+            if record.outcome is not None or not self._scheduler.idle_devices:
+                return 1
+            free = self._host_bytes - sum(other.host_bytes for other in self._records.values())
+            count = max(0, min(len(self._devices) - 1, free // max(1, nbytes)))
+            record.lent_bytes += count * nbytes
+            record.host_bytes += count * nbytes
+            return 1 + count
+
+    def take_back(self, record: Record) -> None:
+        """The job's batches do not run side by side any more."""
+        with self._changed:
+            record.host_bytes -= record.lent_bytes
+            record.lent_bytes = 0
+            self._changed.notify_all()
+
     # The workers.
 
     def _work(self, name: str) -> None:
@@ -413,29 +434,30 @@ class Pool:
         assert record.trial is not None
         trial = record.trial
         seconds = 0.0
+        following: Following | None = None
         try:
             if unit.kind != _RESUME.kind:
-                seconds = self._run_pending(record, trial, device)
-            following = self._advance(record)
-            while isinstance(following, PendingUnit) and (following.kind, following.shard) == ("update", unit.shard):
+                seconds = self._run_pending(record, trial, unit, device)
+            following = self._go_on(record, unit, device)
+            while _is_update(following.step, unit.shard):
                 # Just in time, while parameters and gradients are here: a backward's update is no decision of its own.
-                seconds += self._run_pending(record, trial, device)
-                following = self._advance(record)
-            report = following if isinstance(following, Report) else None
+                seconds += self._run_pending(record, trial, unit, device)
+                following = self._go_on(record, unit, device)
         except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
             following = None  # the error's traceback keeps this frame, and a unit keeps its trial
             self._fail(record, error, UnitFailed(job=job.key, device=device.name))
             return
-        if following is None and record.outcome is None:
+        if following.is_end and record.outcome is None:
             self._stop_completed(record)
-        self._finish_unit(record, device, seconds, following, report)
+        self._finish_unit(record, device, seconds, following)
 
-    def _advance(self, record: Record) -> PendingUnit | Report | None:
-        return None if record.outcome is not None else record.advance(report_is_free=record.job.events is None)
+    def _go_on(self, record: Record, unit: Unit, device: Device) -> Following:
+        if record.outcome is not None:
+            return Following()
+        return record.go_on(unit, device.name, report_is_free=record.job.events is None)
 
-    def _run_pending(self, record: Record, trial: Trial, device: Device) -> float:
-        assert record.pending is not None
-        pending, record.pending = record.pending, None
+    def _run_pending(self, record: Record, trial: Trial, unit: Unit, device: Device) -> float:
+        pending = record.take(unit)
         seconds = self._timed_unit(pending, device)
         trial.finished(pending, seconds)
         return seconds
@@ -455,11 +477,12 @@ class Pool:
         record: Record,
         device: Device,
         seconds: float,
-        following: PendingUnit | Report | None,
-        report: Report | None,
+        following: Following,
     ) -> None:
         job, trial = record.job, record.trial
         assert trial is not None
+        report = following.step if isinstance(following.step, Report) else None
+        units = following.units
         with self._changed:
             if report is not None and record.outcome is None:
                 job.enter("waiting")
@@ -467,9 +490,10 @@ class Pool:
                 job=job.key,
                 device=device.name,
                 seconds=seconds,
-                unit=_unit(following) if isinstance(following, PendingUnit) else None,
+                unit=units[0] if units else None,
                 remaining_seconds=trial.remaining_seconds,
                 step_seconds=trial.step_seconds,
+                others=units[1:],
             )
             if report is not None and job.events is not None:
                 # Under the lock: a job that is cancelled meanwhile must not be over before its report is out.
@@ -537,6 +561,21 @@ class Pool:
             job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))
 
 
-def _unit(pending: PendingUnit | Report | None) -> Unit:
-    assert isinstance(pending, PendingUnit)
-    return Unit(kind=pending.kind, shard=pending.shard, seconds=pending.seconds)
+def _is_update(step: PendingUnit | Report | None, shard: int) -> bool:
+    return isinstance(step, PendingUnit) and (step.kind, step.shard) == ("update", shard)
+
+
+class _Helpers:
+    """What a job may ask of the pool: devices beside the one it runs on."""
+
+    def __init__(self, pool: Pool, record: Record) -> None:
+        self._pool = pool
+        self._record = record
+
+    def ask(self, nbytes: int) -> int:
+        """See `train/helpers.py`."""
+        return self._pool.lend(self._record, nbytes)
+
+    def leave(self) -> None:
+        """See `train/helpers.py`."""
+        self._pool.take_back(self._record)

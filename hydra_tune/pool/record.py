@@ -1,10 +1,43 @@
 """What the pool knows of a job that is not over: its trial, how it ends, and what it leaves."""
 
 import traceback
+from dataclasses import dataclass
 
 from hydra_tune.pool.job import OVER, Job, Progress, Result
+from hydra_tune.schedule import Unit
+from hydra_tune.train.spread import LaneUnit, Spread
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Report, Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Following:
+    """What a job does after a unit.
+
+    Attributes:
+        step: its next unit, a report that waits for an answer, or None at its end; None also where there is `beside`.
+        beside: units that are due and may run side by side; None where units come one after the other.
+    """
+
+    step: PendingUnit | Report | None = None
+    beside: tuple[Unit, ...] | None = None
+
+    @property
+    def is_end(self) -> bool:
+        """Whether the job is complete."""
+        return self.step is None and self.beside is None
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All that is due."""
+        if self.beside is not None:
+            return self.beside
+        return (unit_of(self.step),) if isinstance(self.step, PendingUnit) else ()
+
+
+def unit_of(pending: PendingUnit) -> Unit:
+    """A unit as the scheduler sees it."""
+    return Unit(kind=pending.kind, shard=pending.shard, seconds=pending.seconds)
 
 
 class Record:
@@ -13,10 +46,13 @@ class Record:
     Attributes:
         job: its public side.
         trial: once it is being prepared; touched by one thread at a time.
-        pending: the unit to run next.
+        pending: the unit to run next, where it is the only one.
+        spread: batches that run side by side, while they do.
+        beside: the units of these that are due, by rank.
         outcome: how the job ends; set once, under the pool's lock.
         error: why it failed.
         host_bytes: host memory it has been given.
+        lent_bytes: those of it that are for batches side by side.
         is_released: whether the scheduler has forgotten it.
         places: device of each shard that is on one.
         told: the places the scheduler knows of.
@@ -26,15 +62,54 @@ class Record:
         self.job = job
         self.trial: Trial | None = None
         self.pending: PendingUnit | None = None
+        self.spread: Spread | None = None
+        self.beside: dict[int, PendingUnit] = {}
         self.outcome: str | None = None
         self.error: BaseException | None = None
         self.host_bytes = 0
+        self.lent_bytes = 0
         self.is_released = False
         self.places: dict[int, str | None] = {}
         self.told: dict[int, str | None] = {}
 
-    def advance(self, *, report_is_free: bool) -> PendingUnit | Report | None:
-        """The job's next unit, a report that waits for an answer, or None at its end."""
+    def take(self, unit: Unit) -> PendingUnit:
+        """A unit that is due, to run it now."""
+        if self.spread is not None:
+            return self.beside.pop(unit.rank)
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        return pending
+
+    def go_on(self, unit: Unit, device: str, *, report_is_free: bool) -> "Following":
+        """What follows a unit that has run on a device; for units that run side by side, what has not been due before."""
+        if self.spread is not None:
+            found, is_over = self.spread.finished(unit.rank)
+            if not is_over:
+                return self._offer(found, unit.rank, device)
+            self.spread = None
+        following = self.advance(report_is_free=report_is_free)
+        if not isinstance(following, Spread):
+            return Following(step=following)
+        self.spread = following
+        return self._offer(following.start(), 0, device)
+
+    def _offer(self, found: list[LaneUnit], rank: int, device: str) -> "Following":
+        """Let units be due; those of one batch had better go on where it is."""
+        self.beside.update({one.rank: one.pending for one in found})
+        units = [
+            Unit(
+                kind=one.pending.kind,
+                shard=one.pending.shard,
+                seconds=one.pending.seconds,
+                rank=one.rank,
+                near=device if one.rank == rank else None,
+            )
+            for one in found
+        ]
+        return Following(beside=tuple(units))
+
+    def advance(self, *, report_is_free: bool) -> PendingUnit | Spread | Report | None:
+        """The job's next unit, or batches side by side, a report that waits for an answer, or None at its end."""
         assert self.trial is not None
         following = self.trial.advance()
         while report_is_free and isinstance(following, Report):
@@ -64,6 +139,7 @@ class Record:
         """Give the job's memory back and say what it left; a completed job's weights come to the host."""
         assert self.outcome is not None
         trial, self.trial, self.pending = self.trial, None, None
+        self.spread, self.beside = None, {}
         result = Result(status=self.outcome, error=self.error)
         if trial is None:
             return result

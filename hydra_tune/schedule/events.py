@@ -86,7 +86,7 @@ class JobRejected:
 
 
 class UnitFinished(NamedTuple):
-    """The unit a job had on a device is done.
+    """A unit that a job had on a device is done.
 
     A tuple, because one is made for every unit.
 
@@ -94,11 +94,12 @@ class UnitFinished(NamedTuple):
         job: the job.
         device: where the unit ran.
         seconds: how long it took.
-        unit: the job's next unit, or None where there is none now: it waits for a report's answer, or it is complete
-            and `JobStopped` follows.
+        unit: the job's next unit, or None where this one has none that is ready now. Where nothing else of the job is
+            ready or runs, it waits for a report's answer, or it is complete and `JobStopped` follows.
         remaining_seconds: predicted time of what is left, `unit` included. None: the scheduler corrects the last
             prediction it was told itself (`schedule/estimates.py`).
         step_seconds: predicted time of one training step from now on; None leaves it as it was.
+        others: further units of the job that have become ready and may run beside each other.
     """
 
     job: str
@@ -107,11 +108,12 @@ class UnitFinished(NamedTuple):
     unit: Unit | None
     remaining_seconds: float | None
     step_seconds: float | None = None
+    others: tuple[Unit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFailed:
-    """The unit a job had on a device failed; the job is over."""
+    """A unit a job had on a device failed; the job is over once no other unit of it runs."""
 
     job: str
     device: str
@@ -160,7 +162,7 @@ class PriorityChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStopped:
-    """A job gets no further unit: pruned, cancelled or complete. A unit of it that runs now is let finish."""
+    """A job gets no further unit: pruned, cancelled or complete. Units of it that run now are let finish."""
 
     job: str
 

@@ -24,6 +24,11 @@ def violations(state: State, *, max_concurrent: int) -> Iterator[str]:
     yield from _device_violations(state)
     yield from _table_violations(state)
     ready = [record.job for record in state.jobs.values() if record.phase is Phase.READY]
+    offering = [record.job for record in state.jobs.values() if record.offers]
+    if state.idle and offering:
+        yield f"{[device for _, _, device in state.idle]} have nothing to do and are not lent to {offering}"
+    if set(state.offering) != set(offering):
+        yield f"{list(state.offering)} are offering units, expected {offering}"
     if state.idle and ready:
         yield f"{[device for _, _, device in state.idle]} could be fed and are idle while {ready} are eligible"
     queued = _queued(state)
@@ -31,15 +36,20 @@ def violations(state: State, *, max_concurrent: int) -> Iterator[str]:
         yield f"{queued} are queued and {state.num_slots_taken} of {max_concurrent} slots are taken"
 
 
+_HAVE_UNITS = (Phase.READY, Phase.PAUSED)
+
+
 def _job_violations(record: JobRecord) -> Iterator[str]:
     name, phase = f"job {record.job!r}", record.phase
-    if (record.unit is not None) != (phase in (Phase.READY, Phase.RUNNING, Phase.PAUSED)):
-        yield f"{name} is {phase} with unit {record.unit}"
+    if (not record.ready and phase in _HAVE_UNITS) or (record.ready and phase not in (*_HAVE_UNITS, Phase.RUNNING)):
+        yield f"{name} is {phase} with ready units {record.ready}"
+    if record.stopped and record.ready:
+        yield f"{name} is stopped with ready units {record.ready}"
     if record.stopped and phase not in (Phase.PREPARING, Phase.RUNNING):
         yield f"{name} is stopped, {phase}, and not released"
     if (phase is Phase.READY and record.paused) or (phase is Phase.PAUSED and not record.paused):
         yield f"{name} is {phase}, and the user's pause is {record.paused}"
-    if record.view != (record.make_view() if phase is Phase.READY and record.unit is not None else None):
+    if record.view != (record.make_view() if phase is Phase.READY and record.ready else None):
         yield f"{name} is {phase}, and the policy was told {record.view}"
     if record.is_counted != phase.takes_slot:
         yield f"{name} is {phase}, and whether it is counted is {record.is_counted}"
@@ -50,14 +60,12 @@ def _job_violations(record: JobRecord) -> Iterator[str]:
 
 def _place_violations(state: State, record: JobRecord) -> Iterator[str]:
     name, phase = f"job {record.job!r}", record.phase
-    if (record.device is not None) != (phase is Phase.RUNNING):
-        yield f"{name} is {phase} on device {record.device!r}"
-    if record.device is not None:
-        device = state.devices.get(record.device)
+    if bool(record.running) != (phase is Phase.RUNNING):
+        yield f"{name} is {phase} on devices {list(record.running)}"
+    for place in record.running:
+        device = state.devices.get(place)
         if device is None or device.job != record.job:
-            yield f"{name} runs on {record.device!r}, which runs {device and device.job!r}"
-        if record.last_device != record.device:
-            yield f"{name} runs on {record.device!r}, and ran last on {record.last_device!r}"
+            yield f"{name} runs on {place!r}, which runs {device and device.job!r}"
     if record.last_device is not None and record.last_device not in state.devices:
         yield f"{name} ran last on {record.last_device!r}, which is unknown"
     for shard, place in record.shard_devices.items():
@@ -69,7 +77,7 @@ def _place_violations(state: State, record: JobRecord) -> Iterator[str]:
 
 def _device_violations(state: State) -> Iterator[str]:
     for name, device in state.devices.items():
-        if device.job is not None and (device.job not in state.jobs or state.jobs[device.job].device != name):
+        if device.job is not None and (device.job not in state.jobs or name not in state.jobs[device.job].running):
             yield f"device {name!r} runs {device.job!r}, which does not run there"
         if not device.speed > 0:
             yield f"device {name!r} has speed {device.speed}"

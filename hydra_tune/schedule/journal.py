@@ -75,6 +75,8 @@ def _plain(entry: Event | Command) -> dict[str, Any]:
     fields = entry._asdict() if isinstance(entry, tuple) else asdict(entry)
     if isinstance(fields.get("unit"), Unit):
         fields["unit"] = asdict(fields["unit"])
+    if "others" in fields:
+        fields["others"] = [asdict(unit) for unit in fields["others"]]
     return {"is": type(entry).__name__, **fields}
 
 
@@ -82,4 +84,6 @@ def _made(kinds: Mapping[str, Any], data: Mapping[str, Any]) -> Any:
     fields = {name: value for name, value in data.items() if name != "is"}
     if fields.get("unit") is not None:
         fields["unit"] = Unit(**fields["unit"])
+    if "others" in fields:
+        fields["others"] = tuple(Unit(**unit) for unit in fields["others"])
     return kinds[data["is"]](**fields)

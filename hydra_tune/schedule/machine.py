@@ -4,13 +4,15 @@ A pure state machine: no threads, no clock, no tensors, nothing waited for. Whoe
 a simulated one, tells it what happened and does what it says; the same events give the same commands.
 
 What it promises:
-    * each unit runs once, in order, and no two units of a job at once; one that was lost with its device runs again;
+    * each unit runs once; one that was lost with its device runs again;
+    * a job that runs nothing is given one device, for the first of its ready units; its others are *offered*: a device
+      takes one only if there is no job that runs nothing and could be fed, so no job waits because another has several;
     * a device that could be fed is fed, in the very call that makes it possible, the fastest first;
     * a job is never fed or admitted before one of a higher priority that could be;
     * of one priority, jobs are admitted in submission order, while fewer than `max_concurrent` are preparing, ready or
       running;
     * where admission is staggered, no job beyond the front is fed before one of the front, of its priority, that could be;
-    * a job that is stopped gets no further unit, and is released as soon as nothing of it runs;
+    * a job that is stopped, or one of whose units fails, gets no further unit, and is released once nothing of it runs;
     * a job that is paused gets no further unit until it is unpaused, and takes no slot once nothing of it is under way;
     * of a job that is over nothing is kept.
 """
@@ -26,7 +28,7 @@ from hydra_tune.schedule.front import ADMISSIONS, Front, check_admission
 from hydra_tune.schedule.invariants import violations
 from hydra_tune.schedule.levels import Levels
 from hydra_tune.schedule.policy import JobView, Policy, start_selection
-from hydra_tune.schedule.record import Phase
+from hydra_tune.schedule.record import JobRecord, Phase
 from hydra_tune.schedule.state import Draft, State, Tables
 from hydra_tune.schedule.transitions import ImpossibleEventError, apply
 from hydra_tune.schedule.units import Unit
@@ -165,6 +167,11 @@ class Scheduler:
         return tuple(job for job, record in self._state.jobs.items() if record.view is not None)
 
     @property
+    def offering_jobs(self) -> tuple[str, ...]:
+        """Running jobs with further units that are ready."""
+        return tuple(self._state.offering)
+
+    @property
     def running(self) -> dict[str, str]:
         """The job whose unit runs, for each device that runs one."""
         return {name: device.job for name, device in self._state.devices.items() if device.job is not None}
@@ -181,17 +188,39 @@ class Scheduler:
 
     def _feed(self, commands: list[Command]) -> list[Command]:
         state = self._state
-        while state.num_eligible and state.idle:
-            view = self._choose(state.idle[0][2])
-            record, device = state.jobs[view.job], state.devices[self._place(view)]
-            state.num_runs += 1
-            record.phase, record.turn = _RUNNING, state.num_runs
-            record.device = record.last_device = device.device
-            state.put(record)
-            device.job = view.job
-            state.put_device(device)
-            commands.append(Run(view.job, device.device, view.unit))
+        while state.idle and (state.num_eligible or state.offering):
+            if state.num_eligible:
+                view = self._choose(state.idle[0][2])
+                record = state.jobs[view.job]
+                commands.append(self._start(record, record.ready[0], self._place(view)))
+            else:
+                commands.append(self._lend())
         return commands
+
+    def _start(self, record: JobRecord, unit: Unit, place: str) -> Run:
+        state, device = self._state, self._state.devices[place]
+        state.num_runs += 1
+        record.phase, record.turn, record.last_device = Phase.RUNNING, state.num_runs, place
+        if len(record.ready) == 1 and not record.running:  # as nearly always
+            record.ready, record.running = (), {place: unit}
+        else:
+            record.ready = tuple(other for other in record.ready if other is not unit)
+            record.running = {**record.running, place: unit}
+        state.put(record)
+        device.job = record.job
+        state.put_device(device)
+        return Run(job=record.job, device=place, unit=unit)
+
+    def _lend(self) -> Run:
+        """Give a device that no job could have a further unit of a running job: the one with the longest time left."""
+        state = self._state
+        records = [state.jobs[job] for job in state.offering]
+        record = max(records, key=lambda r: (r.priority, r.estimate.remaining_seconds, -r.order))
+        for unit in record.ready:
+            near = state.devices.get(unit.near) if unit.near is not None else None
+            if near is not None and near.idle_place is not None:
+                return self._start(record, unit, near.device)
+        return self._start(record, record.ready[0], state.idle[0][2])
 
     def _choose(self, device: str) -> JobView:
         levels = self._state.levels

@@ -20,7 +20,7 @@ class Phase(StrEnum):
     READY = "ready"
     """Eligible: its next unit waits for a device. Takes a slot."""
     RUNNING = "running"
-    """One unit of it is on a device. Takes a slot."""
+    """A unit of it is on a device, or several are, each on its own. Takes a slot."""
     WAITING = "waiting"
     """No next unit until its report is answered. Takes no slot: whoever answers may be waiting for other jobs first."""
     PAUSED = "paused"
@@ -46,13 +46,14 @@ class JobRecord:
         phase: where it stands.
         stopped: it is to end with what it does now; only while preparing or running.
         paused: the user holds it back; takes effect once nothing of it is under way.
-        unit: the unit that is ready, held back or running; None in every other phase.
-        device: where the unit runs; None unless running.
+        ready: units that are ready or held back, in the order in which they go; beside running ones they are offered to
+            devices that would have nothing else to do.
+        running: the unit on each device that runs one of its.
         estimate: predicted time of what is left, and of what was done.
         step_seconds: predicted time of one training step.
         shard_devices: for each shard that is on a device, that device.
         turn: the number of its last `Run` among all; 0 before the first.
-        last_device: where its last unit ran or runs; None before the first, and once that device is lost.
+        last_device: where a unit of it last began or ended; None before the first, and once that device is lost.
         view: what the policy was told of it; None if it was told nothing. Kept by `State.put`.
         is_counted: whether it is in `num_slots_taken`. Kept by `State.put`.
         age: under staggered admission, its place among the jobs in flight; None while it is not. Kept by `State.put`.
@@ -65,8 +66,8 @@ class JobRecord:
     phase: Phase = Phase.QUEUED
     stopped: bool = False
     paused: bool = False
-    unit: Unit | None = None
-    device: str | None = None
+    ready: tuple[Unit, ...] = ()
+    running: Mapping[str, Unit] = field(default_factory=dict)
     estimate: Estimate = field(default_factory=Estimate)
     step_seconds: float = 0.0
     shard_devices: Mapping[int, str] = field(default_factory=dict)
@@ -84,8 +85,7 @@ class JobRecord:
 
     def make_view(self) -> JobView:
         """What a policy sees of this job; it must be ready."""
-        unit, estimate = self.unit, self.estimate
-        assert unit is not None
+        unit, estimate = self.ready[0], self.estimate
         return JobView(
             self.job,
             self.order,
@@ -98,6 +98,11 @@ class JobRecord:
             self.turn,
             self.last_device,
         )
+
+    @property
+    def offers(self) -> bool:
+        """Whether it has units for devices that would have nothing else to do."""
+        return bool(self.ready) and self.phase is Phase.RUNNING and not (self.paused or self.stopped)
 
     def copy(self) -> "JobRecord":
         """Another record that says the same and changes on its own."""

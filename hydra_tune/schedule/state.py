@@ -27,6 +27,7 @@ class State:
         devices: every device, in the order added.
         idle: the places of the idle devices, rising: the first is fed first.
         num_eligible: ready jobs.
+        offering: running jobs that have further units ready.
         num_slots_taken: jobs that count against `max_concurrent`.
         num_submitted: jobs ever submitted: the next one's order.
         num_devices_added: devices ever added: the next one's index.
@@ -40,6 +41,7 @@ class State:
     devices: dict[str, DeviceRecord] = field(default_factory=dict)
     idle: list[tuple[float, int, str]] = field(default_factory=list)
     num_eligible: int = 0
+    offering: dict[str, None] = field(default_factory=dict)
     num_slots_taken: int = 0
     num_submitted: int = 0
     num_devices_added: int = 0
@@ -78,6 +80,7 @@ class State:
         if counted is not record.is_counted:
             record.is_counted = counted
             self.num_slots_taken += 1 if counted else -1
+        self._note_offers(record)
         if phase is _QUEUED and not record.paused:
             heappush(self._queue, (-record.priority, record.order, record.job))
 
@@ -102,6 +105,7 @@ class State:
         old = self.jobs.pop(job)
         if old.view is not None:
             self._withdraw(old)
+        self.offering.pop(job, None)
         self.num_slots_taken -= old.is_counted
         if self.front is not None and old.age is not None:
             self._cross(self.front.leave(old.age))
@@ -155,6 +159,12 @@ class State:
                 return record
             heappop(queue)
         return None
+
+    def _note_offers(self, record: JobRecord) -> None:
+        if record.ready and record.offers:
+            self.offering[record.job] = None
+        elif self.offering:
+            self.offering.pop(record.job, None)
 
     def _offer(self, record: JobRecord, view: JobView) -> None:
         self.levels.add(view, (view.priority, record.is_front))

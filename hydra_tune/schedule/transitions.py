@@ -73,18 +73,23 @@ def _lose_device(tables: Tables, event: DeviceLost) -> str | None:
     tables.drop_device(event.device)
     over = None
     for record in tables.all_jobs():
-        if record.job == device.job and record.stopped:
+        if record.job == device.job and record.stopped and len(record.running) == 1:
             tables.drop(record.job)
             over = record.job
-        elif record.last_device == event.device or event.device in record.shard_devices.values():
+        elif (
+            record.job == device.job
+            or record.last_device == event.device
+            or event.device in record.shard_devices.values()
+        ):
             _leave_device(record, event.device)
             tables.put(record)
     return over
 
 
 def _leave_device(record: JobRecord, device: str) -> None:
-    if record.device == device:
-        record.phase, record.device = _phase_between_units(record), None
+    lost = record.running.get(device)
+    if lost is not None:
+        _take_off(record, device, () if record.stopped else (lost,))
     if record.last_device == device:
         record.last_device = None
     record.shard_devices = {shard: place for shard, place in record.shard_devices.items() if place != device}
@@ -119,17 +124,16 @@ def _rejected(tables: Tables, event: JobRejected) -> str:
     return event.job
 
 
-def _unit_failed(tables: Tables, event: UnitFailed) -> str:
-    _, device = _expect_unit(tables, event)
+def _unit_failed(tables: Tables, event: UnitFailed) -> str | None:
+    record, device, _ = _expect_unit(tables, event)
     device.job = None
     tables.put_device(device)
-    tables.drop(event.job)
-    return event.job
+    return _end_with_unit(tables, record, event.device)
 
 
 def _unit_finished(tables: Tables, event: UnitFinished) -> str | None:
-    record, device = _expect_unit(tables, event)
-    job, _, seconds, unit, remaining_seconds, step_seconds = event
+    record, device, expected = _expect_unit(tables, event)
+    _, place, seconds, unit, remaining_seconds, step_seconds, others = event
     if step_seconds is None:
         step_seconds = record.step_seconds
     _check_estimates(remaining_seconds, step_seconds)
@@ -138,16 +142,11 @@ def _unit_finished(tables: Tables, event: UnitFinished) -> str | None:
     device.job = None
     tables.put_device(device)
     if record.stopped:
-        tables.drop(job)
-        return job
-    assert record.unit is not None
-    record.estimate.finish(record.unit.seconds, seconds * device.speed, remaining_seconds)
-    record.step_seconds = step_seconds
-    if unit is not None:
-        _make_ready(tables, record, unit)
-    else:
-        record.phase, record.unit, record.device = Phase.WAITING, None, None
-        tables.put(record)
+        return _end_with_unit(tables, record, place)
+    record.estimate.finish(expected.seconds, seconds * device.speed, remaining_seconds)
+    record.step_seconds, record.last_device = step_seconds, place
+    _take_off(record, place, others if unit is None else (unit, *others))
+    tables.put(record)
     return None
 
 
@@ -162,7 +161,7 @@ def _resume(tables: Tables, event: JobResumed) -> None:
 def _stop(tables: Tables, event: JobStopped) -> str | None:
     record = _expect(tables, event)
     if record.phase in (Phase.PREPARING, Phase.RUNNING):
-        record.stopped = True
+        record.stopped, record.ready = True, ()
         tables.put(record)
         return None
     tables.drop(event.job)
@@ -233,8 +232,34 @@ def _phase_between_units(record: JobRecord) -> Phase:
 
 
 def _make_ready(tables: Tables, record: JobRecord, unit: Unit) -> None:
-    record.phase, record.unit, record.device = _phase_between_units(record), unit, None
+    record.phase, record.ready = _phase_between_units(record), (unit,)
     tables.put(record)
+
+
+def _take_off(record: JobRecord, device: str, fresh: tuple[Unit, ...]) -> None:
+    """A device has a unit of the job no more; others may have become ready."""
+    if len(record.running) == 1:  # as nearly always
+        record.running = {}
+    else:
+        record.running = {place: unit for place, unit in record.running.items() if place != device}
+    record.ready = tuple(sorted((*record.ready, *fresh), key=_rank)) if record.ready or len(fresh) > 1 else fresh
+    if not record.running:
+        record.phase = _phase_between_units(record) if record.ready else Phase.WAITING
+
+
+def _rank(unit: Unit) -> int:
+    return unit.rank
+
+
+def _end_with_unit(tables: Tables, record: JobRecord, device: str) -> str | None:
+    """A unit of a job that gets no other has ended; returns the job if that was its last."""
+    if len(record.running) == 1:
+        tables.drop(record.job)
+        return record.job
+    record.stopped, record.ready = True, ()
+    _take_off(record, device, ())
+    tables.put(record)
+    return None
 
 
 def _expect(tables: Tables, event: JobEvent, *phases: Phase) -> JobRecord:
@@ -246,11 +271,12 @@ def _expect(tables: Tables, event: JobEvent, *phases: Phase) -> JobRecord:
     return record
 
 
-def _expect_unit(tables: Tables, event: UnitFinished | UnitFailed) -> tuple[JobRecord, DeviceRecord]:
+def _expect_unit(tables: Tables, event: UnitFinished | UnitFailed) -> tuple[JobRecord, DeviceRecord, Unit]:
     record = _expect(tables, event, _RUNNING)
-    if record.device != event.device:
+    unit = record.running.get(event.device)
+    if unit is None:
         raise ImpossibleEventError(f"the job is {_describe(record)}, expected it running on {event.device!r}")
-    return record, _expect_device(tables, event.device)
+    return record, _expect_device(tables, event.device), unit
 
 
 def _expect_device(tables: Tables, device: str) -> DeviceRecord:
@@ -282,5 +308,5 @@ def _check_priority(priority: int) -> None:
 
 
 def _describe(record: JobRecord) -> str:
-    place = f" on {record.device!r}" if record.device is not None else ""
+    place = f" on {' and '.join(map(repr, record.running))}" if record.running else ""
     return f"{record.phase}{place}{' and stopped' if record.stopped else ''}"

@@ -15,8 +15,12 @@ class Unit:
         kind: what is done: `"forward"`, `"backward"`, `"update"`, `"evaluate"`, ...; carried along, never interpreted.
         shard: the shard whose parameters it needs, from 0.
         seconds: how long it is predicted to take, without transfers.
+        rank: of a job's ready units the one of the lowest rank goes first.
+        near: the device that has what it works on; None if none has, or none is known to.
     """
 
     kind: str
     shard: int
     seconds: float
+    rank: int = 0
+    near: str | None = None

@@ -114,7 +114,7 @@ class Chain:
     def backward(self, index: int, generator: RandomGenerator) -> None:
         """Run a backward unit; leaves gradients of parameters under `parameter_gradient_key`.
 
-        To those that are complete, what is under `earlier_gradient_key` is added as autograd would add to `.grad`.
+        To those that are complete, what is under `earlier_gradient_key` is added.
         """
         shard = self.plan.shards[index]
         recompute = self.has_forward(index)
@@ -140,12 +140,13 @@ class Chain:
         for name, gradient in gradients.parameters.items():
             self._store.put(parameter_gradient_key(name), gradient)
         for name in shard.trained:
-            self._add_earlier(name)
+            self.add_earlier(name)
         for name, tensor in gradients.outputs.items():
             self._store.put(name, tensor)
         self._forget(shard, index)
 
-    def _add_earlier(self, name: str) -> None:
+    def add_earlier(self, name: str) -> None:
+        """To what earlier batches have given a parameter, add what this one has, as autograd would add to `.grad`."""
         earlier, fresh = self._store.get(earlier_gradient_key(name)), self._store.get(parameter_gradient_key(name))
         if earlier is None:
             return

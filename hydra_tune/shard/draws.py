@@ -28,6 +28,10 @@ _LOOPS = frozenset(
     f"aten::{name}"
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
 )
+_COUNTED = frozenset(
+    # Random primitives that move the generator by as much whatever the values they are given and wherever it stands.
+    [torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p, torch.ops.aten.bernoulli.default]
+)
 _REGIONS = (
     # Operators whose body runs once, as it stands.
     torch.ops.higher_order.wrap_with_set_grad_enabled,
@@ -42,6 +46,16 @@ class Draw(nn.Module):
         super().__init__()
         self._operator = fx.GraphModule({}, operator)
         self._record = fx.GraphModule({}, record)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it moves the generator by as much whatever tensors it is given."""
+        targets = [node.target for node in self._record.graph.nodes if node.op == "call_function"]
+        return all(
+            target in _COUNTED
+            for target in targets
+            if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+        )
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """The operator's result, drawn from the thread's own generator if it has one."""
@@ -77,6 +91,14 @@ class Draws:
             for node in nodes
             if node.op == "call_function" and draws_random_numbers(node)
         )
+
+    def are_counted(self, nodes: Sequence[fx.Node]) -> bool:
+        """Whether the stand-ins for some nodes all move the generator by as much at each run."""
+        found = [self.operators[node] for node in nodes if node in self.operators]
+        for node in nodes:
+            for body in (self.bodies[argument] for argument in node.all_input_nodes if argument in self.bodies):
+                found += [module for module in body.modules() if isinstance(module, Draw)]
+        return all(draw.is_counted for draw in found)
 
     def copy(self, graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """Copy a node to another graph, or its stand-in."""

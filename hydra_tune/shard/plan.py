@@ -77,6 +77,23 @@ class Plan:
         """The most any unit needs on a device at once."""
         return max(shard.cost.peak_bytes for shard in self.shards)
 
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(shard.graph.stochastic for shard in self.shards)
+
+    @property
+    def may_run_beside(self) -> bool:
+        """Whether steps of several batches may be under way at once with the results they have one after the other.
+
+        Not where a forward overwrites buffers that the next one reads (BatchNorm), where it is the user's own code, or where
+        how many random numbers it draws is not known before.
+        """
+        return not self.eager and all(
+            not shard.graph.written_state and (shard.graph.counted_draws or not shard.graph.stochastic)
+            for shard in self.shards
+        )
+
     def used_state(self) -> dict[str, list[int]]:
         """Name of each parameter or buffer used -> the shards that use it."""
         used: dict[str, list[int]] = {}

@@ -16,21 +16,23 @@ class GradientRules:
         accumulate: batches that make a step.
         is_scaled: whether the loss is scaled.
         is_clipped: whether the norm of all gradients is clipped.
+        is_split: whether batches are cut into pieces.
     """
 
     accumulate: int = 1
     is_scaled: bool = False
     is_clipped: bool = False
+    is_split: bool = False
 
     @classmethod
     def of(cls, task: TrainTask) -> "GradientRules":
         """The rules of a task."""
-        return cls(task.accumulate, task.precision == "float16", task.max_grad_norm is not None)
+        return cls(task.accumulate, task.precision == "float16", task.max_grad_norm is not None, task.split_batches > 1)
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of several batches are added up."""
-        return self.accumulate > 1
+        """Whether gradients of several batches, or of pieces of one, are added up."""
+        return self.accumulate > 1 or self.is_split
 
     @property
     def has_two_phases(self) -> bool:
@@ -40,7 +42,7 @@ class GradientRules:
     @property
     def objective(self) -> Objective:
         """What the backward starts from, with some loss scale; for measuring."""
-        return objective(self.accumulate, torch.ones(()) if self.is_scaled else None)
+        return objective(self.accumulate, torch.ones(()) if self.is_scaled else None, 0.5 if self.is_split else 1.0)
 
     def scratch_bytes(self, count: int, alignment: int) -> int:
         """Bytes for the scalars that unscaling and clipping the gradients of so many parameters make."""

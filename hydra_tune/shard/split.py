@@ -37,6 +37,7 @@ class ShardGraph:
             as they were.
         stochastic: whether it draws random numbers.
         own_draws: whether it draws them from a generator that its thread draws from (`drawing_from`), if there is one.
+        counted_draws: whether, drawing so, it moves that generator by as much at each run.
     """
 
     module: Callable[..., tuple[Tensor, ...]]
@@ -53,6 +54,7 @@ class ShardGraph:
     saved_state: tuple[str, ...]
     stochastic: bool
     own_draws: bool = False
+    counted_draws: bool = False
 
     @property
     def label(self) -> str:
@@ -126,6 +128,7 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, bac
         ),
         stochastic=stochastic,
         own_draws=own_draws,
+        counted_draws=own_draws and draws.are_counted(nodes),
     )
 
 

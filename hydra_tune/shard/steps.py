@@ -24,11 +24,15 @@ def loss_itself(loss: Tensor) -> Tensor:
     return loss
 
 
-def objective(accumulate: int, scale: Tensor | None) -> Objective:
-    """The loss over the number of batches that make a step, times the loss scale; as in a plain loop, in that order."""
+def objective(accumulate: int, scale: Tensor | None, share: float = 1.0) -> Objective:
+    """The loss times the part of a batch it is for, over the number of batches that make a step, times the loss scale.
+
+    As in a plain loop, in that order.
+    """
 
     def from_loss(loss: Tensor) -> Tensor:
-        mean = loss if accumulate == 1 else loss / accumulate
+        part = loss if share == 1.0 else loss * share
+        mean = part if accumulate == 1 else part / accumulate
         return mean if scale is None else mean * scale.to(loss.device, copy=True)
 
     return from_loss

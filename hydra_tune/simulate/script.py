@@ -130,7 +130,7 @@ def scripts_of(recording: Recording) -> Play:
     """Take a recording apart.
 
     Raises:
-        ConfigError: the recording is of a run that had not ended, or of none.
+        ConfigError: the recording is of a run that had not ended, or of none, or of one that lent devices to a running job.
     """
     return _Reader(recording).read()
 
@@ -168,6 +168,11 @@ class _Reader:
         return self._play.scripts.setdefault(job, Script())
 
     def _begin(self, command: Run, now: int) -> None:
+        if command.job in self._running:
+            raise ConfigError(
+                f"{command.job!r} ran batches of a step side by side on several devices, which cannot be played again; record "
+                "a run whose trials are at least as many as its devices, or without accumulate and split_batches"
+            )
         turns = self._turns.get(command.job)
         part = Part(turns.popleft().actions.copy() if turns else [], now, command.unit)
         self._running[command.job] = part

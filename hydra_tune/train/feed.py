@@ -4,7 +4,7 @@ Knows nothing of models, shards or devices.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -41,7 +41,7 @@ class Feed:
         elif isinstance(handle, Dataset):
             self._own.stream_in(handle)
 
-    def draw(self, handle: DataHandle, *, shuffle: bool) -> Iterator[Batch]:
+    def draw(self, handle: DataHandle, *, shuffle: bool) -> Generator[Batch, None, None]:
         """The batches of one pass, each drawn with the trial's own streams and not before it is needed.
 
         Args:

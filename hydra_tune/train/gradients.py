@@ -47,9 +47,9 @@ class Gradients:
         """Whether a gradient of the step was not finite under loss scaling, so that the step is not taken at all."""
         return self._found_inf
 
-    def objective(self) -> Objective:
-        """What the backward starts from, given the loss."""
-        return objective(self._accumulate, self._scale)
+    def objective(self, share: float) -> Objective:
+        """What the backward starts from, given the loss of such a share of a batch."""
+        return objective(self._accumulate, self._scale, share)
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """All of the step's batches are in these gradients: unscale them in place, and note their norms.

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.data import make_loader, no_batch, num_samples
+from hydra_tune.train.pieces import check_pieces, pieces
 
 Report = Callable[[int, dict[str, float]], bool | None]
 """Called at each report with the step and the metrics; False prunes the run there."""
@@ -33,7 +34,7 @@ class PlainResult:
         status: `"pruned"` where a report was answered with False, or a bad loss met `on_bad_loss="prune"`.
         metrics: those of the last report; empty if there was none.
         history: one dict per report: `step`, `epoch`, `seconds` since the start, and the metrics.
-        losses: the training loss of every batch in order.
+        losses: the training loss of every batch in order, as the mean over its samples where it was split.
         module: the trained module, in training mode.
         optimizer: its optimizer.
     """
@@ -132,6 +133,8 @@ class _Run:
         self.module.train()
         before = len(self.losses)
         for batch in make_loader(self.task.train, self.task.batch_size, shuffle=True):
+            if self.task.split_batches > 1 and not self.losses:
+                check_pieces(self.task, self.module, batch)
             self._backward(batch)
             if self.pending == self.task.accumulate and not self._step(epoch):
                 return False
@@ -146,14 +149,18 @@ class _Run:
         return True
 
     def _backward(self, batch: Batch) -> None:
-        with _autocast(self.task):
-            loss = _loss(self.task, self.module, batch)
-        value = loss.item()
-        self.losses.append(value)
-        if not math.isfinite(value):
-            raise BadLossError(f"the training loss is {value} in step {self.steps + 1}")
-        self.scaler.scale(loss / self.task.accumulate).backward()  # type: ignore[no-untyped-call]  # untyped in torch
-        self.interval.add(value, num_samples(batch))
+        mean = _Mean()
+        for piece in pieces(batch, self.task.split_batches):
+            with _autocast(self.task):
+                loss = _loss(self.task, self.module, piece.batch)
+            value = loss.item()
+            mean.add(value, piece.samples)
+            if not math.isfinite(value):
+                self.losses.append(value)
+                raise BadLossError(f"the training loss is {value} in step {self.steps + 1}")
+            self.scaler.scale(loss * piece.share / self.task.accumulate).backward()  # type: ignore[no-untyped-call]  # untyped
+            self.interval.add(value, piece.samples)
+        self.losses.append(mean.value())
         self.pending += 1
 
     def _step(self, epoch: int) -> bool:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
-from hydra_tune.memory.block import Block, Group, Kind
+from hydra_tune.memory.block import Group, Kind
 from hydra_tune.memory.pager import bring_home, drop
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.library import Layout
@@ -40,7 +40,7 @@ class ModelState:
         self.tensors: dict[str, Tensor] = dict(named_state(module))
         owners = {name: shards[0] for name, shards in plan.used_state().items() if len(shards) == 1}
         self.layout = Layout(plan=plan, owners=owners)
-        names = {id(tensor): name for name, tensor in self.tensors.items()}
+        self._names = names = {id(tensor): name for name, tensor in self.tensors.items()}
         self._optimized = tuple(names[id(p)] for group in optimizer.param_groups for p in group["params"])
         self._group_of: dict[str, Group] = {}
         self._optimizer_groups: dict[tuple[str, ...], list[Group]] = {}
@@ -48,13 +48,17 @@ class ModelState:
         _check_storages(self.tensors)
         device.on_host(lambda: self._build(plan, device))
 
-    def groups(self, names: Iterable[str]) -> list[Block]:
+    def name_of(self, tensor: Tensor) -> str:
+        """What a parameter or buffer is called."""
+        return self._names[id(tensor)]
+
+    def groups(self, names: Iterable[str]) -> list[Group]:
         """The groups that hold these parameters and buffers."""
         return list(dict.fromkeys(self._group_of[name] for name in names))
 
-    def optimizer_groups(self, names: tuple[str, ...]) -> list[Block]:
+    def optimizer_groups(self, names: tuple[str, ...]) -> list[Group]:
         """The groups of the optimizer state of these parameters; none before their first update."""
-        found: list[Block] = []
+        found: list[Group] = []
         for members, groups in self._optimizer_groups.items():
             if not set(members).isdisjoint(names):
                 found += groups

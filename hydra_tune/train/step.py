@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from hydra_tune.devices.device import Device
+from hydra_tune.memory.block import Block
 from hydra_tune.memory.pager import Lease, Pager
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.chain import Chain
@@ -26,7 +27,7 @@ class PendingUnit:
     """A unit that is due.
 
     Attributes:
-        kind: "forward", "backward", "complete", "update" or "evaluate".
+        kind: "forward", "backward", "sum", "complete", "update" or "evaluate".
         shard: index of the shard.
         seconds: expected.
         run: runs it on a device's worker; returns seconds spent waiting for bytes, and for other trials' code.
@@ -117,9 +118,9 @@ class Step:
         def run(device: Device, pager: Pager) -> float:
             graph = shard.graph
             keys = self._chain.keys("backward" if backward else "forward", index)
-            blocks = self._state.groups(graph.state) + self._store.blocks(keys, graph.constants, graph.inputs)
+            blocks = self._store.blocks(keys, graph.constants, graph.inputs)
             start = time.perf_counter()
-            with pager.lease(blocks, workspace) as lease:
+            with self._lease(pager, graph.state, blocks, workspace) as lease:
                 with self._surroundings(shard, device, keep=not recompute), self._room(shard, lease, workspace, device):
                     waited = time.perf_counter() - start
                     self._leased(lease, lambda: compute(device))
@@ -133,6 +134,12 @@ class Step:
             return waited
 
         return self._unit(kind, index, run)
+
+    def _lease(
+        self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int
+    ) -> AbstractContextManager[Lease]:
+        """Parameters and buffers, other blocks, and room to work."""
+        return pager.lease([*self._state.groups(names), *blocks], workspace)
 
     def _room(self, shard: Shard, lease: Lease, workspace: int, device: Device) -> AbstractContextManager[object]:
         """What the memory of the user's own code needs; a graph needs what its pilot has found."""

@@ -15,7 +15,7 @@ _STATE_KINDS = (Kind.PARAMETERS, Kind.BUFFERS, Kind.OPTIMIZER)
 
 
 class BlockStore:
-    """Values of one step, by key; while a unit runs, `lease` is what it holds.
+    """Values of one step, by key; while a unit runs, `lease` is what it holds, and `stand_ins` is read in place of state.
 
     Several values may be views of one block, as they were views of one storage; the block goes with the last of them.
 
@@ -32,6 +32,7 @@ class BlockStore:
         self._uses: Counter[Block] = Counter()
         self._given: set[Block] = set()
         self.lease: Lease | None = None
+        self.stand_ins: Mapping[str, Tensor] = {}
         fixed = {**{_input_key(i): tensor for i, tensor in enumerate(batch)}, **_named(plan.constants)}
         device.on_host(lambda: self._take_over(fixed, device))
 
@@ -42,7 +43,8 @@ class BlockStore:
 
     def state(self, names: Sequence[str]) -> list[Tensor]:
         """Parameters and buffers by name."""
-        return [self._state.tensors[name] for name in names]
+        tensors, others = self._state.tensors, self.stand_ins
+        return [others[name] if name in others else tensors[name] for name in names]
 
     def constants(self, names: Sequence[str]) -> list[Tensor]:
         """Constants by name."""

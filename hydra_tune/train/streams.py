@@ -6,6 +6,7 @@ Captured units that can draw from any generator (`shard/draws.py`) draw from the
 Generators of GPUs are one per device and used by that device's worker alone, so they need no lock.
 """
 
+import copy
 import importlib
 import importlib.util
 import random
@@ -21,6 +22,38 @@ from hydra_tune.devices.cpu import drawing_from
 from hydra_tune.devices.device import Device
 
 STREAMS = threading.RLock()
+_BLOCK = 624  # numbers that the Mersenne Twister makes at once
+_INSIDE_BLOCK = slice(512, 4608)  # bytes of a generator's state that are the block's, whatever lies around it
+_MAX_DRAWS = 100_000 * _BLOCK  # looked for, in less than a second; dropout draws one or two for each element
+_CHUNK = 1 << 18
+
+
+def draws_between(before: Tensor, after: Tensor) -> int | None:
+    """By how many draws of `RandomStreams.skip` a stream has moved from one position to another; None if that is not found.
+
+    The generator (a Mersenne Twister) makes its numbers in blocks, and most of its state is the block: first the block is
+    found, then the place in it.
+    """
+    stream = torch.Generator()
+    last, start = before, 0
+    for count in range(0, _MAX_DRAWS, _BLOCK):
+        stream.set_state(last)
+        _skip(stream, _BLOCK if count else 0)
+        state = stream.get_state()
+        if torch.equal(state[_INSIDE_BLOCK], after[_INSIDE_BLOCK]):
+            break
+        last, start = state, count
+    stream.set_state(last)
+    for count in range(start, start + 2 * _BLOCK + 1):
+        if torch.equal(stream.get_state(), after):
+            return count
+        _skip(stream, 1)
+    return None
+
+
+def _skip(stream: torch.Generator, count: int) -> None:
+    for first in range(0, count, _CHUNK):
+        torch.empty(min(_CHUNK, count - first), dtype=torch.float32).random_(generator=stream)
 
 
 class RandomStreams:
@@ -39,6 +72,22 @@ class RandomStreams:
         self._python_state = random.Random(seed).getstate()  # noqa: S311 - not for secrets
         self._numpy_state = None if self._numpy is None else self._numpy.random.RandomState(seed).get_state()
         self._gpu_state: Tensor | None = None
+
+    def fork(self) -> "RandomStreams":
+        """The same streams from here on, but apart, for captured units: what one draws does not move the other's."""
+        other = copy.copy(self)
+        apart = torch.Generator()
+        apart.set_state(self._torch.get_state())
+        vars(other)["_torch"] = apart
+        return other
+
+    def position(self) -> Tensor:
+        """Where the torch CPU stream stands."""
+        return self._torch.get_state()
+
+    def skip(self, count: int) -> None:
+        """Move the torch CPU stream on, as `draws_between` counts."""
+        _skip(self._torch, count)
 
     @contextmanager
     def everything(self) -> Iterator[None]:

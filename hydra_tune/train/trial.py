@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,23 +23,29 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.shard.plan import Plan
 from hydra_tune.shard.verify import plain_attributes
 from hydra_tune.task import TrainTask
 from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import no_batch, num_batches, num_samples
 from hydra_tune.train.feed import Feed
 from hydra_tune.train.gradients import Gradients
+from hydra_tune.train.helpers import Helpers, is_worth_it, lane_bytes
 from hydra_tune.train.hooks import refuse_gradient_hooks
 from hydra_tune.train.mean import Mean
+from hydra_tune.train.pieces import Piece, check_pieces, pieces
+from hydra_tune.train.spread import Spread
 from hydra_tune.train.state import ModelState, check_optimizer
 from hydra_tune.train.step import EvaluationStep, PendingUnit, unit_times
-from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.streams import RandomStreams, draws_between
 from hydra_tune.train.training import OptimizerStep
+from hydra_tune.train.training_batch import Part
 
 _IN_TRAINING: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules of trials under way in this process
 _CLAIM = threading.Lock()
 _MAX_CAPTURES = 8  # kinds of batches for which a trial's step is captured; further ones run whole where that fits
 _MAX_PLANS = 128
+_END = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +61,22 @@ class Report:
     metrics: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Kept:
-    """A plan of the trial, the times of its units, and the model's attributes when it was made."""
+    """A plan of the trial, the times of its units, and the model's attributes when it was made.
+
+    `draws` is by how much a batch moves the torch stream; None where that is not known. It is looked for once.
+    """
 
     prepared: Prepared
     times: UnitTimes
     attributes: dict[str, Any]
+    draws: int | None = None
+    is_counted: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        return self.prepared.plan
 
 
 class Trial:
@@ -71,9 +86,10 @@ class Trial:
         task: what to train.
         library: where plans come from.
         device: any device of the pool, for host memory.
+        helpers: asked before a step whose batches may run side by side, if anybody could help.
     """
 
-    def __init__(self, task: TrainTask, library: PlanLibrary, device: Device) -> None:
+    def __init__(self, task: TrainTask, library: PlanLibrary, device: Device, helpers: Helpers | None = None) -> None:
         self.task = task
         self.history: list[dict[str, float]] = []
         self.metrics: dict[str, float] = {}
@@ -92,6 +108,8 @@ class Trial:
         self._claimed: nn.Module | None = None
         self._library = library
         self._device = device
+        self._helpers = helpers
+        self._lock = threading.Lock()
         self._streams = RandomStreams(task.seed)
         self._gradients = Gradients(task)
         self._feed = Feed(task.batch_size, self._own_code)
@@ -103,18 +121,23 @@ class Trial:
         self._train_times = UnitTimes({})
         self._evaluation_times = UnitTimes({})
         self._step_left = 0.0
+        self._ahead: list[int] = []  # samples of the batches that are drawn ahead
         self._program = self._run()
         self.outcome = "completed"
 
-    def advance(self) -> PendingUnit | Report | None:
-        """Go on to the next unit or report; None at the end. Runs the trial's own code: not inside a unit."""
+    def advance(self) -> PendingUnit | Spread | Report | None:
+        """Go on to the next unit, batches side by side, or report; None at the end.
+
+        Runs the trial's own code: not inside a unit, nor before all units of a `Spread` have run.
+        """
         return next(self._program, None)
 
     def finished(self, unit: PendingUnit, seconds: float) -> None:
         """A unit took so long."""
-        self.units_run += 1
-        self._step_left = max(0.0, self._step_left - unit.seconds)
-        unit.times.measured(unit.key, seconds)
+        with self._lock:
+            self.units_run += unit.kind != "sum"  # which is no unit where batches run one after the other
+            self._step_left = max(0.0, self._step_left - unit.seconds)
+            unit.times.measured(unit.key, seconds)
 
     @property
     def unit_times(self) -> UnitTimes:
@@ -169,7 +192,7 @@ class Trial:
                 self.module, self.optimizer, self.state = None, None, None
             self._plans.clear()
 
-    def _run(self) -> Generator[PendingUnit | Report, None, None]:
+    def _run(self) -> Generator[PendingUnit | Spread | Report, None, None]:
         """The training loop, to its end or to a bad loss."""
         try:
             yield from self._train()
@@ -181,7 +204,7 @@ class Trial:
                 ) from None
             self.outcome = "pruned"
 
-    def _train(self) -> Generator[PendingUnit | Report, None, None]:
+    def _train(self) -> Generator[PendingUnit | Spread | Report, None, None]:
         task = self.task
         for handle in (task.train, task.validate):
             self._feed.check(handle)
@@ -196,19 +219,29 @@ class Trial:
 
     def _train_epoch(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, epoch: int
-    ) -> Generator[PendingUnit | Report, None, int]:
+    ) -> Generator[PendingUnit | Spread | Report, None, int]:
         """One pass over the training data; returns the number of its batches."""
         count = 0
         step: OptimizerStep | None = None
+        drawn = self._draw(self.task.train, shuffle=True)
         try:
-            for batch in self._draw(self.task.train, shuffle=True):
+            while True:
+                try:
+                    batch = next(drawn, _END)
+                except Exception:
+                    if step is not None:  # the error comes after what a plain loop has run by now
+                        yield from self._together(step)
+                    raise
+                if batch is _END:
+                    break
                 count += 1
-                leaves = batches.flatten(batch)
-                prepared, times = self._plan(module, optimizer, batch, leaves, "train")
-                step = step or self._new_step(prepared, times)
-                yield from step.batch(prepared.plan, times, leaves)
-                self._interval.add(step.loss, num_samples(batch))
-                if step.is_full:
+                self._check_pieces(module, batch)
+                for piece in pieces(batch, self.task.split_batches):
+                    leaves = batches.flatten(piece.batch)
+                    kept = self._plan(module, optimizer, piece.batch, leaves, "train")
+                    step = step or self._new_step(kept)
+                    yield from self._train_part(step, kept, leaves, piece)
+                if step is not None and step.is_full:
                     done, step = step, None
                     yield from self._finish(done, epoch)
             if step is not None:
@@ -221,19 +254,73 @@ class Trial:
             raise no_batch("train", self.task.train, epoch)
         return count
 
-    def _new_step(self, prepared: Prepared, times: UnitTimes) -> OptimizerStep:
+    def _check_pieces(self, module: nn.Module, batch: Any) -> None:
+        """Refuse a task whose batches cannot be split; the first batch tells."""
+        if self.task.split_batches > 1 and self.state is None:
+            with self._own_code():
+                check_pieces(self.task, module, batch)
+
+    def _train_part(
+        self, step: OptimizerStep, kept: _Kept, leaves: batches.Leaves, piece: Piece
+    ) -> Generator[PendingUnit | Spread, None, None]:
+        """One batch, or a piece of one: now, or kept until it can run beside the next ones."""
+        plan = kept.plan
+        part = Part(plan=plan, times=kept.times, leaves=leaves, share=piece.share, ends_batch=piece.is_last)
+        if step.width > 1 and kept.draws is not None and plan.may_run_beside:
+            step.draw_ahead(part, kept.draws)
+            self._ahead.append(piece.samples)
+            if step.has_drawn_enough:
+                yield from self._together(step)
+            return
+        yield from self._together(step)
+        before = None
+        if self._may_be_helped and plan.may_run_beside and not kept.is_counted and self._device.shares_generator:
+            before = self._streams.position()
+        yield from step.batch(part)
+        if before is not None:
+            kept.draws, kept.is_counted = draws_between(before, self._streams.position()), True
+        self._interval.add(step.loss, piece.samples)
+
+    def _together(self, step: OptimizerStep) -> Generator[Spread, None, None]:
+        """Run what was kept."""
+        samples, self._ahead = self._ahead, []
+        yield from step.together()
+        for loss, weight in zip(step.losses, samples, strict=True):
+            self._interval.add(loss, weight)
+
+    @property
+    def _may_be_helped(self) -> bool:
+        return self._helpers is not None and self._parts_per_step > 1
+
+    @property
+    def _parts_per_step(self) -> int:
+        return self.task.accumulate * self.task.split_batches
+
+    def _new_step(self, kept: _Kept) -> OptimizerStep:
         assert self.module is not None
         assert self.optimizer is not None
+        width = self._width(kept)
         if self.state is None:
-            self.state = ModelState(self.module, self.optimizer, prepared.plan, self._device)
-            self.num_shards = len(prepared.plan.shards)
-        self._train_times, self._step_left = times, times.total
-        return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients)
+            self.state = ModelState(self.module, self.optimizer, kept.plan, self._device)
+            self.num_shards = len(kept.plan.shards)
+        self._train_times, self._step_left = kept.times, kept.times.total
+        return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, width)
 
-    def _finish(self, step: OptimizerStep, epoch: int) -> Generator[PendingUnit | Report, None, None]:
+    def _width(self, kept: _Kept) -> int:
+        """How many batches of the next step may be under way at once."""
+        plan = kept.plan
+        helped = self._may_be_helped and self.state is not None and kept.draws is not None and plan.may_run_beside
+        if self._helpers is None or not helped or not is_worth_it(plan, kept.times, self._parts_per_step):
+            return 1
+        return self._helpers.ask(lane_bytes(plan))
+
+    def _finish(self, step: OptimizerStep, epoch: int) -> Generator[PendingUnit | Spread | Report, None, None]:
         """The end of an optimizer step, and what is due after it."""
         task = self.task
         try:
+            yield from self._together(step)
+            if step.width > 1 and self._helpers is not None:
+                self._helpers.leave()
             yield from step.finish()
         finally:
             step.close()
@@ -274,7 +361,7 @@ class Trial:
             _IN_TRAINING.add(module)
         self._claimed = module
 
-    def _draw(self, handle: Any, *, shuffle: bool) -> Iterator[Any]:
+    def _draw(self, handle: Any, *, shuffle: bool) -> Generator[Any, None, None]:
         """The batches of one pass, each drawn with the trial's own streams and not before it is needed."""
         return self._feed.draw(handle, shuffle=shuffle)
 
@@ -300,9 +387,9 @@ class Trial:
         count = 0
         for batch in self._draw(self.task.validate, shuffle=False):
             leaves = batches.flatten(batch)
-            prepared, times = self._plan(self.module, self.optimizer, batch, leaves, "evaluate")
-            self._evaluation_times, self._step_left = times, times.total
-            step = EvaluationStep(prepared.plan, times, self.state, leaves, self._streams, self._device)
+            kept = self._plan(self.module, self.optimizer, batch, leaves, "evaluate")
+            self._evaluation_times, self._step_left = kept.times, kept.times.total
+            step = EvaluationStep(kept.plan, kept.times, self.state, leaves, self._streams, self._device)
             try:
                 yield from step.units()
             finally:
@@ -320,7 +407,7 @@ class Trial:
 
     def _plan(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, leaves: batches.Leaves, mode: str
-    ) -> tuple[Prepared, UnitTimes]:
+    ) -> _Kept:
         key = (mode, leaves.signature)
         plans = self._plans.setdefault(key, [])
         self._plans.move_to_end(key)
@@ -333,7 +420,7 @@ class Trial:
             plans.append(found)
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
-        return found.prepared, found.times
+        return found
 
     def _prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, mode: str) -> _Kept:
         like = None
@@ -348,8 +435,11 @@ class Trial:
         if self.state is not None:
             self.state.adopt_state(list(prepared.plan.used_state()), self._device)
         module.train()
-        times = unit_times(prepared, self.task.accumulate if mode == "train" else 1)
-        return _Kept(prepared=prepared, times=times, attributes=plain_attributes(module))
+        times = unit_times(prepared, self._parts_per_step if mode == "train" else 1)
+        draws = None if prepared.plan.is_stochastic else 0  # looked for when it has run
+        return _Kept(
+            prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0
+        )
 
     def _is_outdated(self, kept: _Kept, module: nn.Module) -> bool:
         """Whether eager units have changed attributes that a graph has baked in; a graph itself changes none."""

@@ -53,8 +53,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.scheduler = Scheduler(policy=some_policies()[policy], max_concurrent=max_concurrent, admission=admission)
         self.num_jobs = 0
         self.queued, self.preparing, self.waiting = [], [], []
-        self.ready, self.running = {}, {}  # job -> its next unit; job -> (device, unit)
-        self.held = {}  # like ready, of paused jobs
+        self.units, self.running = {}, {}  # job -> its units that are ready or held back; device -> (job, unit)
         self.idle, self.speeds = set(), {}  # every device has a speed
         self.stopped, self.over = set(), set()  # over: a Release must come in this very call
         self.paused, self.priorities = set(), {}
@@ -79,7 +78,7 @@ class AnyHistory(RuleBasedStateMachine):
             assert repr(self.scheduler._state) == before
         for command in self.scheduler.handle(*events):
             if isinstance(command, Admit):
-                assert len(self.preparing) + len(self.ready) + len(self.running) < self.max_concurrent
+                assert self.num_slots < self.max_concurrent
                 admissible = [job for job in self.queued if job not in self.paused]
                 first = min(admissible, key=lambda job: -self.priorities[job])  # of equals the first submitted
                 assert command.job == first, "admission is by priority, then in submission order"
@@ -88,7 +87,7 @@ class AnyHistory(RuleBasedStateMachine):
             elif isinstance(command, Run):
                 self.check_run(command)
                 self.idle.remove(command.device)
-                self.running[command.job] = (command.device, command.unit)
+                self.running[command.device] = (command.job, command.unit)
             else:
                 assert isinstance(command, Release)
                 self.over.remove(command.job)
@@ -96,13 +95,16 @@ class AnyHistory(RuleBasedStateMachine):
         assert not self.over, "released at once"
 
     def check_run(self, command):
-        assert command.job not in self.running, "one unit of a job at a time"
-        assert self.priorities[command.job] == max(self.priorities[job] for job in self.ready), "higher goes first"
-        self.check_age(command.job)
-        assert self.speeds[command.device] == max(self.speeds[device] for device in self.idle), (
-            "the fastest is fed first"
-        )
-        assert command.unit == self.ready.pop(command.job), "each unit once, in order"
+        units, fastest = self.units[command.job], max(self.speeds[device] for device in self.idle)
+        assert self.priorities[command.job] == max(self.priorities[job] for job in self.ready or self.offering)
+        if self.ready:
+            assert command.job in self.ready, "a second unit of a job comes after the first ones of others"
+            self.check_age(command.job)
+            assert self.speeds[command.device] == fastest, "the fastest is fed first"
+            assert command.unit == min(units, key=lambda unit: unit.rank), "in order"
+        else:
+            assert command.unit.near == command.device or self.speeds[command.device] == fastest
+        units.remove(command.unit)  # each once
         self.num_runs += 1
         self.turns[command.job], self.last[command.job] = self.num_runs, command.device
 
@@ -116,15 +118,40 @@ class AnyHistory(RuleBasedStateMachine):
         passed_over = [other for other in front if other in self.ready]
         assert job in front or not [other for other in passed_over if self.priorities[other] >= self.priorities[job]]
 
-    def next_unit(self, job, shard):
+    def next_unit(self, job, shard, rank=0, near=None):
         self.num_made[job] = self.num_made.get(job, -1) + 1
-        return Unit(kind=str(self.num_made[job]), shard=shard, seconds=1.0)
+        return Unit(kind=str(self.num_made[job]), shard=shard, seconds=1.0, rank=rank, near=near)
 
-    def make_ready(self, job, unit):
-        (self.held if job in self.paused else self.ready)[job] = unit
+    def make_ready(self, job, *units):
+        self.units.setdefault(job, []).extend(units)
+
+    @property
+    def busy(self):
+        """Jobs of which a unit runs."""
+        return {job for job, _ in self.running.values()}
+
+    @property
+    def ready(self):
+        """Jobs that run nothing and could."""
+        return [job for job, units in self.units.items() if units and job not in self.busy | self.paused]
+
+    @property
+    def offering(self):
+        """Jobs that run something and could run more."""
+        return [job for job in self.busy - self.paused - self.stopped if self.units.get(job)]
+
+    @property
+    def num_slots(self):
+        return len(self.preparing) + len(self.ready) + len(self.busy)
+
+    def end(self, job):
+        """A job has got its end: it is over, unless something of it runs."""
+        self.units.pop(job, None)
+        (self.stopped if job in self.busy else self.over).add(job)
 
     def alive(self):
-        return [*self.queued, *self.preparing, *self.ready, *self.running, *self.waiting, *self.held]
+        with_units = (job for job, units in self.units.items() if units)
+        return [*self.queued, *sorted({*self.preparing, *self.waiting, *self.busy, *with_units})]
 
     @rule(count=st.integers(1, 4))
     def hold_back(self, count):
@@ -148,12 +175,12 @@ class AnyHistory(RuleBasedStateMachine):
         self.places = {key: place for key, place in self.places.items() if place != device}
         self.last = {job: place for job, place in self.last.items() if place != device}
         events = [DeviceLost(device=device)]
-        for job in [job for job, (place, _) in self.running.items() if place == device]:
-            _, unit = self.running.pop(job)
+        if device in self.running:
+            job, unit = self.running.pop(device)
             if job in self.stopped:
-                self.over.add(job)
+                self.end(job)
             elif is_fatal:
-                self.over.add(job)
+                self.end(job)
                 events.append(JobStopped(job=job))
             else:
                 self.make_ready(job, unit)
@@ -197,32 +224,42 @@ class AnyHistory(RuleBasedStateMachine):
         seconds=SECONDS,
         remaining=st.none() | SECONDS,
         step=st.none() | SECONDS,
+        others=st.lists(st.tuples(st.integers(0, 3), st.none() | st.sampled_from(DEVICES)), max_size=2),
     )
-    def finish_unit(self, data, shard, seconds, remaining, step):
-        job = data.draw(st.sampled_from(sorted(self.running)))
-        device, _ = self.running.pop(job)
+    def finish_unit(self, data, shard, seconds, remaining, step, others):
+        device = data.draw(st.sampled_from(sorted(self.running)))
+        job, done = self.running.pop(device)
         self.idle.add(device)
         self.done[job] = self.done.get(job, 0.0) + seconds * self.speeds[device]
-        unit = self.next_unit(job, shard) if data.draw(st.integers(0, 3)) else None
+        self.last[job] = device
+        follows = data.draw(st.integers(0, 3))
+        unit = self.next_unit(job, shard, done.rank, device if follows > 1 else None) if follows else None
+        beside = tuple(self.next_unit(job, shard, rank, near) for rank, near in others)
         if job in self.stopped:
-            self.over.add(job)
-        elif unit is None:
-            self.waiting.append(job)
+            self.end(job)
         else:
-            self.make_ready(job, unit)
+            self.make_ready(job, *([unit] if unit else []), *beside)
+            if not self.units[job] and job not in self.busy:
+                self.waiting.append(job)
         self.tell(
             UnitFinished(
-                job=job, device=device, seconds=seconds, unit=unit, remaining_seconds=remaining, step_seconds=step
+                job=job,
+                device=device,
+                seconds=seconds,
+                unit=unit,
+                remaining_seconds=remaining,
+                step_seconds=step,
+                others=beside,
             )
         )
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def fail_unit(self, data):
-        job = data.draw(st.sampled_from(sorted(self.running)))
-        device, _ = self.running.pop(job)
+        device = data.draw(st.sampled_from(sorted(self.running)))
+        job, _ = self.running.pop(device)
         self.idle.add(device)
-        self.over.add(job)
+        self.end(job)
         self.tell(UnitFailed(job=job, device=device))
 
     @precondition(lambda self: self.waiting)
@@ -238,12 +275,10 @@ class AnyHistory(RuleBasedStateMachine):
     @rule(data=st.data())
     def stop(self, data):
         job = data.draw(st.sampled_from(self.alive()))
-        if job in self.preparing or job in self.running:
+        if job in self.preparing:
             self.stopped.add(job)
         else:
-            self.over.add(job)
-            self.ready.pop(job, None)
-            self.held.pop(job, None)
+            self.end(job)
             for jobs in (self.queued, self.waiting):
                 if job in jobs:
                     jobs.remove(job)
@@ -254,8 +289,6 @@ class AnyHistory(RuleBasedStateMachine):
     def pause(self, data):
         job = data.draw(st.sampled_from(self.alive()))
         self.paused.add(job)
-        if job in self.ready:
-            self.held[job] = self.ready.pop(job)
         self.tell(JobPaused(job=job))
 
     @precondition(lambda self: self.alive())
@@ -265,8 +298,6 @@ class AnyHistory(RuleBasedStateMachine):
         jobs = alive if of_all else [job for job in alive if job in self.paused] or alive
         job = data.draw(st.sampled_from(jobs))
         self.paused.discard(job)
-        if job in self.held:
-            self.ready[job] = self.held.pop(job)
         self.tell(JobUnpaused(job=job))
 
     @precondition(lambda self: self.alive())
@@ -289,12 +320,22 @@ class AnyHistory(RuleBasedStateMachine):
         if self.pending:
             return
         self.scheduler.check()
-        assert not (self.idle and self.ready), "every device that could be fed is fed"
-        slots = len(self.preparing) + len(self.ready) + len(self.running)
-        assert slots >= self.max_concurrent or set(self.queued) <= self.paused, "no slot is left empty"
+        assert not (self.idle and (self.ready or self.offering)), "every device that could be fed is fed"
+        assert self.num_slots >= self.max_concurrent or set(self.queued) <= self.paused, "no slot is left empty"
         assert set(self.scheduler.idle_devices) == self.idle
         assert set(self.scheduler.eligible_jobs) == set(self.ready)
-        assert self.scheduler.running == {device: job for job, (device, _) in self.running.items()}
+        assert set(self.scheduler.offering_jobs) == set(self.offering)
+        assert self.scheduler.running == {device: job for device, (job, _) in self.running.items()}
+
+    def end_unit(self, device):
+        """A unit ends and none follows: the job is complete if it has no others."""
+        job, _ = self.running.pop(device)
+        self.idle.add(device)
+        ended = UnitFinished(job=job, device=device, seconds=1.0, unit=None, remaining_seconds=0.0)
+        is_complete = job not in self.stopped and not self.units.get(job) and job not in self.busy
+        if is_complete or job in self.stopped:
+            self.end(job)
+        self.tell(*([ended, JobStopped(job=job)] if is_complete else [ended]))
 
     @invariant()
     def told(self):
@@ -302,9 +343,10 @@ class AnyHistory(RuleBasedStateMachine):
         if self.pending:
             return
         for job in self.alive():
-            view, unit = self.scheduler.view(job), self.ready.get(job)
-            assert (view is None) == (unit is None)
+            view = self.scheduler.view(job)
+            assert (view is not None) == (job in self.ready)
             if view is not None:
+                unit = min(self.units[job], key=lambda unit: unit.rank)
                 assert (view.unit, view.priority) == (unit, self.priorities[job])
                 assert view.shard_device == self.places.get((job, unit.shard))
                 assert view.last_device == self.last.get(job)
@@ -322,21 +364,18 @@ class AnyHistory(RuleBasedStateMachine):
             self.tell(DeviceAdded(device="cpu:0"))
         for job in self.alive():
             self.paused.discard(job)
-            self.ready.update({job: self.held.pop(job)} if job in self.held else {})
             self.tell(JobUnpaused(job=job))
-        for _ in self.alive():  # each round ends at least one job
+        for _ in range(len(self.alive()) + sum(map(len, self.units.values()))):  # each round ends a job or a unit
             for job in list(self.preparing):
                 self.preparing.remove(job)
                 unit = self.next_unit(job, 0)
-                self.ready.update({job: unit} if job not in self.stopped else {})
-                self.over.update({job} & self.stopped)
+                if job in self.stopped:
+                    self.end(job)
+                else:
+                    self.make_ready(job, unit)
                 self.tell(JobAdmitted(job=job, unit=unit, remaining_seconds=1.0))
-            for job, (device, _) in list(self.running.items()):
-                del self.running[job]
-                self.idle.add(device)
-                self.over.add(job)
-                ended = UnitFinished(job=job, device=device, seconds=1.0, unit=None, remaining_seconds=0.0)
-                self.tell(*([ended] if job in self.stopped else [ended, JobStopped(job=job)]))
+            for device in list(self.running):
+                self.end_unit(device)
             for job in list(self.waiting):
                 self.waiting.remove(job)
                 self.over.add(job)

@@ -533,7 +533,7 @@ def test_check_finds_what_is_wrong():
     state.idle.append((-1.0, 7, "cpu:7"))
     state._queue.clear()
     state.num_slots_taken = 1
-    state.jobs["running"].view = state.jobs["running"].make_view()
+    state.jobs["running"].view = state.jobs["ready"].view
     state.jobs["ready"].paused = True
     with pytest.raises(ScheduleError) as caught:
         machine.check()
@@ -547,3 +547,96 @@ def test_check_finds_what_is_wrong():
         "job 'ready' is ready, and the user's pause is True",
     ):
         assert found in str(caught.value)
+
+
+def offered(rank, near=None):
+    return Unit(kind="backward", shard=0, seconds=1.0, rank=rank, near=near)
+
+
+def offering(machine, job, *units, device="cpu:0"):
+    """A unit of the job ends, and these may run next, side by side."""
+    return machine.handle(finished(job, unit=units[0], device=device)._replace(others=units[1:]))
+
+
+def test_devices_that_have_nothing_to_do_are_lent_to_a_job_that_offers_units():
+    machine = scheduler(num_devices=3)
+    start(machine, "a")
+    assert offering(machine, "a", offered(1), offered(0, "cpu:0")) == [
+        run("a", offered(0, "cpu:0")),
+        run("a", offered(1), "cpu:1"),
+    ]
+    machine.check()
+    assert machine.running == {"cpu:0": "a", "cpu:1": "a"}
+    assert machine.handle(finished("a", unit=None)._replace(others=(offered(2), offered(3, "cpu:2")))) == [
+        run("a", offered(3, "cpu:2"), "cpu:2"),
+        run("a", offered(2)),
+    ]
+    assert machine.handle(finished("a", unit=None, device="cpu:1")) == []
+    assert machine.handle(finished("a", unit=None, device="cpu:2")) == []
+    assert machine.phases["a"] == "running", "one of its units still is"
+    assert machine.handle(finished("a", unit=None)) == []
+    assert machine.phases["a"] == "waiting"
+
+
+def test_no_job_waits_because_another_has_several_devices():
+    machine = scheduler(num_devices=2)
+    start(machine, "a")
+    offering(machine, "a", offered(0), offered(1), offered(2))
+    machine.handle(JobSubmitted(job="b", priority=-1))
+    assert machine.handle(admitted("b")) == [], "units that run are let finish"
+    assert machine.handle(finished("a", unit=offered(1), device="cpu:1")) == [run("b", device="cpu:1")], (
+        "even one of a lower priority: the other has a device"
+    )
+    assert machine.offering_jobs == ("a",)
+    assert machine.handle(finished("b", unit=SECOND, device="cpu:1")) == [run("b", SECOND, "cpu:1")]
+    assert machine.handle(finished("a", unit=None)) == [run("a", offered(1))], "now a runs nothing, and offers nothing"
+    machine.check()
+
+
+def test_of_two_jobs_that_offer_units_the_one_with_more_left_gets_the_device():
+    machine = scheduler(num_devices=3)
+    start(machine, "a", "b")
+    machine.handle(DeviceLost(device="cpu:2"))
+    machine.handle(finished("a", unit=offered(0), remaining_seconds=5.0)._replace(others=(offered(1),)))
+    second = finished("b", unit=offered(0), device="cpu:1", remaining_seconds=50.0)._replace(others=(offered(1),))
+    assert machine.handle(second) == [run("b", offered(0), "cpu:1")]
+    assert machine.handle(DeviceAdded(device="cpu:2")) == [run("b", offered(1), "cpu:2")]
+
+
+@pytest.mark.parametrize("end", [JobStopped(job="a"), UnitFailed(job="a", device="cpu:1")], ids=repr)
+def test_a_job_is_released_when_the_last_of_its_units_has_ended(end):
+    machine = scheduler(num_devices=3)
+    start(machine, "a")
+    offering(machine, "a", offered(0), offered(1), offered(2))
+    offering(machine, "a", offered(0), offered(3), offered(4))
+    assert machine.handle(end) == []
+    machine.check()
+    left = [device for device, job in machine.running.items() if job == "a"]
+    for device in left[:-1]:
+        assert machine.handle(finished("a", unit=offered(5), device=device)) == []
+    assert machine.handle(finished("a", unit=None, device=left[-1])) == [Release(job="a")]
+    machine.check()
+
+
+def test_a_paused_job_offers_nothing_and_goes_on_with_all_it_had():
+    machine = scheduler(num_devices=1)
+    start(machine, "a")
+    offering(machine, "a", offered(0), offered(1))
+    machine.handle(JobPaused(job="a"))
+    assert machine.handle(DeviceAdded(device="cpu:1")) == []
+    assert machine.handle(finished("a", unit=offered(0))) == []
+    machine.check()
+    assert machine.phases["a"] == "paused"
+    assert machine.handle(JobUnpaused(job="a")) == [run("a", offered(0)), run("a", offered(1), "cpu:1")]
+
+
+def test_a_unit_lost_with_one_of_a_jobs_devices_is_offered_again():
+    machine = scheduler(num_devices=2)
+    start(machine, "a")
+    offering(machine, "a", offered(0), offered(1))
+    assert machine.handle(DeviceLost(device="cpu:1")) == []
+    machine.check()
+    assert machine.handle(DeviceAdded(device="cpu:2")) == [run("a", offered(1), "cpu:2")]
+    machine.handle(JobStopped(job="a"))
+    assert machine.handle(DeviceLost(device="cpu:2")) == []
+    assert machine.handle(DeviceLost(device="cpu:0")) == [Release(job="a")]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice, DefaultCpuGenerator, own_generator
-from hydra_tune.train.streams import STREAMS, RandomStreams
+from hydra_tune.train.streams import STREAMS, RandomStreams, draws_between
 
 
 @pytest.fixture
@@ -83,3 +83,37 @@ def test_units_that_draw_on_their_own_do_not_wait_for_each_other_nor_touch_the_d
 
 def test_the_state_of_a_thread_without_a_generator_is_the_default_one():
     assert torch.equal(DefaultCpuGenerator().get_state(), torch.get_rng_state())
+
+
+@pytest.mark.parametrize("start", [0, 5, 623, 624])
+@pytest.mark.parametrize("count", [0, 1, 7, 617, 624, 1248, 40_001])
+def test_the_way_between_two_positions_is_found_and_gone_again(start, count):
+    streams = RandomStreams(7)
+    streams.skip(start)
+    before, fork = streams.position(), streams.fork()
+    streams.skip(count)
+    assert draws_between(before, streams.position()) == count
+    assert torch.equal(fork.position(), before), "a fork stays where it is"
+    fork.skip(count)
+    assert torch.equal(fork.position(), streams.position())
+
+
+def test_no_way_is_found_to_where_no_number_of_draws_leads():
+    streams = RandomStreams(7)
+    before = streams.position()
+    with streams.everything():
+        torch.randn(1)  # leaves a number cached
+    assert draws_between(before, streams.position()) is None
+
+
+@pytest.mark.parametrize("size", [1, 15, 100, 5000])
+def test_a_dropout_moves_the_stream_by_as_much_wherever_it_stands(device, size):
+    streams, found = RandomStreams(7), set()
+    for turn in range(3):
+        streams.skip(turn)
+        before = streams.position()
+        with streams.drawing(device, keep=True, own=True):
+            torch.empty(size).bernoulli_(0.3, generator=own_generator())
+        found.add(draws_between(before, streams.position()))
+    assert len(found) == 1
+    assert None not in found

@@ -1,0 +1,104 @@
+"""One batch of an optimizer step that may run beside others of the same step."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import HydraTuneError
+from hydra_tune.memory.block import Block, Geometry, Value, whole_storage
+from hydra_tune.memory.pager import Lease, Pager
+from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
+from hydra_tune.shard.gate import GATE
+from hydra_tune.train.gradients import Gradients
+from hydra_tune.train.replicas import Replicas
+from hydra_tune.train.state import ModelState
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.training_batch import Part, TrainingBatch, Update
+
+
+class Lane(TrainingBatch):
+    """Reads parameters wherever it runs, draws from a stream of its own, and adds its gradients to earlier ones when it may.
+
+    Args:
+        part: the batch; copied, for a loop may draw the next one into the same memory.
+        state, device, gradients: as for any batch.
+        streams: the trial's streams as they stand where this batch's draws begin.
+        end: where the torch stream stands behind them; None for a plan that draws nothing.
+        replicas: the parameters.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        state: ModelState,
+        streams: RandomStreams,
+        end: Tensor | None,
+        device: Device,
+        gradients: Gradients,
+        replicas: Replicas,
+    ) -> None:
+        super().__init__(replace(part, leaves=_copied(part.leaves)), state, streams, device, gradients)
+        self._end = end
+        self._replicas = replicas
+
+    def check_draws(self) -> None:
+        """The batch's draws are over: later batches began where they ended.
+
+        Raises:
+            HydraTuneError: they did not.
+        """
+        if self._end is not None and not torch.equal(self._streams.position(), self._end):
+            raise HydraTuneError(
+                "a batch drew another number of random numbers than the batches before it, so batches run side by side "
+                "would not be exact; please report this with the model"
+            )
+
+    def sums(self, earlier: Mapping[str, Value]) -> Iterator[PendingUnit]:
+        """The units that add this batch's gradients to those of all earlier ones, shard by shard."""
+        self.take_in(dict(earlier))
+        for update in self.updates():
+            if any(name in earlier for name in update.names):
+                yield self._sum_unit(update)
+
+    def _sum_unit(self, update: Update) -> PendingUnit:
+        names = update.names
+        keys = [key(name) for name in names for key in (parameter_gradient_key, earlier_gradient_key)]
+
+        def run(device: Device, pager: Pager) -> float:
+            del device
+            start = time.perf_counter()
+            with pager.lease(self._store.blocks(keys, (), ()), 0) as lease, GATE.shared():
+                waited = time.perf_counter() - start
+                self._leased(lease, lambda: self._add_earlier(names))
+            return waited
+
+        return self._unit("sum", update.index, run)
+
+    def _add_earlier(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            self._chain.add_earlier(name)
+
+    @contextmanager
+    def _lease(self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int) -> Iterator[Lease]:
+        with self._replicas.lease(pager, names, blocks, workspace) as (lease, stand_ins):
+            self._store.stand_ins = stand_ins
+            try:
+                yield lease
+            finally:
+                self._store.stand_ins = {}
+
+
+def _copied(leaves: Leaves) -> Leaves:
+    return replace(leaves, tensors=tuple(_copy(tensor) for tensor in leaves.tensors), copies=())
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """The tensor on a storage of its own, laid out as it was."""
+    return Geometry.of(tensor).view(whole_storage(tensor.detach()).clone().untyped_storage())

@@ -1,0 +1,143 @@
+"""Batches of one optimizer step side by side: as many of their units at once as devices care to run.
+
+Each batch goes through its units in order, from gradients of zero. When its backward is over and the gradients of all earlier
+batches are summed, its own are added. So every sum is made in the order of the batches, as a plain loop makes it, and the
+result is the same on one device and on many.
+
+Only so many batches are under way at once: what they hold between units has to have room on the host.
+"""
+
+import threading
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from hydra_tune.errors import BadLossError
+from hydra_tune.memory.block import Value
+from hydra_tune.memory.pager import drop
+from hydra_tune.train.lane import Lane
+from hydra_tune.train.replicas import Replicas
+from hydra_tune.train.step import PendingUnit
+
+_DONE = "done"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneUnit:
+    """A unit that is due; `rank` is the place of its batch among those of the spread: lower goes first."""
+
+    rank: int
+    pending: PendingUnit
+
+
+class Spread:
+    """Batches under way side by side. May be called from any thread.
+
+    Args:
+        lanes: the batches in order.
+        names: the parameters whose gradients are summed.
+        earlier: sums of the step's earlier batches.
+        width: how many batches may be under way at once.
+        replicas: what they read; closed with the spread.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        names: Sequence[str],
+        earlier: dict[str, Value],
+        width: int,
+        replicas: Replicas,
+    ) -> None:
+        self._lanes = list(lanes)
+        self._names = list(names)
+        self._sum = dict(earlier)
+        self._width = width
+        self._replicas = replicas
+        self._programs = [self._program(rank) for rank in range(len(lanes))]
+        self._lock = threading.Lock()
+        self._started = 0
+        self._summed = 0
+        self._waiting: set[int] = set()
+        self._under_way = 0
+        self._end = len(self._lanes)  # batches from here on are not run: one before has a bad loss
+        self._error: BadLossError | None = None
+
+    def start(self) -> list[LaneUnit]:
+        """The first units."""
+        with self._lock:
+            return self._start_lanes()
+
+    def finished(self, rank: int) -> tuple[list[LaneUnit], bool]:
+        """A batch's unit has run.
+
+        Returns:
+            The units that are due now and were not before, the batch's own next one first if it has one; and whether no unit
+            is due or runs any more, which is said once.
+        """
+        with self._lock:
+            self._under_way -= 1
+            found = [*self._go_on(rank), *self._start_lanes()]
+            return found, not self._under_way
+
+    def result(self) -> dict[str, Value]:
+        """The sums, by parameter name, once it is over.
+
+        Raises:
+            BadLossError: of the first batch whose loss is not finite.
+        """
+        if self._error is not None:
+            raise self._error
+        found, self._sum = self._sum, {}
+        self.close()
+        return found
+
+    def close(self) -> None:
+        """Give up all values and copies; no unit of it may be running."""
+        for program in self._programs:
+            program.close()
+        for lane in self._lanes:
+            lane.clear()
+        for value in self._sum.values():
+            drop(value.block)
+        self._sum = {}
+        self._replicas.close()
+
+    def _program(self, rank: int) -> Generator[PendingUnit | None, None, None]:
+        """A batch's units in order; None once it has to wait for the sums of the batches before it."""
+        lane = self._lanes[rank]
+        yield from lane.units(is_last=False)
+        lane.check_draws()
+        yield None
+        yield from lane.sums(self._sum)
+        self._sum = lane.give_away(self._names)
+        lane.clear()
+
+    def _start_lanes(self) -> list[LaneUnit]:
+        found: list[LaneUnit] = []
+        while self._started < min(self._end, self._summed + self._width):
+            self._started += 1
+            found += self._go_on(self._started - 1)
+        return found
+
+    def _go_on(self, rank: int) -> list[LaneUnit]:
+        """Let a batch go on to its next unit, or to waiting; and the next batch, if it has waited for this one."""
+        while rank < self._end:
+            try:
+                pending = next(self._programs[rank], _DONE)
+            except BadLossError as error:
+                self._end, self._error = rank, error
+                break
+            if isinstance(pending, PendingUnit):
+                self._under_way += 1
+                return [LaneUnit(rank=rank, pending=pending)]
+            if pending is None:
+                if rank > self._summed:
+                    self._waiting.add(rank)
+                    break
+                continue
+            self._summed += 1
+            rank += 1
+            if rank not in self._waiting:
+                break
+            self._waiting.discard(rank)
+        return []

@@ -1,0 +1,167 @@
+"""One batch of an optimizer step as units: its forward and backward, and the updates of what it has trained."""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import BadLossError, TaskError
+from hydra_tune.memory.block import Value
+from hydra_tune.memory.pager import Pager
+from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.train.clock import UnitTimes
+from hydra_tune.train.gradients import Gradients
+from hydra_tune.train.state import ModelState
+from hydra_tune.train.step import PendingUnit, Step
+from hydra_tune.train.streams import RandomStreams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """Parameters that are updated by one unit, and the shard whose unit that is."""
+
+    index: int
+    shard: Shard
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A batch of an optimizer step, or a piece of one.
+
+    Attributes:
+        plan: how its step is cut.
+        times: of its units.
+        leaves: the batch or piece.
+        share: the part of the batch's samples that it has.
+        ends_batch: whether no further piece of the batch follows.
+    """
+
+    plan: Plan
+    times: UnitTimes
+    leaves: Leaves
+    share: float = 1.0
+    ends_batch: bool = True
+
+
+class TrainingBatch(Step):
+    """One of the step's batches. After its units have run, `loss` is its training loss."""
+
+    loss: float
+
+    def __init__(
+        self, part: Part, state: ModelState, streams: RandomStreams, device: Device, gradients: Gradients
+    ) -> None:
+        super().__init__(part.plan, part.times, state, part.leaves, streams, device, gradients.objective(part.share))
+        self._gradients = gradients
+        self.completed: set[str] = set()
+
+    def units(self, *, is_last: bool) -> Iterator[PendingUnit]:
+        """The batch's units in order: forward to the last shard, then backward shard by shard, each updated if it may be."""
+        shards = self._plan.shards
+        completes = is_last and self._gradients.has_two_phases
+        for index in range(len(shards) - 1):
+            yield self._shard_unit("forward", index, lambda device, i=index: self._chain.forward(i, device.generator))  # type: ignore[misc]
+        for index in reversed(range(len(shards))):
+            if shards[index].has_backward:
+                yield self._shard_unit("backward", index, lambda device, i=index: self._backward(i, device, completes))  # type: ignore[misc]
+            elif index == len(shards) - 1:
+                raise TaskError("the training loss does not depend on any parameter that requires gradients")
+            else:
+                self._chain.skip_backward(index)
+            if index == len(shards) - 1 and not math.isfinite(self.loss):
+                raise BadLossError(f"the training loss is {self.loss}")
+            if shards[index].trained and is_last and not completes:
+                yield self.update_unit(Update(index=index, shard=shards[index], names=shards[index].trained))
+
+    def updates(self) -> list[Update]:
+        """The updates that the batch's plan has."""
+        return [
+            Update(index=index, shard=shard, names=shard.trained)
+            for index, shard in enumerate(self._plan.shards)
+            if shard.trained
+        ]
+
+    def take_in(self, gradients: dict[str, Value]) -> None:
+        """Go on from the gradients of earlier batches, by parameter name."""
+        self._store.take_in({earlier_gradient_key(name): value for name, value in gradients.items()})
+
+    def give_away(self, names: Iterable[str]) -> dict[str, Value]:
+        """Take all gradients out, by parameter name; a parameter that this batch did not use has those of earlier ones."""
+        found: dict[str, Value] = {}
+        for name in names:
+            for key in (parameter_gradient_key(name), earlier_gradient_key(name)):
+                for value in self._store.give_away([key]).values():
+                    found[name] = value
+        return found
+
+    def hold(self, gradients: dict[str, Value]) -> None:
+        """Keep gradients to complete or update with."""
+        self._store.take_in({parameter_gradient_key(name): value for name, value in gradients.items()})
+
+    def complete_unit(self, update: Update) -> PendingUnit:
+        """Unscale gradients and take their norms, where no backward unit could."""
+        keys = [parameter_gradient_key(name) for name in update.names]
+
+        def run(device: Device, pager: Pager) -> float:
+            del device
+            workspace = update.shard.cost.update_workspace
+            start = time.perf_counter()
+            with pager.lease(self._store.blocks(keys, (), ()), workspace), GATE.shared():
+                waited = time.perf_counter() - start
+                self._complete(update.names)
+            return waited
+
+        return self._unit("complete", update.index, run)
+
+    def update_unit(self, update: Update) -> PendingUnit:
+        """Let the optimizer step for some parameters."""
+        names, cost = update.names, update.shard.cost
+        keys = [parameter_gradient_key(name) for name in names]
+
+        def run(device: Device, pager: Pager) -> float:
+            state = self._state
+            optimizer_groups = state.optimizer_groups(names)
+            blocks = [*state.groups(names), *optimizer_groups, *self._store.blocks(keys, (), ())]
+            workspace = cost.update_workspace if optimizer_groups else cost.first_update_workspace
+            start = time.perf_counter()
+            with pager.lease(blocks, workspace):
+                gradients = self._present(names)
+                with GATE.shared():
+                    waited = time.perf_counter() - start
+                    state.update(names, gradients, self._gradients)
+                gradients.clear()
+                for key in keys:
+                    self._store.drop(key)
+                state.adopt_optimizer_state(names, device)
+            return waited
+
+        return self._unit("update", update.index, run)
+
+    def _backward(self, index: int, device: Device, completes: bool) -> None:
+        shard = self._plan.shards[index]
+        self._chain.backward(index, device.generator)
+        (name,) = self._plan.outputs
+        if name in shard.losses:
+            loss = self._store.get(name)
+            assert loss is not None
+            self.loss = float(loss.item())
+            self._store.drop(name)
+        if completes:
+            self._complete(shard.trained)
+
+    def _complete(self, names: tuple[str, ...]) -> None:
+        self._gradients.complete(self._state.optimized(self._present(names)))
+        for name in self._present(names):
+            self._store.changed(parameter_gradient_key(name))
+        self.completed |= set(names)
+
+    def _present(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        found = {name: self._store.get(parameter_gradient_key(name)) for name in names}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}

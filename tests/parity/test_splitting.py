@@ -1,0 +1,364 @@
+"""Batches of one step on several devices give the bits that they give one after the other, and those of the plain loop."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hydra_tune import HydraExecutor, Result, TrainTask, train_plain
+from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Reported
+from tests.parity import models
+from tests.support.tracker import StorageTracker
+from tests.unit.pool.tasks import SAMPLES, X, Y, against_plain, mlp, running, task
+
+PATIENCE_SECONDS = 60.0
+
+
+class Meeting:
+    """Entered around units: those after the first `skip` wait until `count` are under way at once, until that has been."""
+
+    def __init__(self, count: int = 2, skip: int = 5) -> None:
+        self._barrier = threading.Barrier(count)
+        self._lock = threading.Lock()
+        self._skip = skip
+        self.was_held = False
+        self.threads: set[str] = set()
+        self.inside: Callable[[], object] = list
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            self.threads.add(threading.current_thread().name)
+            self._skip -= 1
+            meets = self._skip < 0 and not self.was_held
+        if meets:
+            self._barrier.wait(PATIENCE_SECONDS)
+            self.was_held = True
+            self.inside()
+        yield
+
+
+def noisy() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Dropout(0.1), nn.Linear(16, 4)
+    )
+
+
+class Whole(nn.Module):
+    """Cannot be captured: draws from Python's stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * (1.0 + 0.1 * random.random())
+        return self.inner(x) if float(x.sum()) > -1e9 else x[:, :4]
+
+
+class Shaped(nn.Module):
+    """Cannot be captured, and gives the same for each sample whatever is beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.inner(row) for row in torch.tensor(x.tolist())])
+
+
+class Noise(nn.Module):
+    """Normal numbers: how many a generator draws for them depends on where it stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x + 0.1 * torch.randn_like(x))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def accumulating(**changes: Any) -> TrainTask:
+    """Four epochs of one step: four batches of five samples, and one of four."""
+    return task(**({"accumulate": 5, "batch_size": 5, "epochs": 4, "report_every": 1} | changes))
+
+
+SPLIT = {
+    "adamw": partial(accumulating),
+    "dropout": partial(accumulating, model=noisy),
+    "clipped": partial(accumulating, model=noisy, max_grad_norm=0.1),
+    "float16": partial(accumulating, precision="float16"),
+    "bfloat16 clipped": partial(accumulating, model=noisy, precision="bfloat16", max_grad_norm=0.1),
+    "left over": partial(accumulating, accumulate=3, model=noisy),
+    "pieces": partial(accumulating, accumulate=1, split_batches=3, model=noisy, report_every=2),
+    "pieces of several batches": partial(accumulating, accumulate=2, split_batches=2, model=noisy, max_grad_norm=0.1),
+    "tied": partial(models.build, "gpt2", accumulate=3, epochs=3),
+}
+IN_ORDER = {
+    "normed": partial(accumulating, model=normed),
+    "whole": partial(accumulating, model=Whole),
+    "whole in pieces": partial(accumulating, model=Shaped, split_batches=2),
+    "noise": partial(accumulating, model=Noise),
+    "native dropout": partial(models.build, "mlp_native", accumulate=4, epochs=2, report_every="epoch"),
+}
+
+
+def run(described: TrainTask, **options: Any) -> tuple[Result, int]:
+    """Train alone; returns the result and how many devices had a part in it."""
+    tracker = StorageTracker()
+    with running(instrument=tracker, **options) as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+        devices = list(pool.stats().devices.values())
+    for seen, device in zip(sorted(tracker.peak_bytes), sorted(d.peak_bytes for d in devices if d.units), strict=True):
+        assert seen <= device <= max(d.budget_bytes for d in devices)
+    return result, sum(device.units > 0 for device in devices)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_trial_on_several_devices_is_bitwise(name):
+    for devices, cut in (("cpu:2", None), ("cpu:3", 3)):
+        described = SPLIT[name]()
+        result, count = run(described, devices=devices, num_shards=cut)
+        assert against_plain(described, result) == []
+        assert count > 1, "no device has helped"
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_a_trial_whose_batches_depend_on_each_other_runs_in_order(name):
+    described = IN_ORDER[name]()
+    result, count = run(described, devices="cpu:2", num_shards=None if "whole" in name else 2)
+    assert against_plain(described, result) == []
+    assert count == 1
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_units_of_one_trial_are_under_way_at_once(count):
+    meeting, described = Meeting(count, skip=6), accumulating()
+    with running(devices=f"cpu:{count}", instrument=meeting, num_shards=1) as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+    assert meeting.was_held
+    assert len(meeting.threads) == count
+    assert against_plain(described, result) == []
+    assert result.units_run == 6 * 4, "as many as without help"
+
+
+def test_a_trial_is_cut_for_a_device_and_its_copies_lie_under_the_budget():
+    described = accumulating(model=lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), **wide())
+    result, count = run(described, devices="cpu:2", device_memory="160KiB")
+    assert against_plain(described, result) == []
+    assert result.num_shards > 1
+    assert count == 2
+
+
+def wide() -> dict[str, Any]:
+    """Samples for a model of width 64."""
+    inputs = torch.randn(20, 64, generator=torch.Generator().manual_seed(5))
+    return {"train": torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(dim=1))}
+
+
+def test_a_second_trial_in_the_middle_changes_no_bit_of_either():
+    first, second = accumulating(model=noisy, epochs=6), accumulating(model=noisy, seed=8)
+    with running(devices="cpu:2", num_shards=2) as pool:
+        events = EventStream()
+        one, other = pool.submit(first, events=events), None
+        while one.state not in ("completed", "failed"):
+            event = events.get(PATIENCE_SECONDS)
+            assert event is not None
+            if isinstance(event, Reported):
+                other = other or (pool.submit(second) if event.step == 2 else None)
+                event.job.proceed()
+        assert other is not None
+        results = one.result(PATIENCE_SECONDS), other.result(PATIENCE_SECONDS)
+    assert against_plain(first, results[0]) == []
+    assert against_plain(second, results[1]) == []
+
+
+def test_with_enough_trials_none_is_split():
+    tasks = [accumulating(seed=seed, report_every="epoch") for seed in range(2)]
+    sums: list[str] = []
+    with running(devices="cpu:1", instrument=partial(_noted, sums)) as pool:
+        results = pool.run(tasks)
+    assert [against_plain(*pair) for pair in zip(tasks, results, strict=True)] == [[], []]
+    assert len(sums) == 2 * 6 * 4, "no unit beyond those of batches one after the other"
+
+
+@contextmanager
+def _noted(units: list[str]) -> Iterator[None]:
+    units.append(threading.current_thread().name)
+    yield
+
+
+def test_no_batch_is_split_off_that_the_host_has_no_room_for():
+    described = accumulating()
+    with running(devices="cpu:2", host_memory="17KiB") as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+        units = [device.units for device in pool.stats().devices.values()]
+    assert against_plain(described, result) == []
+    assert sorted(units) == [0, 24]
+
+
+@pytest.mark.parametrize("end", [Job.prune, Job.cancel])
+def test_a_trial_that_is_stopped_while_two_of_its_units_run_leaves_nothing(end):
+    meeting, jobs = Meeting(skip=6), list[Job]()
+    meeting.inside = lambda: [end(job) for job in jobs]
+    with running(devices="cpu:2", instrument=meeting, num_shards=1) as pool:
+        jobs.append(pool.submit(accumulating(epochs=50)))
+        result = jobs[0].result(PATIENCE_SECONDS)
+        after = pool.submit(accumulating(seed=9)).result(PATIENCE_SECONDS)
+    assert meeting.was_held
+    assert result.status in ("pruned", "cancelled")
+    assert against_plain(accumulating(seed=9), after) == []
+
+
+def test_a_unit_that_fails_beside_another_ends_its_trial_alone():
+    meeting = Meeting(skip=6)
+
+    def fail() -> None:
+        if threading.current_thread().name == "hydra-cpu:1":
+            raise RuntimeError("the device has a fault")
+
+    meeting.inside = fail
+    with running(devices="cpu:2", instrument=meeting, num_shards=1) as pool:
+        events = EventStream()
+        failing = pool.submit(accumulating(report_every="epoch", epochs=50), events=events)
+        told = []
+        while not any(isinstance(event, Failed | Finished) for event in told):
+            event = events.get(PATIENCE_SECONDS)
+            assert event is not None
+            told.append(event)
+            if isinstance(event, Reported):
+                event.job.proceed()
+        after = pool.submit(accumulating(seed=9)).result(PATIENCE_SECONDS)
+    assert [isinstance(event, Failed) for event in told].count(True) == 1
+    assert "the device has a fault" in str(failing.result().error)
+    assert against_plain(accumulating(seed=9), after) == []
+
+
+def test_a_paused_trial_goes_on_with_all_its_batches():
+    meeting, jobs, described = Meeting(skip=6), list[Job](), accumulating(model=noisy)
+    meeting.inside = lambda: [job.pause() for job in jobs]
+    with running(devices="cpu:2", instrument=meeting, num_shards=1) as pool:
+        jobs.append(pool.submit(described))
+        other = accumulating(seed=4, epochs=1)
+        assert against_plain(other, pool.submit(other).result(PATIENCE_SECONDS)) == []
+        while not jobs[0].paused:
+            time.sleep(0.01)
+        assert jobs[0].state == "running"
+        jobs[0].unpause()
+        result = jobs[0].result(PATIENCE_SECONDS)
+    assert against_plain(described, result) == []
+
+
+def broken_in(epoch: int, batch: int, what: Any) -> Callable[[], Iterator[Any]]:
+    """Passes over the samples, in one of which a batch is another one, or an error."""
+    passes = iter(range(1000))
+
+    def draw() -> Iterator[Any]:
+        now = next(passes)
+        for index, start in enumerate(range(0, 24, 5)):
+            if (now, index) == (epoch, batch):
+                if isinstance(what, Exception):
+                    raise what
+                yield what
+            else:
+                yield X[start : start + 5], Y[start : start + 5]
+
+    return draw
+
+
+def bad(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return X[:5] * scale, Y[:5]
+
+
+@pytest.mark.parametrize("batch", [0, 2, 4])
+def test_a_bad_loss_ends_the_trial_where_a_plain_loop_ends_it(batch):
+    def described(on_bad_loss: str) -> TrainTask:
+        return accumulating(train=broken_in(2, batch, bad(float("nan"))), on_bad_loss=on_bad_loss)
+
+    with running(devices="cpu:2", num_shards=2) as pool:
+        failed, pruned = (pool.submit(described(way)).result(PATIENCE_SECONDS) for way in ("fail", "prune"))
+        units = [device.units for device in pool.stats().devices.values()]
+    assert min(units) > 0
+    assert "the training loss is nan in step 3 (epoch 2)" in str(failed.error)
+    expected = train_plain(described("prune"))
+    assert pruned.status == expected.status == "pruned"
+    assert pruned.metrics == expected.metrics
+
+
+def test_an_error_of_the_data_comes_after_the_batches_before_it():
+    """A loss that ends the trial as pruned comes before an error of the batch after it, as in a plain loop."""
+
+    drawn: list[int] = []
+
+    def train() -> Iterator[Any]:
+        for index, start in enumerate(range(0, 24, 5)):
+            drawn.append(index)
+            if len(drawn) == 8:
+                raise RuntimeError("the disk is gone")
+            yield bad(float("nan")) if len(drawn) == 7 else (X[start : start + 5], Y[start : start + 5])
+
+    described = accumulating(train=train, on_bad_loss="prune")
+    result, count = run(described, devices="cpu:2")
+    assert (result.status, result.error) == ("pruned", None)
+    assert count == 2
+    assert len(drawn) == 8, "the batch after it was drawn ahead"
+
+
+def reusing() -> Iterator[Any]:
+    """Draws every batch into the same memory."""
+    inputs, targets = X[:8].clone(), Y[:8].clone()
+    for start in range(0, 24, 8):
+        inputs.copy_(X[start : start + 8])
+        targets.copy_(Y[start : start + 8])
+        yield inputs, targets
+
+
+def drawing() -> Iterator[Any]:
+    """Moves the streams with every batch."""
+    for start in range(0, 24, 8):
+        yield X[start : start + 8] + 0.1 * torch.rand(8, 8) + 0.01 * random.random(), Y[start : start + 8]
+
+
+@pytest.mark.parametrize("data", [reusing, drawing])
+def test_batches_that_are_drawn_ahead_are_those_of_a_plain_loop(data):
+    described = accumulating(model=noisy, train=data, accumulate=3)
+    result, count = run(described, devices="cpu:2", num_shards=2)
+    assert against_plain(described, result) == []
+    assert count == 2
+
+
+def test_validation_between_helped_steps():
+    described = accumulating(model=noisy, validate=SAMPLES, max_grad_norm=0.5, epochs=5)
+    result, count = run(described, devices="cpu:3", num_shards=3)
+    assert against_plain(described, result) == []
+    assert count == 3
+
+
+def test_helped_and_unhelped_steps_take_turns():
+    """Each report waits for an answer, and another trial comes and goes: steps are split or not as devices are free."""
+    described = accumulating(model=noisy, epochs=8)
+    with HydraExecutor(devices="cpu:2", num_shards=2) as pool:
+        events = EventStream()
+        job = pool.submit(described, events=events)
+        others = []
+        while job.state not in ("completed", "failed"):
+            event = events.get(PATIENCE_SECONDS)
+            assert event is not None
+            if isinstance(event, Reported):
+                if event.step % 3 == 0:
+                    others.append(pool.submit(task(loss=functional.cross_entropy, seed=event.step)))
+                event.job.proceed()
+        assert all(other.result(PATIENCE_SECONDS).status == "completed" for other in others)
+        assert against_plain(described, job.result(PATIENCE_SECONDS)) == []
