@@ -56,6 +56,7 @@ def test_a_profile_is_played_and_options_go_before_it(profile):
     assert figures(profile, "--slow", "gpu0,0,0.5")["makespan_seconds"] > figures(profile)["makespan_seconds"]
     lost, back = (figures(profile, "--lose", fault)["makespan_seconds"] for fault in ("gpu0,1", "gpu0,1,2"))
     assert lost > back > figures(profile)["makespan_seconds"]
+    assert figures(profile, "--admission", "staggered") != figures(profile)
 
 
 def test_options_reach_the_simulation():
@@ -67,6 +68,8 @@ def test_options_reach_the_simulation():
     tight = figures(*flags, "--bandwidth", "1GB/s", "--device-memory", "2GiB")
     assert tight["makespan_seconds"] > plain["makespan_seconds"]
     assert figures(*flags, "--max-concurrent", 1)["makespan_seconds"] > 2 * plain["makespan_seconds"]
+    ends = figures(*flags, "--admission", "staggered")["finished_seconds"]
+    assert min(ends.values()) < min(plain["finished_seconds"].values())
     apart = figures(
         *flags, "--bandwidth", "1GB/s", "--device-memory", "2GiB", "--nodes", 2, "--network-bandwidth", "1GB"
     )
