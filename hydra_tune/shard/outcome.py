@@ -76,13 +76,23 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a step gave; `operators` are those that computed something."""
+    """What a step gave.
+
+    Attributes:
+        results: the loss, or the metrics.
+        gradients: of the parameters.
+        buffers: as the step left them.
+        random_state: of the generator.
+        operators: those that computed something.
+        functions: names of the user's own `torch.autograd.Function`s that the backward went through.
+    """
 
     results: dict[str, Tensor]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     random_state: Tensor
     operators: frozenset[str]
+    functions: frozenset[str] = frozenset()
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -173,6 +183,7 @@ def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: l
     with torch.set_grad_enabled(mode == "train"), operators:
         with eager_autocast(task.precision):
             results = wrapper(batch)
+        functions = _own_functions(results["loss"]) if mode == "train" else frozenset()
         if mode == "train":
             results["loss"].backward()
     guard, only_asked = recorder.finish()
@@ -187,7 +198,23 @@ def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: l
         buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
         random_state=torch.get_rng_state(),
         operators=operators.seen(without=only_asked),
+        functions=functions,
     )
+
+
+def _own_functions(loss: Tensor) -> frozenset[str]:
+    """Names of the nodes of a loss's autograd graph whose backward is Python code."""
+    found: set[str] = set()
+    seen = {loss.grad_fn}
+    waiting = list(seen)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found.add(node.name().removesuffix("Backward"))
+        following = {further for further, _ in node.next_functions} - seen if node is not None else set()
+        seen |= following
+        waiting += following
+    return frozenset(found)
 
 
 def _refuse_sparse(gradients: dict[str, Tensor]) -> None:
