@@ -205,15 +205,16 @@ def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: l
 def _own_functions(loss: Tensor) -> frozenset[str]:
     """Names of the nodes of a loss's autograd graph whose backward is Python code."""
     found: set[str] = set()
-    seen = {loss.grad_fn}
-    waiting = list(seen)
+    seen: set[Any] = {None}
+    waiting: list[Any] = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             found.add(node.name().removesuffix("Backward"))
-        following = {further for further, _ in node.next_functions} - seen if node is not None else set()
-        seen |= following
-        waiting += following
     return frozenset(found)
 
 
