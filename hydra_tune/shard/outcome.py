@@ -214,7 +214,7 @@ def _own_functions(loss: Tensor) -> frozenset[str]:
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found.add(node.name().removesuffix("Backward"))
+            found.add(type(node).__name__.removesuffix("Backward"))
     return frozenset(found)
 
 

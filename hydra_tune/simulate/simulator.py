@@ -5,8 +5,10 @@ and loads take. What simulates is what runs.
 """
 
 import heapq
+import math
 from collections import deque
 
+from hydra_tune.errors import ConfigError
 from hydra_tune.schedule import (
     Admit,
     Command,
@@ -36,6 +38,8 @@ from hydra_tune.simulate.outcome import DeviceOutcome, SimulationResult
 from hydra_tune.simulate.repeats import Repeats
 from hydra_tune.simulate.transfers import Timeline, Transfers
 
+_MOST_SECONDS = 1e250  # sums and quotients of larger floats are soon infinite
+_PRECISION = 1e-3  # by which a step's time may be rounded
 
 def simulate(
     scenario: Scenario,
@@ -58,9 +62,31 @@ def simulate(
         The figures.
 
     Raises:
-        ConfigError: an unknown policy.
+        ConfigError: an unknown policy, or times of which some are so long that others cannot be told from none.
     """
     return Simulator(scenario, policy, lookahead=lookahead, timeline=timeline, skip_repeats=skip_repeats).run()
+
+
+def _grid(scenario: Scenario) -> Grid:
+    """A grid for all the scenario's times, on which each trial's steps are as long as they are.
+
+    Raises:
+        ConfigError: there is none, because the scenario is so much longer than one of its steps.
+    """
+    try:
+        longest = scenario.longest_possible_seconds()
+    except OverflowError:
+        longest = math.inf
+    if longest < _MOST_SECONDS:
+        grid = Grid(longest)
+        rounded = {trial.step: sum(grid.round(unit.seconds) for unit in trial.step) for trial in scenario.trials}
+        if all(abs(rounded[trial.step] / trial.step_seconds - 1) < _PRECISION for trial in scenario.trials):
+            return grid
+    shortest = min(trial.step_seconds for trial in scenario.trials)
+    raise ConfigError(
+        f"a scenario of up to {longest:.3g} s is too long for steps of {shortest:.3g} s: their times cannot be added "
+        "exactly; take fewer steps, earlier arrivals and faults, or devices that are not as slow"
+    )
 
 
 class Simulator:
@@ -78,7 +104,7 @@ class Simulator:
         made = make_policy(policy)
         self.policy_name = policy if isinstance(policy, str) else type(policy).__name__
         self.scenario = scenario
-        self.grid = Grid(scenario.longest_possible_seconds())
+        self.grid = _grid(scenario)
         ordered = sorted(scenario.trials, key=lambda trial: trial.arrival_seconds)
         self.jobs = [
             SimJob(number, trial, self.grid, reports_wait=scenario.answer_seconds > 0)

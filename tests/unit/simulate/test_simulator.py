@@ -467,3 +467,25 @@ def test_every_schedule_keeps_the_rules(seed, policy):
     assert result.makespan_seconds >= max(bar.end_seconds for bar in units)
     if result.bound_seconds is not None:
         assert result.makespan_seconds >= result.bound_seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("trials", "more"),
+    [
+        ([trial(steps=10**17)], {}),
+        ([trial(steps=10**400)], {}),
+        ([trial(seconds=1e308)], {}),
+        ([trial(arrival_seconds=1e300)], {}),
+        ([trial()], {"devices": [SimulatedDevice(name="d0", speed=1e-308)]}),
+        ([trial()], {"slowdowns": (Slowdown(device="d0", at_seconds=1, factor=1e-300),)}),
+        ([trial()], {"outages": (Outage(device="d0", at_seconds=1e200, until_seconds=1.1e200),)}),
+        ([trial("short", seconds=1e-20), trial("long")], {}),
+    ],
+)
+def test_times_that_cannot_be_added_exactly_are_refused(trials, more):
+    with pytest.raises(ConfigError, match="too long for steps of"):
+        play(*trials, **more)
+
+
+def test_a_run_of_three_thousand_years_is_simulated():
+    assert play(trial(steps=10**11)).makespan_seconds == 2e11
