@@ -41,6 +41,7 @@ from hydra_tune.simulate.transfers import Timeline, Transfers
 _MOST_SECONDS = 1e250  # sums and quotients of larger floats are soon infinite
 _PRECISION = 1e-3  # by which a step's time may be rounded
 
+
 def simulate(
     scenario: Scenario,
     policy: str | Policy = "lrtf",

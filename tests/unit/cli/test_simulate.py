@@ -191,6 +191,45 @@ def test_a_profile_is_no_recording(profile):
     assert "is not a recording; hydra-tune sweep --timeline FILE writes one" in result.stderr
 
 
+def without_a_run(data):
+    ends = [events for _, events, _ in data["decisions"] if events and events[0]["is"] == "UnitFinished"]
+    ends[3].insert(0, ends[3][0])
+
+
+def with_a_block_that_fits_nowhere(data):
+    data["blocks"][0][3] = 1 << 60
+
+
+def with_a_text_for_a_time(data):
+    data["turns"][0][2][0][1] = "soon"
+
+
+def with_a_text_for_an_event(data):
+    data["decisions"][0][1][0] = "JobSubmitted"
+
+
+def without_an_end(data):
+    del data["decisions"][-4:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [without_a_run, with_a_block_that_fits_nowhere, with_a_text_for_a_time, with_a_text_for_an_event, without_an_end],
+)
+def test_a_damaged_recording_is_refused(recorded, tmp_path, damage):
+    content = json.loads(recorded.read_text())
+    damage(content["hydra_tune"])
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(json.dumps(content))
+    result = call("--replay", damaged)
+    assert result.exit_code == 2, result.output
+    assert (
+        "damaged recording" in result.stderr
+        or "recording is damaged" in result.stderr
+        or "record until" in result.stderr
+    )
+
+
 def test_neither_torch_nor_matplotlib_is_imported():
     program = (
         "import sys; from hydra_tune.cli import main\n"
