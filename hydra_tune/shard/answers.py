@@ -67,7 +67,9 @@ class _Noting(TorchFunctionMode):
         self.is_complete = self.is_complete and func not in _UNSEEN
         before = self._recorder.num_reads
         result = func(*args, **(kwargs or {}))
-        if self._recorder.num_reads > before:
+        if self._recorder.num_reads > before and not isinstance(
+            result, torch.Tensor
+        ):  # an operator may read for itself
             self.is_complete = self.is_complete and isinstance(result, bool | int | float)
             self.answers.append((func, result))
         return result

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_READS = {"aten::_local_scalar_dense", "aten::equal"}
+READS = frozenset({"aten::_local_scalar_dense", "aten::equal"})
+"""Operators that hand a value to Python, or to the operator that they are part of."""
+
 _CONSTANTS = {"aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy"}
 
 
@@ -114,7 +116,7 @@ class Recorder:
         """An operator has run."""
         self._number += 1
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_read = func._schema.name in _READS  # noqa: SLF001
+        is_read = func._schema.name in READS  # noqa: SLF001
         self.num_reads += is_read
         if func._schema.name in _CONSTANTS and not self._knows(given[0]):  # noqa: SLF001
             self._constants[self._slot(given[0])] = given[0].clone()

@@ -96,6 +96,38 @@ def test_an_answer_for_which_the_graph_is_wrong_runs_whole():
     assert not bench.plan(FULL).plan.eager
 
 
+class Classes(Asks):
+    """`one_hot` looks for the largest class, wherever it runs."""
+
+    def forward(self, x, mask):
+        x = self.last(self.first(x) * 2) if self.asked(mask) else self.first(x)
+        return self.last(x * functional.one_hot(mask, 8))
+
+    def asked(self, mask):
+        return True
+
+
+class AsksClasses(Classes):
+    def asked(self, mask):
+        return mask.all()
+
+
+def test_what_the_graph_reads_for_itself_is_not_asked_beforehand():
+    bench = Bench(Classes())
+    prepared = bench.plan([1, 2, 3, 4])
+    assert len(prepared.plan.shards) == 2
+    assert prepared.guard is None
+    assert bench.plan([0, 7, 7, 7]) is prepared
+
+
+def test_a_step_may_ask_beside_operators_that_read_for_themselves():
+    bench = Bench(AsksClasses())
+    prepared = bench.plan([1, 2, 3, 4])
+    assert len(prepared.plan.shards) == 2
+    assert prepared.serves(batch([1, 3, 2, 4]))
+    assert not prepared.serves(batch([0, 3, 2, 4]))
+
+
 class AsksWeights(Asks):
     def asked(self, mask):
         return (self.first.weight.abs() * mask.max()).sum() < 0
