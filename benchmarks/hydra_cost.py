@@ -66,6 +66,7 @@ class Machine:
     Args:
         flops: attained by each device, a second.
         link_bytes: of each device, a second.
+        shared_bytes: of all loads together, a second; None: links share nothing.
         memory_bytes: of each device.
         context_bytes: of that, not for training.
         buffer_fraction: of that, for double buffering.
@@ -75,6 +76,7 @@ class Machine:
 
     flops: float = 0.5 * 2 * 3584 * 1.582e9
     link_bytes: float = 12e9
+    shared_bytes: float | None = None
     memory_bytes: int = 11 * 2**30
     context_bytes: int = 512 * 2**20
     buffer_fraction: float = 0.15
@@ -252,6 +254,7 @@ def scenario(
             bandwidth=machine.link_bytes,
         ),
         overlap=overlap,
+        node_bandwidth=machine.shared_bytes,
     )
 
 

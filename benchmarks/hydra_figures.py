@@ -157,7 +157,7 @@ def draw_all(found: Mapping[str, Any], folder: Path) -> None:
             {f"{title}, speed-up over model parallelism": (where, series)},
             x_label=places,
         )
-    few_steps = [shortened(model, 1 / 2040) for model in WORKLOADS["BERT"]]
+    few_steps = [shortened(model, 1 / 1020) for model in WORKLOADS["BERT"]]
     plot_timeline(hydra(few_steps, Machine(), keep=False, timeline=10_000), folder / "timeline.png")
 
 

@@ -47,7 +47,7 @@ class Points:
         models: Figure 10's.
         batches: Table 3's.
         machines: for the sensitivity table.
-        shared_bytes: Table 3 is also played with 8 devices that share so many bytes a second evenly.
+        shared_bytes: Table 3 is also played with devices whose loads share so many bytes a second.
     """
 
     share: float = 1 / 20
@@ -218,11 +218,11 @@ def table_3(points: Points) -> dict[str, dict[str, float]]:
 
     Without SHARP one model after the other is trained, spilled, by one device, whose link is then all its own. Without
     double buffering, once as the simulator has it, where a device waits for what it loads; once where it also waits for
-    what it writes back.
+    what it writes back, which then takes its part of what is shared, too.
     """
     rows: dict[str, dict[str, float]] = {}
     for shared, batch in itertools.product((None, *points.shared_bytes), points.batches):
-        machine = Machine() if shared is None else Machine(link_bytes=shared / NUM_DEVICES)
+        machine = Machine(shared_bytes=shared)
         model = shortened(bert(batch, 2.5e8), points.share)
         for way, keep in WAYS.items():
             full = hydra([model] * 16, machine, keep=keep).makespan_seconds
@@ -230,7 +230,7 @@ def table_3(points: Points) -> dict[str, dict[str, float]]:
             for what, write_back in (("loads", False), ("loads and write-backs", True)):
                 waits = partial(hydra, keep=keep, overlap=False, write_back=write_back)
                 together = waits([model] * 16, machine).makespan_seconds
-                alone = 16 * waits([model], Machine(), num_devices=1).makespan_seconds
+                alone = 16 * waits([model], machine, num_devices=1).makespan_seconds
                 row[f"no buffer: {what} wait"] = together / full
                 row[f"nor SHARP: {what} wait"] = alone / full
             rows[f"batch {batch}, {way}" + (f", {shared / 1e9:g} GB/s shared" if shared else "")] = row

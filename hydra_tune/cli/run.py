@@ -3,6 +3,8 @@
 Everything that can be wrong with the sweep is found before the pool, the storage or any folder is made.
 """
 
+import errno
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -57,6 +59,8 @@ def run_sweep(spec: SweepSpec, display: Display, *, timeout_seconds: float | Non
     Returns:
         The exit code of the program.
     """
+    if timeline is not None and not _is_writable(timeline):
+        return FAILED
     output = Output(display)
     board = Board(spec, output.log)
     try:
@@ -82,6 +86,18 @@ def run_sweep(spec: SweepSpec, display: Display, *, timeout_seconds: float | Non
     if timeline is not None and not _written(pool, timeline):
         return FAILED
     return _exit_code(view, board.last_error)
+
+
+def _is_writable(path: Path) -> bool:
+    """Whether the timeline can be written, as far as can be seen before hours of training."""
+    if not path.parent.is_dir():
+        problem = errno.ENOENT
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = errno.EACCES
+    else:
+        return True
+    print(f"cannot write {path}: {os.strerror(problem)}", file=sys.stderr)  # noqa: T201 - it is output
+    return False
 
 
 def _written(pool: _WatchedExecutor, path: Path) -> bool:

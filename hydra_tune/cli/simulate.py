@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import parse_bytes
-from hydra_tune.schedule import make_policy
+from hydra_tune.schedule import ADMISSIONS, make_policy
 from hydra_tune.simulate import Outage, Scenario, SimulationResult, Slowdown, simulate
 from hydra_tune.simulate.plot import plot_timeline
 from hydra_tune.simulate.profile import read_profile
@@ -126,6 +126,7 @@ def _outages(context: click.Context, parameter: click.Parameter, values: tuple[s
 @click.option("--no-overlap", is_flag=True, help="No double buffering: loads wait for the device.")
 @click.option("--policy", metavar="NAME", default="lrtf", show_default=True, help="Who decides.")
 @click.option("--max-concurrent", type=int, metavar="N", help="Trials admitted at once.")
+@click.option("--admission", type=click.Choice(ADMISSIONS), help="Whether all of them advance, or the oldest first.")
 @click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="Of everything that is drawn.")
 @click.option("--timeline", type=click.IntRange(min=0), metavar="N", default=0, help="Keep the first N bars, in JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw them: a PNG.")
@@ -233,9 +234,8 @@ def _from_profile(path: Path, flags: dict[str, Any]) -> Scenario:
 
 
 def _finish(scenario: Scenario, flags: dict[str, Any]) -> Scenario:
-    changes = {
-        name: flags[name] for name in ("max_concurrent", "network_bandwidth") if flags[name] is not None
-    }  # a profile may have its own
+    names = ("max_concurrent", "admission", "network_bandwidth")  # a profile may have its own
+    changes = {name: flags[name] for name in names if flags[name] is not None}
     return replace(
         scenario,
         trials=stop_early(scenario.trials, flags["survival"], flags["seed"]),

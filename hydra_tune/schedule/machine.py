@@ -172,6 +172,12 @@ class Scheduler:
         return tuple(self._state.offering)
 
     @property
+    def front(self) -> tuple[str, ...]:
+        """Under staggered admission the jobs that go first, the oldest first; else none."""
+        front = self._state.front
+        return () if front is None else tuple(front.jobs)
+
+    @property
     def running(self) -> dict[str, str]:
         """The job whose unit runs, for each device that runs one."""
         return {name: device.job for name, device in self._state.devices.items() if device.job is not None}

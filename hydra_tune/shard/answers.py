@@ -29,6 +29,10 @@ _NOTICING = (("transformers.utils.import_utils", "is_fake_tensor"),)
 """Functions by which libraries notice that tensors have no values: they are told that there are some."""
 
 
+_UNSEEN = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+"""They hand values to Python without an operator that could be followed."""
+
+
 def ask(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> list[Answer]:
     """Run the forward of a step eagerly and note what its Python asks of values.
 
@@ -60,9 +64,12 @@ class _Noting(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.is_complete = self.is_complete and func not in _UNSEEN
         before = self._recorder.num_reads
         result = func(*args, **(kwargs or {}))
-        if self._recorder.num_reads > before:
+        if self._recorder.num_reads > before and not isinstance(
+            result, torch.Tensor
+        ):  # an operator may read for itself
             self.is_complete = self.is_complete and isinstance(result, bool | int | float)
             self.answers.append((func, result))
         return result

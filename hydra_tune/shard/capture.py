@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
 
 from hydra_tune.errors import CaptureError, HydraTuneError
 from hydra_tune.shard import batch as batches
@@ -152,7 +153,7 @@ def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> 
         flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag  # noqa: SLF001
         torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False  # noqa: SLF001
         try:
-            with answering:
+            with answering, _RefusingHooks():
                 return forward(*arguments)
         finally:
             torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags  # noqa: SLF001
@@ -162,6 +163,17 @@ def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> 
         yield
     finally:
         del wrapper.forward
+
+
+class _RefusingHooks(TorchFunctionMode):
+    """Refuses hooks on activations: a graph has none, and on one batch they may change nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.register_hook:
+            raise CaptureError("the step registers a gradient hook on an activation, which a graph would not run")
+        return func(*args, **(kwargs or {}))
 
 
 def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> Captured:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_READS = {"aten::_local_scalar_dense", "aten::equal"}
+READS = frozenset({"aten::_local_scalar_dense", "aten::equal"})
+"""Operators that hand a value to Python, or to the operator that they are part of."""
+
 _CONSTANTS = {"aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy"}
 
 
@@ -32,6 +34,7 @@ class _Call:
 
     Attributes:
         number: which of all operators of the run it was.
+        written: storages that it changed; its results need not be among them.
         answer: what a question was answered with; None for an operator that only leads to one.
     """
 
@@ -40,6 +43,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[_Slot, ...]
+    written: frozenset[int] = frozenset()
     is_read: bool = False
     answer: object = None
 
@@ -72,12 +76,17 @@ class Guard:
         with torch.no_grad():
             for call in self.calls:
                 result = call.again(found)
-                if call.is_read and result != call.answer:
+                if call.is_read and not _is_same(result, call.answer):
                     return False
                 if not call.is_read:
                     outs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
                     found |= dict(zip(call.outs, outs, strict=True))
         return True
+
+
+def _is_same(answer: object, expected: object) -> bool:
+    """Whether code does the same with both: 0.0 and -0.0 are two answers, NaN is one."""
+    return type(answer) is type(expected) and repr(answer) == repr(expected)
 
 
 class Recorder:
@@ -94,7 +103,7 @@ class Recorder:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._slots: dict[tuple[Any, ...], _Slot] = {}
         self._kept: list[Tensor] = []  # tensors are told apart by their storage's address, so none may be freed
-        self._tainted: set[int] = set()
+        self._tainted: dict[int, Any] = {}  # kept alive for the same reason
         self._constants: dict[_Slot, Tensor] = {}
         self._calls: list[_Call] = []
         self._number = 0
@@ -107,18 +116,21 @@ class Recorder:
         """An operator has run."""
         self._number += 1
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_read = func._schema.name in _READS  # noqa: SLF001
+        is_read = func._schema.name in READS  # noqa: SLF001
         self.num_reads += is_read
         if func._schema.name in _CONSTANTS and not self._knows(given[0]):  # noqa: SLF001
             self._constants[self._slot(given[0])] = given[0].clone()
+        written_storages = _written(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags or not all(map(self._knows, given)):
-            self._taint(func, args, kwargs)
+            # What is overwritten by something unknown is unknown.
+            self._tainted |= {storage._cdata: storage for storage in written_storages}  # noqa: SLF001
             self.asks_otherwise = self.asks_otherwise or is_read
             return
         args, kwargs = pytree.tree_map(
             lambda leaf: self._slot(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
         outs = tuple(self._slot(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+        written = frozenset(storage._cdata for storage in written_storages)  # noqa: SLF001
         self._calls.append(
             _Call(
                 number=self._number,
@@ -126,6 +138,7 @@ class Recorder:
                 args=args,
                 kwargs=kwargs,
                 outs=outs,
+                written=written,
                 is_read=is_read,
                 answer=result if is_read else None,
             )
@@ -144,7 +157,7 @@ class Recorder:
         needed: set[Any] = set()
         found: list[_Call] = []
         for call in reversed(self._calls):
-            if call.is_read or not needed.isdisjoint(storage[slot] for slot in call.outs):
+            if call.is_read or not needed.isdisjoint({storage[slot] for slot in call.outs} | call.written):
                 found.append(call)
                 needed |= {storage[slot] for slot in call.reads}
         return found[::-1]
@@ -164,13 +177,16 @@ class Recorder:
             self._kept.append(tensor)
         return self._slots[key]
 
-    def _taint(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What is overwritten by something unknown is unknown."""
-        for argument, value in [*zip(func._schema.arguments, args, strict=False), *_named(func, kwargs)]:  # noqa: SLF001
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for leaf in pytree.tree_leaves(value):
-                    if isinstance(leaf, Tensor):
-                        self._tainted.add(leaf.untyped_storage()._cdata)  # noqa: SLF001
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The storages that an operator writes to."""
+    return [
+        leaf.untyped_storage()
+        for argument, value in [*zip(func._schema.arguments, args, strict=False), *_named(func, kwargs)]  # noqa: SLF001
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, Tensor)
+    ]
 
 
 def _named(func: Any, kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:

@@ -20,7 +20,7 @@ from hydra_tune.errors import TaskError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
-from hydra_tune.shard.guards import Guard, Recorder
+from hydra_tune.shard.guards import READS, Guard, Recorder
 from hydra_tune.shard.plan import Plan, Shard
 from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.steps import step_module
@@ -76,13 +76,25 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a step gave; `operators` are those that computed something."""
+    """What a step gave.
+
+    Attributes:
+        results: the loss, or the metrics.
+        gradients: of the parameters.
+        buffers: as the step left them.
+        random_state: of the generator.
+        operators: those that computed something.
+        reads: the values that were read, in order; a plan's as its shards run first.
+        functions: names of the user's own `torch.autograd.Function`s that the backward went through.
+    """
 
     results: dict[str, Tensor]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     random_state: Tensor
     operators: frozenset[str]
+    functions: frozenset[str] = frozenset()
+    reads: tuple[str, ...] = ()
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -93,6 +105,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._count = 0
         self._numbers: dict[str, set[int]] = {}
+        self.reads: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -100,10 +113,11 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name  # noqa: SLF001
         self._count += 1
         if not func.is_view and name not in _NO_ARITHMETIC:
-            if "attention" in name:
-                name += _form_of_attention(func, args, kwargs or {})
-            self._numbers.setdefault(name, set()).add(self._count)
+            form = _form_of_attention(func, args, kwargs or {}) if "attention" in name else ""
+            self._numbers.setdefault(name + form, set()).add(self._count)
         result = func(*args, **(kwargs or {}))
+        if name in READS:
+            self.reads.append(repr(result))
         if self._recorder is not None:
             self._recorder.note(func, args, kwargs or {}, result)
         return result
@@ -173,6 +187,7 @@ def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: l
     with torch.set_grad_enabled(mode == "train"), operators:
         with eager_autocast(task.precision):
             results = wrapper(batch)
+        functions = _own_functions(results["loss"]) if mode == "train" else frozenset()
         if mode == "train":
             results["loss"].backward()
     guard, only_asked = recorder.finish()
@@ -187,7 +202,25 @@ def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: l
         buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
         random_state=torch.get_rng_state(),
         operators=operators.seen(without=only_asked),
+        functions=functions,
+        reads=tuple(operators.reads),
     )
+
+
+def _own_functions(loss: Tensor) -> frozenset[str]:
+    """Names of the nodes of a loss's autograd graph whose backward is Python code."""
+    found: set[str] = set()
+    seen: set[Any] = {None}
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found.add(type(node).__name__.removesuffix("Backward"))
+    return frozenset(found)
 
 
 def _refuse_sparse(gradients: dict[str, Tensor]) -> None:
@@ -221,11 +254,13 @@ def run_plan(
             if chain.has_forward(index):
                 forward[index] = timed(index, chain.forward)
         final_state = stream.get_state()
+        reads = tuple(operators.reads)
         for index in reversed(range(count)):
             if plan.mode == "train" and plan.shards[index].has_backward:
                 backward[index] = timed(index, chain.backward)
                 if index == count - 1:
                     final_state = stream.get_state()
+                    reads = tuple(operators.reads)  # the last shard has run once now, the others run again
     prefix = parameter_gradient_key("")
     outcome = Outcome(
         results={name: store.values[key] for name, key in zip(plan.names, plan.outputs, strict=True)},
@@ -233,6 +268,7 @@ def run_plan(
         buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
         random_state=final_state,
         operators=operators.seen(),
+        reads=reads,
     )
     return outcome, UnitSeconds(forward=tuple(forward), backward=tuple(backward))
 

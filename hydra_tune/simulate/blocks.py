@@ -10,11 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from hydra_tune.errors import ConfigError
 from hydra_tune.observe.turns import Action, BlockFacts
 from hydra_tune.simulate.recording import RecordedDevice, Recording
 from hydra_tune.simulate.script import Copies, Copy
 
 _PATIENCE_NS = 100_000  # between looks for room, where all that could leave is being copied at this moment
+_PATIENCE = 100_000  # looks while nothing is being copied
 
 
 @dataclass(slots=True, eq=False)
@@ -146,12 +148,19 @@ class Blocks:
         device.leased.append(block)
 
     def _make_room(self, device: _Device, nbytes: int, copies: Copies) -> Iterator[int]:
+        patience = _PATIENCE
         while device.used_bytes + nbytes > device.budget_bytes:
             yield from _until_next(copies)
             now = self._clock()
             victims = (b for b in device.resident.values() if b.pinned_for != device.name and b.free_ns <= now)
             victim = next(victims, None)
             if victim is None:
+                patience -= not any(block.free_ns > now for block in device.resident.values())
+                if not patience:
+                    raise ConfigError(
+                        f"the recording is damaged: {device.name} never has room for {nbytes} more bytes beside the "
+                        f"{device.used_bytes} of {device.budget_bytes} in use"
+                    )
                 yield _PATIENCE_NS
                 continue
             if not victim.dirty:

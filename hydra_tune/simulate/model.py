@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import format_bytes, format_bytes_up
-from hydra_tune.schedule import Unit
+from hydra_tune.schedule import ADMISSIONS, Unit, check_admission
 
 
 def _check(value: float, what: str, *, least: float = 0.0, open_end: bool = True) -> None:
@@ -164,6 +164,7 @@ class Scenario:
         slowdowns: faults that change a device's speed.
         outages: faults that take a device away; one device is always there in the end.
         max_concurrent: trials admitted at once; None: all.
+        admission: "eager", or "staggered": of the admitted trials the oldest go first.
         overlap: while a unit runs, the next shard is loaded (double buffering); without, loads wait for the device.
         network_bandwidth: bytes a second between nodes; None: at once.
         node_bandwidth: bytes a second of each node's host memory, shared by its devices' loads; None: no limit.
@@ -176,6 +177,7 @@ class Scenario:
     slowdowns: tuple[Slowdown, ...] = field(default=())
     outages: tuple[Outage, ...] = field(default=())
     max_concurrent: int | None = None
+    admission: str = ADMISSIONS[0]
     overlap: bool = True
     network_bandwidth: float | None = None
     node_bandwidth: float | None = None
@@ -189,6 +191,7 @@ class Scenario:
         _check_unique((device.name for device in self.devices), "devices")
         if self.max_concurrent is not None and self.max_concurrent < 1:
             raise ConfigError(f"max_concurrent must be at least 1, not {self.max_concurrent}")
+        check_admission(self.admission)
         for what in ("network_bandwidth", "node_bandwidth"):
             if getattr(self, what) is not None:
                 _check(getattr(self, what), what)

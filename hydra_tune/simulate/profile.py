@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -99,6 +99,7 @@ class _Profile(_Part):
     slowdowns: list[_Slowdown] = Field(default_factory=list)
     outages: list[_Outage] = Field(default_factory=list)
     max_concurrent: _Count | None = None
+    admission: Literal["eager", "staggered"] = "eager"
     overlap: bool = True
     network_bandwidth: _Rate | None = None
     node_bandwidth: _Rate | None = None
@@ -272,6 +273,7 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
             for device in recording.devices
         ],
         "max_concurrent": recording.max_concurrent,
+        "admission": recording.admission,
         "overlap": False,
     }
 

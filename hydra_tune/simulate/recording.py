@@ -11,6 +11,9 @@ from hydra_tune.observe.turns import Action, BlockFacts, Turn, UnitSpan
 from hydra_tune.schedule import Run
 from hydra_tune.schedule.journal import Decision
 
+DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What is raised by data that is not what it should be."""
+
 _FORMAT = 1
 _KEY = "hydra_tune"
 
@@ -125,7 +128,7 @@ def read_recording(path: Path) -> Recording:
         raise ConfigError(f"{path}: format must be {_FORMAT}, not {found.get('format')!r}; it is from another version")
     try:
         return _made(found)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except DAMAGE as error:
         raise ConfigError(f"{path} is a damaged recording: {type(error).__name__}: {error}") from error
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from hydra_tune.errors import ConfigError, ScheduleError
 from hydra_tune.schedule import (
     Admit,
     Command,
@@ -30,7 +31,7 @@ from hydra_tune.schedule import (
 )
 from hydra_tune.schedule.journal import Decision
 from hydra_tune.simulate.blocks import Blocks
-from hydra_tune.simulate.recording import Recording
+from hydra_tune.simulate.recording import DAMAGE, Recording
 from hydra_tune.simulate.script import STOP, Part, Script, scripts_of
 
 _SECOND = 1e9
@@ -114,9 +115,14 @@ def replay(recording: Recording, policy: str | Policy | None = None) -> Replay:
         The run and the simulation.
 
     Raises:
-        ConfigError: an unknown policy, or a recording of a run that had not ended.
+        ConfigError: an unknown policy, a recording of a run that had not ended, or one that contradicts itself.
     """
-    return _Player(recording, recording.policy if policy is None else policy).play()
+    try:
+        return _Player(recording, recording.policy if policy is None else policy).play()
+    except ConfigError:
+        raise
+    except (*DAMAGE, ScheduleError, AssertionError) as error:
+        raise ConfigError(f"the recording is damaged: {type(error).__name__}: {error}") from error
 
 
 @dataclass(slots=True)

@@ -5,8 +5,10 @@ and loads take. What simulates is what runs.
 """
 
 import heapq
+import math
 from collections import deque
 
+from hydra_tune.errors import ConfigError
 from hydra_tune.schedule import (
     Admit,
     Command,
@@ -18,7 +20,6 @@ from hydra_tune.schedule import (
     JobResumed,
     JobStopped,
     JobSubmitted,
-    JobView,
     Policy,
     Run,
     Scheduler,
@@ -35,6 +36,9 @@ from hydra_tune.simulate.model import Scenario
 from hydra_tune.simulate.outcome import DeviceOutcome, SimulationResult
 from hydra_tune.simulate.repeats import Repeats
 from hydra_tune.simulate.transfers import Timeline, Transfers
+
+_MOST_SECONDS = 1e250  # sums and quotients of larger floats are soon infinite
+_PRECISION = 1e-3  # by which a step's time may be rounded
 
 
 def simulate(
@@ -58,9 +62,31 @@ def simulate(
         The figures.
 
     Raises:
-        ConfigError: an unknown policy.
+        ConfigError: an unknown policy, or times of which some are so long that others cannot be told from none.
     """
     return Simulator(scenario, policy, lookahead=lookahead, timeline=timeline, skip_repeats=skip_repeats).run()
+
+
+def _grid(scenario: Scenario) -> Grid:
+    """A grid for all the scenario's times, on which each trial's steps are as long as they are.
+
+    Raises:
+        ConfigError: there is none, because the scenario is so much longer than one of its steps.
+    """
+    try:
+        longest = scenario.longest_possible_seconds()
+    except OverflowError:
+        longest = math.inf
+    if longest < _MOST_SECONDS:
+        grid = Grid(longest)
+        rounded = {trial.step: sum(grid.round(unit.seconds) for unit in trial.step) for trial in scenario.trials}
+        if all(abs(rounded[trial.step] / trial.step_seconds - 1) < _PRECISION for trial in scenario.trials):
+            return grid
+    shortest = min(trial.step_seconds for trial in scenario.trials)
+    raise ConfigError(
+        f"a scenario of up to {longest:.3g} s is too long for steps of {shortest:.3g} s: their times cannot be added "
+        "exactly; take fewer steps, earlier arrivals and faults, or devices that are not as slow"
+    )
 
 
 class Simulator:
@@ -78,7 +104,7 @@ class Simulator:
         made = make_policy(policy)
         self.policy_name = policy if isinstance(policy, str) else type(policy).__name__
         self.scenario = scenario
-        self.grid = Grid(scenario.longest_possible_seconds())
+        self.grid = _grid(scenario)
         ordered = sorted(scenario.trials, key=lambda trial: trial.arrival_seconds)
         self.jobs = [
             SimJob(number, trial, self.grid, reports_wait=scenario.answer_seconds > 0)
@@ -87,12 +113,14 @@ class Simulator:
         self.devices = [SimDevice(number, device) for number, device in enumerate(scenario.devices)]
         self.timeline = Timeline(timeline)
         self.transfers = Transfers(scenario, self.devices, self.jobs, self.grid, self.timeline, self._moved)
-        self._scheduler = Scheduler(policy=made, max_concurrent=scenario.max_concurrent or len(self.jobs))
+        self._scheduler = Scheduler(
+            policy=made, max_concurrent=scenario.max_concurrent or len(self.jobs), admission=scenario.admission
+        )
+        self._numbers = {job.name: job for job in self.jobs}
         self._ahead: Ahead | None = None
         if scenario.overlap and any(device.bandwidth is not None for device in scenario.devices):
-            self._ahead = Ahead(lookahead or made, self._scheduler, self.devices)
+            self._ahead = Ahead(lookahead or made, self._scheduler, self.devices, self._numbers, self.transfers)
         self._repeats = Repeats(self, made, lookahead) if skip_repeats else None
-        self._numbers = {job.name: job for job in self.jobs}
         self._device_numbers = {device.name: device for device in self.devices}
         self._commands: deque[Command] = deque()
         self._num_entries = 0
@@ -154,6 +182,7 @@ class Simulator:
         if self._ahead is not None:
             self._ahead.set_speed(device.name, device.speed)
         self._tell(DeviceAdded(device=device.name, speed=device.speed))
+        self._notice_front()
 
     def _device_slows(self, number: int, speed: float) -> None:
         device = self.devices[number]
@@ -180,6 +209,7 @@ class Simulator:
         if job is not None:
             job.is_ready = True
         self._tell(DeviceLost(device=device.name))
+        self._notice_front()
         self._notice(*self.alive.values())
 
     def _arrives(self, number: int, _: float) -> None:
@@ -220,7 +250,7 @@ class Simulator:
 
     def _unit_starts(self, number: int, _: float) -> None:
         if self._ahead is not None:
-            self._buffer_next(self.devices[number])
+            self._ahead.buffer_next(self.devices[number], self.now, self.offset)
 
     def _unit_ends(self, number: int, seconds: float) -> None:
         device = self.devices[number]
@@ -289,6 +319,8 @@ class Simulator:
             for command in commands:
                 if type(command) is Run:  # no more to be had, from this moment
                     self._ahead.notice(self._numbers[command.job])
+                else:
+                    self._ahead.notice_front()
 
     def _carry_out(self) -> None:
         commands = self._commands
@@ -344,50 +376,18 @@ class Simulator:
             device.stall_seconds += start - now
             self._at(start, Happening.UNIT_STARTS, device.number)
         elif self._ahead is not None:
-            self._buffer_next(device)
+            self._ahead.buffer_next(device, now, self.offset)
 
-    # Double buffering.
-
-    def _buffer_next(self, device: SimDevice) -> None:
-        ahead, own = self._ahead, device.job
-        assert ahead is not None
-        assert own is not None
-        if device.bandwidth is None:
-            return  # to send takes no time
-        ahead.unclaim_device(device)
-        name = ahead.next_job(device, self._following(own))
-        if name is None:
-            return
-        chosen = self._numbers[name]
-        shard = chosen.shards[(chosen.position + (chosen is own)) % len(chosen.units)]
-        ahead.claim(device, chosen)
-        if chosen.places[shard] != device.number and self.transfers.fits_beside(
-            device, chosen.trial.shard_bytes[shard]
-        ):
-            self.transfers.bring(device, chosen, shard, self.now)
-
-    def _following(self, job: SimJob) -> JobView | None:
-        """What a policy will see of a job that runs, when its unit is over; None if it does not go on at once."""
-        position = job.position + 1
-        if position < len(job.units):
-            left = job.planned_seconds - job.prefix[position]
-        elif job.step + 1 < job.milestone:
-            position, left = 0, job.planned_seconds - job.step_seconds
-        else:
-            return None
-        place = job.places[job.shards[position]]
-        return self._scheduler.view_after(
-            job.name,
-            unit=job.units[position],
-            seconds=job.truth[job.position],
-            remaining_seconds=left + self.offset,
-            shard_device=None if place == ABSENT else self.devices[place].name,
-        )
+    # What the double buffering knows.
 
     def _notice(self, *jobs: SimJob) -> None:
         if self._ahead is not None:
             for job in jobs:
                 self._ahead.notice(job)
+
+    def _notice_front(self) -> None:
+        if self._ahead is not None:
+            self._ahead.notice_front()
 
     # What the scheduler knows of places: that of each job's next unit, as the pool tells it.
 

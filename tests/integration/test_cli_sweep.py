@@ -68,6 +68,7 @@ def test_a_timeline_is_written_and_can_be_played_again(project):
     nowhere = project.run("--run-cap", "1", "--timeline", "no/run.json")
     assert nowhere.returncode == 1
     assert "cannot write no/run.json: No such file or directory" in nowhere.stderr
+    assert not nowhere.stdout, "found out before anything is trained"
 
 
 def test_a_seeded_sweep_at_width_1_is_the_same_again(project):

@@ -56,6 +56,7 @@ def test_a_profile_is_played_and_options_go_before_it(profile):
     assert figures(profile, "--slow", "gpu0,0,0.5")["makespan_seconds"] > figures(profile)["makespan_seconds"]
     lost, back = (figures(profile, "--lose", fault)["makespan_seconds"] for fault in ("gpu0,1", "gpu0,1,2"))
     assert lost > back > figures(profile)["makespan_seconds"]
+    assert figures(profile, "--admission", "staggered") != figures(profile)
 
 
 def test_options_reach_the_simulation():
@@ -67,6 +68,8 @@ def test_options_reach_the_simulation():
     tight = figures(*flags, "--bandwidth", "1GB/s", "--device-memory", "2GiB")
     assert tight["makespan_seconds"] > plain["makespan_seconds"]
     assert figures(*flags, "--max-concurrent", 1)["makespan_seconds"] > 2 * plain["makespan_seconds"]
+    ends = figures(*flags, "--admission", "staggered")["finished_seconds"]
+    assert min(ends.values()) < min(plain["finished_seconds"].values())
     apart = figures(
         *flags, "--bandwidth", "1GB/s", "--device-memory", "2GiB", "--nodes", 2, "--network-bandwidth", "1GB"
     )
@@ -189,6 +192,45 @@ def test_a_profile_is_no_recording(profile):
     result = call("--replay", profile)
     assert result.exit_code == 2
     assert "is not a recording; hydra-tune sweep --timeline FILE writes one" in result.stderr
+
+
+def without_a_run(data):
+    ends = [events for _, events, _ in data["decisions"] if events and events[0]["is"] == "UnitFinished"]
+    ends[3].insert(0, ends[3][0])
+
+
+def with_a_block_that_fits_nowhere(data):
+    data["blocks"][0][3] = 1 << 60
+
+
+def with_a_text_for_a_time(data):
+    data["turns"][0][2][0][1] = "soon"
+
+
+def with_a_text_for_an_event(data):
+    data["decisions"][0][1][0] = "JobSubmitted"
+
+
+def without_an_end(data):
+    del data["decisions"][-4:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [without_a_run, with_a_block_that_fits_nowhere, with_a_text_for_a_time, with_a_text_for_an_event, without_an_end],
+)
+def test_a_damaged_recording_is_refused(recorded, tmp_path, damage):
+    content = json.loads(recorded.read_text())
+    damage(content["hydra_tune"])
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(json.dumps(content))
+    result = call("--replay", damaged)
+    assert result.exit_code == 2, result.output
+    assert (
+        "damaged recording" in result.stderr
+        or "recording is damaged" in result.stderr
+        or "record until" in result.stderr
+    )
 
 
 def test_neither_torch_nor_matplotlib_is_imported():

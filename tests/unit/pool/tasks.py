@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from hydra_tune import HydraExecutor, Result, TrainTask, train_plain
 from tests.parity.exact import differences, without_seconds
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 _GENERATOR = torch.Generator().manual_seed(1)
 X = torch.randn(24, 8, generator=_GENERATOR)
 Y = torch.randint(4, (24,), generator=_GENERATOR)

@@ -1,6 +1,7 @@
 """A recorded run: it says what happened, the scheduler was pure, and the simulator makes the same of it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -128,6 +129,8 @@ def test_its_profile_is_one_that_the_simulator_plays():
     recording = record(max_concurrent=3).recording()
     scenario = parse_profile(recorded_profile(recording), source="it")
     assert [trial.name for trial in scenario.trials] == ["0:job", "1:job", "2:job"]
+    staggered = replace(recording, admission="staggered")
+    assert (scenario.admission, recorded_profile(staggered)["admission"]) == ("eager", "staggered")
     assert simulate(scenario).makespan_seconds == pytest.approx(replay(recording).recorded_seconds, rel=0.5)
 
 

@@ -90,9 +90,12 @@ def test_one_that_goes_on_after_a_pause_is_as_old_as_before():
 def test_the_front_is_as_large_as_there_are_devices():
     machine = Machine(3)
     assert machine.runs == ["c", "b", "a"]
+    assert machine.scheduler.front == ("a", "b", "c")
     machine.handle(DeviceLost(device=_device_of(machine, "b")))
+    assert machine.scheduler.front == ("a", "b")
     assert machine.finish("c") == ["b"], "two devices, two in front"
     assert machine.handle(DeviceAdded(device="cpu:9")) == ["c"], "three again"
+    assert Machine(3, admission="eager").scheduler.front == ()
 
 
 def _device_of(machine, job):

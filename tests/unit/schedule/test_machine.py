@@ -26,6 +26,7 @@ from hydra_tune.schedule import (
     Unit,
     UnitFailed,
     UnitFinished,
+    make_policy,
 )
 
 FIRST = Unit(kind="forward", shard=0, seconds=1.0)
@@ -308,6 +309,28 @@ def test_a_unit_lost_with_its_device_runs_again_elsewhere():
     with pytest.raises(ScheduleError, match=r"the job is running on 'cpu:1'.*oldest first: .*DeviceLost.*Run"):
         machine.handle(finished("a"))
     assert machine.handle(DeviceAdded(device="cpu:0")) == [run("b")], "it may come back under its name"
+
+
+def test_where_a_job_ran_last_is_forgotten_with_that_device():
+    """By a job that waits for its turn and the one whose unit was lost; not by one that only had a shard there."""
+    machine = scheduler(num_devices=2, policy=make_policy("round_robin"))
+    start(machine, "a", "b", "c", "d")
+    assert machine.handle(finished("a", unit=FIRST)) == [run("c")]
+    assert machine.handle(finished("b", unit=FIRST, device="cpu:1")) == [run("d", device="cpu:1")]
+
+    def last_devices(*jobs):
+        return [machine.view(job).last_device for job in jobs]
+
+    assert last_devices("a", "b") == ["cpu:0", "cpu:1"]
+    machine.handle(ShardMoved(job="b", shard=1, device="cpu:0"))
+    machine.handle(DeviceLost(device="cpu:0"))
+    machine.check()
+    assert last_devices("a", "b", "c") == [None, "cpu:1", None]
+    assert machine.handle(DeviceAdded(device="cpu:0")) == [run("a")]
+    assert last_devices("b", "c") == ["cpu:1", None], "one that comes back under the name is another device"
+    assert machine.handle(finished("a", unit=FIRST)) == [run("b")]
+    machine.handle(finished("d", unit=FIRST, device="cpu:1"))
+    assert last_devices("a", "d") == ["cpu:0", "cpu:1"]
 
 
 def test_a_device_or_a_name_that_comes_back_in_the_same_call_is_behind_the_others():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hydra_tune.shard.answers import ask
 from hydra_tune.shard.guards import Recorder
 from hydra_tune.shard.library import Budget, PlanLibrary
 from hydra_tune.shard.outcome import Operators
@@ -95,6 +96,38 @@ def test_an_answer_for_which_the_graph_is_wrong_runs_whole():
     assert not bench.plan(FULL).plan.eager
 
 
+class Classes(Asks):
+    """`one_hot` looks for the largest class, wherever it runs."""
+
+    def forward(self, x, mask):
+        x = self.last(self.first(x) * 2) if self.asked(mask) else self.first(x)
+        return self.last(x * functional.one_hot(mask, 8))
+
+    def asked(self, mask):
+        return True
+
+
+class AsksClasses(Classes):
+    def asked(self, mask):
+        return mask.all()
+
+
+def test_what_the_graph_reads_for_itself_is_not_asked_beforehand():
+    bench = Bench(Classes())
+    prepared = bench.plan([1, 2, 3, 4])
+    assert len(prepared.plan.shards) == 2
+    assert prepared.guard is None
+    assert bench.plan([0, 7, 7, 7]) is prepared
+
+
+def test_a_step_may_ask_beside_operators_that_read_for_themselves():
+    bench = Bench(AsksClasses())
+    prepared = bench.plan([1, 2, 3, 4])
+    assert len(prepared.plan.shards) == 2
+    assert prepared.serves(batch([1, 3, 2, 4]))
+    assert not prepared.serves(batch([0, 3, 2, 4]))
+
+
 class AsksWeights(Asks):
     def asked(self, mask):
         return (self.first.weight.abs() * mask.max()).sum() < 0
@@ -134,6 +167,12 @@ def with_a_constant(mask):
     return bool((mask * torch.tensor([1, 2, 3, 4])).sum() > torch.tensor(7))
 
 
+def by_an_operator_that_returns_nothing(mask):
+    found = torch.zeros_like(mask)
+    torch._foreach_add_([found], [mask])
+    return bool(found.all())
+
+
 def through_views(mask):
     return bool(mask.view(2, 2).t()[0].all())
 
@@ -143,6 +182,7 @@ def through_views(mask):
     [
         (in_place, [0, 1, 0, 1], [1, 1, 0, 0]),
         (with_a_constant, [1, 1, 1, 1], [1, 1, 0, 1]),
+        (by_an_operator_that_returns_nothing, [1, 1, 1, 1], [1, 1, 0, 1]),
         (through_views, [1, 0, 1, 0], [1, 1, 0, 1]),
         (lambda mask: mask.sum().item(), [1, 1, 0, 1], [1, 1, 1, 1]),
         (lambda mask: torch.equal(mask, torch.ones_like(mask)), [1, 1, 1, 1], [1, 1, 1, 0]),
@@ -176,6 +216,40 @@ def test_what_was_overwritten_by_something_unknown_is_unknown():
     guard, numbers = recorded(code, *masks(1, 0))
     assert guard is None
     assert numbers == frozenset()
+
+
+def test_answers_are_compared_to_the_last_bit():
+    def code(x):
+        return x[0].item()
+
+    guard, _ = recorded(code, torch.zeros(1))
+    assert guard.holds((torch.zeros(1),))
+    assert not guard.holds((-torch.zeros(1),))
+    guard, _ = recorded(code, torch.full((1,), float("nan")))
+    assert guard.holds((torch.full((1,), float("nan")),))
+
+
+def test_a_batch_is_known_in_the_memory_of_something_unknown_that_is_gone():
+    mask = torch.ones(16)
+    recorder = Recorder([mask])
+    with Operators(recorder):
+        for _ in range(20):
+            unknown = torch.rand(16).relu_()
+            del unknown
+            assert (mask * 1).any()
+    assert not recorder.asks_otherwise
+
+
+@pytest.mark.parametrize("hand_out", [torch.Tensor.tolist, torch.Tensor.numpy])
+def test_a_step_that_reads_what_cannot_be_followed_has_no_answers(hand_out):
+    class Reads(Asks):
+        def asked(self, mask):
+            level = float(hand_out(self.first.bias.detach())[0])
+            return torch.full((), level) * mask.min() < mask.max()
+
+    model = Reads()
+    assert ask(task_of(Asks(), step=step), Asks(), "train", batch(PADDED))
+    assert not ask(task_of(model, step=step), model, "train", batch(PADDED))
 
 
 def test_without_questions_there_is_no_guard():

@@ -117,6 +117,33 @@ class Hooked(Base):
         return x
 
 
+class SparingFunction(torch.autograd.Function):
+    """Its backward is that of its forward, until a gradient is large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (gradient.abs() < 1e6)
+
+
+class SparingCustom(Base):
+    """No operator of the backward is missing in the graph, and on this batch no gradient differs."""
+
+    def middle(self, x):
+        return SparingFunction.apply(x * (x.abs() < 1e6))
+
+
+class SparingHook(Base):
+    def middle(self, x):
+        x = x * (x.abs() < 1e6)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * (gradient.abs() < 1e6))
+        return x
+
+
 class AsksForGradients(Base):
     def middle(self, x):
         (slope,) = torch.autograd.grad((x**2).sum(), x, create_graph=True)
@@ -133,7 +160,9 @@ TRAPS = (
     OwnNumpyRandom,
     PlainTensor,
     Custom,
+    SparingCustom,
     Hooked,
+    SparingHook,
 )
 
 
@@ -161,6 +190,7 @@ def test_a_model_that_a_graph_cannot_follow_is_refused(trap):
         (PythonRandom, "draws from Python's `random` in its forward"),
         (NumpyRandom, "draws from numpy.random in its forward"),
         (Custom, "gives other gradients than the eager step"),
+        (SparingCustom, "runs a torch.autograd.Function of its own: SparingFunction"),
     ],
 )
 def test_the_message_says_what_the_model_does(trap, message):

@@ -44,6 +44,11 @@ def test_shards_become_a_training_step():
     ]
 
 
+def test_a_profile_may_stagger():
+    assert parse_profile(profile(admission="staggered"), source="it").admission == "staggered"
+    assert parse_profile(profile(), source="it").admission == "eager"
+
+
 def test_a_step_may_be_written_out():
     unit = {"kind": "evaluate", "shard": 1, "seconds": 0.5}
     trial = parse_profile(profile(trial={"shards": [], "step": [unit]}), source="it").trials[0]
@@ -76,6 +81,7 @@ def test_a_count_makes_trials_of_different_names():
         (profile(devices=[]), "it: devices: list should have at least 1 item"),
         (profile(format=2), "format must be 1, not 2; it is from another version"),
         (profile(devices=[{"name": "d"}, {"name": "d"}]), "it: names of devices must differ; 'd'"),
+        (profile(admission="late"), "it: admission: input should be 'eager' or 'staggered', not 'late'"),
         ([], "it: the profile: input should be"),
     ],
 )

@@ -204,6 +204,58 @@ def _alike(view, other):
     )
 
 
+def test_staggered_the_oldest_end_first_and_the_others_fill_their_waits():
+    three = [trial(name, steps=2, report_steps=1) for name in "abc"]
+    assert play(*three, policy="lrtf_paper").finished_seconds == {"a": 10, "b": 11, "c": 12}
+    assert play(*three, policy="lrtf_paper", admission="staggered").finished_seconds == {"a": 4, "b": 8, "c": 12}
+    # b has a unit while a waits for its answer, and a goes on when that unit is over.
+    waits = play(*three[:2], admission="staggered", answer_seconds=1)
+    assert [bar[1] for bar in bars(waits)] == ["a", "a", "b", "a", "a", "b", "b", "b"]
+
+
+def shown_ahead(arrivals, joins, **more):
+    """Which trials of two steps of three units are shown, device by device, when it is asked what to send ahead."""
+    trials = [
+        SimulatedTrial(
+            name=name,
+            step=training_step([1.0] * 2, [1.0] * 2),
+            shard_bytes=(1, 1),
+            steps=2,
+            arrival_seconds=seconds,
+            priority=int(name == "e"),
+        )
+        for name, seconds in arrivals.items()
+    ]
+    devices = [
+        SimulatedDevice(name=name, memory_bytes=2, bandwidth=2.0, joins_seconds=seconds)
+        for name, seconds in joins.items()
+    ]
+    shown = defaultdict(list)
+
+    class Ahead:
+        def choose(self, device, candidates):
+            shown[device].append("".join(sorted(view.job for view in candidates)))
+            return ShardedLRTF().choose(device, candidates)
+
+    simulate(Scenario(trials=tuple(trials), devices=tuple(devices), **more), lookahead=Ahead())
+    return {device: [kind for kind, _ in itertools.groupby(kinds)] for device, kinds in shown.items()}
+
+
+def test_staggered_what_is_sent_ahead_is_of_the_front():
+    """A trial of the front follows itself; only behind its last unit are the others asked, and none of them before."""
+    arrivals = {"a": 0.0, "b": 0.0, "c": 0.0, "d": 0.0, "e": 11.25}
+    assert shown_ahead(arrivals, {"d0": 0.0, "d1": 4.25}, admission="staggered") == {
+        "d0": ["a", "cd", "c", "e"],  # behind the last unit of a, whose front has b, which runs; then c is of the front
+        "d1": ["b", "d"],
+    }
+    lost = Outage(device="d1", at_seconds=2.75)
+    arrivals = dict.fromkeys("abc", 0.0)
+    assert shown_ahead(arrivals, {"d0": 0.0, "d1": 0.0}, admission="staggered", outages=(lost,)) == {
+        "d0": ["a", "bc", "b", "c"],  # b, whose unit was lost, is not of the front of one device until a is over
+        "d1": ["b"],
+    }
+
+
 def test_what_is_bound_early_is_what_is_sent_ahead():
     """Every shard that was sent ahead for a bound trial is used: sent when needed, the same ones come, only later."""
     trials = Workload(num_trials=4, num_shards=3, spread=2, steps=20, shard_bytes=1).trials(0)
@@ -350,6 +402,7 @@ def test_a_step_of_the_engine():
             "is to be lost at 4 s, when it is not there; it is there again at 5 s",
         ),
         (lambda: play(trial(size=11), devices=[SimulatedDevice(name="d0", memory_bytes=10)]), "raise its memory to"),
+        (lambda: play(trial(), admission="stagered"), "not 'stagered'; did you mean 'staggered'?"),
         (lambda: play(trial(), policy="fio"), "did you mean 'fifo'"),
         (lambda: stop_early([trial()], (0.5, 0.7), 0), "fall from 1 to 0"),
         (lambda: Workload(num_trials=1, spread=0.5), "spread must be a finite number >= 1"),
@@ -412,6 +465,7 @@ def scenarios(seed):
         node_bandwidth=draw.choice([None, 4.0]),
         answer_seconds=draw.choice([0.0, 0.0, 0.4]),
         prepare_seconds=draw.choice([0.0, 0.0, 0.5]),
+        admission=draw.choice(["eager", "staggered"]),
     )
 
 
@@ -467,3 +521,25 @@ def test_every_schedule_keeps_the_rules(seed, policy):
     assert result.makespan_seconds >= max(bar.end_seconds for bar in units)
     if result.bound_seconds is not None:
         assert result.makespan_seconds >= result.bound_seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("trials", "more"),
+    [
+        ([trial(steps=10**17)], {}),
+        ([trial(steps=10**400)], {}),
+        ([trial(seconds=1e308)], {}),
+        ([trial(arrival_seconds=1e300)], {}),
+        ([trial()], {"devices": [SimulatedDevice(name="d0", speed=1e-308)]}),
+        ([trial()], {"slowdowns": (Slowdown(device="d0", at_seconds=1, factor=1e-300),)}),
+        ([trial()], {"outages": (Outage(device="d0", at_seconds=1e200, until_seconds=1.1e200),)}),
+        ([trial("short", seconds=1e-20), trial("long")], {}),
+    ],
+)
+def test_times_that_cannot_be_added_exactly_are_refused(trials, more):
+    with pytest.raises(ConfigError, match="too long for steps of"):
+        play(*trials, **more)
+
+
+def test_a_run_of_three_thousand_years_is_simulated():
+    assert play(trial(steps=10**11)).makespan_seconds == 2e11
