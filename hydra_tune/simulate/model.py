@@ -13,6 +13,21 @@ from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.schedule import ADMISSIONS, Unit, check_admission
 
 
+MAX_PARTS = (
+    10_000_000  # shards of all trials together, or devices: more would fill the memory before anything is simulated
+)
+
+
+def check_size(count: int, what: str) -> None:
+    """Refuse a simulation too large to be held in memory.
+
+    Raises:
+        ConfigError: `count` is more than `MAX_PARTS`.
+    """
+    if count > MAX_PARTS:
+        raise ConfigError(f"a simulation holds at most {MAX_PARTS:,} {what}, not {count:,}; simulate a part of it")
+
+
 def _check(value: float, what: str, *, least: float = 0.0, open_end: bool = True) -> None:
     fits = value > least if open_end else value >= least
     if not (fits and math.isfinite(value)):

@@ -10,7 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule import Unit
-from hydra_tune.simulate.model import Outage, Scenario, SimulatedDevice, SimulatedTrial, Slowdown, training_step
+from hydra_tune.simulate.model import (
+    Outage,
+    Scenario,
+    SimulatedDevice,
+    SimulatedTrial,
+    Slowdown,
+    check_size,
+    training_step,
+)
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.simulate.script import Script, scripts_of
 
@@ -51,12 +59,21 @@ class _Trial(_Part):
     boundary_bytes: int = Field(default=0, ge=0)
     priority: int = 0
 
+    @property
+    def num_parts(self) -> int:
+        """Shards of all of them together."""
+        return self.count * self._num_shards
+
+    @property
+    def _num_shards(self) -> int:
+        return max(len(self.shards), len(self.shard_bytes), 1 + max((unit.shard for unit in self.step), default=-1))
+
     def trials(self) -> list[SimulatedTrial]:
         if bool(self.shards) == bool(self.step):
             raise ConfigError(f"trial {self.name!r} needs either shards or step, with at least one entry")
         if self.step:
             step = tuple(Unit(kind=unit.kind, shard=unit.shard, seconds=unit.seconds) for unit in self.step)
-            sizes = tuple(self.shard_bytes) or (0,) * (1 + max(unit.shard for unit in step))
+            sizes = tuple(self.shard_bytes) or (0,) * self._num_shards
         else:
             step, sizes = self._training_step(), tuple(shard.bytes for shard in self.shards)
         names = [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(self.count)]
@@ -146,6 +163,7 @@ def parse_profile(content: Any, *, source: str) -> Scenario:
     if profile.format != FORMAT:
         raise ConfigError(f"{source}: format must be {FORMAT}, not {profile.format}; it is from another version")
     try:
+        check_size(sum(group.num_parts for group in profile.trials), "shards of all trials together")
         return Scenario(
             trials=tuple(trial for group in profile.trials for trial in group.trials()),
             devices=tuple(SimulatedDevice(**device.model_dump()) for device in profile.devices),

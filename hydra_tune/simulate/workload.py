@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.simulate.model import SimulatedDevice, SimulatedTrial, training_step
+from hydra_tune.simulate.model import SimulatedDevice, SimulatedTrial, check_size, training_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class Workload:
         for what in ("num_trials", "num_shards", "steps", "epochs"):
             if getattr(self, what) < 1:
                 raise ConfigError(f"{what} must be at least 1, not {getattr(self, what)}")
+        check_size(self.num_trials * self.num_shards, "shards of all trials together")
         for what in ("forward_seconds", "backward_seconds"):
             if not 0 < getattr(self, what) < math.inf:
                 raise ConfigError(f"{what} must be a finite number > 0, not {getattr(self, what)!r}")
@@ -136,6 +137,7 @@ def equal_devices(
             f"there must be at least 1 device and at most one node for each; not {num_devices} devices on "
             f"{num_nodes} nodes"
         )
+    check_size(num_devices, "devices")
     return tuple(
         SimulatedDevice(
             name=f"device{number}",

@@ -7,7 +7,6 @@ pool runs the unit on a device of its choice and lets the generator go on. Knows
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -22,9 +21,7 @@ from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import PlanLibrary, Prepared
-from hydra_tune.shard.plan import Plan
-from hydra_tune.shard.verify import plain_attributes
+from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.task import TrainTask
 from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import no_batch, num_batches, num_samples
@@ -34,17 +31,16 @@ from hydra_tune.train.helpers import Helpers, is_worth_it, lane_bytes
 from hydra_tune.train.hooks import refuse_gradient_hooks
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.pieces import Piece, check_pieces, pieces
+from hydra_tune.train.plans import Kept, TrialPlans
 from hydra_tune.train.spread import Spread
 from hydra_tune.train.state import ModelState, check_optimizer
-from hydra_tune.train.step import EvaluationStep, PendingUnit, unit_times
+from hydra_tune.train.step import EvaluationStep, PendingUnit
 from hydra_tune.train.streams import RandomStreams, draws_between
 from hydra_tune.train.training import OptimizerStep
 from hydra_tune.train.training_batch import Part
 
 _IN_TRAINING: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules of trials under way in this process
 _CLAIM = threading.Lock()
-_MAX_CAPTURES = 8  # kinds of batches for which a trial's step is captured; further ones run whole where that fits
-_MAX_PLANS = 128
 _END = object()
 
 
@@ -59,24 +55,6 @@ class Report:
 
     step: int
     metrics: dict[str, float]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Kept:
-    """A plan of the trial, the times of its units, and the model's attributes when it was made.
-
-    `draws` is by how much a batch moves the torch stream; None where that is not known. It is looked for once.
-    """
-
-    prepared: Prepared
-    times: UnitTimes
-    attributes: dict[str, Any]
-    draws: int | None = None
-    is_counted: bool = False
-
-    @property
-    def plan(self) -> Plan:
-        return self.prepared.plan
 
 
 class Trial:
@@ -106,7 +84,6 @@ class Trial:
             validation=0 if task.validate is None else num_batches(task.validate, task.batch_size),
         )
         self._claimed: nn.Module | None = None
-        self._library = library
         self._device = device
         self._helpers = helpers
         self._lock = threading.Lock()
@@ -114,8 +91,7 @@ class Trial:
         self._gradients = Gradients(task)
         self._feed = Feed(task.batch_size, self._own_code)
         self._scheduler: Any = None
-        self._plans: OrderedDict[Any, list[_Kept]] = OrderedDict()  # least recently used first
-        self._kinds: Counter[str] = Counter()
+        self._plans = TrialPlans(task, library, self._streams, device)
         self._interval = Mean()
         self._started = time.perf_counter()
         self._train_times = UnitTimes({})
@@ -238,7 +214,7 @@ class Trial:
                 self._check_pieces(module, batch)
                 for piece in pieces(batch, self.task.split_batches):
                     leaves = batches.flatten(piece.batch)
-                    kept = self._plan(module, optimizer, piece.batch, leaves, "train")
+                    kept = self._plans.find(module, optimizer, self.state, piece.batch, leaves, "train")
                     step = step or self._new_step(kept)
                     yield from self._train_part(step, kept, leaves, piece)
                 if step is not None and step.is_full:
@@ -261,7 +237,7 @@ class Trial:
                 check_pieces(self.task, module, batch)
 
     def _train_part(
-        self, step: OptimizerStep, kept: _Kept, leaves: batches.Leaves, piece: Piece
+        self, step: OptimizerStep, kept: Kept, leaves: batches.Leaves, piece: Piece
     ) -> Generator[PendingUnit | Spread, None, None]:
         """One batch, or a piece of one: now, or kept until it can run beside the next ones."""
         plan = kept.plan
@@ -296,7 +272,7 @@ class Trial:
     def _parts_per_step(self) -> int:
         return self.task.accumulate * self.task.split_batches
 
-    def _new_step(self, kept: _Kept) -> OptimizerStep:
+    def _new_step(self, kept: Kept) -> OptimizerStep:
         assert self.module is not None
         assert self.optimizer is not None
         width = self._width(kept)
@@ -306,7 +282,7 @@ class Trial:
         self._train_times, self._step_left = kept.times, kept.times.total
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, width)
 
-    def _width(self, kept: _Kept) -> int:
+    def _width(self, kept: Kept) -> int:
         """How many batches of the next step may be under way at once."""
         plan = kept.plan
         helped = self._may_be_helped and self.state is not None and kept.draws is not None and plan.may_run_beside
@@ -387,7 +363,7 @@ class Trial:
         count = 0
         for batch in self._draw(self.task.validate, shuffle=False):
             leaves = batches.flatten(batch)
-            kept = self._plan(self.module, self.optimizer, batch, leaves, "evaluate")
+            kept = self._plans.find(self.module, self.optimizer, self.state, batch, leaves, "evaluate")
             self._evaluation_times, self._step_left = kept.times, kept.times.total
             step = EvaluationStep(kept.plan, kept.times, self.state, leaves, self._streams, self._device)
             try:
@@ -404,51 +380,6 @@ class Trial:
         self.progress.validation_batches = count
         self.module.train()
         return means
-
-    def _plan(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, leaves: batches.Leaves, mode: str
-    ) -> _Kept:
-        key = (mode, leaves.signature)
-        plans = self._plans.setdefault(key, [])
-        self._plans.move_to_end(key)
-        plans[:] = [kept for kept in plans if not self._is_outdated(kept, module)]
-        asks = any(kept.prepared.guard is not None for kept in plans)
-        with GATE.shared() if asks else nullcontext():
-            found = next((kept for kept in plans if kept.prepared.serves(leaves.tensors)), None)
-        if found is None:
-            found = self._prepare(module, optimizer, batch, mode)
-            plans.append(found)
-            del plans[:-_MAX_PLANS]
-            while len(self._plans) > _MAX_PLANS:
-                self._plans.popitem(last=False)
-        return found
-
-    def _prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, mode: str) -> _Kept:
-        like = None
-        if self.state is not None:
-            self.state.bring_home()  # a capture copies the model
-            like = self.state.layout
-        self._kinds[mode] += 1
-        with self._streams.everything():
-            prepared = self._library.prepare(
-                self.task, module, optimizer, batch, mode, like, prefer_whole=self._kinds[mode] > _MAX_CAPTURES
-            )
-        if self.state is not None:
-            self.state.adopt_state(list(prepared.plan.used_state()), self._device)
-        module.train()
-        times = unit_times(prepared, self._parts_per_step if mode == "train" else 1)
-        draws = None if prepared.plan.is_stochastic else 0  # looked for when it has run
-        return _Kept(
-            prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0
-        )
-
-    def _is_outdated(self, kept: _Kept, module: nn.Module) -> bool:
-        """Whether eager units have changed attributes that a graph has baked in; a graph itself changes none."""
-        if kept.prepared.plan.eager or not any(
-            one.prepared.plan.eager for plans in self._plans.values() for one in plans
-        ):
-            return False
-        return kept.attributes != plain_attributes(module)
 
     def _step_scheduler(self) -> None:
         if self._scheduler is None:

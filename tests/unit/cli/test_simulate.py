@@ -85,6 +85,8 @@ def test_options_reach_the_simulation():
     [
         (("--devices", 2), "--trials and --devices are needed"),
         (("--trials", 2, "--devices", 0), "at least 1 device"),
+        (("--trials", 10**20, "--devices", 1), "at most 10,000,000 shards of all trials together"),
+        (("--trials", 1, "--devices", 10**20), "at most 10,000,000 devices, not 100,000,000,000,000,000,000"),
         (("--trials", 0, "--devices", 1), "num_trials must be at least 1, not 0"),
         (
             ("--trials", 2, "--devices", 2, "--forward-seconds", 0),

@@ -64,6 +64,11 @@ def test_a_count_makes_trials_of_different_names():
     ("content", "message"),
     [
         (profile(trial={"steps": 0}), "it: trials[0].steps: input should be greater than or equal to 1, not 0"),
+        (
+            profile(trial={"count": 2**70}),
+            "it: a simulation holds at most 10,000,000 shards of all trials together, not",
+        ),
+        (profile(trial={"shards": [], "step": [unit(1, shard=2**60)]}), "holds at most 10,000,000 shards"),
         (profile(trial={"shards": [{"backward_seconds": -1}]}), "trials[0].shards[0].backward_seconds"),
         (profile(trial={"shards": [{"backward_seconds": 0}]}), "greater than 0, not 0"),
         (profile(trial={"shards": [], "step": [unit(0)]}), "trials[0].step[0].seconds: input should be greater than 0"),

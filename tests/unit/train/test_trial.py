@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hydra_tune import TrainTask
 from hydra_tune.errors import HydraTuneError, TaskError
 from hydra_tune.shard.plan import Plan
-from hydra_tune.train import trial as trial_module
+from hydra_tune.train import plans as plans_module
 from tests.unit.pool.tasks import PATIENCE_SECONDS, SAMPLES, X, Y, against_plain, mlp, running, short, task, train
 
 pytestmark = pytest.mark.timeout(60)
@@ -318,7 +318,7 @@ def test_plans_do_not_pile_up_where_each_batch_gives_another_answer(monkeypatch)
         def forward(self, x):
             return self.layers(x) * float(x[0, 0])
 
-    monkeypatch.setattr(trial_module, "_MAX_PLANS", 2)
+    monkeypatch.setattr(plans_module, "_MAX_PLANS", 2)
     found = []
 
     def batches():

@@ -1,0 +1,139 @@
+"""The plans of one trial: one for each kind of batch it has met, made when the first of the kind comes.
+
+Note: how many. Each kind of batch is captured, and batches of ever-new shapes would be captured for ever; so after some
+captures further kinds run whole where that fits, and of all plans only those used last are kept.
+"""
+
+from collections import Counter, OrderedDict
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydra_tune.devices.device import Device
+from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.verify import plain_attributes
+from hydra_tune.task import Batch, TrainTask
+from hydra_tune.train.clock import UnitTimes
+from hydra_tune.train.state import ModelState
+from hydra_tune.train.step import unit_times
+from hydra_tune.train.streams import RandomStreams
+
+_MAX_CAPTURES = 8  # kinds of batches for which a trial's step is captured; further ones run whole where that fits
+_MAX_PLANS = 128
+
+
+@dataclass(slots=True, kw_only=True)
+class Kept:
+    """A plan, the times of its units, and the model's attributes when it was made.
+
+    `draws` is by how much a batch moves the torch stream; None where that is not known. It is looked for once.
+    """
+
+    prepared: Prepared
+    times: UnitTimes
+    attributes: dict[str, Any]
+    draws: int | None = None
+    is_counted: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        """How the step is cut."""
+        return self.prepared.plan
+
+
+class TrialPlans:
+    """Makes and keeps a trial's plans.
+
+    Args:
+        task: what is trained.
+        library: where plans come from.
+        streams: the trial's; a capture runs the user's code.
+        device: any device of the pool, for host memory.
+    """
+
+    def __init__(self, task: TrainTask, library: PlanLibrary, streams: RandomStreams, device: Device) -> None:
+        self._task = task
+        self._library = library
+        self._streams = streams
+        self._device = device
+        self._kept: OrderedDict[Any, list[Kept]] = OrderedDict()  # least recently used first
+        self._captures: Counter[str] = Counter()
+
+    def find(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: ModelState | None,
+        batch: Batch,
+        leaves: Leaves,
+        mode: str,
+    ) -> Kept:
+        """The plan for a batch: one that serves it, or a new one.
+
+        Args:
+            module: the trial's own.
+            optimizer: the same.
+            state: their tensors, once the first plan has been made.
+            batch: the batch, as the user's code gives it.
+            leaves: its tensors.
+            mode: "train" or "evaluate".
+
+        Raises:
+            HydraTuneError: as `PlanLibrary.prepare`.
+        """
+        key = (mode, leaves.signature)
+        plans = self._kept.setdefault(key, [])
+        self._kept.move_to_end(key)
+        plans[:] = [kept for kept in plans if not self._is_outdated(kept, module)]
+        asks = any(kept.prepared.guard is not None for kept in plans)
+        with GATE.shared() if asks else nullcontext():
+            found = next((kept for kept in plans if kept.prepared.serves(leaves.tensors)), None)
+        if found is None:
+            found = self._make(module, optimizer, state, batch, mode)
+            plans.append(found)
+            del plans[:-_MAX_PLANS]
+            while len(self._kept) > _MAX_PLANS:
+                self._kept.popitem(last=False)
+        return found
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._kept.clear()
+
+    def _make(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, state: ModelState | None, batch: Batch, mode: str
+    ) -> Kept:
+        task = self._task
+        if state is not None:
+            state.bring_home()  # a capture copies the model
+        self._captures[mode] += 1
+        with self._streams.everything():
+            prepared = self._library.prepare(
+                task,
+                module,
+                optimizer,
+                batch,
+                mode,
+                None if state is None else state.layout,
+                prefer_whole=self._captures[mode] > _MAX_CAPTURES,
+            )
+        if state is not None:
+            state.adopt_state(list(prepared.plan.used_state()), self._device)
+        module.train()
+        times = unit_times(prepared, task.accumulate * task.split_batches if mode == "train" else 1)
+        draws = None if prepared.plan.is_stochastic else 0  # looked for when it has run
+        return Kept(
+            prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0
+        )
+
+    def _is_outdated(self, kept: Kept, module: nn.Module) -> bool:
+        """Whether eager units have changed attributes that a graph has baked in; a graph itself changes none."""
+        if kept.plan.eager or not any(one.plan.eager for plans in self._kept.values() for one in plans):
+            return False
+        return kept.attributes != plain_attributes(module)
