@@ -411,14 +411,21 @@ class Pool:
         with self._changed:
             if record.outcome is not None or not self._scheduler.idle_devices:
                 return 1
+            return 1 + self.hold(record, nbytes, len(self._devices) - 1)
+
+    def hold(self, record: Record, nbytes: int, count: int) -> int:
+        """Give a job host memory for as many as `count` batches, if there is room; for how many there is."""
+        with self._changed:
+            if record.outcome is not None:
+                return 0
             free = self._host_bytes - sum(other.host_bytes for other in self._records.values())
-            count = max(0, min(len(self._devices) - 1, free // max(1, nbytes)))
+            count = max(0, min(count, free // max(1, nbytes)))
             record.lent_bytes += count * nbytes
             record.host_bytes += count * nbytes
-            return 1 + count
+            return count
 
     def take_back(self, record: Record) -> None:
-        """The job's batches do not run side by side any more."""
+        """The job's batches do not run together any more."""
         with self._changed:
             record.host_bytes -= record.lent_bytes
             record.lent_bytes = 0
@@ -584,6 +591,10 @@ class _Helpers:
     def ask(self, nbytes: int) -> int:
         """See `train/helpers.py`."""
         return self._pool.lend(self._record, nbytes)
+
+    def hold(self, nbytes: int, count: int) -> int:
+        """See `train/helpers.py`."""
+        return self._pool.hold(self._record, nbytes, count)
 
     def leave(self) -> None:
         """See `train/helpers.py`."""

@@ -94,6 +94,18 @@ class Plan:
             for shard in self.shards
         )
 
+    @property
+    def may_be_grouped(self) -> bool:
+        """Whether several batches may go through each shard together with the results they have one after the other.
+
+        Not where it is the user's own code, where how many random numbers it draws is not known before, or where one shard
+        overwrites a buffer that another one uses: that one would see it as the last batch has left it.
+        """
+        if self.eager or any(shard.graph.stochastic and not shard.graph.counted_draws for shard in self.shards):
+            return False
+        used = self.used_state()
+        return all(len(used[name]) == 1 for shard in self.shards for name in shard.graph.written_state)
+
     def used_state(self) -> dict[str, list[int]]:
         """Name of each parameter or buffer used -> the shards that use it."""
         used: dict[str, list[int]] = {}

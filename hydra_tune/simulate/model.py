@@ -12,7 +12,9 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.schedule import ADMISSIONS, Unit, check_admission
 
-MAX_PARTS = 10_000_000  # shards of all trials together, or devices: more would fill the memory before a simulation began
+MAX_PARTS = (
+    10_000_000  # shards of all trials together, or devices: more would fill the memory before a simulation began
+)
 
 
 def check_size(count: int, what: str) -> None:

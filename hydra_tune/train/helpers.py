@@ -19,6 +19,17 @@ class Helpers(Protocol):
             nbytes: host memory that each batch beyond the first needs.
         """
 
+    def hold(self, nbytes: int, count: int) -> int:
+        """Take host memory for batches that go through each shard together.
+
+        Args:
+            nbytes: that each batch beyond the first needs.
+            count: for how many of them, at most.
+
+        Returns:
+            For how many there is room.
+        """
+
     def leave(self) -> None:
         """The step's batches have run; what was asked for is not needed any more."""
 

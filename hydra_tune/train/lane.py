@@ -1,4 +1,4 @@
-"""One batch of an optimizer step that may run beside others of the same step."""
+"""Batches of an optimizer step that are drawn before those ahead of them have run."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -23,14 +23,46 @@ from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.training_batch import Part, TrainingBatch, Update
 
 
-class Lane(TrainingBatch):
-    """Reads parameters wherever it runs, draws from a stream of its own, and adds its gradients to earlier ones when it may.
+class DrawnBatch(TrainingBatch):
+    """Keeps its own copy of what was drawn, and draws from a stream of its own.
 
     Args:
         part: the batch; copied, for a loop may draw the next one into the same memory.
         state, device, gradients: as for any batch.
         streams: the trial's streams as they stand where this batch's draws begin.
         end: where the torch stream stands behind them; None for a plan that draws nothing.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        state: ModelState,
+        streams: RandomStreams,
+        end: Tensor | None,
+        device: Device,
+        gradients: Gradients,
+    ) -> None:
+        super().__init__(replace(part, leaves=_copied(part.leaves)), state, streams, device, gradients)
+        self._end = end
+
+    def check_draws(self) -> None:
+        """The batch's draws are over: later batches began where they ended.
+
+        Raises:
+            HydraTuneError: they did not.
+        """
+        if self._end is not None and not torch.equal(self._streams.position(), self._end):
+            raise HydraTuneError(
+                "a batch drew another number of random numbers than the batches before it, so batches drawn ahead would "
+                "not be exact; please report this with the model"
+            )
+
+
+class Lane(DrawnBatch):
+    """Runs beside others: reads parameters wherever it runs, and adds its gradients to earlier ones when it may.
+
+    Args:
+        part, state, streams, end, device, gradients: as for `DrawnBatch`.
         replicas: the parameters.
     """
 
@@ -44,21 +76,8 @@ class Lane(TrainingBatch):
         gradients: Gradients,
         replicas: Replicas,
     ) -> None:
-        super().__init__(replace(part, leaves=_copied(part.leaves)), state, streams, device, gradients)
-        self._end = end
+        super().__init__(part, state, streams, end, device, gradients)
         self._replicas = replicas
-
-    def check_draws(self) -> None:
-        """The batch's draws are over: later batches began where they ended.
-
-        Raises:
-            HydraTuneError: they did not.
-        """
-        if self._end is not None and not torch.equal(self._streams.position(), self._end):
-            raise HydraTuneError(
-                "a batch drew another number of random numbers than the batches before it, so batches run side by side "
-                "would not be exact; please report this with the model"
-            )
 
     def sums(self, earlier: Mapping[str, Value]) -> Iterator[PendingUnit]:
         """The units that add this batch's gradients to those of all earlier ones, shard by shard."""

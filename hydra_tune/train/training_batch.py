@@ -62,23 +62,45 @@ class TrainingBatch(Step):
         self._gradients = gradients
         self.completed: set[str] = set()
 
+    @property
+    def num_shards(self) -> int:
+        """Shards of its plan."""
+        return len(self._plan.shards)
+
+    @property
+    def trained(self) -> tuple[tuple[str, ...], ...]:
+        """For each shard the parameters whose gradients are complete after its backward."""
+        return tuple(shard.trained for shard in self._plan.shards)
+
     def units(self, *, is_last: bool) -> Iterator[PendingUnit]:
         """The batch's units in order: forward to the last shard, then backward shard by shard, each updated if it may be."""
-        shards = self._plan.shards
+        for index in range(self.num_shards - 1):
+            yield self.forward_unit(index)
+        for index in reversed(range(self.num_shards)):
+            yield from self.backward_units(index, is_last=is_last)
+
+    def forward_unit(self, index: int) -> PendingUnit:
+        """The forward of a shard; the last one has none."""
+        return self._shard_unit("forward", index, lambda device: self._chain.forward(index, device.generator))
+
+    def backward_units(self, index: int, *, is_last: bool) -> Iterator[PendingUnit]:
+        """The backward of a shard, if it has one, and its update, if it may be updated now.
+
+        Raises:
+            BadLossError: the loss is not finite.
+        """
+        shard = self._plan.shards[index]
         completes = is_last and self._gradients.has_two_phases
-        for index in range(len(shards) - 1):
-            yield self._shard_unit("forward", index, lambda device, i=index: self._chain.forward(i, device.generator))  # type: ignore[misc]
-        for index in reversed(range(len(shards))):
-            if shards[index].has_backward:
-                yield self._shard_unit("backward", index, lambda device, i=index: self._backward(i, device, completes))  # type: ignore[misc]
-            elif index == len(shards) - 1:
-                raise TaskError("the training loss does not depend on any parameter that requires gradients")
-            else:
-                self._chain.skip_backward(index)
-            if index == len(shards) - 1 and not math.isfinite(self.loss):
-                raise BadLossError(f"the training loss is {self.loss}")
-            if shards[index].trained and is_last and not completes:
-                yield self.update_unit(Update(index=index, shard=shards[index], names=shards[index].trained))
+        if shard.has_backward:
+            yield self._shard_unit("backward", index, lambda device: self._backward(index, device, completes))
+        elif index == self.num_shards - 1:
+            raise TaskError("the training loss does not depend on any parameter that requires gradients")
+        else:
+            self._chain.skip_backward(index)
+        if index == self.num_shards - 1 and not math.isfinite(self.loss):
+            raise BadLossError(f"the training loss is {self.loss}")
+        if shard.trained and is_last and not completes:
+            yield self.update_unit(Update(index=index, shard=shard, names=shard.trained))
 
     def updates(self) -> list[Update]:
         """The updates that the batch's plan has."""

@@ -1,0 +1,117 @@
+"""Bytes that one optimizer step moves, counted: what each of the ways to move fewer of them is worth.
+
+    python benchmarks/traffic.py
+
+A model of equal layers, one shard each, on one CPU device whose memory holds what one unit needs, so that next to nothing stays
+from one unit to the next. |W| is the bytes of its parameters. Each row takes one more thing away:
+
+* all: batches go through each shard together, each shard is updated right after its last backward, and what has not changed is
+  dropped and not written back; expected 3|W| of parameters, however many batches a step has;
+* no groups: batches go through the model one after the other;
+* no updates in time: all updates come after the last backward, as clipping needs them;
+* no dropping: whatever leaves the device is written back; (4m + 2)|W| for m batches.
+
+Harmony (Li et al.), section 2, has (4m + 2)|W| for a runtime that swaps by memory pressure alone, and section 3 has 3|W|.
+
+Counts, not times: they are the same on every machine. Exits with 1 if the first row is above 1.02 times 3|W|, or the last below
+0.9 times (4m + 2)|W|. What is missing there is the last shard's forward, which is its backward, and the shards that a forward unit,
+which needs the least, leaves on the device for the backward units that follow.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - the package needs the path above
+from hydra_tune.memory.block import Block  # noqa: E402
+from hydra_tune.memory.pager import Pager  # noqa: E402
+from hydra_tune.train import grouped  # noqa: E402
+from hydra_tune.train.gradients import Gradients  # noqa: E402
+
+WIDTH, LAYERS, STEPS = 96, 48, 3
+PARAMETER_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
+KINDS = ("parameters", "gradients", "optimizer", "activations")
+ROWS = ("all", "no groups", "no updates in time", "no dropping")
+MOST, LEAST = 1.02, 0.9
+
+
+def task(batches: int, steps: int) -> TrainTask:
+    """Steps of 16 samples in so many batches."""
+    inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(5))
+    return TrainTask(
+        model=lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]),
+        optimizer=torch.optim.AdamW,
+        loss=functional.mse_loss,
+        train=TensorDataset(inputs, inputs),
+        batch_size=16 // batches,
+        accumulate=batches,
+        epochs=steps,
+    )
+
+
+@contextmanager
+def without(row: str) -> Iterator[None]:
+    """Switch off what a row goes without."""
+    depth = ROWS.index(row)
+    write_back = Pager.write_back
+
+    def always(pager: Pager, block: Block) -> None:
+        block.dirty = block.dirty or (block.kind == "parameters" and block.data is not None)
+        write_back(pager, block)
+
+    with ExitStack() as stack:
+        if depth >= ROWS.index("no groups"):
+            stack.enter_context(mock.patch.object(grouped, "is_worth_it", return_value=False))
+        if depth >= ROWS.index("no updates in time"):
+            stack.enter_context(mock.patch.object(Gradients, "has_two_phases", True))
+        if depth >= ROWS.index("no dropping"):
+            stack.enter_context(mock.patch.object(Pager, "write_back", always))
+        yield
+
+
+def moved(row: str, batches: int) -> Counter[str]:
+    """Bytes of one step by kind, both ways together, once optimizer state is there."""
+    totals: list[Counter[str]] = []
+    for steps in (2, 2 + STEPS):
+        with without(row), HydraExecutor(devices="cpu:1", num_shards=LAYERS, device_memory="272KiB") as pool:
+            (result,) = pool.run([task(batches, steps)])
+            if result.error is not None:
+                raise result.error
+            (device,) = pool.stats().devices.values()
+        totals.append(Counter(device.bytes_in_by_kind) + Counter(device.bytes_out_by_kind))
+    return Counter({kind: (nbytes - totals[0][kind]) // STEPS for kind, nbytes in totals[1].items()})
+
+
+def main() -> int:
+    """Print the table; 0 if the figures are as expected."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    console, missed = Console(width=120), 0
+    for row in ROWS:
+        table = Table("m", *KINDS, "expected, parameters", title=f"{row}: bytes moved in a step, over |W|")
+        for batches in (1, 2, 4, 8):
+            counted = moved(row, batches)
+            over = {kind: counted[kind] / PARAMETER_BYTES for kind in KINDS}
+            expected = {"all": 3.0, "no dropping": 4.0 * batches + 2}.get(row)
+            table.add_row(str(batches), *(f"{over[kind]:.2f}" for kind in KINDS), f"{expected or '':}")
+            missed += row == "all" and over["parameters"] > MOST * 3
+            missed += expected is not None and row != "all" and over["parameters"] < LEAST * expected
+        console.print(table)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Batches of one optimizer step shard by shard: all of them go through a shard before the next one is loaded.
+
+So a step loads each shard twice, for the forward and for the backward, and writes it back once, however many batches it has:
+3|W| bytes of parameters, where one batch after the other moves 2|W| for each and |W| for the update. What is moved instead are
+the values between shards, of as many batches as there are.
+
+The results are those of a plain loop. A parameter's gradients are summed in the order of the batches: those of one batch join
+the sum of all before it when their shard's backward is over. A shard's buffers are overwritten by one batch after the other
+as well; where several shards use a buffer that one of them overwrites, batches are not grouped (`Plan.may_be_grouped`).
+
+Source: Harmony (Li et al.), section 3, "input-batch grouping" and "just-in-time" updates.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from hydra_tune.shard.plan import Plan
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.training_batch import TrainingBatch
+
+
+def shard_by_shard(batches: Sequence[TrainingBatch], *, is_last: bool) -> Iterator[PendingUnit]:
+    """The units of batches whose plans have the same shards.
+
+    Args:
+        batches: in order; the first one has the gradients of earlier batches, and at the end the last one has all.
+        is_last: whether the step is complete with these, so that each shard is updated after its last backward.
+
+    Raises:
+        BadLossError: of the first batch whose loss is not finite; nothing has been updated.
+    """
+    num_shards = batches[0].num_shards
+    for index in range(num_shards - 1):
+        for batch in batches:
+            yield batch.forward_unit(index)
+    for index in reversed(range(num_shards)):
+        for rank, batch in enumerate(batches):
+            if rank:
+                batch.take_in(batches[rank - 1].give_away(batch.trained[index]))
+            yield from batch.backward_units(index, is_last=is_last and rank == len(batches) - 1)
+
+
+def held_bytes(plan: Plan) -> int:
+    """Host memory that one more batch of a group may need: its own tensors, values and gradients between its units."""
+    return sum(shard.cost.value_bytes + shard.cost.gradient_bytes for shard in plan.shards)
+
+
+def is_worth_it(plan: Plan) -> bool:
+    """Whether a batch moves fewer bytes in a group than after the others, where the device has no room for anything else.
+
+    After the others it loads all parameters twice, and the sums of gradients once each way. In a group its values come back
+    once more than they would, and their gradients go and come.
+    """
+    if len(plan.shards) == 1:
+        return False
+    parameters = sum(shard.cost.state_bytes for shard in plan.shards)
+    gradients = sum(shard.cost.trained_bytes for shard in plan.shards)
+    values = sum(shard.cost.value_bytes + 2 * shard.cost.gradient_bytes for shard in plan.shards)
+    return values < 2 * parameters + 2 * gradients
