@@ -14,8 +14,8 @@ from one unit to the next. |W| is the bytes of its parameters. Each row takes on
 Harmony (Li et al.), section 2, has (4m + 2)|W| for a runtime that swaps by memory pressure alone, and section 3 has 3|W|.
 
 Counts, not times: they are the same on every machine. Exits with 1 if the first row is above 1.02 times 3|W|, or the last below
-0.9 times (4m + 2)|W|. What is missing there is the last shard's forward, which is its backward, and the shards that a forward unit,
-which needs the least, leaves on the device for the backward units that follow.
+0.9 times (4m + 2)|W|. What is missing there is the last shard's forward, which is its backward, and the shards that forward
+units, which need the least, leave on the device for the backward units that follow.
 """
 
 import argparse

@@ -12,6 +12,7 @@ from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.plan import Plan
 from hydra_tune.simulate.profile import FORMAT
 from hydra_tune.task import TrainTask
+from hydra_tune.train import grouped
 from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.trial import Trial
 
@@ -56,24 +57,29 @@ def _planned_trial(
             )
         if count is None:
             raise ConfigError(f"how many steps {name} takes is not known before its data has been seen; give steps=")
-        step = [*_units(plan, trial.unit_times)]
+        parts = task.accumulate * task.split_batches
+        counted = device.shares_generator or not plan.is_stochastic
+        together = parts if counted and plan.may_be_grouped and grouped.is_worth_it(plan) else 1
         sizes = [shard.cost.state_bytes + shard.cost.optimizer_bytes for shard in plan.shards]
         return {
             "name": name,
             "steps": count,
-            "step": step * (task.accumulate * task.split_batches),
+            "step": [*_units(plan, trial.unit_times, parts, together)],
             "shard_bytes": sizes,
         }
     finally:
         trial.close(keep=False)
 
 
-def _units(plan: Plan, times: UnitTimes) -> Iterator[dict[str, Any]]:
-    """F0 .. F(K-2), B(K-1) .. B0; an update is part of its shard's backward."""
+def _units(plan: Plan, times: UnitTimes, parts: int, together: int) -> Iterator[dict[str, Any]]:
+    """F0 .. F(K-2), B(K-1) .. B0, each `together` times; an update is part of its shard's last backward."""
     last = len(plan.shards) - 1
-    for index in range(last):
-        yield {"kind": "forward", "shard": index, "seconds": times.of(("forward", index))}
-    for index in range(last, -1, -1):
-        if plan.shards[index].has_backward:
-            seconds = times.of(("backward", index)) + times.of(("update", index))
-            yield {"kind": "backward", "shard": index, "seconds": seconds}
+    for first in range(0, parts, together):
+        for index in range(last):
+            yield from [{"kind": "forward", "shard": index, "seconds": times.of(("forward", index))}] * together
+        for index in range(last, -1, -1):
+            if plan.shards[index].has_backward:
+                for part in range(first, first + together):
+                    update = times.of(("update", index)) if part == parts - 1 else 0.0
+                    seconds = times.of(("backward", index)) + update
+                    yield {"kind": "backward", "shard": index, "seconds": seconds}
