@@ -3,10 +3,12 @@
     python benchmarks/traffic.py
 
 A model of equal layers, one shard each, on one CPU device whose memory holds what one unit needs, so that next to nothing stays
-from one unit to the next. |W| is the bytes of its parameters. Each row takes one more thing away:
+from one unit to the next. |W| is the bytes of its parameters. Each table but the second takes one more thing
+away:
 
 * all: batches go through each shard together, each shard is updated right after its last backward, and what has not changed is
   dropped and not written back; expected 3|W| of parameters, however many batches a step has;
+* updates on the host: the same, with optimizer state that never leaves it: gradients go down, and parameters come up twice;
 * no groups: batches go through the model one after the other;
 * no updates in time: all updates come after the last backward, as clipping needs them;
 * no dropping: whatever leaves the device is written back; (4m + 2)|W| for m batches.
@@ -44,7 +46,7 @@ from hydra_tune.train.gradients import Gradients  # noqa: E402
 WIDTH, LAYERS, STEPS = 96, 48, 3
 PARAMETER_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
 KINDS = ("parameters", "gradients", "optimizer", "activations")
-ROWS = ("all", "no groups", "no updates in time", "no dropping")
+ROWS = ("all", "updates on the host", "no groups", "no updates in time", "no dropping")
 MOST, LEAST = 1.02, 0.9
 
 
@@ -86,7 +88,9 @@ def moved(row: str, batches: int) -> Counter[str]:
     """Bytes of one step by kind, both ways together, once optimizer state is there."""
     totals: list[Counter[str]] = []
     for steps in (2, 2 + STEPS):
-        with without(row), HydraExecutor(devices="cpu:1", num_shards=LAYERS, device_memory="272KiB") as pool:
+        placement = "host" if row == "updates on the host" else "device"
+        pool = HydraExecutor("cpu:1", "272KiB", num_shards=LAYERS, optimizer_placement=placement)
+        with without(row), pool:
             (result,) = pool.run([task(batches, steps)])
             if result.error is not None:
                 raise result.error

@@ -26,6 +26,7 @@ from hydra_tune.task import TrainTask
 from hydra_tune.train.workers import is_worker_starting
 
 _HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
+_PLACEMENTS = ("device", "host")
 
 
 class HydraExecutor:
@@ -49,6 +50,9 @@ class HydraExecutor:
         num_shards: None cuts a model only as far as memory asks; a number cuts at least so often; "layer" cuts at every
             layer. More shards mean finer interleaving and more memory traffic.
         instrument: returns a context manager, entered on the worker thread around every unit (trackers, profilers).
+        optimizer_placement: where optimizer state is and updates are made: on the "device", or on the "host", where state
+            stays: then a step moves the gradients down and the parameters up, and no optimizer state. On GPUs the host's
+            arithmetic rounds differently from theirs; on CPU devices the numbers are the same.
         link_bandwidth: what copies to and from each CPU device are slowed down to, e.g. "200MB/s", to see what a slow link
             would do; None: as fast as they are.
         record: keep what happens for `recording()`: some kilobytes of host memory for each unit run.
@@ -70,6 +74,7 @@ class HydraExecutor:
         admission: Literal["eager", "staggered"] = "eager",
         link_bandwidth: str | int | None = None,
         record: bool = False,
+        optimizer_placement: Literal["device", "host"] = "device",
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -91,6 +96,9 @@ class HydraExecutor:
         parse_bandwidth(link_bandwidth)
         if not isinstance(record, bool):
             raise ConfigError(f"record must be true or false, not {record!r}")
+        if optimizer_placement not in _PLACEMENTS:
+            raise ConfigError(f"optimizer_placement must be 'device' or 'host', not {optimizer_placement!r}")
+        self._updates_on_host = optimizer_placement == "host"
         self._link_bandwidth = link_bandwidth
         self._record = record
         self._devices = devices
@@ -248,6 +256,7 @@ class HydraExecutor:
                 buffer_fraction=self._buffer_fraction,
                 alignment=math.lcm(*(device.alignment for device in devices)),
                 num_shards=self._num_shards,
+                updates_on_host=self._updates_on_host,
             )
         )
         self._width = self._max_concurrent or 2 * len(devices)

@@ -178,6 +178,13 @@ class Value:
         assert data is not None, "the block is not on a device"
         return self._geometry.view(data.untyped_storage())
 
+    def host_tensor(self) -> Tensor:
+        """The value on the host, where its block is."""
+        host = self.block.host
+        assert host is not None, "the block is not on the host"
+        assert self.block.home is None, "the block is on a device"
+        return self._geometry.view(host.untyped_storage())
+
 
 def whole_storage(tensor: Tensor) -> Tensor:
     """The storage under a tensor as a flat uint8 tensor."""

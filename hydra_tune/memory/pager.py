@@ -268,6 +268,29 @@ def drop(block: Block) -> None:
         block.host = None
 
 
+class _OnHost:
+    """What blocks are pinned for that must not leave the host."""
+
+    device: Device
+
+
+_HOST = _OnHost()
+
+
+@contextmanager
+def staying_home(block: Block) -> Iterator[None]:
+    """No device loads a block that is on the host meanwhile."""
+    with block.lock:
+        assert block.home is None, "the block is on a device"
+        assert block.pinned_for is None, "a unit of the trial runs"
+        block.pinned_for = _HOST
+    try:
+        yield
+    finally:
+        with block.lock:
+            block.pinned_for = None
+
+
 def bring_home(block: Block) -> None:
     """Move a block to the host, wherever it is."""
     with block.lock:

@@ -60,7 +60,10 @@ def _planned_trial(
         parts = task.accumulate * task.split_batches
         counted = device.shares_generator or not plan.is_stochastic
         together = parts if counted and plan.may_be_grouped and grouped.is_worth_it(plan) else 1
-        sizes = [shard.cost.state_bytes + shard.cost.optimizer_bytes for shard in plan.shards]
+        sizes = [
+            shard.cost.state_bytes + (0 if shard.cost.updates_on_host else shard.cost.optimizer_bytes)
+            for shard in plan.shards
+        ]
         return {
             "name": name,
             "steps": count,

@@ -48,12 +48,14 @@ class Budget:
         buffer_fraction: part of it kept free next to a running shard; nothing is kept where the whole model fits.
         alignment: bytes to which the devices align allocations.
         num_shards: see `Partitioner.partition`.
+        updates_on_host: whether optimizer state stays on the host.
     """
 
     budget_bytes: int
     buffer_fraction: float
     alignment: int
     num_shards: NumShards = None
+    updates_on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +232,7 @@ class PlanLibrary:
             alignment=self.budget.alignment,
             groups={} if request.like is None else request.like.groups(specs),
             rules=GradientRules.of(request.task),
+            updates_on_host=self.budget.updates_on_host,
         )
         nodes = len(captured.nodes)
         buffer_bytes = int(self.budget.budget_bytes * self.budget.buffer_fraction)
@@ -264,6 +267,7 @@ class PlanLibrary:
                 update=self._update_pilot(request, specs),
                 budget_bytes=self.budget.budget_bytes,
                 alignment=self.budget.alignment,
+                updates_on_host=self.budget.updates_on_host,
                 reason=reason,
             )
         return Prepared(plan=plan, seconds=None)

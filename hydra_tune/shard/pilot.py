@@ -124,6 +124,7 @@ class ShardCost:
         trained_bytes: gradients of the parameters whose update ends here.
         phased: whether these gradients wait for others before the update.
         spilled_bytes: host memory for the activations that the backward unit spills; 0 if it keeps them all.
+        updates_on_host: whether optimizer state stays on the host, and updates are made there.
     """
 
     state_bytes: int
@@ -137,11 +138,12 @@ class ShardCost:
     trained_bytes: int
     phased: bool = False
     spilled_bytes: int = 0
+    updates_on_host: bool = False
 
     @property
     def held_bytes(self) -> int:
         """The most that may lie on the host between the shard's units: its values, gradients and optimizer state."""
-        waiting = self.trained_bytes if self.phased else 0
+        waiting = self.trained_bytes if self.phased or self.updates_on_host else 0
         return self.value_bytes + self.gradient_bytes + waiting + self.optimizer_bytes + self.spilled_bytes
 
     @property
@@ -157,6 +159,8 @@ class ShardCost:
     @property
     def update_bytes(self) -> int:
         """Peak of the update unit."""
+        if self.updates_on_host:
+            return 0
         base = self.state_bytes + self.trained_bytes
         return base + max(self.optimizer_bytes + self.update_workspace, self.first_update_workspace)
 
@@ -183,6 +187,7 @@ class Pilot:
         groups: names of the state -> all the names that are loaded with it, where the trial's state is grouped already; a
             name that is not there is loaded alone.
         rules: what is done with gradients.
+        updates_on_host: whether updates are made on the host.
     """
 
     def __init__(
@@ -196,7 +201,9 @@ class Pilot:
         alignment: int,
         groups: Mapping[str, frozenset[str]] | None = None,
         rules: GradientRules | None = None,
+        updates_on_host: bool = False,
     ) -> None:
+        self._updates_on_host = updates_on_host
         self._groups = groups or {}
         self._rules = rules or GradientRules()
         self._captured = captured
@@ -254,6 +261,7 @@ class Pilot:
             first_update_workspace=first + scratch,
             trained_bytes=trained_bytes,
             phased=self._rules.has_two_phases or self._rules.accumulates,
+            updates_on_host=self._updates_on_host,
         )
 
     def _loaded(self, names: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ these are spilled within the unit, from their forward to their backward (`memory
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -57,6 +58,7 @@ def whole_plan(
     update: UpdatePilot | None,
     budget_bytes: int,
     alignment: int,
+    updates_on_host: bool,
     reason: CaptureError,
 ) -> Plan:
     """A plan of one eager shard.
@@ -71,6 +73,7 @@ def whole_plan(
         update: measures the optimizer's update, in training.
         budget_bytes: memory of the smallest device.
         alignment: of its allocator.
+        updates_on_host: whether optimizer state stays on the host.
         reason: why the step could not be captured.
 
     Raises:
@@ -81,7 +84,8 @@ def whole_plan(
     rules = GradientRules.of(task)
 
     def cost_of(eager: EagerCost) -> ShardCost:
-        return _cost(specs, trained, leaves, eager, update, rules, alignment=alignment, training=training)
+        cost = _cost(specs, trained, leaves, eager, update, rules, alignment=alignment, training=training)
+        return replace(cost, updates_on_host=updates_on_host)
 
     pilot = EagerPilot(task, model, leaves, mode, alignment)
     eager = pilot.keeping(twin)

@@ -8,6 +8,7 @@ exists from that unit's first update on. What no shard uses stays on the host.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
 from hydra_tune.memory.block import Group, Kind
-from hydra_tune.memory.pager import bring_home, drop
+from hydra_tune.memory.pager import bring_home, drop, staying_home
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.library import Layout
 from hydra_tune.shard.own_state import check_state
@@ -87,6 +88,12 @@ class ModelState:
         Equal, to the last bit, to one step over all parameters for every optimizer whose update is per parameter; and since
         it is the user's one optimizer, schedulers, parameter groups and `state_dict` are too.
         """
+        self._step(gradients, rules)
+        self.touched(name for name in names if name in gradients)
+        for group in self.optimizer_groups(names):
+            group.dirty = True
+
+    def _step(self, gradients: dict[str, Tensor], rules: Gradients) -> None:
         for name, gradient in gradients.items():
             self.tensors[name].grad = gradient
         try:
@@ -96,9 +103,25 @@ class ModelState:
         finally:
             for name in gradients:
                 self.tensors[name].grad = None
-        self.touched(name for name in names if name in gradients)
-        for group in self.optimizer_groups(names):
-            group.dirty = True
+
+    def update_on_host(
+        self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: Gradients, device: Device
+    ) -> None:
+        """The same on the host, for parameters whose optimizer state never leaves it; the copies on devices are given up.
+
+        Args:
+            names: the parameters.
+            gradients: theirs, on the host.
+            rules: what is done with gradients.
+            device: on whose copy thread, where host memory is made.
+        """
+        groups = self.groups(names)
+        for group in groups:
+            bring_home(group)
+        with ExitStack() as stack:
+            for group in groups:
+                stack.enter_context(staying_home(group))
+            device.on_host(lambda: self._step(gradients, rules))
 
     def adopt_optimizer_state(self, names: tuple[str, ...], device: Device) -> None:
         """Take state tensors that the optimizer has just made into a group on the host, on the device's copy thread."""

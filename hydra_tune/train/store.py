@@ -59,6 +59,14 @@ class BlockStore:
         value = self._values.get(key)
         return None if value is None else value.tensor()
 
+    def bring_home(self, key: str) -> Tensor | None:
+        """A value put earlier, moved to the host, or None."""
+        value = self._values.get(key)
+        if value is None:
+            return None
+        bring_home(value.block)
+        return value.host_tensor()
+
     def put(self, key: str, tensor: Tensor) -> None:
         """Keep a value; a view of the trial's state is copied, for the state will change."""
         assert self.lease is not None, "values are made by running units"

@@ -145,6 +145,8 @@ class TrainingBatch(Step):
     def update_unit(self, update: Update) -> PendingUnit:
         """Let the optimizer step for some parameters."""
         names, cost = update.names, update.shard.cost
+        if cost.updates_on_host:
+            return self._unit("update", update.index, lambda device, _: self._update_on_host(names, device))
         keys = [parameter_gradient_key(name) for name in names]
 
         def run(device: Device, pager: Pager) -> float:
@@ -165,6 +167,20 @@ class TrainingBatch(Step):
             return waited
 
         return self._unit("update", update.index, run)
+
+    def _update_on_host(self, names: tuple[str, ...], device: Device) -> float:
+        start = time.perf_counter()
+        keys = {name: parameter_gradient_key(name) for name in names}
+        found = {name: self._store.bring_home(key) for name, key in keys.items()}
+        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+        with GATE.shared():
+            waited = time.perf_counter() - start
+            self._state.update_on_host(names, gradients, self._gradients, device)
+        gradients.clear()
+        found.clear()
+        for key in keys.values():
+            self._store.drop(key)
+        return waited
 
     def _backward(self, index: int, device: Device, completes: bool) -> None:
         shard = self._plan.shards[index]

@@ -32,12 +32,15 @@ def wide(accumulate: int, steps: int, **changes: Any) -> TrainTask:
     )
 
 
-def moved(accumulate: int, *, device_memory: str | None = BUDGET, **changes: Any) -> Counter[str]:
+def moved(
+    accumulate: int, *, device_memory: str | None = BUDGET, optimizer_placement: Any = "device", **changes: Any
+) -> Counter[str]:
     """Bytes moved in one step by kind, both ways together; the first steps, which make optimizer state, do not count."""
     totals: list[Counter[str]] = []
     for steps in (2, 2 + STEPS):
         described = wide(accumulate, steps, **changes)
-        with running(num_shards=LAYERS, device_memory=device_memory) as pool:
+        placed = {"device_memory": device_memory, "optimizer_placement": optimizer_placement}
+        with running(num_shards=LAYERS, **placed) as pool:
             result = pool.submit(described).result(60.0)
             (device,) = pool.stats().devices.values()
         assert against_plain(described, result) == []
@@ -86,3 +89,9 @@ def _method(function: Any) -> Any:
         function(device, pairs)
 
     return method
+
+
+def test_updates_on_the_host_move_gradients_and_no_optimizer_state():
+    counted = moved(4, optimizer_placement="host")
+    assert counted["parameters"] <= 1.02 * 2 * PARAMETER_BYTES
+    assert (counted["gradients"], counted["optimizer"]) == (PARAMETER_BYTES, 0)
