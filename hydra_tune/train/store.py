@@ -78,6 +78,15 @@ class BlockStore:
         self.drop(key)
         self._values[key] = Value(block, tensor)
 
+    def set_apart(self, key: str) -> None:
+        """Give a value memory of its own, if it shares any with other values."""
+        value = self._values.get(key)
+        if value is None or self._uses[value.block] == 1:
+            return
+        assert self.lease is not None, "values are made by running units"
+        self.lease.grow(value.block.nbytes)
+        self.put(key, value.tensor().clone())
+
     def changed(self, key: str) -> None:
         """The device copy of a value has changed."""
         block = self._values[key].block

@@ -185,6 +185,10 @@ class TrainingBatch(Step):
     def _backward(self, index: int, device: Device, completes: bool) -> None:
         shard = self._plan.shards[index]
         self._chain.backward(index, device.generator)
+        for name in shard.trained:
+            # Autograd may give a parameter and a value one gradient in one piece of memory. The parameter's is changed from
+            # here on, by sums, scaling or the optimizer, and an earlier shard has yet to read the value's.
+            self._store.set_apart(parameter_gradient_key(name))
         (name,) = self._plan.outputs
         if name in shard.losses:
             loss = self._store.get(name)
