@@ -1,4 +1,4 @@
-"""Where autograd gives a parameter and a value that crosses a cut one gradient in one piece of memory, neither changes the other."""
+"""A parameter and a value that crosses a cut may get one gradient in one piece of memory: neither changes the other."""
 
 from functools import partial
 from typing import Any
