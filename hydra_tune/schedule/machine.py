@@ -243,9 +243,12 @@ class Scheduler:
         return view
 
     def _place(self, view: JobView) -> str:
-        """The idle device that runs the chosen unit: of the fastest, the one where least is to be moved."""
+        """The idle device that runs the chosen unit: the one it is meant for, or of the fastest that where least is moved."""
         state = self._state
         speed, _, asked = state.idle[0]
+        near = state.devices.get(view.unit.near) if view.unit.near is not None else None
+        if near is not None and near.idle_place is not None:
+            return near.device
         for name in (view.shard_device, view.last_device):
             # That one is idle too, so the job is served at once either way, and the device that asked is asked again.
             place = state.devices[name].idle_place if name is not None else None

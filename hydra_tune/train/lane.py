@@ -60,6 +60,14 @@ class Lane(TrainingBatch):
                 "would not be exact; please report this with the model"
             )
 
+    def trained_by(self, shard: int) -> tuple[str, ...]:
+        """The parameters whose gradients are complete after a shard's backward."""
+        return self._plan.shards[shard].trained
+
+    def still_uses(self, given: Mapping[str, Value]) -> bool:
+        """Whether values of this batch lie in the memory of values that it has given away."""
+        return any(self._store.uses(value.block) for value in given.values())
+
     def sums(self, earlier: Mapping[str, Value]) -> Iterator[PendingUnit]:
         """The units that add this batch's gradients to those of all earlier ones, shard by shard."""
         self.take_in(dict(earlier))

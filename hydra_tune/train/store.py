@@ -90,6 +90,10 @@ class BlockStore:
             self._uses[value.block] += 1
             self._given.discard(value.block)
 
+    def uses(self, block: Block) -> bool:
+        """Whether values that are kept lie in a block."""
+        return self._uses[block] > 0
+
     def drop(self, key: str) -> None:
         """Forget a value."""
         value = self._values.pop(key, None)

@@ -10,15 +10,18 @@ from collections.abc import Iterator
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Value
+from hydra_tune.shard.plan import Plan
 from hydra_tune.train.gradients import Gradients
-from hydra_tune.train.helpers import AHEAD
+from hydra_tune.train.helpers import AHEAD, Arrangement
 from hydra_tune.train.lane import Lane
+from hydra_tune.train.pipeline import Pipeline, goes_with, groups_of_one_shard, may_pipeline
 from hydra_tune.train.replicas import Replicas
-from hydra_tune.train.spread import Spread
+from hydra_tune.train.spread import DataParallel, Spread
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.training_batch import Part, TrainingBatch, Update
+from hydra_tune.train.ways import PIPELINED
 
 
 class OptimizerStep:
@@ -30,7 +33,7 @@ class OptimizerStep:
         streams: the trial's random streams.
         device: any device of the pool, for host memory.
         gradients: the trial's rules for gradients.
-        width: how many of its batches may be under way at once.
+        arrangement: how its batches run beside each other; None: one after the other.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class OptimizerStep:
         streams: RandomStreams,
         device: Device,
         gradients: Gradients,
-        width: int = 1,
+        arrangement: Arrangement | None = None,
     ) -> None:
         self._accumulate = accumulate
         self._state = state
@@ -54,7 +57,7 @@ class OptimizerStep:
         self._drawn_batches = 0
         self._replicas = Replicas(state)
         self._spread: Spread | None = None
-        self.width = width
+        self._arrangement = arrangement
         self.count = 0
         self.loss = math.nan
         self.losses: list[float] = []
@@ -64,11 +67,25 @@ class OptimizerStep:
         """Whether all batches of the step have run."""
         return self.count == self._accumulate
 
+    @property
+    def is_split(self) -> bool:
+        """Whether batches may run beside each other."""
+        return self._arrangement is not None
+
+    def takes(self, plan: Plan) -> bool:
+        """Whether batches of a plan may run beside the step's others."""
+        how = self._arrangement
+        if how is None:
+            return False
+        if how.way == PIPELINED:
+            return goes_with(plan, how.plan) and may_pipeline(plan, self._state)
+        return plan.may_run_beside
+
     def draw_ahead(self, part: Part, draws: int) -> None:
         """Keep a batch, to be run beside the next ones by `together`.
 
         Args:
-            part: the batch or piece; its plan may run beside others.
+            part: the batch or piece; the step takes its plan.
             draws: by how much the batch moves the torch stream, which is moved here.
         """
         streams = self._streams.fork()
@@ -83,7 +100,9 @@ class OptimizerStep:
     @property
     def has_drawn_enough(self) -> bool:
         """Whether the batches kept should be run now."""
-        return self._drawn_batches == self._accumulate - self.count or len(self._drawn) == AHEAD * self.width
+        how = self._arrangement
+        most = 0 if how is None else AHEAD * how.width
+        return self._drawn_batches == self._accumulate - self.count or len(self._drawn) == most
 
     def together(self) -> Iterator[Spread]:
         """Run the batches that were kept, if any; afterwards `losses` has their training losses.
@@ -97,7 +116,7 @@ class OptimizerStep:
             return
         self._let_go()
         held, self._held = self._held, {}
-        self._spread = spread = Spread(lanes, list(self._updates), held, self.width, self._replicas)
+        self._spread = spread = self._make_spread(lanes, held)
         yield spread
         sums = spread.result()
         self._spread, self._batch = None, lanes[-1]
@@ -105,6 +124,14 @@ class OptimizerStep:
         self.count += self._drawn_batches
         self._drawn_batches = 0
         self.losses = [lane.loss for lane in lanes]
+
+    def _make_spread(self, lanes: list[Lane], held: dict[str, Value]) -> Spread:
+        how = self._arrangement
+        assert how is not None, "batches are only kept where they may run beside each other"
+        if how.way != PIPELINED:
+            return DataParallel(lanes, list(self._updates), held, how.width, self._replicas)
+        self._replicas.moving = groups_of_one_shard(how.plan, self._state)
+        return Pipeline(lanes, held, how.width, self._replicas, homes=how.homes, goes_on_with_shard=how.is_dealt)
 
     def batch(self, part: Part) -> Iterator[PendingUnit]:
         """The units of one more batch or piece; afterwards `loss` is its training loss.

@@ -30,16 +30,18 @@ from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import no_batch, num_batches, num_samples
 from hydra_tune.train.feed import Feed
 from hydra_tune.train.gradients import Gradients
-from hydra_tune.train.helpers import Helpers, is_worth_it, lane_bytes
+from hydra_tune.train.helpers import Arrangement, Helpers, lane_bytes
 from hydra_tune.train.hooks import refuse_gradient_hooks
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.pieces import Piece, check_pieces, pieces
+from hydra_tune.train.pipeline import may_pipeline
 from hydra_tune.train.spread import Spread
 from hydra_tune.train.state import ModelState, check_optimizer
 from hydra_tune.train.step import EvaluationStep, PendingUnit, unit_times
 from hydra_tune.train.streams import RandomStreams, draws_between
 from hydra_tune.train.training import OptimizerStep
 from hydra_tune.train.training_batch import Part
+from hydra_tune.train.ways import DATA_PARALLEL, ONE_DEVICE, PIPELINED, fastest, shard_facts
 
 _IN_TRAINING: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules of trials under way in this process
 _CLAIM = threading.Lock()
@@ -266,7 +268,7 @@ class Trial:
         """One batch, or a piece of one: now, or kept until it can run beside the next ones."""
         plan = kept.plan
         part = Part(plan=plan, times=kept.times, leaves=leaves, share=piece.share, ends_batch=piece.is_last)
-        if step.width > 1 and kept.draws is not None and plan.may_run_beside:
+        if kept.draws is not None and step.takes(plan):
             step.draw_ahead(part, kept.draws)
             self._ahead.append(piece.samples)
             if step.has_drawn_enough:
@@ -274,7 +276,7 @@ class Trial:
             return
         yield from self._together(step)
         before = None
-        if self._may_be_helped and plan.may_run_beside and not kept.is_counted and self._device.shares_generator:
+        if self._may_be_helped and plan.may_be_split and not kept.is_counted and self._device.shares_generator:
             before = self._streams.position()
         yield from step.batch(part)
         if before is not None:
@@ -299,27 +301,44 @@ class Trial:
     def _new_step(self, kept: _Kept) -> OptimizerStep:
         assert self.module is not None
         assert self.optimizer is not None
-        width = self._width(kept)
+        arrangement = self._arrange(kept)
         if self.state is None:
             self.state = ModelState(self.module, self.optimizer, kept.plan, self._device)
             self.num_shards = len(kept.plan.shards)
         self._train_times, self._step_left = kept.times, kept.times.total
-        return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, width)
+        return OptimizerStep(
+            self.task.accumulate, self.state, self._streams, self._device, self._gradients, arrangement
+        )
 
-    def _width(self, kept: _Kept) -> int:
-        """How many batches of the next step may be under way at once."""
+    def _arrange(self, kept: _Kept) -> Arrangement | None:
+        """How the batches of the next step run beside each other; None: one after the other."""
         plan = kept.plan
-        helped = self._may_be_helped and self.state is not None and kept.draws is not None and plan.may_run_beside
-        if self._helpers is None or not helped or not is_worth_it(plan, kept.times, self._parts_per_step):
-            return 1
-        return self._helpers.ask(lane_bytes(plan))
+        if self._helpers is None or not self._may_be_helped or self.state is None or kept.draws is None:
+            return None
+        ways = [DATA_PARALLEL] if plan.may_run_beside else []
+        ways += [PIPELINED] if may_pipeline(plan, self.state) else []
+        offer = self._helpers.offer() if ways else None
+        if offer is None:
+            return None
+        count = self._parts_per_step
+        best = fastest(shard_facts(plan, kept.times), count, offer, ways)
+        if best.way == ONE_DEVICE:
+            most = 1
+        elif best.is_dealt:
+            most = count  # or a shard would be loaded again for each few of them
+        else:
+            most = 2 * len(offer.devices)  # one more may come to each device while another is on its way to it
+        width = self._helpers.ask(best.way, lane_bytes(plan, best.way), min(count, most))
+        if width == 1:
+            return None
+        return Arrangement(way=best.way, width=width, plan=plan, homes=best.homes, is_dealt=best.is_dealt)
 
     def _finish(self, step: OptimizerStep, epoch: int) -> Generator[PendingUnit | Spread | Report, None, None]:
         """The end of an optimizer step, and what is due after it."""
         task = self.task
         try:
             yield from self._together(step)
-            if step.width > 1 and self._helpers is not None:
+            if step.is_split and self._helpers is not None:
                 self._helpers.leave()
             yield from step.finish()
         finally:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from hydra_tune import HydraExecutor, Result, TrainTask, train_plain
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Reported
+from hydra_tune.train.ways import DATA_PARALLEL, ONE_DEVICE, PIPELINED
 from tests.parity import models
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import SAMPLES, X, Y, against_plain, mlp, running, task
@@ -90,6 +91,13 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
+def normed_and_dropped() -> nn.Module:
+    layers: list[nn.Module] = []
+    for width in (8, 16, 16):
+        layers += [nn.Linear(width, 16), nn.BatchNorm1d(16, momentum=0.3), nn.ReLU(), nn.Dropout(0.2)]
+    return nn.Sequential(*layers, nn.Linear(16, 4))
+
+
 def accumulating(**changes: Any) -> TrainTask:
     """Four epochs of one step: four batches of five samples, and one of four."""
     return task(**({"accumulate": 5, "batch_size": 5, "epochs": 4, "report_every": 1} | changes))
@@ -106,8 +114,11 @@ SPLIT = {
     "pieces of several batches": partial(accumulating, accumulate=2, split_batches=2, model=noisy, max_grad_norm=0.1),
     "tied": partial(models.build, "gpt2", accumulate=3, epochs=3),
 }
-IN_ORDER = {
+NORMED = {
     "normed": partial(accumulating, model=normed),
+    "normed and dropped": partial(accumulating, model=normed_and_dropped, max_grad_norm=0.1),
+}
+IN_ORDER = {
     "whole": partial(accumulating, model=Whole),
     "whole in pieces": partial(accumulating, model=Shaped, split_batches=2),
     "noise": partial(accumulating, model=Noise),
@@ -115,12 +126,15 @@ IN_ORDER = {
 }
 
 
-def run(described: TrainTask, **options: Any) -> tuple[Result, int]:
-    """Train alone; returns the result and how many devices had a part in it."""
+def run(described: TrainTask, way: str | None = None, **options: Any) -> tuple[Result, int]:
+    """Train alone, steps split this way only; returns the result and how many devices had a part in it."""
     tracker = StorageTracker()
     with running(instrument=tracker, **options) as pool:
+        pool._only_way = way
         result = pool.submit(described).result(PATIENCE_SECONDS)
-        devices = list(pool.stats().devices.values())
+        stats = pool.stats()
+    devices = list(stats.devices.values())
+    assert way is None or set(stats.steps_by_way) <= {way, ONE_DEVICE}
     for seen, device in zip(sorted(tracker.peak_bytes), sorted(d.peak_bytes for d in devices if d.units), strict=True):
         assert seen <= device <= max(d.budget_bytes for d in devices)
     return result, sum(device.units > 0 for device in devices)
@@ -130,9 +144,18 @@ def run(described: TrainTask, **options: Any) -> tuple[Result, int]:
 def test_a_trial_on_several_devices_is_bitwise(name):
     for devices, cut in (("cpu:2", None), ("cpu:3", 3)):
         described = SPLIT[name]()
-        result, count = run(described, devices=devices, num_shards=cut)
+        result, count = run(described, DATA_PARALLEL, devices=devices, num_shards=cut)
         assert against_plain(described, result) == []
         assert count > 1, "no device has helped"
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "normed", "normed and dropped"])
+def test_a_pipelined_trial_is_bitwise(name):
+    for devices, cut in (("cpu:2", 2), ("cpu:3", "layer")):
+        described = (SPLIT | NORMED)[name]()
+        result, count = run(described, PIPELINED, devices=devices, num_shards=cut)
+        assert against_plain(described, result) == []
+        assert count == int(devices[-1]), "each device is home to a shard"
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
