@@ -7,7 +7,9 @@ What it promises:
     * each unit runs once; one that was lost with its device runs again;
     * a job that runs nothing is given one device, for the first of its ready units; its others are *offered*: a device
       takes one only if there is no job that runs nothing and could be fed, so no job waits because another has several;
-    * a device that could be fed is fed, in the very call that makes it possible, the fastest first;
+    * a device that could be fed is fed, in the very call that makes it possible, the fastest first; but of the units that a
+      device could be given, one that is meant for an idle device (`near`) goes there. No unit waits for the device that it
+      is meant for while another could have it;
     * a job is never fed or admitted before one of a higher priority that could be;
     * of one priority, jobs are admitted in submission order, while fewer than `max_concurrent` are preparing, ready or
       running;
