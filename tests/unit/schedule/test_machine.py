@@ -624,7 +624,9 @@ def test_a_device_that_is_free_takes_the_unit_it_is_home_to_before_an_earlier_on
     offering(machine, "a", offered(0, "cpu:0"), offered(1, "cpu:1"))
     machine.handle(JobSubmitted(job="b"))
     machine.handle(admitted("b"))
-    assert machine.handle(finished("a", unit=offered(2, "cpu:0"))) == [run("b")], "no job waits for the second of another"
+    assert machine.handle(finished("a", unit=offered(2, "cpu:0"))) == [run("b")], (
+        "no job waits for the second of another"
+    )
     later = machine.handle(finished("a", unit=offered(3, "cpu:1"), device="cpu:1"))
     assert later == [run("a", offered(2, "cpu:0"), "cpu:1")], "of what nobody runs, the first, wherever it is at home"
     assert machine.handle(finished("a", unit=offered(4, "cpu:1"), device="cpu:1")) == [
