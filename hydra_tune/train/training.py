@@ -78,7 +78,7 @@ class OptimizerStep:
         if how is None:
             return False
         if how.way == PIPELINED:
-            return goes_with(plan, how.plan) and may_pipeline(plan, self._state)
+            return plan is how.plan or (goes_with(plan, how.plan) and may_pipeline(plan, self._state))
         return plan.may_run_beside
 
     def draw_ahead(self, part: Part, draws: int) -> None:

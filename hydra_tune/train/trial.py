@@ -67,7 +67,8 @@ class Report:
 class _Kept:
     """A plan of the trial, the times of its units, and the model's attributes when it was made.
 
-    `draws` is by how much a batch moves the torch stream; None where that is not known. It is looked for once.
+    `draws` is by how much a batch moves the torch stream; None where that is not known. It is looked for once. `ways` are
+    those in which its batches may be split; None until somebody asks.
     """
 
     prepared: Prepared
@@ -75,6 +76,7 @@ class _Kept:
     attributes: dict[str, Any]
     draws: int | None = None
     is_counted: bool = False
+    ways: list[str] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -276,7 +278,7 @@ class Trial:
             return
         yield from self._together(step)
         before = None
-        if self._may_be_helped and plan.may_be_split and not kept.is_counted and self._device.shares_generator:
+        if not kept.is_counted and self._may_be_helped and plan.may_be_split and self._device.shares_generator:
             before = self._streams.position()
         yield from step.batch(part)
         if before is not None:
@@ -315,13 +317,14 @@ class Trial:
         plan = kept.plan
         if self._helpers is None or not self._may_be_helped or self.state is None or kept.draws is None:
             return None
-        ways = [DATA_PARALLEL] if plan.may_run_beside else []
-        ways += [PIPELINED] if may_pipeline(plan, self.state) else []
-        offer = self._helpers.offer() if ways else None
+        if kept.ways is None:
+            kept.ways = [DATA_PARALLEL] if plan.may_run_beside else []
+            kept.ways += [PIPELINED] if may_pipeline(plan, self.state) else []
+        offer = self._helpers.offer() if kept.ways else None
         if offer is None:
             return None
         count = self._parts_per_step
-        best = fastest(shard_facts(plan, kept.times), count, offer, ways)
+        best = fastest(shard_facts(plan, kept.times), count, offer, kept.ways)
         if best.way == ONE_DEVICE:
             most = 1
         elif best.is_dealt:

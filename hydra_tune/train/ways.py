@@ -11,12 +11,13 @@ of them over all shards, m' the batches that one of D devices runs, m / D rounde
   each forward and each backward unit, and the sums of gradients come and go with each backward: m (2W + 2G).
 * **Data-parallel**: parameters go to the host and to each other device, 2W, and each batch that does not run where the one
   before did has its sums fetched, 2G for each of the m - m' that help. Where they do not fit: m' (2W + 4G) on each device at
-  the same time, that is 2m W of parameters in all; with as many batches as devices and the update's, Harmony's 3N|W|.
+  the same time, that is 2m W of parameters in all; with a batch on each of N devices 2N of Harmony's 3N|W|, whose third N are
+  the updates of the replicas. Here there is one, as below.
 * **Pipelined**: parameters and sums stay. What crosses the cuts between devices goes over two links, forward and back. Where a
   device's shards fit it, its shards are neighbours, and a step takes one batch's way through all devices and m - 1 times the
   slowest of them. Where they do not, shards are *dealt* to the devices in turn and each runs all batches back to back, so it is
-  loaded twice: 2W in all, the gradients leave once, and every cut is one between devices. The pipe fills in D - 1 units; with
-  fewer batches than devices, these wait for each other.
+  loaded twice: 2W in all (with what the update writes back, Harmony's 3|W|), the gradients leave once, and every cut is one
+  between devices. The pipe fills in D - 1 units; with fewer batches than devices, these wait for each other.
 * **Updates**, one after the other whichever way: what of W, G and O is not on the device comes and changes go, where all that
   does not fit the device: 2O + W where the update follows the backward, and in a step that was split W + G more.
 """

@@ -91,6 +91,19 @@ class NormedTwice(nn.Module):
         return self.last(self.norm(self.second(self.norm(self.first(x)))))
 
 
+class OneGradient(nn.Module):
+    """Autograd gives a value that crosses a cut and a parameter one gradient in one piece of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.shift = nn.Parameter(torch.zeros(6, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.first(x).view(-1) + self.shift.view(-1)
+        return self.last(both.view(6, 16))
+
+
 class Noise(nn.Module):
     """Normal numbers: how many a generator draws for them depends on where it stands."""
 
@@ -213,6 +226,20 @@ def deep() -> nn.Module:
     return nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
 
 
+def test_a_sum_is_left_alone_while_its_batch_still_reads_that_memory(monkeypatch):
+    seen, take = list[bool](), Pipeline._take_sums
+
+    def noted(self: Pipeline, rank: int, shard: int) -> None:
+        take(self, rank, shard)
+        seen.append(self._sum_is_used.get(shard) == rank)
+
+    monkeypatch.setattr(Pipeline, "_take_sums", noted)
+    described = accumulating(model=OneGradient, batch_size=6, accumulate=4)
+    result, _ = run(described, PIPELINED, devices="cpu:2", num_shards="layer")
+    assert any(seen), "there is such memory"
+    assert against_plain(described, result) == []
+
+
 def loaded(way: str, **options: Any) -> list[int]:
     """Bytes of parameters loaded until the end of the second step, and in the two after it."""
     found = []
@@ -236,7 +263,7 @@ def test_a_pipeline_leaves_parameters_where_they_are():
 
 
 def test_a_pipeline_loads_parameters_that_do_not_fit_less_often():
-    """Of the four batches of a step, Harmony's grouping needs three loads; a batch on its own two, and one for the update."""
+    """A shard is loaded for all forwards, for all backwards and for the update, not for each unit of five batches."""
     memory = "160KiB"
     apart, piped = loaded(DATA_PARALLEL, device_memory=memory)[1], loaded(PIPELINED, device_memory=memory)[1]
     parameters = 2 * 8 * 4 * (64 * 64 + 64)  # in two steps
@@ -316,7 +343,10 @@ def test_no_batch_is_split_off_that_the_host_has_no_room_for():
     assert sorted(units) == [0, 24]
 
 
-ONE_STEP = {DATA_PARALLEL: 6, PIPELINED: 17}  # units of a step that is not split, of one shard or two
+ONE_STEP = {
+    DATA_PARALLEL: 6,
+    PIPELINED: 18,
+}  # units until two may be under way: a step that is not split, of one shard or two
 CUT = {DATA_PARALLEL: 1, PIPELINED: 2}
 
 

@@ -87,7 +87,7 @@ def test_a_pipeline_takes_one_way_through_and_the_slowest_device_for_every_furth
 
 
 def test_parameters_that_do_not_fit_are_loaded_as_often_as_harmony_says():
-    """As many batches as devices: 3N|W| data-parallel, 3|W| pipelined; here the replicas share one update."""
+    """A batch on each of N devices: 2N|W| data-parallel, 2|W| pipelined, and |W| for the update, written back as well."""
     large, count = shards(8, weights=GIB, values=0, optimizer=2 * GIB), 4
     weights = 8 * GIB
     small = offer(count, budget=3 * GIB)
