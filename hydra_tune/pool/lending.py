@@ -56,6 +56,7 @@ class Lender:
             devices=tuple(names),
             budget_bytes=min(self._devices[name].budget_bytes for name in names),
             bytes_per_second=bytes_per_second(self._pagers[name].link for name in names),
+            most_devices=len(self._devices),
             only=self._only_way,
         )
 

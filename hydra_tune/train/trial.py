@@ -325,12 +325,9 @@ class Trial:
             return None
         count = self._parts_per_step
         best = fastest(shard_facts(plan, kept.times), count, offer, kept.ways)
-        if best.way == ONE_DEVICE:
-            most = 1
-        elif best.is_dealt:
+        most = {ONE_DEVICE: 1, DATA_PARALLEL: offer.most_devices, PIPELINED: 2 * len(offer.devices)}[best.way]
+        if best.is_dealt:
             most = count  # or a shard would be loaded again for each few of them
-        else:
-            most = 2 * len(offer.devices)  # one more may come to each device while another is on its way to it
         width = self._helpers.ask(best.way, lane_bytes(plan, best.way), min(count, most))
         if width == 1:
             return None

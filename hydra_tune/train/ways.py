@@ -44,12 +44,14 @@ class Offer:
         devices: their names, in an order that is the same from step to step.
         budget_bytes: memory on the smallest of them.
         bytes_per_second: of a link.
+        most_devices: as many as may be free before the step is over.
         only: the only way there is to be beside `ONE_DEVICE`, whatever it costs; None: the fastest.
     """
 
     devices: tuple[str, ...]
     budget_bytes: int
     bytes_per_second: float
+    most_devices: int
     only: str | None = None
 
 

@@ -137,6 +137,7 @@ SPLIT = {
     "clipped": partial(accumulating, model=noisy, max_grad_norm=0.1),
     "float16": partial(accumulating, precision="float16"),
     "bfloat16 clipped": partial(accumulating, model=noisy, precision="bfloat16", max_grad_norm=0.1),
+    "in several rounds": partial(accumulating, model=noisy, accumulate=24, batch_size=1, epochs=2),
     "left over": partial(accumulating, accumulate=3, model=noisy),
     "pieces": partial(accumulating, accumulate=1, split_batches=3, model=noisy, report_every=2),
     "pieces of several batches": partial(accumulating, accumulate=2, split_batches=2, model=noisy, max_grad_norm=0.1),
@@ -260,6 +261,19 @@ def test_a_pipeline_leaves_parameters_where_they_are():
     assert copied >= 2 * parameters, "a copy for each of two steps"
     assert first < 2 * parameters, "each shard comes to a device, and half of them go to the other"
     assert later == 0
+
+
+def test_behind_a_slow_link_large_parameters_are_not_copied():
+    """The pool has measured its link by the second step."""
+    inputs = torch.randn(20, 256, generator=torch.Generator().manual_seed(5))
+    data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
+    described = accumulating(model=lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), train=data)
+    with running(devices="cpu:2", num_shards=4, link_bandwidth="20MB/s") as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+        told = pool.stats().steps_by_way
+    assert against_plain(described, result) == []
+    assert sum(told.values()) == 3
+    assert DATA_PARALLEL not in told
 
 
 def test_a_pipeline_loads_parameters_that_do_not_fit_less_often():

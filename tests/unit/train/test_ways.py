@@ -23,7 +23,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 def offer(count=2, *, budget=10 * GIB, link=2e9, only=None):
     names = tuple(f"cpu:{index}" for index in range(count))
-    return Offer(devices=names, budget_bytes=budget, bytes_per_second=link, only=only)
+    return Offer(devices=names, budget_bytes=budget, bytes_per_second=link, most_devices=count, only=only)
 
 
 def shards(count=4, *, seconds=0.1, weights=MIB, values=MIB, optimizer=0):
