@@ -2,6 +2,7 @@
 
     python benchmarks/splitting.py              # three rounds
     python benchmarks/splitting.py --rounds 1 --model "transformer, 0.8M"
+    python benchmarks/splitting.py --ways --model "transformer, 0.8M"     # data-parallel beside pipelined
 
 Each arm is a process of its own, with one intra-op thread for each device, and the arms take turns. A step is four batches; its
 time is the wall time from its first batch being drawn to that of the next step, the first steps left out. *one* is `cpu:1`,
@@ -11,6 +12,10 @@ Wall time says something only where there is a core for each device. So the CPU 
 `by CPU` is what *one* spends in a step over what the busier device of *two* does, the speedup that the division of the work
 allows. Waiting is left out, and so are copies by the copy threads: these are in the CPU time of the whole process. `at once` is
 the part of a device's time in units during which the other is in one as well.
+
+With `--ways` the model is cut into four shards or more, and a step on one device is set beside one on two, data-parallel,
+pipelined, and the way that the pool chooses: with memory for everything and copies as fast as they are, behind a link of
+200 MB/s, and with memory on neither device for the whole model behind a link of 1 GB/s. MB are parameters loaded in a step.
 """
 
 import argparse
@@ -23,6 +28,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +44,7 @@ import transformer  # noqa: E402
 from pool import machine  # noqa: E402
 
 from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - needs the path above
-from hydra_tune.pool.pool import Pool  # noqa: E402
+from hydra_tune.pool.lending import Lender  # noqa: E402
 
 ACCUMULATE = 4
 WARM_STEPS = 2
@@ -122,23 +128,60 @@ def task(model, data: Data, seed: int) -> TrainTask:
 
 
 MODELS = {"transformer, 0.8M": (small_transformer, 12), "language model, 51M": (language_model, 6)}
-ARMS = {  # devices, trials, whether devices are lent
-    "one": ("cpu:1", 1, True),
-    "two": ("cpu:2", 1, True),
-    "two trials": ("cpu:2", 2, True),
-    "two trials, nothing lent": ("cpu:2", 2, False),
+TIGHT = {"transformer, 0.8M": "8MiB", "language model, 51M": "160MiB"}
+SETTINGS = {  # options of the pool; {} leaves the cutting to it
+    "": {},
+    "plenty": {"num_shards": 4},
+    "slow link": {"num_shards": 4, "link_bandwidth": "200MB/s"},
+    "tight memory": {"num_shards": 4, "link_bandwidth": "1GB/s"},
 }
 
 
-def run(name: str, arm: str) -> dict:
+@dataclass(frozen=True)
+class Arm:
+    """What is compared.
+
+    Args:
+        devices: of the pool.
+        trials: how many.
+        lends: whether devices are lent to running trials.
+        way: in which steps are split; None: as the pool chooses.
+    """
+
+    devices: str
+    trials: int = 1
+    lends: bool = True
+    way: str | None = None
+
+
+ARMS = {
+    "one": Arm("cpu:1"),
+    "two": Arm("cpu:2"),
+    "two trials": Arm("cpu:2", trials=2),
+    "two trials, nothing lent": Arm("cpu:2", trials=2, lends=False),
+}
+WAYS = {
+    "one": Arm("cpu:1"),
+    "data-parallel": Arm("cpu:2", way="data-parallel"),
+    "pipelined": Arm("cpu:2", way="pipelined"),
+    "chosen": Arm("cpu:2"),
+}
+
+
+def run(name: str, arm: Arm, setting: str) -> dict:
     """One run in this process."""
     build, num_steps = MODELS[name]
-    devices, num_trials, lends = ARMS[arm]
     meter = Meter()
-    made = [build(meter, num_steps, seed) for seed in range(num_trials)]
-    lending = mock.patch.object(Pool, "lend", Pool.lend if lends else lambda *_: 1)
-    with lending, HydraExecutor(devices=devices, instrument=meter) as pool:
+    made = [build(meter, num_steps, seed) for seed in range(arm.trials)]
+    options = dict(SETTINGS[setting])
+    if setting == "tight memory":
+        options["device_memory"] = TIGHT[name]
+    lending = mock.patch.object(Lender, "offer", Lender.offer if arm.lends else lambda *_: None)
+    executor = HydraExecutor(devices=arm.devices, instrument=meter, **options)
+    executor._only_way = arm.way  # noqa: SLF001 - an option for measurements alone
+    with lending, executor as pool:
         results = pool.run([task for task, _ in made])
+        stats = pool.stats()
     for result in results:
         if result.error is not None:
             raise result.error
@@ -151,16 +194,38 @@ def run(name: str, arm: str) -> dict:
         "process": statistics.median(b - a for _, data in made for a, b in pairwise(data.cpu_marks[WARM_STEPS:])),
         "at once": meter.at_once(),
         "losses": [result.metrics["train_loss"] for result in results],
+        "shards": results[0].num_shards,
+        "loaded": sum(device.bytes_in_by_kind.get("parameters", 0) for device in stats.devices.values()) / num_steps,
+        "ways": stats.steps_by_way,
     }
 
 
-def start(name: str, arm: str) -> dict:
+def start(name: str, arm: str, setting: str = "") -> dict:
     """One run in a fresh process."""
-    command = [sys.executable, __file__, "--model", name, "--arm", arm]
+    command = [sys.executable, __file__, "--model", name, "--arm", arm, "--setting", setting]
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.PIPE, text=True
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def show_ways(name: str, rounds: int) -> None:
+    """Data-parallel beside pipelined, in each setting."""
+    for setting in SETTINGS:
+        if not setting:
+            continue
+        runs: dict[str, list[dict]] = {arm: [] for arm in WAYS}
+        for _ in range(rounds):
+            for arm in WAYS:
+                runs[arm].append(start(name, arm, setting))
+        if len({run["losses"][0] for found in runs.values() for run in found}) != 1:
+            raise SystemExit(f"{name}, {setting}: the arms disagree on the loss")
+        told = [
+            f"{arm} {statistics.median(run['step'] for run in found):.2f} s ({found[0]['loaded'] / 1e6:.1f} MB)"
+            for arm, found in runs.items()
+        ]
+        chosen = Counter(way for run in runs["chosen"] for way, count in run["ways"].items() for _ in range(count))
+        print(f"{name}, {setting}, {runs['one'][0]['shards']} shards: {'; '.join(told)} {dict(chosen)}", flush=True)
 
 
 def show(name: str, rounds: int) -> None:
@@ -190,15 +255,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", choices=MODELS, help="only this one")
-    parser.add_argument("--arm", choices=ARMS, help="run only this one, in this process, and print it as JSON")
+    parser.add_argument("--ways", action="store_true", help="data-parallel beside pipelined instead")
+    parser.add_argument("--arm", choices=ARMS | WAYS, help="run only this one, in this process, and print it as JSON")
+    parser.add_argument("--setting", choices=SETTINGS, default="", help="of that arm")
     options = parser.parse_args()
     if options.arm:
         torch.set_num_threads(1)
-        print(json.dumps(run(options.model, options.arm)))
+        print(json.dumps(run(options.model, (ARMS | WAYS)[options.arm], options.setting)))
         return
     print(f"{machine()}; {options.rounds} rounds; load {os.getloadavg()[0]:.1f}", flush=True)
     for name in [options.model] if options.model else MODELS:
-        show(name, options.rounds)
+        (show_ways if options.ways else show)(name, options.rounds)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ class HydraExecutor:
         self._width = 0
         self._device_names: tuple[str, ...] = ()
         self._is_shut_down = False
+        self._only_way: str | None = None  # in which steps are split; set by tests and measurements before the start
 
     @property
     def width(self) -> int:
@@ -270,6 +271,7 @@ class HydraExecutor:
             instrument=self._instrument,
             admission=self._admission,
             recorder=Recorder(devices, self._policy_name, self._width, self._admission) if self._record else None,
+            only_way=self._only_way,
         )
         _shut_down_at_exit(pool)
         return pool

@@ -24,6 +24,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind, whole_storage
 from hydra_tune.memory.ledger import Ledger
+from hydra_tune.memory.meter import LinkMeter
 from hydra_tune.memory.saved import SavedTensors
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.quantities import format_bytes
@@ -43,6 +44,7 @@ class Pager:
         self.ledger = Ledger(device.name, device.budget_bytes)
         self.bytes_in: Counter[Kind] = Counter()
         self.bytes_out: Counter[Kind] = Counter()
+        self.link = LinkMeter()
         self._resident: OrderedDict[int, Block] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
@@ -98,7 +100,9 @@ class Pager:
         if block.host is None:
             size = block.size
             block.host = self.device.on_host(lambda: self.device.host_empty(size))
+        begun = time.perf_counter()
         self.device.spill([(data, block.host)])
+        self.link.copied(block.size, time.perf_counter() - begun)
         _note("out", [block], block.size, since_ns=start)
         self.bytes_out[block.kind] += block.size
         block.dirty = False
@@ -121,7 +125,9 @@ class Pager:
             start = time.perf_counter_ns()
             assert block.host is not None, "a block that is nowhere"
             data = self.device.empty(block.size)
+            begun = time.perf_counter()
             self.device.load([(block.host, data)])
+            self.link.copied(block.size, time.perf_counter() - begun)
             _note("in", [block], block.size, since_ns=start)
             self.bytes_in[block.kind] += block.size
             block.data, block.home, block.dirty = data, self, False

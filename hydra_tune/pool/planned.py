@@ -59,7 +59,7 @@ def _planned_trial(
             raise ConfigError(f"how many steps {name} takes is not known before its data has been seen; give steps=")
         parts = task.accumulate * task.split_batches
         counted = device.shares_generator or not plan.is_stochastic
-        together = parts if counted and plan.may_be_grouped and grouped.is_worth_it(plan) else 1
+        together = parts if counted and plan.may_be_pipelined and grouped.is_worth_it(plan) else 1
         sizes = [
             shard.cost.state_bytes + (0 if shard.cost.updates_on_host else shard.cost.optimizer_bytes)
             for shard in plan.shards

@@ -25,6 +25,7 @@ from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Progress, Reported, Result
+from hydra_tune.pool.lending import JobHelpers, Lender
 from hydra_tune.pool.planned import planned_profile
 from hydra_tune.pool.record import Following, Record, progress_without_trial, unit_of
 from hydra_tune.pool.recorder import Recorder
@@ -80,6 +81,7 @@ class Pool:
         instrument: returns a context manager, entered on the worker thread around every unit.
         admission: see `Scheduler`.
         recorder: keeps what happens; None: nothing is kept.
+        only_way: the only way in which steps are split, for tests and measurements; None: the fastest.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Pool:
         instrument: Instrument | None,
         admission: str = "eager",
         recorder: Recorder | None = None,
+        only_way: str | None = None,
     ) -> None:
         self._recorder = recorder
         self._library = library
@@ -113,6 +116,15 @@ class Pool:
         self._units_saved = 0
         self._devices = {device.name: device for device in devices}
         self._pagers = {device.name: Pager(device) for device in devices}
+        self._lender = Lender(
+            self._devices,
+            self._pagers,
+            self._records,
+            self._scheduler,
+            host_bytes=host_bytes,
+            only_way=only_way,
+            changed=self._changed,
+        )
         self._counts = {device.name: _DeviceCount() for device in devices}
         self._inboxes: dict[str, queue.SimpleQueue[tuple[Record, Unit] | None]] = {
             device.name: queue.SimpleQueue() for device in devices
@@ -224,6 +236,7 @@ class Pool:
                 units_saved=self._units_saved,
                 elapsed_seconds=time.perf_counter() - self._started,
                 scheduler_seconds=self._scheduler_seconds,
+                steps_by_way=dict(self._lender.steps_by_way),
             )
 
     @hold_interrupts()
@@ -361,7 +374,7 @@ class Pool:
             if record.outcome is not None:
                 self._tell(JobRejected(job=job.key))
                 return
-            trial = Trial(job.task, self._library, next(iter(self._devices.values())), _Helpers(self, record))
+            trial = Trial(job.task, self._library, next(iter(self._devices.values())), JobHelpers(self._lender, record))
             record.trial = trial
             unit = record.advance(report_is_free=True)
             if trial.state is not None:
@@ -403,33 +416,6 @@ class Pool:
                 )
             )
             record.host_bytes = need
-
-    # Called by trials.
-
-    def lend(self, record: Record, nbytes: int) -> int:
-        """How many batches of a job may run side by side: more than one if a device has nothing to do, and the host room."""
-        with self._changed:
-            if record.outcome is not None or not self._scheduler.idle_devices:
-                return 1
-            return 1 + self.hold(record, nbytes, len(self._devices) - 1)
-
-    def hold(self, record: Record, nbytes: int, count: int) -> int:
-        """Give a job host memory for as many as `count` batches, if there is room; for how many there is."""
-        with self._changed:
-            if record.outcome is not None:
-                return 0
-            free = self._host_bytes - sum(other.host_bytes for other in self._records.values())
-            count = max(0, min(count, free // max(1, nbytes)))
-            record.lent_bytes += count * nbytes
-            record.host_bytes += count * nbytes
-            return count
-
-    def take_back(self, record: Record) -> None:
-        """The job's batches do not run together any more."""
-        with self._changed:
-            record.host_bytes -= record.lent_bytes
-            record.lent_bytes = 0
-            self._changed.notify_all()
 
     # The workers.
 
@@ -579,23 +565,3 @@ class Pool:
 
 def _is_update(step: PendingUnit | Report | None, shard: int) -> bool:
     return isinstance(step, PendingUnit) and (step.kind, step.shard) == ("update", shard)
-
-
-class _Helpers:
-    """What a job may ask of the pool: devices beside the one it runs on."""
-
-    def __init__(self, pool: Pool, record: Record) -> None:
-        self._pool = pool
-        self._record = record
-
-    def ask(self, nbytes: int) -> int:
-        """See `train/helpers.py`."""
-        return self._pool.lend(self._record, nbytes)
-
-    def hold(self, nbytes: int, count: int) -> int:
-        """See `train/helpers.py`."""
-        return self._pool.hold(self._record, nbytes, count)
-
-    def leave(self) -> None:
-        """See `train/helpers.py`."""
-        self._pool.take_back(self._record)

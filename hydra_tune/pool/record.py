@@ -83,18 +83,18 @@ class Record:
     def go_on(self, unit: Unit, device: str, *, report_is_free: bool) -> "Following":
         """What follows a unit that has run on a device; for units that run side by side, what has not been due before."""
         if self.spread is not None:
-            found, is_over = self.spread.finished(unit.rank)
+            found, is_over = self.spread.finished(unit.rank, device)
             if not is_over:
-                return self._offer(found, unit.rank, device)
+                return self._offer(found)
             self.spread = None
         following = self.advance(report_is_free=report_is_free)
         if not isinstance(following, Spread):
             return Following(step=following)
         self.spread = following
-        return self._offer(following.start(), 0, device)
+        return self._offer(following.start())
 
-    def _offer(self, found: list[LaneUnit], rank: int, device: str) -> "Following":
-        """Let units be due; those of one batch had better go on where it is."""
+    def _offer(self, found: list[LaneUnit]) -> "Following":
+        """Let units be due."""
         self.beside.update({one.rank: one.pending for one in found})
         units = [
             Unit(
@@ -102,7 +102,7 @@ class Record:
                 shard=one.pending.shard,
                 seconds=one.pending.seconds,
                 rank=one.rank,
-                near=device if one.rank == rank else None,
+                near=one.near,
             )
             for one in found
         ]

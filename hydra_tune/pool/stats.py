@@ -1,6 +1,6 @@
 """Figures of the pool: what each device has done and holds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,8 @@ class PoolStats:
         units_saved: units that pruned and cancelled trials would still have run.
         elapsed_seconds: wall time.
         scheduler_seconds: CPU time spent deciding what runs where.
+        steps_by_way: optimizer steps of several batches, but for each trial's first, by how they ran: "one device" (one batch
+            after the other), "grouped" (through each shard together), "data-parallel" or "pipelined".
     """
 
     devices: dict[str, DeviceStats]
@@ -53,3 +55,4 @@ class PoolStats:
     units_saved: int
     elapsed_seconds: float
     scheduler_seconds: float
+    steps_by_way: dict[str, int] = field(default_factory=dict)

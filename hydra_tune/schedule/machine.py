@@ -7,7 +7,9 @@ What it promises:
     * each unit runs once; one that was lost with its device runs again;
     * a job that runs nothing is given one device, for the first of its ready units; its others are *offered*: a device
       takes one only if there is no job that runs nothing and could be fed, so no job waits because another has several;
-    * a device that could be fed is fed, in the very call that makes it possible, the fastest first;
+    * a device that could be fed is fed, in the very call that makes it possible, the fastest first; but of the units that a
+      device could be given, one that is meant for an idle device (`near`) goes there. No unit waits for the device that it
+      is meant for while another could have it;
     * a job is never fed or admitted before one of a higher priority that could be;
     * of one priority, jobs are admitted in submission order, while fewer than `max_concurrent` are preparing, ready or
       running;
@@ -243,9 +245,12 @@ class Scheduler:
         return view
 
     def _place(self, view: JobView) -> str:
-        """The idle device that runs the chosen unit: of the fastest, the one where least is to be moved."""
+        """The idle device that runs the chosen unit: the one it is meant for, or of the fastest that where least is moved."""
         state = self._state
         speed, _, asked = state.idle[0]
+        near = state.devices.get(view.unit.near) if view.unit.near is not None else None
+        if near is not None and near.idle_place is not None:
+            return near.device
         for name in (view.shard_device, view.last_device):
             # That one is idle too, so the job is served at once either way, and the device that asked is asked again.
             place = state.devices[name].idle_place if name is not None else None

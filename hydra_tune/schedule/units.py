@@ -16,7 +16,8 @@ class Unit:
         shard: the shard whose parameters it needs, from 0.
         seconds: how long it is predicted to take, without transfers.
         rank: of a job's ready units the one of the lowest rank goes first.
-        near: the device that has what it works on; None if none has, or none is known to.
+        near: the device that has what it works on, or is home to its shard; None if none has, or none is known to. It runs
+            there if that one is idle when it gets a device.
     """
 
     kind: str

@@ -89,22 +89,28 @@ class Plan:
         Not where a forward overwrites buffers that the next one reads (BatchNorm), where it is the user's own code, or where
         how many random numbers it draws is not known before.
         """
-        return not self.eager and all(
-            not shard.graph.written_state and (shard.graph.counted_draws or not shard.graph.stochastic)
-            for shard in self.shards
-        )
+        return self._draws_are_counted and not any(shard.graph.written_state for shard in self.shards)
 
     @property
-    def may_be_grouped(self) -> bool:
-        """Whether several batches may go through each shard together with the results they have one after the other.
+    def may_be_pipelined(self) -> bool:
+        """Whether several batches of a step may be under way at once if each shard's units run in the order of the batches.
 
-        Not where it is the user's own code, where how many random numbers it draws is not known before, or where one shard
-        overwrites a buffer that another one uses: that one would see it as the last batch has left it.
+        So it is in a pipeline, and where all batches go through a shard before the next is loaded. Then a forward may overwrite
+        buffers (BatchNorm), if no other shard uses them.
         """
-        if self.eager or any(shard.graph.stochastic and not shard.graph.counted_draws for shard in self.shards):
+        if not self._draws_are_counted or len(self.shards) == 1:
             return False
         used = self.used_state()
         return all(len(used[name]) == 1 for shard in self.shards for name in shard.graph.written_state)
+
+    @property
+    def may_be_split(self) -> bool:
+        """Whether steps of several batches may be under way at once, one way or the other."""
+        return self.may_run_beside or self.may_be_pipelined
+
+    @property
+    def _draws_are_counted(self) -> bool:
+        return not self.eager and all(shard.graph.counted_draws or not shard.graph.stochastic for shard in self.shards)
 
     def used_state(self) -> dict[str, list[int]]:
         """Name of each parameter or buffer used -> the shards that use it."""

@@ -6,7 +6,7 @@ the values between shards, of as many batches as there are.
 
 The results are those of a plain loop. A parameter's gradients are summed in the order of the batches: those of one batch join
 the sum of all before it when their shard's backward is over. A shard's buffers are overwritten by one batch after the other
-as well; where several shards use a buffer that one of them overwrites, batches are not grouped (`Plan.may_be_grouped`).
+as well; where several shards use a buffer that one of them overwrites, batches are not grouped (`Plan.may_be_pipelined`).
 
 Source: Harmony (Li et al.), section 3, "input-batch grouping" and "just-in-time" updates.
 """
@@ -37,11 +37,6 @@ def shard_by_shard(batches: Sequence[TrainingBatch], *, is_last: bool) -> Iterat
             if rank:
                 batch.take_in(batches[rank - 1].give_away(batch.trained[index]))
             yield from batch.backward_units(index, is_last=is_last and rank == len(batches) - 1)
-
-
-def held_bytes(plan: Plan) -> int:
-    """Host memory that one more batch of a group may need: its own tensors, values and gradients between its units."""
-    return sum(shard.cost.value_bytes + shard.cost.gradient_bytes for shard in plan.shards)
 
 
 def is_worth_it(plan: Plan) -> bool:

@@ -1,53 +1,58 @@
-"""When batches of one optimizer step should run side by side on several devices."""
+"""What a trial asks of the pool when devices have nothing to do."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from hydra_tune.shard.plan import Plan
-from hydra_tune.train.clock import UnitTimes
+from hydra_tune.train.ways import GROUPED, PIPELINED, Offer
 
-_COPIED_BYTES_PER_SECOND = 2e9  # a careful guess: what copies cost is only to be small beside what is saved
 AHEAD = 4  # batches drawn for each that may be under way: between two rounds devices wait for each other
 
 
 class Helpers(Protocol):
     """What a trial asks of the pool it is in."""
 
-    def ask(self, nbytes: int) -> int:
-        """How many batches may be under way at once in the step that begins; 1 if no device could help.
+    def offer(self) -> Offer | None:
+        """The devices that could work on the step that begins; None if no device could help."""
+
+    def ask(self, way: str, nbytes: int, most: int) -> int:
+        """How many batches may be under way at once in the step that begins, as far as the host has room for them.
 
         Args:
+            way: how the trial would run it.
             nbytes: host memory that each batch beyond the first needs.
-        """
-
-    def hold(self, nbytes: int, count: int) -> int:
-        """Take host memory for batches that go through each shard together.
-
-        Args:
-            nbytes: that each batch beyond the first needs.
-            count: for how many of them, at most.
-
-        Returns:
-            For how many there is room.
+            most: how many it could make use of.
         """
 
     def leave(self) -> None:
         """The step's batches have run; what was asked for is not needed any more."""
 
 
-def lane_bytes(plan: Plan) -> int:
-    """Host memory that one more batch under way may need: values and gradients between its units, and batches drawn ahead."""
-    costs = [shard.cost for shard in plan.shards]
-    drawn = max(cost.value_bytes for cost in costs)
-    return sum(cost.value_bytes + cost.gradient_bytes + cost.trained_bytes for cost in costs) + AHEAD * drawn
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """How the batches of one optimizer step run.
 
-
-def is_worth_it(plan: Plan, times: UnitTimes, count: int) -> bool:
-    """Whether two devices would save more, of a step of so many batches, than their copies cost.
-
-    Parameters go to the host and to the other device in each step, and each batch's gradients to where they are summed.
+    Attributes:
+        way: one of `ways.WAYS`.
+        width: how many batches may be under way at once; 1: one after the other.
+        plan: whose batches were thought of.
+        homes: where they are pipelined, the device of each shard.
+        is_dealt: where they are pipelined, whether a device goes on with the shard it has at hand.
     """
-    batch = sum(times.of((kind, index)) for kind in ("forward", "backward") for index in range(len(plan.shards)))
-    parameters = sum(shard.cost.state_bytes for shard in plan.shards)
-    gradients = sum(shard.cost.trained_bytes for shard in plan.shards)
-    copied = 2 * parameters + 2 * gradients * (count // 2)
-    return batch * (count // 2) > copied / _COPIED_BYTES_PER_SECOND
+
+    way: str
+    width: int
+    plan: Plan
+    homes: tuple[str, ...] = ()
+    is_dealt: bool = False
+
+
+def lane_bytes(plan: Plan, way: str) -> int:
+    """Host memory that one more batch under way may need: values and gradients between its units, and batches drawn ahead.
+
+    In a pipeline, and in a group, all batches together have one set of gradients of parameters; a group is all that is drawn.
+    """
+    costs = [shard.cost for shard in plan.shards]
+    drawn = 0 if way == GROUPED else AHEAD * max(cost.value_bytes for cost in costs)
+    gradients = 0 if way in (PIPELINED, GROUPED) else sum(cost.trained_bytes for cost in costs)
+    return sum(cost.value_bytes + cost.gradient_bytes for cost in costs) + gradients + drawn

@@ -32,7 +32,8 @@ _MAX_PLANS = 128
 class Kept:
     """A plan, the times of its units, and the model's attributes when it was made.
 
-    `draws` is by how much a batch moves the torch stream; None where that is not known. It is looked for once.
+    `draws` is by how much a batch moves the torch stream; None where that is not known. It is looked for once. `ways` are
+    those in which its batches may run together; None until somebody asks.
     """
 
     prepared: Prepared
@@ -40,6 +41,7 @@ class Kept:
     attributes: dict[str, Any]
     draws: int | None = None
     is_counted: bool = False
+    ways: list[str] | None = None
 
     @property
     def plan(self) -> Plan:

@@ -4,13 +4,15 @@ A block is on one device at most. So that units of one trial may run side by sid
 a copy of it, from the host: a block like any other, on that device's ledger, loaded and spilled as room allows. It is read
 only and lives until the trial's next update.
 
+Where each shard is at home on one device, groups that only one shard uses are not copied: they move to where it runs.
+
 Note: which device has the original. While units run side by side, a group that some device has, or is about to have, stays
 there or goes to the host, and other devices take copies. So two units never wait for each other's blocks, and none changes
 one.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -24,10 +26,12 @@ class Replicas:
     """Read-only copies of one trial's groups, on any number of devices.
 
     Args:
-        state: the trial's long-lived tensors; nothing may change them until `close`.
+        state: the trial's long-lived tensors; nothing may change those that are copied until `close`.
     """
 
     def __init__(self, state: ModelState) -> None:
+        self.moving: Collection[Group] = frozenset()
+        """Groups that no two units use at the same time, and that move instead of being copied."""
         self._state = state
         self._copies: dict[tuple[Group, Pager], Block] = {}
         self._lock = threading.Lock()
@@ -45,11 +49,12 @@ class Replicas:
         chosen: dict[Group, Block] = {}
         try:
             for group in groups:
-                chosen[group] = self._choose(group, pager)
+                chosen[group] = group if group in self.moving else self._choose(group, pager)
         except BaseException:
             for block in chosen.values():
                 with block.lock:
-                    block.pinned_for = None
+                    if block not in self.moving:
+                        block.pinned_for = None
             raise
         with pager.lease([*chosen.values(), *blocks], workspace_bytes) as lease:
             yield lease, self._stand_ins(names, chosen)

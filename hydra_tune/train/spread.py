@@ -1,13 +1,16 @@
 """Batches of one optimizer step side by side: as many of their units at once as devices care to run.
 
-Each batch goes through its units in order, from gradients of zero. When its backward is over and the gradients of all earlier
-batches are summed, its own are added. So every sum is made in the order of the batches, as a plain loop makes it, and the
-result is the same on one device and on many.
+`Spread` is what the pool sees, whichever way the batches are split: units that are due, and what follows from a unit that has
+run. `DataParallel` is the one way: each batch goes through its units in order, from gradients of zero, wherever a device is
+free. When its backward is over and the gradients of all earlier batches are summed, its own are added. So every sum is made in
+the order of the batches, as a plain loop makes it, and the result is the same on one device and on many. The other way is in
+`pipeline.py`.
 
 Only so many batches are under way at once: what they hold between units has to have room on the host.
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
@@ -23,41 +26,35 @@ _DONE = "done"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneUnit:
-    """A unit that is due; `rank` is the place of its batch among those of the spread: lower goes first."""
+    """A unit that is due.
+
+    Attributes:
+        rank: the place of its batch among those of the spread: lower goes first. A batch has one unit due at most.
+        pending: the unit.
+        near: the device it had better run on; None if any will do.
+    """
 
     rank: int
     pending: PendingUnit
+    near: str | None = None
 
 
-class Spread:
+class Spread(ABC):
     """Batches under way side by side. May be called from any thread.
 
     Args:
         lanes: the batches in order.
-        names: the parameters whose gradients are summed.
-        earlier: sums of the step's earlier batches.
+        earlier: sums of the step's earlier batches, by parameter name.
         width: how many batches may be under way at once.
         replicas: what they read; closed with the spread.
     """
 
-    def __init__(
-        self,
-        lanes: Sequence[Lane],
-        names: Sequence[str],
-        earlier: dict[str, Value],
-        width: int,
-        replicas: Replicas,
-    ) -> None:
+    def __init__(self, lanes: Sequence[Lane], earlier: dict[str, Value], width: int, replicas: Replicas) -> None:
         self._lanes = list(lanes)
-        self._names = list(names)
         self._sum = dict(earlier)
         self._width = width
         self._replicas = replicas
-        self._programs = [self._program(rank) for rank in range(len(lanes))]
         self._lock = threading.Lock()
-        self._started = 0
-        self._summed = 0
-        self._waiting: set[int] = set()
         self._under_way = 0
         self._end = len(self._lanes)  # batches from here on are not run: one before has a bad loss
         self._error: BadLossError | None = None
@@ -65,10 +62,10 @@ class Spread:
     def start(self) -> list[LaneUnit]:
         """The first units."""
         with self._lock:
-            return self._start_lanes()
+            return self._counted(self._first())
 
-    def finished(self, rank: int) -> tuple[list[LaneUnit], bool]:
-        """A batch's unit has run.
+    def finished(self, rank: int, device: str) -> tuple[list[LaneUnit], bool]:
+        """A batch's unit has run on a device.
 
         Returns:
             The units that are due now and were not before, the batch's own next one first if it has one; and whether no unit
@@ -76,7 +73,7 @@ class Spread:
         """
         with self._lock:
             self._under_way -= 1
-            found = [*self._go_on(rank), *self._start_lanes()]
+            found = self._counted(self._after(rank, device))
             return found, not self._under_way
 
     def result(self) -> dict[str, Value]:
@@ -93,14 +90,65 @@ class Spread:
 
     def close(self) -> None:
         """Give up all values and copies; no unit of it may be running."""
-        for program in self._programs:
-            program.close()
         for lane in self._lanes:
             lane.clear()
         for value in self._sum.values():
             drop(value.block)
         self._sum = {}
         self._replicas.close()
+
+    def _counted(self, found: list[LaneUnit]) -> list[LaneUnit]:
+        self._under_way += len(found)
+        return found
+
+    @abstractmethod
+    def _first(self) -> list[LaneUnit]:
+        """Units that are due at the start."""
+
+    @abstractmethod
+    def _after(self, rank: int, device: str) -> list[LaneUnit]:
+        """Units that are due now that a unit of this batch has run."""
+
+
+class DataParallel(Spread):
+    """Whole batches on one device each, as far as devices are free; gradients are summed batch by batch.
+
+    Args:
+        lanes, earlier, width, replicas: see `Spread`.
+        names: the parameters whose gradients are summed.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        names: Sequence[str],
+        earlier: dict[str, Value],
+        width: int,
+        replicas: Replicas,
+    ) -> None:
+        super().__init__(lanes, earlier, width, replicas)
+        self._names = list(names)
+        self._programs = [self._program(rank) for rank in range(len(lanes))]
+        self._started = 0
+        self._summed = 0
+        self._waiting: set[int] = set()
+
+    def close(self) -> None:
+        """As for any spread."""
+        for program in self._programs:
+            program.close()
+        super().close()
+
+    def _first(self) -> list[LaneUnit]:
+        found: list[LaneUnit] = []
+        while self._started < min(self._end, self._summed + self._width):
+            self._started += 1
+            found += self._go_on(self._started - 1, None)
+        return found
+
+    def _after(self, rank: int, device: str) -> list[LaneUnit]:
+        own = self._go_on(rank, device)
+        return [*own, *self._first()]
 
     def _program(self, rank: int) -> Generator[PendingUnit | None, None, None]:
         """A batch's units in order; None once it has to wait for the sums of the batches before it."""
@@ -112,15 +160,8 @@ class Spread:
         self._sum = lane.give_away(self._names)
         lane.clear()
 
-    def _start_lanes(self) -> list[LaneUnit]:
-        found: list[LaneUnit] = []
-        while self._started < min(self._end, self._summed + self._width):
-            self._started += 1
-            found += self._go_on(self._started - 1)
-        return found
-
-    def _go_on(self, rank: int) -> list[LaneUnit]:
-        """Let a batch go on to its next unit, or to waiting; and the next batch, if it has waited for this one."""
+    def _go_on(self, rank: int, device: str | None) -> list[LaneUnit]:
+        """Let a batch go on to its next unit, near where it was; or to waiting, and the next one if it has waited for this."""
         while rank < self._end:
             try:
                 pending = next(self._programs[rank], _DONE)
@@ -128,15 +169,14 @@ class Spread:
                 self._end, self._error = rank, error
                 break
             if isinstance(pending, PendingUnit):
-                self._under_way += 1
-                return [LaneUnit(rank=rank, pending=pending)]
+                return [LaneUnit(rank=rank, pending=pending, near=device)]
             if pending is None:
                 if rank > self._summed:
                     self._waiting.add(rank)
                     break
                 continue
             self._summed += 1
-            rank += 1
+            rank, device = rank + 1, None
             if rank not in self._waiting:
                 break
             self._waiting.discard(rank)

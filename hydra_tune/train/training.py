@@ -17,14 +17,16 @@ from hydra_tune.memory.block import Value
 from hydra_tune.shard.plan import Plan
 from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.grouped import shard_by_shard
-from hydra_tune.train.helpers import AHEAD
+from hydra_tune.train.helpers import AHEAD, Arrangement
 from hydra_tune.train.lane import DrawnBatch, Lane
+from hydra_tune.train.pipeline import Pipeline, goes_with, groups_of_one_shard, may_pipeline
 from hydra_tune.train.replicas import Replicas
-from hydra_tune.train.spread import Spread
+from hydra_tune.train.spread import DataParallel, Spread
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.training_batch import Part, TrainingBatch, Update
+from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, PIPELINED
 
 
 class OptimizerStep:
@@ -36,8 +38,7 @@ class OptimizerStep:
         streams: the trial's random streams.
         device: any device of the pool, for host memory.
         gradients: the trial's rules for gradients.
-        width: how many of its batches may be under way at once, on several devices.
-        group: how many of its batches may go through each shard together, if they are not side by side.
+        arrangement: how its batches run together; None: one after the other.
     """
 
     def __init__(
@@ -47,8 +48,7 @@ class OptimizerStep:
         streams: RandomStreams,
         device: Device,
         gradients: Gradients,
-        width: int = 1,
-        group: int = 1,
+        arrangement: Arrangement | None = None,
     ) -> None:
         self._accumulate = accumulate
         self._state = state
@@ -63,8 +63,7 @@ class OptimizerStep:
         self._replicas = Replicas(state)
         self._spread: Spread | None = None
         self._grouped: list[DrawnBatch] = []
-        self.width = width
-        self.group = group
+        self._arrangement = arrangement
         self.count = 0
         self.loss = math.nan
         self.losses: list[float] = []
@@ -74,32 +73,36 @@ class OptimizerStep:
         """Whether all batches of the step have run."""
         return self.count == self._accumulate
 
-    def keeps(self, plan: Plan) -> bool:
-        """Whether batches of this plan may be kept, to run together."""
-        if self.width > 1:
-            return plan.may_run_beside
-        return self.group > 1 and plan.may_be_grouped
+    @property
+    def is_arranged(self) -> bool:
+        """Whether batches may run together."""
+        return self._arrangement is not None
 
-    def goes_with(self, plan: Plan) -> bool:
-        """Whether a batch of this plan may run together with those kept by now."""
-        trained = tuple(shard.trained for shard in plan.shards)
-        return self.width > 1 or all(batch.trained == trained for batch in self._drawn)
+    def takes(self, plan: Plan) -> bool:
+        """Whether batches of a plan may run together with the step's others."""
+        how = self._arrangement
+        if how is None:
+            return False
+        if how.way == DATA_PARALLEL:
+            return plan.may_run_beside
+        fits = plan.may_be_pipelined if how.way == GROUPED else may_pipeline(plan, self._state)
+        return plan is how.plan or (fits and goes_with(plan, how.plan))
 
     def draw_ahead(self, part: Part, draws: int) -> None:
         """Keep a batch, to be run with the next ones by `together`.
 
         Args:
-            part: the batch or piece; of a plan to which `keeps` and `goes_with` say yes.
+            part: the batch or piece; the step takes its plan.
             draws: by how much the batch moves the torch stream, which is moved here.
         """
         streams = self._streams.fork()
         self._streams.skip(draws)
         end = self._streams.position() if part.plan.is_stochastic else None
         drawn: DrawnBatch
-        if self.width > 1:
-            drawn = Lane(part, self._state, streams, end, self._device, self._gradients, self._replicas)
-        else:
+        if self._is_grouped:
             drawn = DrawnBatch(part, self._state, streams, end, self._device, self._gradients)
+        else:
+            drawn = Lane(part, self._state, streams, end, self._device, self._gradients, self._replicas)
         self._drawn_batches += part.ends_batch
         self._drawn.append(drawn)
         for update in drawn.updates():
@@ -108,7 +111,8 @@ class OptimizerStep:
     @property
     def has_drawn_enough(self) -> bool:
         """Whether the batches kept should be run now."""
-        most = AHEAD * self.width if self.width > 1 else self.group
+        how = self._arrangement
+        most = 0 if how is None else how.width * (1 if self._is_grouped else AHEAD)
         return self._drawn_batches == self._accumulate - self.count or len(self._drawn) == most
 
     def together(self) -> Iterator[PendingUnit | Spread]:
@@ -123,17 +127,21 @@ class OptimizerStep:
             return
         self._let_go()
         held, self._held = self._held, {}
-        if self.width > 1:
-            yield from self._side_by_side([batch for batch in batches if isinstance(batch, Lane)], held)
-        else:
+        if self._is_grouped:
             yield from self._shard_by_shard(batches, held)
+        else:
+            yield from self._side_by_side([batch for batch in batches if isinstance(batch, Lane)], held)
         self._batch = batches[-1]
         self.count += self._drawn_batches
         self._drawn_batches = 0
         self.losses = [batch.loss for batch in batches]
 
+    @property
+    def _is_grouped(self) -> bool:
+        return self._arrangement is not None and self._arrangement.way == GROUPED
+
     def _side_by_side(self, lanes: list[Lane], held: dict[str, Value]) -> Iterator[Spread]:
-        self._spread = spread = Spread(lanes, list(self._updates), held, self.width, self._replicas)
+        self._spread = spread = self._make_spread(lanes, held)
         yield spread
         sums = spread.result()
         self._spread = None
@@ -151,6 +159,14 @@ class OptimizerStep:
             last.take_in(batch.give_away(self._updates))  # of parameters that no batch of the group has used
             batch.clear()
         self._grouped = []
+
+    def _make_spread(self, lanes: list[Lane], held: dict[str, Value]) -> Spread:
+        how = self._arrangement
+        assert how is not None, "batches are only kept where they may run beside each other"
+        if how.way != PIPELINED:
+            return DataParallel(lanes, list(self._updates), held, how.width, self._replicas)
+        self._replicas.moving = groups_of_one_shard(how.plan, self._state)
+        return Pipeline(lanes, held, how.width, self._replicas, homes=how.homes, goes_on_with_shard=how.is_dealt)
 
     def batch(self, part: Part) -> Iterator[PendingUnit]:
         """The units of one more batch or piece; afterwards `loss` is its training loss.

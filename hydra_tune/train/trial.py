@@ -23,12 +23,12 @@ from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.task import TrainTask
-from hydra_tune.train import grouped
+from hydra_tune.train.arrange import arrange
 from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import no_batch, num_batches, num_samples
 from hydra_tune.train.feed import Feed
 from hydra_tune.train.gradients import Gradients
-from hydra_tune.train.helpers import Helpers, is_worth_it, lane_bytes
+from hydra_tune.train.helpers import Helpers
 from hydra_tune.train.hooks import refuse_gradient_hooks
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.pieces import Piece, check_pieces, pieces
@@ -243,9 +243,7 @@ class Trial:
         """One batch, or a piece of one: now, or kept until it can run with the next ones."""
         plan = kept.plan
         part = Part(plan=plan, times=kept.times, leaves=leaves, share=piece.share, ends_batch=piece.is_last)
-        if kept.draws is not None and step.keeps(plan):
-            if not step.goes_with(plan):
-                yield from self._together(step)
+        if kept.draws is not None and step.takes(plan):
             step.draw_ahead(part, kept.draws)
             self._ahead.append(piece.samples)
             if step.has_drawn_enough:
@@ -253,7 +251,7 @@ class Trial:
             return
         yield from self._together(step)
         before = None
-        if not kept.is_counted and self._has_several_parts and plan.may_be_grouped and self._device.shares_generator:
+        if not kept.is_counted and self._has_several_parts and plan.may_be_split and self._device.shares_generator:
             before = self._streams.position()
         yield from step.batch(part)
         if before is not None:
@@ -278,38 +276,21 @@ class Trial:
     def _new_step(self, kept: Kept) -> OptimizerStep:
         assert self.module is not None
         assert self.optimizer is not None
-        width = self._width(kept)
-        group = self._group(kept) if width == 1 else 1
+        how = None
         if self.state is None:
             self.state = ModelState(self.module, self.optimizer, kept.plan, self._device)
             self.num_shards = len(kept.plan.shards)
+        elif self._helpers is not None and self._has_several_parts and kept.draws is not None:
+            how = arrange(kept, self.state, self._helpers, self._parts_per_step)
         self._train_times, self._step_left = kept.times, kept.times.total
-        return OptimizerStep(
-            self.task.accumulate, self.state, self._streams, self._device, self._gradients, width, group
-        )
-
-    def _width(self, kept: Kept) -> int:
-        """How many batches of the next step may be under way at once."""
-        plan = kept.plan
-        helped = self._has_several_parts and self.state is not None and kept.draws is not None and plan.may_run_beside
-        if self._helpers is None or not helped or not is_worth_it(plan, kept.times, self._parts_per_step):
-            return 1
-        return self._helpers.ask(lane_bytes(plan))
-
-    def _group(self, kept: Kept) -> int:
-        """How many batches of the next step may go through each shard together."""
-        plan = kept.plan
-        may = self._has_several_parts and self.state is not None and kept.draws is not None and plan.may_be_grouped
-        if self._helpers is None or not may or not grouped.is_worth_it(plan):
-            return 1
-        return 1 + self._helpers.hold(grouped.held_bytes(plan), self._parts_per_step - 1)
+        return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, how)
 
     def _finish(self, step: OptimizerStep, epoch: int) -> Generator[PendingUnit | Spread | Report, None, None]:
         """The end of an optimizer step, and what is due after it."""
         task = self.task
         try:
             yield from self._together(step)
-            if (step.width > 1 or step.group > 1) and self._helpers is not None:
+            if step.is_arranged and self._helpers is not None:
                 self._helpers.leave()
             yield from step.finish()
         finally:

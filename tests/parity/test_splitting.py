@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch.nn import functional
 
 from hydra_tune import HydraExecutor, Result, TrainTask, train_plain
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Reported
+from hydra_tune.train.pipeline import Pipeline
+from hydra_tune.train.spread import LaneUnit
+from hydra_tune.train.ways import DATA_PARALLEL, ONE_DEVICE, PIPELINED
 from tests.parity import models
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import SAMPLES, X, Y, against_plain, mlp, running, task
@@ -75,6 +79,31 @@ class Shaped(nn.Module):
         return torch.stack([self.inner(row) for row in torch.tensor(x.tolist())])
 
 
+class NormedTwice(nn.Module):
+    """Two shards overwrite one buffer: a batch's second use comes before the next batch's first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.second(self.norm(self.first(x)))))
+
+
+class OneGradient(nn.Module):
+    """Autograd gives a value that crosses a cut and a parameter one gradient in one piece of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.shift = nn.Parameter(torch.zeros(6, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.first(x).view(-1) + self.shift.view(-1)
+        return self.last(both.view(6, 16))
+
+
 class Noise(nn.Module):
     """Normal numbers: how many a generator draws for them depends on where it stands."""
 
@@ -90,6 +119,13 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
+def normed_and_dropped() -> nn.Module:
+    layers: list[nn.Module] = []
+    for width in (8, 16, 16):
+        layers += [nn.Linear(width, 16), nn.BatchNorm1d(16, momentum=0.3), nn.ReLU(), nn.Dropout(0.2)]
+    return nn.Sequential(*layers, nn.Linear(16, 4))
+
+
 def accumulating(**changes: Any) -> TrainTask:
     """Four epochs of one step: four batches of five samples, and one of four."""
     return task(**({"accumulate": 5, "batch_size": 5, "epochs": 4, "report_every": 1} | changes))
@@ -101,13 +137,18 @@ SPLIT = {
     "clipped": partial(accumulating, model=noisy, max_grad_norm=0.1),
     "float16": partial(accumulating, precision="float16"),
     "bfloat16 clipped": partial(accumulating, model=noisy, precision="bfloat16", max_grad_norm=0.1),
+    "in several rounds": partial(accumulating, model=noisy, accumulate=24, batch_size=1, epochs=2),
     "left over": partial(accumulating, accumulate=3, model=noisy),
     "pieces": partial(accumulating, accumulate=1, split_batches=3, model=noisy, report_every=2),
     "pieces of several batches": partial(accumulating, accumulate=2, split_batches=2, model=noisy, max_grad_norm=0.1),
     "tied": partial(models.build, "gpt2", accumulate=3, epochs=3),
 }
-IN_ORDER = {
+NORMED = {
     "normed": partial(accumulating, model=normed),
+    "normed and dropped": partial(accumulating, model=normed_and_dropped, max_grad_norm=0.1),
+}
+IN_ORDER = {
+    "normed twice": partial(accumulating, model=NormedTwice),
     "whole": partial(accumulating, model=Whole),
     "whole in pieces": partial(accumulating, model=Shaped, split_batches=2),
     "noise": partial(accumulating, model=Noise),
@@ -115,12 +156,22 @@ IN_ORDER = {
 }
 
 
-def run(described: TrainTask, **options: Any) -> tuple[Result, int]:
-    """Train alone; returns the result and how many devices had a part in it."""
+@contextmanager
+def splitting(way: str | None, **options: Any) -> Iterator[HydraExecutor]:
+    """A pool that splits steps this way only, where it does at all."""
+    with running(**options) as pool:
+        pool._only_way = way
+        yield pool
+
+
+def run(described: TrainTask, way: str | None = None, **options: Any) -> tuple[Result, int]:
+    """Train alone, steps split this way only; returns the result and how many devices had a part in it."""
     tracker = StorageTracker()
-    with running(instrument=tracker, **options) as pool:
+    with splitting(way, instrument=tracker, **options) as pool:
         result = pool.submit(described).result(PATIENCE_SECONDS)
-        devices = list(pool.stats().devices.values())
+        stats = pool.stats()
+    devices = list(stats.devices.values())
+    assert way is None or set(stats.steps_by_way) <= {way, ONE_DEVICE}
     for seen, device in zip(sorted(tracker.peak_bytes), sorted(d.peak_bytes for d in devices if d.units), strict=True):
         assert seen <= device <= max(d.budget_bytes for d in devices)
     return result, sum(device.units > 0 for device in devices)
@@ -130,15 +181,24 @@ def run(described: TrainTask, **options: Any) -> tuple[Result, int]:
 def test_a_trial_on_several_devices_is_bitwise(name):
     for devices, cut in (("cpu:2", None), ("cpu:3", 3)):
         described = SPLIT[name]()
-        result, count = run(described, devices=devices, num_shards=cut)
+        result, count = run(described, DATA_PARALLEL, devices=devices, num_shards=cut)
         assert against_plain(described, result) == []
         assert count > 1, "no device has helped"
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "normed", "normed and dropped"])
+def test_a_pipelined_trial_is_bitwise(name):
+    for devices, cut in (("cpu:2", 2), ("cpu:3", "layer")):
+        described = (SPLIT | NORMED)[name]()
+        result, count = run(described, PIPELINED, devices=devices, num_shards=cut)
+        assert against_plain(described, result) == []
+        assert count == int(devices[-1]), "each device is home to a shard"
 
 
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_a_trial_whose_batches_depend_on_each_other_runs_in_order(name):
     described = IN_ORDER[name]()
-    result, count = run(described, devices="cpu:2", num_shards=None if "whole" in name else 2)
+    result, count = run(described, devices="cpu:2", num_shards=None if "whole" in name else 3)
     assert against_plain(described, result) == []
     assert count == 1
 
@@ -154,12 +214,91 @@ def test_units_of_one_trial_are_under_way_at_once(count):
     assert result.units_run == 6 * 4, "as many as without help"
 
 
-def test_a_trial_is_cut_for_a_device_and_its_copies_lie_under_the_budget():
-    described = accumulating(model=lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), **wide())
-    result, count = run(described, devices="cpu:2", device_memory="160KiB")
+@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+def test_a_trial_is_cut_for_a_device_and_its_copies_lie_under_the_budget(way):
+    described = accumulating(model=deep, **wide())
+    result, count = run(described, way, devices="cpu:2", device_memory="160KiB")
     assert against_plain(described, result) == []
     assert result.num_shards > 1
     assert count == 2
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+
+
+def test_a_sum_is_left_alone_while_its_batch_still_reads_that_memory(monkeypatch):
+    seen, take = list[bool](), Pipeline._take_sums
+
+    def noted(self: Pipeline, rank: int, shard: int) -> None:
+        take(self, rank, shard)
+        seen.append(self._sum_is_used.get(shard) == rank)
+
+    monkeypatch.setattr(Pipeline, "_take_sums", noted)
+    described = accumulating(model=OneGradient, batch_size=6, accumulate=4)
+    result, _ = run(described, PIPELINED, devices="cpu:2", num_shards="layer")
+    assert any(seen), "there is such memory"
+    assert against_plain(described, result) == []
+
+
+def loaded(way: str, **options: Any) -> list[int]:
+    """Bytes of parameters loaded until the end of the second step, and in the two after it."""
+    found = []
+    for epochs in (2, 4):
+        with splitting(way, devices="cpu:2", **options) as pool:
+            result = pool.submit(accumulating(model=deep, epochs=epochs, **wide())).result(PATIENCE_SECONDS)
+            stats = pool.stats()
+        assert result.num_shards > 2
+        assert stats.steps_by_way == {way: epochs - 1}
+        found.append(sum(device.bytes_in_by_kind["parameters"] for device in stats.devices.values()))
+    return [found[0], found[1] - found[0]]
+
+
+def test_a_pipeline_leaves_parameters_where_they_are():
+    _, copied = loaded(DATA_PARALLEL, num_shards=4)
+    first, later = loaded(PIPELINED, num_shards=4)
+    parameters = 8 * 4 * (64 * 64 + 64)
+    assert copied >= 2 * parameters, "a copy for each of two steps"
+    assert first < 2 * parameters, "each shard comes to a device, and half of them go to the other"
+    assert later == 0
+
+
+def test_behind_a_slow_link_large_parameters_are_not_copied():
+    """The pool has measured its link by the second step."""
+    inputs = torch.randn(20, 256, generator=torch.Generator().manual_seed(5))
+    data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
+    described = accumulating(model=lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), train=data)
+    with running(devices="cpu:2", num_shards=4, link_bandwidth="20MB/s") as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+        told = pool.stats().steps_by_way
+    assert against_plain(described, result) == []
+    assert sum(told.values()) == 3
+    assert DATA_PARALLEL not in told
+
+
+def test_a_pipeline_loads_parameters_that_do_not_fit_less_often():
+    """A shard is loaded for all forwards, for all backwards and for the update, not for each unit of five batches."""
+    memory = "160KiB"
+    apart, piped = loaded(DATA_PARALLEL, device_memory=memory)[1], loaded(PIPELINED, device_memory=memory)[1]
+    parameters = 2 * 8 * 4 * (64 * 64 + 64)  # in two steps
+    assert piped <= 3 * parameters
+    assert apart > 2 * piped
+
+
+@pytest.mark.parametrize("name", ["normed and dropped", "tied", "float16"])
+def test_units_of_a_pipeline_give_the_same_bits_wherever_they_run(name, monkeypatch):
+    """What is due is exact by itself: no order comes from which device is free when."""
+    due, stream = Pipeline._due, random.Random(4)
+
+    def anywhere(self: Pipeline, home: str) -> LaneUnit | None:
+        found = due(self, home)
+        return None if found is None else replace(found, near=f"cpu:{stream.randrange(3)}")
+
+    monkeypatch.setattr(Pipeline, "_due", anywhere)
+    described = (SPLIT | NORMED)[name]()
+    result, count = run(described, PIPELINED, devices="cpu:3", num_shards="layer")
+    assert against_plain(described, result) == []
+    assert count == 3
 
 
 def wide() -> dict[str, Any]:
@@ -168,9 +307,10 @@ def wide() -> dict[str, Any]:
     return {"train": torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(dim=1))}
 
 
-def test_a_second_trial_in_the_middle_changes_no_bit_of_either():
+@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+def test_a_second_trial_in_the_middle_changes_no_bit_of_either(way):
     first, second = accumulating(model=noisy, epochs=6), accumulating(model=noisy, seed=8)
-    with running(devices="cpu:2", num_shards=2) as pool:
+    with splitting(way, devices="cpu:2", num_shards=3) as pool:
         events = EventStream()
         one, other = pool.submit(first, events=events), None
         while one.state not in ("completed", "failed"):
@@ -183,6 +323,14 @@ def test_a_second_trial_in_the_middle_changes_no_bit_of_either():
         results = one.result(PATIENCE_SECONDS), other.result(PATIENCE_SECONDS)
     assert against_plain(first, results[0]) == []
     assert against_plain(second, results[1]) == []
+
+
+def test_it_is_told_how_steps_ran():
+    with running(devices="cpu:2", num_shards=2) as pool:
+        pool.submit(accumulating()).result(PATIENCE_SECONDS)
+        told = pool.stats().steps_by_way
+    assert sum(told.values()) == 3, "all but the first, of which it is not known how long it takes"
+    assert set(told) <= {ONE_DEVICE, DATA_PARALLEL, PIPELINED}
 
 
 def test_with_enough_trials_none_is_split():
@@ -209,11 +357,20 @@ def test_no_batch_is_split_off_that_the_host_has_no_room_for():
     assert sorted(units) == [0, 24]
 
 
-@pytest.mark.parametrize("end", [Job.prune, Job.cancel])
-def test_a_trial_that_is_stopped_while_two_of_its_units_run_leaves_nothing(end):
-    meeting, jobs = Meeting(skip=6), list[Job]()
+ONE_STEP = {
+    DATA_PARALLEL: 6,
+    PIPELINED: 18,
+}  # units until two may be under way: a step that is not split, of one shard or two
+CUT = {DATA_PARALLEL: 1, PIPELINED: 2}
+
+
+@pytest.mark.parametrize(
+    ("way", "end"), [(DATA_PARALLEL, Job.prune), (DATA_PARALLEL, Job.cancel), (PIPELINED, Job.prune)]
+)
+def test_a_trial_that_is_stopped_while_two_of_its_units_run_leaves_nothing(way, end):
+    meeting, jobs = Meeting(skip=ONE_STEP[way]), list[Job]()
     meeting.inside = lambda: [end(job) for job in jobs]
-    with running(devices="cpu:2", instrument=meeting, num_shards=1) as pool:
+    with splitting(way, devices="cpu:2", instrument=meeting, num_shards=CUT[way]) as pool:
         jobs.append(pool.submit(accumulating(epochs=50)))
         result = jobs[0].result(PATIENCE_SECONDS)
         after = pool.submit(accumulating(seed=9)).result(PATIENCE_SECONDS)
@@ -222,15 +379,16 @@ def test_a_trial_that_is_stopped_while_two_of_its_units_run_leaves_nothing(end):
     assert against_plain(accumulating(seed=9), after) == []
 
 
-def test_a_unit_that_fails_beside_another_ends_its_trial_alone():
-    meeting = Meeting(skip=6)
+@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+def test_a_unit_that_fails_beside_another_ends_its_trial_alone(way):
+    meeting = Meeting(skip=ONE_STEP[way])
 
     def fail() -> None:
         if threading.current_thread().name == "hydra-cpu:1":
             raise RuntimeError("the device has a fault")
 
     meeting.inside = fail
-    with running(devices="cpu:2", instrument=meeting, num_shards=1) as pool:
+    with splitting(way, devices="cpu:2", instrument=meeting, num_shards=CUT[way]) as pool:
         events = EventStream()
         failing = pool.submit(accumulating(report_every="epoch", epochs=50), events=events)
         told = []
@@ -246,10 +404,11 @@ def test_a_unit_that_fails_beside_another_ends_its_trial_alone():
     assert against_plain(accumulating(seed=9), after) == []
 
 
-def test_a_paused_trial_goes_on_with_all_its_batches():
-    meeting, jobs, described = Meeting(skip=6), list[Job](), accumulating(model=noisy)
+@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+def test_a_paused_trial_goes_on_with_all_its_batches(way):
+    meeting, jobs, described = Meeting(skip=ONE_STEP[way]), list[Job](), accumulating(model=noisy)
     meeting.inside = lambda: [job.pause() for job in jobs]
-    with running(devices="cpu:2", instrument=meeting, num_shards=1) as pool:
+    with splitting(way, devices="cpu:2", instrument=meeting, num_shards=CUT[way]) as pool:
         jobs.append(pool.submit(described))
         other = accumulating(seed=4, epochs=1)
         assert against_plain(other, pool.submit(other).result(PATIENCE_SECONDS)) == []
@@ -282,12 +441,12 @@ def bad(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return X[:5] * scale, Y[:5]
 
 
-@pytest.mark.parametrize("batch", [0, 2, 4])
-def test_a_bad_loss_ends_the_trial_where_a_plain_loop_ends_it(batch):
+@pytest.mark.parametrize(("way", "batch"), [(DATA_PARALLEL, 0), (DATA_PARALLEL, 2), (DATA_PARALLEL, 4), (PIPELINED, 2)])
+def test_a_bad_loss_ends_the_trial_where_a_plain_loop_ends_it(way, batch):
     def described(on_bad_loss: str) -> TrainTask:
         return accumulating(train=broken_in(2, batch, bad(float("nan"))), on_bad_loss=on_bad_loss)
 
-    with running(devices="cpu:2", num_shards=2) as pool:
+    with splitting(way, devices="cpu:2", num_shards=2) as pool:
         failed, pruned = (pool.submit(described(way)).result(PATIENCE_SECONDS) for way in ("fail", "prune"))
         units = [device.units for device in pool.stats().devices.values()]
     assert min(units) > 0
@@ -332,24 +491,27 @@ def drawing() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("data", [reusing, drawing])
-def test_batches_that_are_drawn_ahead_are_those_of_a_plain_loop(data):
+@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+def test_batches_that_are_drawn_ahead_are_those_of_a_plain_loop(way, data):
     described = accumulating(model=noisy, train=data, accumulate=3)
-    result, count = run(described, devices="cpu:2", num_shards=2)
+    result, count = run(described, way, devices="cpu:2", num_shards=2)
     assert against_plain(described, result) == []
     assert count == 2
 
 
-def test_validation_between_helped_steps():
+@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+def test_validation_between_helped_steps(way):
     described = accumulating(model=noisy, validate=SAMPLES, max_grad_norm=0.5, epochs=5)
-    result, count = run(described, devices="cpu:3", num_shards=3)
+    result, count = run(described, way, devices="cpu:3", num_shards=3)
     assert against_plain(described, result) == []
     assert count == 3
 
 
-def test_helped_and_unhelped_steps_take_turns():
+@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+def test_helped_and_unhelped_steps_take_turns(way):
     """Each report waits for an answer, and another trial comes and goes: steps are split or not as devices are free."""
     described = accumulating(model=noisy, epochs=8)
-    with HydraExecutor(devices="cpu:2", num_shards=2) as pool:
+    with splitting(way, devices="cpu:2", num_shards=2) as pool:
         events = EventStream()
         job = pool.submit(described, events=events)
         others = []

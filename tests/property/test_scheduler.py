@@ -100,10 +100,14 @@ class AnyHistory(RuleBasedStateMachine):
         if self.ready:
             assert command.job in self.ready, "a second unit of a job comes after the first ones of others"
             self.check_age(command.job)
-            assert self.speeds[command.device] == fastest, "the fastest is fed first"
             assert command.unit == min(units, key=lambda unit: unit.rank), "in order"
+            meant = command.unit.near in self.idle
         else:
-            assert command.unit.near == command.device or self.speeds[command.device] == fastest
+            meant = any(unit.near in self.idle for unit in units)
+        if meant:
+            assert command.unit.near == command.device, "a unit goes where it is meant to run, if that can be"
+        else:
+            assert self.speeds[command.device] == fastest, "the fastest is fed first"
         units.remove(command.unit)  # each once
         self.num_runs += 1
         self.turns[command.job], self.last[command.job] = self.num_runs, command.device

@@ -601,6 +601,41 @@ def test_devices_that_have_nothing_to_do_are_lent_to_a_job_that_offers_units():
     assert machine.phases["a"] == "waiting"
 
 
+def test_a_job_that_runs_nothing_goes_on_at_the_home_of_its_next_unit():
+    machine = scheduler(num_devices=0)
+    machine.handle(DeviceAdded(device="cpu:0", speed=2.0))
+    start(machine, "a")
+    machine.handle(DeviceAdded(device="cpu:1", speed=1.0))
+    assert offering(machine, "a", offered(0, "cpu:1")) == [run("a", offered(0, "cpu:1"), "cpu:1")]
+    machine.check()
+
+
+def test_a_unit_whose_home_works_for_another_job_runs_elsewhere():
+    machine = scheduler(num_devices=3)
+    start(machine, "a", "b")
+    at_home, away = offered(0, "cpu:0"), offered(1, "cpu:1")
+    assert offering(machine, "a", at_home, away) == [run("a", at_home), run("a", away, "cpu:2")]
+    assert machine.running == {"cpu:0": "a", "cpu:1": "b", "cpu:2": "a"}
+
+
+def test_a_device_that_is_free_takes_the_unit_it_is_home_to_before_an_earlier_one():
+    machine = scheduler(num_devices=2)
+    start(machine, "a")
+    offering(machine, "a", offered(0, "cpu:0"), offered(1, "cpu:1"))
+    machine.handle(JobSubmitted(job="b"))
+    machine.handle(admitted("b"))
+    assert machine.handle(finished("a", unit=offered(2, "cpu:0"))) == [run("b")], (
+        "no job waits for the second of another"
+    )
+    later = machine.handle(finished("a", unit=offered(3, "cpu:1"), device="cpu:1"))
+    assert later == [run("a", offered(2, "cpu:0"), "cpu:1")], "of what nobody runs, the first, wherever it is at home"
+    assert machine.handle(finished("a", unit=offered(4, "cpu:1"), device="cpu:1")) == [
+        run("a", offered(3, "cpu:1"), "cpu:1")
+    ]
+    assert machine.handle(finished("b", unit=None)) == [run("a", offered(4, "cpu:1"))]
+    machine.check()
+
+
 def test_no_job_waits_because_another_has_several_devices():
     machine = scheduler(num_devices=2)
     start(machine, "a")

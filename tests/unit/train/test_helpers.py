@@ -1,14 +1,15 @@
-"""When it pays to run batches of a step side by side."""
+"""What splitting a step asks of the pool, and what a plan tells the cost model."""
 
 import pytest
 from torch import nn
 
 from hydra_tune.train.clock import UnitTimes
-from hydra_tune.train.helpers import is_worth_it, lane_bytes
+from hydra_tune.train.helpers import lane_bytes
+from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED, shard_facts
 from tests.unit.shard.bench import Bench, bench, task_of, vectors
 
 WIDTH = 256
-PARAMETER_BYTES = 4 * (WIDTH * WIDTH + WIDTH) * 2
+SHARD_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 
 
 @pytest.fixture(scope="module")
@@ -17,14 +18,20 @@ def made() -> Bench:
     return bench(task_of(model, train=lambda: [vectors(width=WIDTH)], accumulate=4))
 
 
-def test_copies_must_cost_less_than_the_help_saves(made):
+def test_a_plan_tells_of_its_shards(made):
+    linears = [place for place, node in enumerate(made.captured.nodes) if "linear" in str(node.target)]
+    plan = made.plan(linears[0] + 1)
+    first, second = shard_facts(plan, UnitTimes({("forward", 0): 1.0, ("backward", 0): 2.0, ("backward", 1): 4.0}))
+    assert (first.seconds, second.seconds) == (3.0, 4.0)
+    assert min(first.state_bytes, second.state_bytes) >= SHARD_BYTES
+    assert first.gradient_bytes >= SHARD_BYTES
+    assert second.value_bytes >= 4 * 4 * WIDTH, "what the first one makes"
+    assert first.handed_bytes >= 4 * 4 * WIDTH, "its gradient"
+    assert first.work_bytes >= first.gradient_bytes, "made during the backward unit"
+
+
+def test_a_batch_under_way_needs_its_values_on_the_host_and_where_it_is_summed_last_its_gradients(made):
     plan = made.plan()
-    copies = 2 * PARAMETER_BYTES + 2 * 2 * PARAMETER_BYTES  # parameters there; of two batches, the gradients back
-    seconds = copies / 2e9 / 2  # each of two batches saves as much
-    assert is_worth_it(plan, UnitTimes({("backward", 0): seconds * 1.01}), 4)
-    assert not is_worth_it(plan, UnitTimes({("backward", 0): seconds * 0.99}), 4)
-    assert not is_worth_it(plan, UnitTimes({("backward", 0): 1.0}), 1), "a step of one batch has nothing to share"
-
-
-def test_a_batch_under_way_needs_its_gradients_and_values_on_the_host(made):
-    assert lane_bytes(made.plan()) >= PARAMETER_BYTES
+    apart, piped = lane_bytes(plan, DATA_PARALLEL), lane_bytes(plan, PIPELINED)
+    assert apart - piped >= 2 * SHARD_BYTES
+    assert piped > 0

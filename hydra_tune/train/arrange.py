@@ -1,0 +1,46 @@
+"""How the batches of a trial's next optimizer step run: decided anew for each, by what the pool can offer then."""
+
+from hydra_tune.shard.plan import Plan
+from hydra_tune.train import grouped
+from hydra_tune.train.helpers import Arrangement, Helpers, lane_bytes
+from hydra_tune.train.pipeline import may_pipeline
+from hydra_tune.train.plans import Kept
+from hydra_tune.train.state import ModelState
+from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, ONE_DEVICE, PIPELINED, fastest, shard_facts
+
+
+def arrange(kept: Kept, state: ModelState, helpers: Helpers, count: int) -> Arrangement | None:
+    """How batches of a plan run together; None: one after the other.
+
+    Args:
+        kept: the plan; by how much its batches move the torch stream is known.
+        state: the trial's.
+        helpers: asked for devices and host memory.
+        count: batches of the step, pieces counted as batches.
+    """
+    plan = kept.plan
+    if kept.ways is None:
+        kept.ways = _ways(plan, state)
+    offer = helpers.offer() if set(kept.ways) - {GROUPED} else None
+    if offer is not None:
+        best = fastest(shard_facts(plan, kept.times), count, offer, kept.ways)
+        if best.way != ONE_DEVICE:
+            most = offer.most_devices if best.way == DATA_PARALLEL else 2 * len(offer.devices)
+            if best.is_dealt:
+                most = count  # or a shard would be loaded again for each few of them
+            width = helpers.ask(best.way, lane_bytes(plan, best.way), min(count, most))
+            how = Arrangement(way=best.way, width=width, plan=plan, homes=best.homes, is_dealt=best.is_dealt)
+            return how if width > 1 else None
+    way = GROUPED if GROUPED in kept.ways else ONE_DEVICE
+    width = helpers.ask(way, lane_bytes(plan, way), count if way == GROUPED else 1)
+    return Arrangement(way=way, width=width, plan=plan) if width > 1 else None
+
+
+def _ways(plan: Plan, state: ModelState) -> list[str]:
+    """Those that are exact for a plan, and groups only where they are worth it."""
+    ways = [DATA_PARALLEL] if plan.may_run_beside else []
+    if may_pipeline(plan, state):
+        ways.append(PIPELINED)
+    if plan.may_be_pipelined and grouped.is_worth_it(plan):
+        ways.append(GROUPED)
+    return ways

@@ -1,0 +1,148 @@
+"""What a step would take one way or the other, and which way is chosen."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydra_tune.train.ways import (
+    DATA_PARALLEL,
+    ONE_DEVICE,
+    PIPELINED,
+    Offer,
+    ShardFacts,
+    data_parallel,
+    fastest,
+    fits,
+    neighbours,
+    on_one_device,
+    pipelined,
+)
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def offer(count=2, *, budget=10 * GIB, link=2e9, only=None):
+    names = tuple(f"cpu:{index}" for index in range(count))
+    return Offer(devices=names, budget_bytes=budget, bytes_per_second=link, most_devices=count, only=only)
+
+
+def shards(count=4, *, seconds=0.1, weights=MIB, values=MIB, optimizer=0):
+    one = ShardFacts(
+        seconds=seconds,
+        state_bytes=weights,
+        gradient_bytes=weights,
+        optimizer_bytes=optimizer,
+        value_bytes=values,
+        handed_bytes=values,
+        work_bytes=values,
+    )
+    return [one] * count
+
+
+def test_small_weights_are_copied():
+    assert fastest(shards(), 4, offer()).way == DATA_PARALLEL
+
+
+def test_large_weights_behind_a_slow_link_stay_where_they_are():
+    heavy = shards(weights=200 * MIB)
+    assert fastest(heavy, 4, offer(link=2e8)).way == PIPELINED
+    assert fastest(heavy, 4, offer(link=1e12)).way == DATA_PARALLEL, "were it not for the link"
+
+
+def test_values_that_take_longer_than_the_work_are_not_sent_away():
+    assert fastest(shards(2, weights=GIB, values=GIB), 2, offer(link=2e8)).way == ONE_DEVICE
+
+
+def test_a_way_that_is_not_exact_is_not_chosen_and_one_that_is_forced_is():
+    heavy = shards(weights=200 * MIB)
+    assert fastest(heavy, 4, offer(link=2e8), [DATA_PARALLEL]).way == ONE_DEVICE
+    assert fastest(heavy, 4, offer(link=2e8, only=DATA_PARALLEL)).way == DATA_PARALLEL
+    assert fastest(heavy, 4, offer(link=2e8, only=PIPELINED), [DATA_PARALLEL]).way == ONE_DEVICE
+
+
+@pytest.mark.parametrize("only", [None, DATA_PARALLEL, PIPELINED])
+def test_one_batch_has_nothing_to_share(only):
+    assert fastest(shards(), 1, offer(only=only)).way == ONE_DEVICE
+
+
+def test_one_shard_is_no_pipeline():
+    assert fastest(shards(1, weights=GIB), 4, offer(link=2e8)).way == ONE_DEVICE
+
+
+def test_data_parallel_takes_a_batch_on_each_device_and_the_copies():
+    """Parameters to the host and to the other device; the sums of the batches that help fetched and sent."""
+    found = data_parallel(shards(4, weights=50 * MIB), 5, offer(link=1e9))
+    weights = 4 * 50 * MIB
+    assert found.seconds == pytest.approx(3 * 0.4 + (2 * weights + 2 * 2 * weights) / 1e9)
+    assert found.parameter_bytes == weights
+
+
+def test_a_pipeline_takes_one_way_through_and_the_slowest_device_for_every_further_batch():
+    found = pipelined(shards(3, values=0), 4, offer(link=1e9))
+    assert found.seconds == pytest.approx(0.3 + 3 * 0.2)
+    assert sorted(found.homes) in (["cpu:0", "cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:1"])
+    assert (found.parameter_bytes, found.is_dealt) == (0, False)
+    crossing = pipelined(shards(3, values=50 * MIB), 4, offer(link=1e9)).seconds
+    assert crossing > found.seconds + 2 * 100 * MIB / 1e9, "values there, gradients back, over two links"
+
+
+def test_parameters_that_do_not_fit_are_loaded_as_often_as_harmony_says():
+    """A batch on each of N devices: 2N|W| data-parallel, 2|W| pipelined, and |W| for the update, written back as well."""
+    large, count = shards(8, weights=GIB, values=0, optimizer=2 * GIB), 4
+    weights = 8 * GIB
+    small = offer(count, budget=3 * GIB)
+    assert data_parallel(large, count, small).parameter_bytes == (2 * count + 1) * weights
+    pipe = pipelined(large, count, small)
+    assert pipe.parameter_bytes == 3 * weights
+    assert pipe.is_dealt
+    assert pipe.homes == tuple(f"cpu:{index % count}" for index in range(8))
+    assert fastest(large, count, small).way == PIPELINED
+
+
+def test_dealt_shards_wait_for_each_other_where_batches_are_fewer_than_devices():
+    large = shards(8, weights=1, values=0)
+    few, enough = (pipelined(large, count, offer(4, budget=2)).seconds for count in (2, 4))
+    assert few == pytest.approx(enough)
+
+
+def test_one_device_loads_parameters_for_every_unit_where_they_do_not_fit():
+    large = shards(4, weights=GIB, values=0)
+    assert on_one_device(large, 3, offer(budget=3 * GIB)).parameter_bytes == 2 * 3 * 4 * GIB
+    assert on_one_device(large, 3, offer(budget=8 * GIB)).parameter_bytes == 0
+
+
+FACTS = st.builds(
+    ShardFacts,
+    seconds=st.integers(0, 9).map(float),
+    state_bytes=st.integers(0, 9),
+    gradient_bytes=st.integers(0, 9),
+    work_bytes=st.integers(0, 9),
+)
+
+
+def runs_of(facts, ends):
+    return [facts[first:last] for first, last in zip([0, *ends], ends, strict=False)]
+
+
+def all_cuts(count, pieces):
+    if pieces == 1:
+        return [[count]]
+    return [[*ends, count] for last in range(pieces - 1, count) for ends in all_cuts(last, pieces - 1)]
+
+
+@given(facts=st.lists(FACTS, min_size=1, max_size=6), num_devices=st.integers(1, 4), budget=st.integers(10, 60))
+def test_neighbours_are_cut_as_well_as_any(facts, num_devices, budget):
+    ends = neighbours(facts, num_devices, budget)
+    possible = [
+        max(sum(shard.seconds for shard in run) for run in runs_of(facts, cut))
+        for cut in all_cuts(len(facts), min(num_devices, len(facts)))
+        if all(fits(run, budget) for run in runs_of(facts, cut))
+    ]
+    if ends is None:
+        assert not possible
+        return
+    found = runs_of(facts, ends)
+    assert all(found)
+    assert ends[-1] == len(facts)
+    assert all(fits(run, budget) for run in found)
+    assert max(sum(shard.seconds for shard in run) for run in found) == min(possible)
