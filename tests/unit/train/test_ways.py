@@ -96,7 +96,16 @@ def test_parameters_that_do_not_fit_are_loaded_as_often_as_harmony_says():
     assert pipe.parameter_bytes == 3 * weights
     assert pipe.is_dealt
     assert pipe.homes == tuple(f"cpu:{index % count}" for index in range(8))
-    assert fastest(large, count, small).way == PIPELINED
+    assert fastest(large, count, small, [DATA_PARALLEL, PIPELINED]).way == PIPELINED
+
+
+def test_batches_that_go_through_each_shard_together_load_it_twice():
+    large, count = shards(8, weights=GIB, values=MIB), 4
+    alone, together = (on_one_device(large, count, offer(budget=3 * GIB), grouped=way) for way in (False, True))
+    assert (alone.parameter_bytes, together.parameter_bytes) == (count * 2 * 8 * GIB, 2 * 8 * GIB)
+    assert together.seconds < alone.seconds / 2
+    plenty = [on_one_device(large, count, offer(budget=100 * GIB), grouped=way).seconds for way in (False, True)]
+    assert plenty[0] == plenty[1], "nothing is loaded where all fits"
 
 
 def test_dealt_shards_wait_for_each_other_where_batches_are_fewer_than_devices():
