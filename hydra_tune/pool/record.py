@@ -16,7 +16,8 @@ class Record:
         pending: the unit to run next.
         outcome: how the job ends; set once, under the pool's lock.
         error: why it failed.
-        host_bytes: host memory it has been given.
+        host_bytes: host memory it has been given, or host memory and disk together.
+        fixed_host_bytes: as much of it as cannot go to disk.
         is_released: whether the scheduler has forgotten it.
         places: device of each shard that is on one.
         told: the places the scheduler knows of.
@@ -29,6 +30,7 @@ class Record:
         self.outcome: str | None = None
         self.error: BaseException | None = None
         self.host_bytes = 0
+        self.fixed_host_bytes = 0
         self.is_released = False
         self.places: dict[int, str | None] = {}
         self.told: dict[int, str | None] = {}
