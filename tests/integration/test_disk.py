@@ -1,4 +1,4 @@
-"""Trials whose state is several times host memory: the rest goes to disk and comes back, and not one bit of the numbers changes."""
+"""Trials whose state is several times host memory: the rest goes to disk and comes back, and no number changes by one bit."""
 
 import gc
 import itertools
@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_tune import HydraExecutor, Reported, TrainTask, train_plain
-from hydra_tune.errors import BudgetError, ConfigError, SpillError
+from hydra_tune import HydraExecutor, TrainTask, train_plain
+from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Group, Kind
 from tests.parity.exact import differences, without_seconds
 
@@ -76,7 +76,7 @@ def against_plain(plain, result):
         raise result.error
     found = [*differences(without_seconds(plain.history), without_seconds(result.history), "history")]
     found += differences(dict(plain.module.state_dict()), dict(result.state_dict()), "state")
-    return found + [*differences(plain.optimizer.state_dict(), result.optimizer_state_dict(), "optimizer")]
+    return [*found, *differences(plain.optimizer.state_dict(), result.optimizer_state_dict(), "optimizer")]
 
 
 def one_thread(function):
@@ -198,6 +198,7 @@ def test_a_shard_larger_than_host_memory_is_refused_before_training(tmp_path):
 
 LIMITED = """
 import resource, sys, pathlib
+from hydra_tune.errors import SpillError
 from tests.integration.test_disk import *
 folder = pathlib.Path(sys.argv[1])
 small = partial(task, model=lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.Dropout(0.1), nn.Linear(32, 32), nn.Linear(32, 4)))

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,8 +57,7 @@ def test_a_file_system_that_takes_no_folder_is_refused():
 
 
 def test_a_full_file_system_is_refused_with_the_number(tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 5, 5 * 2**20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 2**20))
     with pytest.raises(ConfigError, match=r"with 5\.0 MiB free, less than the least of use \(64\.0 MiB\)"):
         check_spill_dir(tmp_path)
 
