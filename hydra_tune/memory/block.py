@@ -37,11 +37,27 @@ class Home(Protocol):
     device: Device
 
 
+class Tier(Protocol):
+    """What a block is told of the tier that counts its host copy and may keep its bytes on disk (`memory/host.py`)."""
+
+    def provide(self, block: "Block", device: Device) -> None:
+        """Give it an empty host copy."""
+
+    def written(self, block: "Block") -> None:
+        """Its host copy has new bytes."""
+
+    def recall(self, block: "Block", device: Device | None = None) -> None:
+        """Give it a host copy of what is on disk, if its bytes are there only."""
+
+    def forget(self, block: "Block", *, keep: bool = False) -> None:
+        """Nothing of it is to be held any more; `keep` leaves the host copy to the caller."""
+
+
 class Block:
     """One flat buffer.
 
-    Invariants, under `lock`: at least one of `host` and `data` holds the present bytes; `dirty` means that only `data`
-    does; `data` lies on the device of the pager `home`; a block pinned for a pager stays on
+    Invariants, under `lock`: at least one of `host`, `data` and the file of its `tier` holds the present bytes; `dirty` means
+    that only `data` does; `data` lies on the device of the pager `home`; a block pinned for a pager stays on
     that pager's device, and is on its way there if it is elsewhere.
 
     Args:
@@ -50,7 +66,7 @@ class Block:
         alignment: of the device; the ledger counts whole multiples.
     """
 
-    __slots__ = ("data", "dirty", "home", "host", "kind", "lock", "nbytes", "number", "pinned_for", "size")
+    __slots__ = ("data", "dirty", "home", "host", "kind", "lock", "nbytes", "number", "pinned_for", "size", "tier")
 
     def __init__(self, kind: Kind, size: int, alignment: int) -> None:
         self.number = next(_NUMBERS)  # for records of a run
@@ -62,10 +78,24 @@ class Block:
         self.home: Home | None = None
         self.dirty = False
         self.pinned_for: Home | None = None
+        self.tier: Tier | None = None
         self.lock = threading.RLock()
 
     def moved(self) -> None:
         """Called under `lock` after `data` or `host` changed."""
+
+    def new_host(self, device: Device) -> None:
+        """Make an empty host copy. Under `lock`, inside `device.on_host`."""
+        self.host = device.host_empty(self.size)
+
+    def free_host(self, on_disk: Callable[[], Tensor] | None) -> None:
+        """Give up the host copy. Under `lock`, inside `device.on_host`.
+
+        Args:
+            on_disk: gives the bytes as a view of a file; None if only the device has them.
+        """
+        del on_disk
+        self.host = None
 
     @property
     def place(self) -> str | None:
@@ -133,10 +163,25 @@ class Group(Block):
         """The tensors as they lie in another flat buffer of the same bytes."""
         return [slot.view(flat) for slot in self._slots]
 
+    def new_host(self, device: Device) -> None:
+        """Make an empty host copy, which the tensors are to be views of."""
+        super().new_host(device)
+        assert self.host is not None
+        self._host_views = self.views(self.host)
+
+    def free_host(self, on_disk: Callable[[], Tensor] | None) -> None:
+        """Give up the host copy; while the tensors are on no device they are views of the file, right for whoever looks."""
+        flat = None if on_disk is None else on_disk()
+        super().free_host(on_disk)
+        self._host_views = [] if flat is None else self.views(flat)
+        if self.data is None:
+            self.moved()
+
     def moved(self) -> None:
         """Point the tensors at where the bytes are."""
         flat = self.data
         views = self._host_views if flat is None else self.views(flat)
+        views = views or [tensor.data.new_empty(0) for tensor in self.tensors]  # given up for good
         for tensor, view in zip(self.tensors, views, strict=True):
             tensor.data = view
         if self.on_moved is not None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind, whole_storage
+from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.ledger import Ledger
 from hydra_tune.memory.saved import SavedTensors
 from hydra_tune.observe.turns import current_turn
@@ -36,10 +37,12 @@ class Pager:
 
     Args:
         device: whose memory it manages.
+        host: counts host copies and sends some to disk; None: the host has room for all.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, host: HostTier | None = None) -> None:
         self.device = device
+        self.host = host
         self.ledger = Ledger(device.name, device.budget_bytes)
         self.bytes_in: Counter[Kind] = Counter()
         self.bytes_out: Counter[Kind] = Counter()
@@ -63,6 +66,8 @@ class Pager:
     def bring(self, blocks: Sequence[Block], workspace_bytes: int) -> None:
         """Load pinned blocks and take the workspace."""
         missing = [block for block in blocks if block.home is not self]
+        if self.host is not None:
+            self.host.used(blocks)
         self.make_room(sum(block.nbytes for block in missing) + workspace_bytes, blocks)
         taken = 0
         try:
@@ -96,9 +101,14 @@ class Pager:
         if data is None or not block.dirty:
             return
         if block.host is None:
-            size = block.size
-            block.host = self.device.on_host(lambda: self.device.host_empty(size))
+            if self.host is None:
+                self.device.on_host(lambda: block.new_host(self.device))
+            else:
+                self.host.provide(block, self.device)
+        assert block.host is not None
         self.device.spill([(data, block.host)])
+        if block.tier is not None:
+            block.tier.written(block)
         _note("out", [block], block.size, since_ns=start)
         self.bytes_out[block.kind] += block.size
         block.dirty = False
@@ -118,6 +128,8 @@ class Pager:
             if isinstance(other, Pager):
                 other.write_back(block)
                 other.release(block)
+            if block.tier is not None:
+                block.tier.recall(block, self.device)
             start = time.perf_counter_ns()
             assert block.host is not None, "a block that is nowhere"
             data = self.device.empty(block.size)
@@ -265,6 +277,8 @@ def drop(block: Block) -> None:
         _note("drop", [block])
         if isinstance(block.home, Pager):
             block.home.release(block)
+        if block.tier is not None:
+            block.tier.forget(block)
         block.host = None
 
 
@@ -276,6 +290,8 @@ def bring_home(block: Block) -> None:
             pager = block.home
             pager.write_back(block)
             pager.release(block)
+        if block.tier is not None:
+            block.tier.recall(block)
 
 
 def _note(what: str, blocks: Sequence[Block] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:

@@ -20,16 +20,17 @@ from typing import Any
 import torch
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import BudgetError, HydraTuneError
+from hydra_tune.errors import HydraTuneError
 from hydra_tune.interrupts import hold_interrupts
+from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Progress, Reported, Result
 from hydra_tune.pool.planned import planned_profile
 from hydra_tune.pool.record import Following, Record, progress_without_trial, unit_of
 from hydra_tune.pool.recorder import Recorder
+from hydra_tune.pool.room import disk_stats, has_room
 from hydra_tune.pool.stats import DeviceStats, PoolStats
-from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.schedule import (
     Admit,
     Command,
@@ -80,6 +81,7 @@ class Pool:
         instrument: returns a context manager, entered on the worker thread around every unit.
         admission: see `Scheduler`.
         recorder: keeps what happens; None: nothing is kept.
+        host: sends to disk what is beyond `host_bytes`; None: the host has to have room for all.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class Pool:
         instrument: Instrument | None,
         admission: str = "eager",
         recorder: Recorder | None = None,
+        host: HostTier | None = None,
     ) -> None:
+        self._host = host
         self._recorder = recorder
         self._library = library
         self._host_bytes = host_bytes
@@ -112,7 +116,7 @@ class Pool:
         self._scheduler_seconds = 0.0
         self._units_saved = 0
         self._devices = {device.name: device for device in devices}
-        self._pagers = {device.name: Pager(device) for device in devices}
+        self._pagers = {device.name: Pager(device, host) for device in devices}
         self._counts = {device.name: _DeviceCount() for device in devices}
         self._inboxes: dict[str, queue.SimpleQueue[tuple[Record, Unit] | None]] = {
             device.name: queue.SimpleQueue() for device in devices
@@ -224,6 +228,7 @@ class Pool:
                 units_saved=self._units_saved,
                 elapsed_seconds=time.perf_counter() - self._started,
                 scheduler_seconds=self._scheduler_seconds,
+                disk=None if self._host is None else disk_stats(self._host),
             )
 
     @hold_interrupts()
@@ -271,6 +276,8 @@ class Pool:
         for record in self._abandoned:
             record.outcome = "cancelled"
             record.finish()
+        if self._host is not None:
+            self._host.close()
         for device in self._devices.values():
             device.close()
         torch.set_num_threads(self._intraop_threads)
@@ -352,7 +359,8 @@ class Pool:
             if record.outcome is not None:
                 self._tell(JobRejected(job=job.key))
                 return
-            trial = Trial(job.task, self._library, next(iter(self._devices.values())), _Helpers(self, record))
+            device = next(iter(self._devices.values()))
+            trial = Trial(job.task, self._library, device, _Helpers(self, record), self._host)
             record.trial = trial
             unit = record.advance(report_is_free=True)
             if trial.state is not None:
@@ -379,21 +387,14 @@ class Pool:
         self._release_all()
 
     def _await_host_memory(self, record: Record) -> None:
-        assert record.trial is not None
-        need = record.trial.host_bytes
-        if need > self._host_bytes:
-            raise BudgetError(
-                f"the state of {record.job.name!r} needs {format_bytes(need)} of host memory, more than the "
-                f"{format_bytes(self._host_bytes)} the pool may use; raise host_memory to at least {format_bytes_up(need)}"
-            )
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    record.outcome is not None
-                    or need + sum(other.host_bytes for other in self._records.values()) <= self._host_bytes
+                    record.outcome is not None or has_room(record, self._records.values(), self._host_bytes, self._host)
                 )
             )
-            record.host_bytes = need
+        assert record.trial is not None
+        record.trial.reserve_host()
 
     # Called by trials.
 
@@ -402,6 +403,8 @@ class Pool:
         with self._changed:
             if record.outcome is not None or not self._scheduler.idle_devices:
                 return 1
+            if self._host is not None:
+                return 1  # copies are read from the host memory of the group, which may go to disk meanwhile
             free = self._host_bytes - sum(other.host_bytes for other in self._records.values())
             count = max(0, min(len(self._devices) - 1, free // max(1, nbytes)))
             record.lent_bytes += count * nbytes

@@ -51,8 +51,9 @@ class Record:
         beside: the units of these that are due, by rank.
         outcome: how the job ends; set once, under the pool's lock.
         error: why it failed.
-        host_bytes: host memory it has been given.
-        lent_bytes: those of it that are for batches side by side.
+        host_bytes: host memory it has been given, or host memory and disk together.
+        fixed_host_bytes: as much of it as cannot go to disk.
+        lent_bytes: as much of it as is for batches side by side.
         is_released: whether the scheduler has forgotten it.
         places: device of each shard that is on one.
         told: the places the scheduler knows of.
@@ -67,6 +68,7 @@ class Record:
         self.outcome: str | None = None
         self.error: BaseException | None = None
         self.host_bytes = 0
+        self.fixed_host_bytes = 0
         self.lent_bytes = 0
         self.is_released = False
         self.places: dict[int, str | None] = {}

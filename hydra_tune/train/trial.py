@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BadLossError, MetricError, TaskError
+from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
@@ -87,9 +88,17 @@ class Trial:
         library: where plans come from.
         device: any device of the pool, for host memory.
         helpers: asked before a step whose batches may run side by side, if anybody could help.
+        host: counts host copies and sends some to disk; None: the host has room for all.
     """
 
-    def __init__(self, task: TrainTask, library: PlanLibrary, device: Device, helpers: Helpers | None = None) -> None:
+    def __init__(
+        self,
+        task: TrainTask,
+        library: PlanLibrary,
+        device: Device,
+        helpers: Helpers | None = None,
+        host: HostTier | None = None,
+    ) -> None:
         self.task = task
         self.history: list[dict[str, float]] = []
         self.metrics: dict[str, float] = {}
@@ -110,6 +119,8 @@ class Trial:
         self._device = device
         self._helpers = helpers
         self._lock = threading.Lock()
+        self._host = host
+        self._reserved_bytes = 0
         self._streams = RandomStreams(task.seed)
         self._gradients = Gradients(task)
         self._feed = Feed(task.batch_size, self._own_code)
@@ -174,15 +185,35 @@ class Trial:
         shards = self.state.layout.plan.shards
         return self.state.nbytes + sum(shard.cost.held_bytes for shard in shards)
 
+    @property
+    def fixed_host_bytes(self) -> int:
+        """Host memory that cannot go to disk, as long as the trial lives: what whole units spill of their activations."""
+        if self.state is None:
+            return 0
+        return sum(shard.cost.spilled_bytes for shard in self.state.layout.plan.shards)
+
+    @property
+    def largest_host_bytes(self) -> int:
+        """The most that one block of the trial takes."""
+        return 0 if self.state is None else _largest_bytes(self.state.layout.plan)
+
+    def reserve_host(self) -> None:
+        """Take the host memory that cannot go to disk, until the trial is closed."""
+        if self._host is not None and (need := self.fixed_host_bytes):
+            self._host.reserve(need)
+            self._reserved_bytes = need
+
     def close(self, *, keep: bool) -> None:
         """End the trial: values of the step go; the state comes home, or goes too."""
         try:
             self._program.close()
         finally:
             self._feed.close()
+            if self._host is not None and self._reserved_bytes:
+                self._host.reserve(-self._reserved_bytes)
             if self.state is not None:
                 if keep:
-                    self.state.bring_home()
+                    self._hand_over(self.state)
                 else:
                     self.state.drop()
             if self._claimed is not None:
@@ -191,6 +222,13 @@ class Trial:
             if not keep:
                 self.module, self.optimizer, self.state = None, None, None
             self._plans.clear()
+
+    def _hand_over(self, state: ModelState) -> None:
+        try:
+            state.hand_over()
+        except BaseException:  # a disk that cannot be read: nothing of the trial must stay behind
+            state.drop()
+            raise
 
     def _run(self) -> Generator[PendingUnit | Spread | Report, None, None]:
         """The training loop, to its end or to a bad loss."""
@@ -301,7 +339,9 @@ class Trial:
         assert self.optimizer is not None
         width = self._width(kept)
         if self.state is None:
-            self.state = ModelState(self.module, self.optimizer, kept.plan, self._device)
+            if self._host is not None:
+                self._host.check(_largest_bytes(kept.plan))
+            self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host)
             self.num_shards = len(kept.plan.shards)
         self._train_times, self._step_left = kept.times, kept.times.total
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, width)
@@ -424,12 +464,10 @@ class Trial:
         return found
 
     def _prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, mode: str) -> _Kept:
-        like = None
-        if self.state is not None:
-            self.state.bring_home()  # a capture copies the model
-            like = self.state.layout
+        like = None if self.state is None else self.state.layout
         self._kinds[mode] += 1
-        with self._streams.everything():
+        # A capture copies the model.
+        with nullcontext() if self.state is None else self.state.whole(), self._streams.everything():
             prepared = self._library.prepare(
                 self.task, module, optimizer, batch, mode, like, prefer_whole=self._kinds[mode] > _MAX_CAPTURES
             )
@@ -487,6 +525,12 @@ def run_unit(
         waited = unit.run(device, pager)
         device.synchronize()
         return time.perf_counter() - start - waited
+
+
+def _largest_bytes(plan: Plan) -> int:
+    """The most that one block of a trial can take: all that a shard's unit has of a kind."""
+    costs = [shard.cost for shard in plan.shards]
+    return max(max(c.state_bytes, c.optimizer_bytes, c.value_bytes, c.gradient_bytes, c.trained_bytes) for c in costs)
 
 
 def _refuse_lazy(module: nn.Module) -> None:
