@@ -326,6 +326,7 @@ class Trial:
         if found is None:
             found = self._prepare(module, optimizer, batch, mode)
             plans.append(found)
+            del plans[:-_MAX_PLANS]
             while len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
         return found.prepared, found.times

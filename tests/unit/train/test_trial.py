@@ -3,6 +3,7 @@
 Each case here has a trait that an engine can get wrong without an error.
 """
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hydra_tune import TrainTask
 from hydra_tune.errors import HydraTuneError, TaskError
+from hydra_tune.shard.plan import Plan
+from hydra_tune.train import trial as trial_module
 from tests.unit.pool.tasks import PATIENCE_SECONDS, SAMPLES, X, Y, against_plain, mlp, running, short, task, train
 
 pytestmark = pytest.mark.timeout(60)
@@ -302,3 +305,30 @@ def test_what_cannot_work_is_named(changes, error, message):
     assert result.status == "failed"
     with pytest.raises(error, match=message):
         raise result.error
+
+
+def test_plans_do_not_pile_up_where_each_batch_gives_another_answer(monkeypatch):
+    """The model does not fit whole, so that each batch is captured."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x):
+            return self.layers(x) * float(x[0, 0])
+
+    monkeypatch.setattr(trial_module, "_MAX_PLANS", 2)
+    found = []
+
+    def batches():
+        for row in range(14):
+            yield X[row : row + 4].clone(), Y[row : row + 4].clone()
+            found.append(sum(type(thing) is Plan for thing in gc.get_objects()))
+
+    tight = task(model=Scaled, train=batches, optimizer=partial(torch.optim.SGD, lr=0.1), epochs=1)
+    result = train(tight, devices="cpu:1", device_memory="6KiB")
+    assert result.num_shards > 1
+    before, *_, after = found
+    assert after - before < 10, found  # the library keeps eight
+    assert against_plain(tight, result) == []
