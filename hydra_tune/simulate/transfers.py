@@ -131,7 +131,7 @@ class Transfers:
         start = max(now, device.link_free)
         node_done = now
         if self._node_bandwidth is not None:
-            # Counted from now, whenever the device's own link is free: a transfer that waits for it keeps no other device waiting.
+            # Counted from now, whenever the device's own link is free: a transfer that waits for it keeps no other waiting.
             node_done = max(now, self.node_free[device.node]) + self._grid.round(size / self._node_bandwidth)
             self.node_free[device.node] = node_done
         if crosses:
