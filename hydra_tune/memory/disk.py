@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -57,9 +57,10 @@ class Disk:
         """Bytes in all files."""
         return sum(list(self._sizes.values()))
 
-    def start(self, function: Callable[[], None]) -> "Future[None]":
-        """Run a function on the disk's thread, after what was asked for before."""
-        return self._pool.submit(function)
+    def start(self, function: Callable[[], None]) -> None:
+        """Run a function on the disk's thread, after what was asked for before; not once the disk is being closed."""
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(function)
 
     def write(self, number: int, data: Tensor) -> None:
         """Write a block's bytes, host memory, to its file; done when it returns.

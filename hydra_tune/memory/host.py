@@ -10,26 +10,31 @@ three times at distances that come again in the next step. So the distances betw
 Times are counted in units of the whole pool. A block that is overdue belongs to a trial that waits, and the longer it has
 waited the sooner its blocks go.
 
+Note: ahead. After each unit the disk's thread looks for blocks that are needed within the next few, and reads them; and it sees
+to it that there is room for a copy that comes from a device, so that units seldom wait for a write. It does one such thing at a
+time, so that what a unit waits for comes next, and gives up nothing for it that is itself needed soon.
+
 Note: locks and room. Nobody holds bytes of this ledger while waiting for more: a copy's bytes are taken all at once, and once
 they are there the copy can be given up again as soon as its block's lock is free. So whoever waits is served when the largest
 block fits beside what is reserved, which is seen to before a trial begins. A trial that is wanted whole may overdraw the
 ledger; as long as one is, the others need not wait either, for what it waits for may be a block that they hold.
 """
 
+import contextlib
 import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import BudgetError
+from hydra_tune.errors import BudgetError, SpillError
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.ledger import Ledger
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
+_AHEAD = 4  # units: a backward and an update are two, so this is two shards ahead
 _PATIENCE_SECONDS = 0.05  # between looks at copies that are being moved at this moment
 _PATTERNS = (1, 2, 3)  # uses of a block in a step
 _USES = 2 * _PATTERNS[-1] + 1
@@ -57,8 +62,14 @@ class _Entry:
 
     def distance(self, now: int) -> int:
         """In how many units it is needed next, as far as can be told."""
-        gap = _next_gap([b - a for a, b in itertools.pairwise(self.uses)])
-        return abs(self.uses[-1] + gap - now)
+        return abs(self.uses[-1] + self._gap() - now)
+
+    def is_soon(self, now: int) -> bool:
+        """Whether it is known to be needed soon."""
+        return self._gap() > 0 and self.distance(now) <= _AHEAD
+
+    def _gap(self) -> int:
+        return _next_gap([b - a for a, b in itertools.pairwise(self.uses)])
 
 
 class HostTier:
@@ -79,6 +90,7 @@ class HostTier:
         self._times = itertools.count(1)
         self._now = 0
         self._num_whole = 0
+        self._is_looking_ahead = False
 
     @property
     def capacity_bytes(self) -> int:
@@ -134,6 +146,9 @@ class HostTier:
                 entry = self._entries.get(block.number)
                 if entry is not None:
                     entry.uses.append(now)
+            asks, self._is_looking_ahead = not self._is_looking_ahead, True
+        if asks:
+            self.disk.start(self._look_ahead)
 
     def provide(self, block: Block, device: Device) -> None:
         """Give a block an empty host copy. Under its lock."""
@@ -168,7 +183,7 @@ class HostTier:
         if not keep:
             block.host = None
 
-    @contextmanager
+    @contextlib.contextmanager
     def whole(self, blocks: Sequence[Block]) -> Iterator[None]:
         """What of these blocks is on the host, or comes there, stays meanwhile, even beyond the budget."""
         self._hold(blocks, 1)
@@ -190,11 +205,56 @@ class HostTier:
                 if block.number in self._entries:
                     self._entries[block.number].holds += change
 
-    def _give_up_one(self) -> bool:
-        """Give up the host copy that is needed last; False if there is none to give up."""
+    def _look_ahead(self) -> None:
+        """On the disk's thread: one step of what units would otherwise wait for, and the next after what they ask for."""
+        with self._lock:
+            self._is_looking_ahead = False
+        with contextlib.suppress(SpillError):  # whoever needs the bytes will see for himself
+            if self._keep_room() or self._read_ahead():
+                with self._lock:
+                    asks, self._is_looking_ahead = not self._is_looking_ahead, True
+                if asks:
+                    self.disk.start(self._look_ahead)
+
+    def _keep_room(self) -> bool:
+        """Have room for a copy that comes from a device; False if there is, or if all are needed soon."""
+        with self._lock:
+            largest = max((entry.block.nbytes for entry in self._entries.values()), default=0)
+        free = self.ledger.budget_bytes - self.ledger.used_bytes
+        return free < largest and self._give_up_one(beyond=_AHEAD)
+
+    def _read_ahead(self) -> bool:
+        """Read a block that is needed soon; False if there is none, or no room that others need less."""
+        with self._lock:
+            now = self._now
+            found = [entry for entry in self._entries.values() if self._is_on_disk(entry) and entry.is_soon(now)]
+        for entry in sorted(found, key=lambda entry: entry.distance(now)):
+            block = entry.block
+            if not block.lock.acquire(blocking=False):
+                continue
+            try:
+                if block.tier is not self or not self._is_on_disk(entry):
+                    continue
+                while not self.ledger.try_take(block.nbytes):
+                    if not self._give_up_one(beyond=_AHEAD):
+                        return False
+                self._read(entry, self._device)
+                return True
+            finally:
+                block.lock.release()
+        return False
+
+    @staticmethod
+    def _is_on_disk(entry: _Entry) -> bool:
+        return entry.is_stored and not entry.on_host and entry.block.host is None and entry.block.data is None
+
+    def _give_up_one(self, beyond: int = -1) -> bool:
+        """Give up the host copy that is needed last, and not so soon; False if there is none to give up."""
         with self._lock:
             now = self._now
             found = [entry for entry in self._entries.values() if entry.on_host and not entry.holds]
+        if beyond >= 0:
+            found = [entry for entry in found if entry.block.data is not None or entry.distance(now) > beyond]
         # A copy of what a device has costs nothing to give up.
         found.sort(key=lambda entry: (entry.block.data is not None, entry.distance(now)), reverse=True)
         return any(self._give_up(entry) for entry in found)

@@ -1,6 +1,7 @@
 """Any sequence of units on two devices with a small host: both ledgers are what is there, and no byte is lost on the way."""
 
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
@@ -38,7 +39,17 @@ class SmallHost(RuleBasedStateMachine):
             self.host.enter(group)
             self.blocks[group], self.tensors[group] = value, tensor
 
+    def settle(self):
+        """Wait until the disk's thread looks ahead no more."""
+        quiet = 0
+        while quiet < 2:  # once might be while it looks
+            idle = threading.Event()
+            self.host.disk.start(idle.set)
+            assert idle.wait(20)
+            quiet = 0 if self.host._is_looking_ahead else quiet + 1
+
     def teardown(self):
+        self.settle()
         for block in self.blocks:
             drop(block)
         assert self.host.ledger.used_bytes == self.host.disk.stored_bytes == 0
@@ -96,6 +107,7 @@ class SmallHost(RuleBasedStateMachine):
 
     @invariant()
     def the_ledger_is_what_is_there(self):
+        self.settle()
         there = sum(block.nbytes for block in self.blocks if block.host is not None)
         assert self.host.ledger.used_bytes == there <= HOST_BYTES
         stored = sum(path.stat().st_size for path in Path(self.folder.name).glob("hydra-tune-*/block-*.bin"))

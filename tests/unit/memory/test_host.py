@@ -1,5 +1,7 @@
 """The host tier: which copy goes, what that frees, and who is refused."""
 
+import time
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,6 +15,7 @@ from hydra_tune.memory.pager import Pager, bring_home, drop
 from hydra_tune.memory.spill_dir import SpillFolder
 
 SIZE = 640
+PATIENCE_SECONDS = 10
 
 
 @pytest.fixture
@@ -105,3 +108,18 @@ def test_what_is_dropped_leaves_nothing(pager):
         drop(made)
     assert pager.host.ledger.used_bytes == pager.host.disk.stored_bytes == 0
     assert list(pager.host.disk.folder.path.glob("block-*")) == []
+
+
+def test_what_is_needed_soon_is_read_ahead(pager):
+    soon, first, second = groups = [group(pager, value) for value in range(3)]
+    for _ in range(4):
+        for used in ([soon], [], [], [], [], [], [first], [second], [], [], [], []):
+            pager.host.used(used)
+    bring_home(first)
+    bring_home(second)  # host memory is full
+    pager.host.used([])
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while soon.host is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert soon.host is not None
+    assert [made.tensors[0].unique().tolist() for made in groups] == [[0], [1], [2]]
