@@ -2,7 +2,8 @@
 
     python benchmarks/disk.py [FOLDER]
 
-Prints seconds of a step with the state on the host and with half of it on disk, the disk's own seconds for the same bytes (files of
+Prints seconds of a step with the state on the host and with half of it on disk, the disk's own seconds for the same
+bytes (files of
 one layer, same pieces, nothing else running; the best of all measurements), and the ratio of the slower of the two to what was
 reached. Steps are the best of some runs.
 """
