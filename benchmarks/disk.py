@@ -2,10 +2,9 @@
 
     python benchmarks/disk.py [FOLDER]
 
-Prints seconds of a step with the state on the host and with half of it on disk, the disk's own seconds for the same
-bytes (files of
-one layer, same pieces, nothing else running; the best of all measurements), and the ratio of the slower of the two to what was
-reached. Steps are the best of some runs.
+Prints seconds of a step with the state on the host and with half of it on disk, the disk's own seconds for the same bytes
+(files of one layer, same pieces, nothing else running), and the ratio of the slower of the two to what was reached. Each is
+the best of some runs; a disk whose speed changes from run to run, as virtual ones do, makes the ratio no better than that.
 """
 
 import sys
@@ -25,7 +24,7 @@ from hydra_tune.pool.stats import DiskStats
 
 WIDTH, LAYERS = 1024, 12
 STEPS = (2, 8)  # the difference leaves out what comes once
-RUNS = 3
+RUNS = 2
 STATE_BYTES = 3 * LAYERS * (WIDTH + 1) * WIDTH * 4
 DEVICE_BYTES = 10 * WIDTH * WIDTH * 4 + 2**24
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
-from hydra_tune.errors import BudgetError
+from hydra_tune.errors import BudgetError, SpillError
 from hydra_tune.memory.block import Block, Group, Kind
 from tests.parity.exact import differences, without_seconds
 
@@ -162,6 +162,23 @@ def test_a_pruned_trial_leaves_the_disk_at_once_and_others_stay(tmp_path):
     assert ours(tmp_path) == []
 
 
+def test_a_trial_whose_files_cannot_be_read_fails_alone(tmp_path):
+    with pool(tmp_path, max_concurrent=1) as executor:
+        stream = executor.events()
+        broken, other = executor.submit(task(0), events=stream), executor.submit(task(1))
+        assert stream.get(PATIENCE_SECONDS).job is broken
+        for path in files(tmp_path):
+            path.unlink()
+        broken.proceed()
+        error = broken.result(PATIENCE_SECONDS).error
+        assert isinstance(error, SpillError)
+        assert error.errno == 2
+        assert error.path in str(error)
+        assert against_plain(one_thread(lambda: train_plain(task(1))), other.result(PATIENCE_SECONDS)) == []
+        assert executor.stats().devices["cpu:0"].resident_bytes == 0
+        assert executor._pool._host.ledger.used_bytes == 0
+
+
 class ReadsWeights(torch.optim.lr_scheduler.LRScheduler):
     """A scheduler of the user's own that looks at all weights between two units."""
 
@@ -198,7 +215,6 @@ def test_a_shard_larger_than_host_memory_is_refused_before_training(tmp_path):
 
 LIMITED = """
 import resource, sys, pathlib
-from hydra_tune.errors import SpillError
 from tests.integration.test_disk import *
 folder = pathlib.Path(sys.argv[1])
 small = partial(task, model=lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.Dropout(0.1), nn.Linear(32, 32), nn.Linear(32, 4)))
