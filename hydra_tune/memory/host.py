@@ -249,7 +249,11 @@ class HostTier:
         return entry.is_stored and not entry.on_host and entry.block.host is None and entry.block.data is None
 
     def _give_up_one(self, beyond: int = -1) -> bool:
-        """Give up the host copy that is needed last, and not so soon; False if there is none to give up."""
+        """Give up the host copy that is needed last, and not so soon; False if there is none to give up.
+
+        Raises:
+            SpillError: of none could the bytes be kept on disk.
+        """
         with self._lock:
             now = self._now
             found = [entry for entry in self._entries.values() if entry.on_host and not entry.holds]
@@ -257,7 +261,16 @@ class HostTier:
             found = [entry for entry in found if entry.block.data is not None or entry.distance(now) > beyond]
         # A copy of what a device has costs nothing to give up.
         found.sort(key=lambda entry: (entry.block.data is not None, entry.distance(now)), reverse=True)
-        return any(self._give_up(entry) for entry in found)
+        failure: SpillError | None = None
+        for entry in found:
+            try:
+                if self._give_up(entry):
+                    return True
+            except SpillError as error:
+                failure = error  # of one file, perhaps: its copy stays, and another may go
+        if failure is not None:
+            raise failure
+        return False
 
     def _give_up(self, entry: _Entry) -> bool:
         block = entry.block
