@@ -243,9 +243,18 @@ class Pool:
         with self._changed:
             return self._recorder.recording()
 
-    def profile(self, tasks: Mapping[str, TrainTask], **more: Any) -> dict[str, Any]:
+    def profile(
+        self, tasks: Mapping[str, TrainTask], *, max_concurrent: int, bandwidth: float | None, steps: int | None
+    ) -> dict[str, Any]:
         """What tasks would need; see `planned_profile`. They are no jobs of the pool."""
-        return planned_profile(tasks, self._library, list(self._devices.values()), **more)
+        return planned_profile(
+            tasks,
+            self._library,
+            list(self._devices.values()),
+            max_concurrent=max_concurrent,
+            bandwidth=bandwidth,
+            steps=steps,
+        )
 
     def shutdown(self) -> None:
         """Cancel what is not over, wait for the running units, end all threads. May be called again."""

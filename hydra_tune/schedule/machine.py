@@ -206,7 +206,7 @@ class Scheduler:
     def _start(self, record: JobRecord, unit: Unit, place: str) -> Run:
         state, device = self._state, self._state.devices[place]
         state.num_runs += 1
-        record.phase, record.turn, record.last_device = Phase.RUNNING, state.num_runs, place
+        record.phase, record.turn, record.last_device = _RUNNING, state.num_runs, place
         if len(record.ready) == 1 and not record.running:  # as nearly always
             record.ready, record.running = (), {place: unit}
         else:

@@ -90,14 +90,8 @@ class State:
             self.drop(old.job)  # over and submitted again within one call: its place is behind the others
             old = None
         if old is not None:
-            record.view, record.is_counted, record.age, record.is_front = (
-                old.view,
-                old.is_counted,
-                old.age,
-                old.is_front,
-            )
-        else:
-            record.view, record.is_counted, record.age, record.is_front = None, False, None, False
+            record.view, record.is_counted = old.view, old.is_counted
+            record.age, record.is_front = old.age, old.is_front
         self.jobs[record.job] = record
 
     def drop(self, job: str) -> None:

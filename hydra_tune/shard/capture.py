@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hydra_tune.errors import CaptureError, HydraTuneError
 from hydra_tune.shard import batch as batches
+from hydra_tune.shard.quiet import quiet_export
 from hydra_tune.shard.steps import MODEL_PREFIX, step_module
 from hydra_tune.task import Precision, TrainTask
 
@@ -107,7 +108,7 @@ def capture(
     wrapper = step_module(task, twin, mode)
     with torch.set_grad_enabled(mode == "train"):
         try:
-            with _as_eager(wrapper, answering or nullcontext()):
+            with quiet_export(), _as_eager(wrapper, answering or nullcontext()):
                 program = torch.export.export(wrapper, (batches.plain_mappings(batch),), strict=False)
         except HydraTuneError:
             raise

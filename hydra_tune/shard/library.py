@@ -4,13 +4,10 @@ One library serves one pool, whose devices decide the budget that everything is 
 """
 
 import copy
-import io
-import logging
 import threading
-import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -209,7 +206,7 @@ class PlanLibrary:
     def _attempt(self, request: _Request, answers: list[Answer]) -> Prepared | CaptureError:
         try:
             twin = _twin(request.model)
-            with GATE.exclusive(), _quiet_export(), autocast(request.task.precision):
+            with GATE.exclusive(), autocast(request.task.precision):
                 captured = capture(request.task, twin, request.batch, request.mode, answering(answers))
             share_casts(captured, state_specs(request.model), captured.precision)
             return self._cut(request, captured)
@@ -316,19 +313,3 @@ def _owner_cuts(captured: Captured, analysis: Analysis, owners: dict[str, int]) 
             before = [cut for cut in allowed if cut <= positions[node]]
             cuts += before[-1:]
     return sorted(set(cuts))
-
-
-@contextmanager
-def _quiet_export() -> Iterator[None]:
-    """Export's advice is for people who export; what matters to ours comes as an error."""
-    talkers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
-    levels = [talker.level for talker in talkers]
-    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # where it prints half a graph before it fails
-        warnings.simplefilter("ignore")
-        for talker in talkers:
-            talker.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for talker, level in zip(talkers, levels, strict=True):
-                talker.setLevel(level)

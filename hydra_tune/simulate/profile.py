@@ -17,7 +17,7 @@ from hydra_tune.simulate.script import Script, scripts_of
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
-_FORMAT = 1
+FORMAT = 1
 
 
 class _Part(BaseModel):
@@ -93,7 +93,7 @@ class _Outage(_Part):
 
 
 class _Profile(_Part):
-    format: int = _FORMAT
+    format: int = FORMAT
     trials: list[_Trial] = Field(min_length=1)
     devices: list[_Device] = Field(min_length=1)
     slowdowns: list[_Slowdown] = Field(default_factory=list)
@@ -143,8 +143,8 @@ def parse_profile(content: Any, *, source: str) -> Scenario:
         profile = _Profile.model_validate(content)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{source}: {_found(detail)}" for detail in error.errors())) from error
-    if profile.format != _FORMAT:
-        raise ConfigError(f"{source}: format must be {_FORMAT}, not {profile.format}; it is from another version")
+    if profile.format != FORMAT:
+        raise ConfigError(f"{source}: format must be {FORMAT}, not {profile.format}; it is from another version")
     try:
         return Scenario(
             trials=tuple(trial for group in profile.trials for trial in group.trials()),
@@ -227,7 +227,7 @@ def measured_profile(
         steps = max(1, round(result.units_run / (pairs + result.num_shards - 1)))
         trials.append({"name": f"job{number}", "shards": step, "steps": steps})
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "trials": trials,
         "devices": [
             {"name": name, "memory_bytes": device.budget_bytes, "bandwidth": bandwidth}
@@ -266,7 +266,7 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
     copy_seconds = sum(copy.copy_ns for copy in copies) / _SECOND
     bandwidth = sum(copy.nbytes for copy in copies) / copy_seconds if copy_seconds else None
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "trials": trials,
         "devices": [
             {"name": device.name, "memory_bytes": device.budget_bytes, "bandwidth": bandwidth}

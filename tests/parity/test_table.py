@@ -24,7 +24,6 @@ def tables() -> list[list[list[str]]]:
     return [[[c.strip(" `") for c in line.strip("|").split("|")] for line in [b[0], *b[2:]]] for b in blocks]
 
 
-@pytest.mark.slow
 def test_the_page_names_the_registrys_models_and_features():
     heading, *rows = tables()[0]
     assert heading == ["model", "trait", *FEATURES]
@@ -34,7 +33,6 @@ def test_the_page_names_the_registrys_models_and_features():
             assert cell in (OUTCOMES if fits(ENTRIES[name], feature) else {"-"}), (name, feature, cell)
 
 
-@pytest.mark.slow
 def test_the_page_names_the_registrys_optimizers():
     heading, *rows = tables()[1]
     assert heading == ["optimizer", *OPTIMIZED]
@@ -42,7 +40,6 @@ def test_the_page_names_the_registrys_optimizers():
     assert {cell for row in rows for cell in row[1:]} <= OUTCOMES
 
 
-@pytest.mark.slow
 def test_what_the_page_calls_cut_is_what_the_tests_expect():
     for row in tables()[0][1:]:
         entry = ENTRIES[row[0]]
