@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.devices.device import Device
+from hydra_tune.memory.tenant import Tenant
 
 
 class Kind(StrEnum):
@@ -66,7 +67,20 @@ class Block:
         alignment: of the device; the ledger counts whole multiples.
     """
 
-    __slots__ = ("data", "dirty", "home", "host", "kind", "lock", "nbytes", "number", "pinned_for", "size", "tier")
+    __slots__ = (
+        "data",
+        "dirty",
+        "home",
+        "host",
+        "kind",
+        "lock",
+        "nbytes",
+        "number",
+        "pinned_for",
+        "size",
+        "tenant",
+        "tier",
+    )
 
     def __init__(self, kind: Kind, size: int, alignment: int) -> None:
         self.number = next(_NUMBERS)  # for records of a run
@@ -79,20 +93,21 @@ class Block:
         self.dirty = False
         self.pinned_for: Home | None = None
         self.tier: Tier | None = None
+        self.tenant: Tenant | None = None  # whose it is, where that is known
         self.lock = threading.RLock()
 
     def moved(self) -> None:
         """Called under `lock` after `data` or `host` changed."""
 
-    def new_host(self, device: Device) -> None:
-        """Make an empty host copy. Under `lock`, inside `device.on_host`."""
-        self.host = device.host_empty(self.size)
+    def put_host(self, flat: Tensor) -> None:
+        """Take host memory for the host copy. Under `lock`, inside `device.on_host`."""
+        self.host = flat
 
     def free_host(self, on_disk: Callable[[], Tensor] | None) -> None:
         """Give up the host copy. Under `lock`, inside `device.on_host`.
 
         Args:
-            on_disk: gives the bytes as a view of a file; None if only the device has them.
+            on_disk: gives the bytes as a view of a file; None if only the device has them, or nobody wants them any more.
         """
         del on_disk
         self.host = None
@@ -163,11 +178,10 @@ class Group(Block):
         """The tensors as they lie in another flat buffer of the same bytes."""
         return [slot.view(flat) for slot in self._slots]
 
-    def new_host(self, device: Device) -> None:
-        """Make an empty host copy, which the tensors are to be views of."""
-        super().new_host(device)
-        assert self.host is not None
-        self._host_views = self.views(self.host)
+    def put_host(self, flat: Tensor) -> None:
+        """Take host memory for the host copy, which the tensors are to be views of."""
+        super().put_host(flat)
+        self._host_views = self.views(flat)
 
     def free_host(self, on_disk: Callable[[], Tensor] | None) -> None:
         """Give up the host copy; while the tensors are on no device they are views of the file, right for whoever looks."""

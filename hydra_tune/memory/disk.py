@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 PIECE_BYTES = 8 * 2**20
 ALIGNMENT = 4096  # of offsets, lengths and memory, whatever the disk's own blocks are
+_TOO_SHORT = "the file is shorter than what was written to it"
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
@@ -68,7 +70,11 @@ class Disk:
         Raises:
             SpillError: it cannot be written; what the file held before is lost.
         """
-        self._run(lambda: self._transfer("write", number, data))
+        try:
+            self._run(lambda: self._transfer("write", number, data))
+        except BaseException:
+            self.remove(number)  # part of it is no use, and others may use the room
+            raise
         self.bytes_written += data.numel()
 
     def read(self, number: int, data: Tensor) -> None:
@@ -90,7 +96,7 @@ class Disk:
         try:
             descriptor = self.folder.open(name, os.O_RDWR)
             try:
-                return torch.frombuffer(mmap.mmap(descriptor, max(size, 1)), dtype=torch.uint8)[:size]
+                return _map(descriptor, self.folder.path / name, size)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -152,7 +158,7 @@ class Disk:
         while done < end:
             count = os.preadv(descriptor, [memoryview(self._buffer)[done:end]], offset + done)
             if count == 0:
-                raise OSError(0, "the file is shorter than what was written to it")
+                raise OSError(0, _TOO_SHORT)
             done += count
         part.copy_(self._piece[: part.numel()])
         if not self.is_direct:
@@ -170,6 +176,19 @@ class Disk:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _map(descriptor: int, path: Path, size: int) -> Tensor:
+    """An open file as a tensor. Torch's mapping, unlike `mmap`'s, keeps no handle: there is one for each block on disk."""
+    if os.fstat(descriptor).st_size < size:
+        raise OSError(0, _TOO_SHORT)
+    same = Path(f"/proc/self/fd/{descriptor}")  # opened again by torch; by its name it might be another file by now
+    try:
+        return torch.from_file(str(same if same.exists() else path), shared=True, size=max(size, 1), dtype=torch.uint8)[
+            :size
+        ]
+    except RuntimeError as error:
+        raise OSError(0, str(error)) from error
 
 
 def _forget_pages(descriptor: int, offset: int, size: int) -> None:

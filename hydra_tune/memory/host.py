@@ -5,39 +5,45 @@ giving up the copy that is needed furthest in the future: for nothing where a de
 them already, else by writing it to its file first. A block comes back before it is loaded to a device, or when its trial is
 wanted whole.
 
-Note: when a block is needed next. A training step repeats itself: optimizer state is used once in a step, parameters two or
-three times at distances that come again in the next step. So the distances between a block's last uses tell the next one.
-Times are counted in units of the whole pool. A block that is overdue belongs to a trial that waits, and the longer it has
-waited the sooner its blocks go.
-
 Note: ahead. After each unit the disk's thread looks for blocks that are needed within the next few, and reads them; and it sees
 to it that there is room for a copy that comes from a device, so that units seldom wait for a write. It does one such thing at a
 time, so that what a unit waits for comes next, and gives up nothing for it that is itself needed soon.
 
-Note: locks and room. Nobody holds bytes of this ledger while waiting for more: a copy's bytes are taken all at once, and once
-they are there the copy can be given up again as soon as its block's lock is free. So whoever waits is served when the largest
-block fits beside what is reserved, which is seen to before a trial begins. A trial that is wanted whole may overdraw the
-ledger; as long as one is, the others need not wait either, for what it waits for may be a block that they hold.
+Note: who waits for what. All waiting for room is in `take`, and it ends, because what it waits for never waits for it:
+
+* Nobody holds bytes of this ledger while waiting for more: a copy's bytes are taken all at once, and when they are there the
+  copy can be given up again as soon as its block's lock is free.
+* `take` may be called under one block's lock (or those of a copy and its original), and then for that block, of which nothing
+  is on the ledger. Others' locks are only tried. So a lock that `take` finds taken is held for a copy or a transfer that needs
+  no room, or by another `take` under a block that has nothing to give.
+* The disk's thread waits for nobody's lock and nobody's room; it may wait for the copy thread, which waits for nobody.
+* What cannot be given up is what trials have reserved (`admit`), and what is wanted whole. Each trial says the most it reserves
+  and the largest block it will have before it has one, and is let in only if the largest of all fits beside all that is
+  reserved. A trial that is not let in yet may have to wait for reservations of others; it holds no lock then, and is told when
+  it is stopped.
+* A trial that is wanted whole may overdraw the ledger. As long as one is, the others do too rather than wait, for what it waits
+  for may be a block that they hold.
+* A copy that the disk does not take stays, and another goes. If none can go any more, the trial whose copy it was fails, by
+  name and with the system's error: it loses its copies there and then, and nobody waits for it to come to its end. Only a
+  trial whose own bytes these are has the error raised in its unit.
 """
 
 import contextlib
 import itertools
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, SpillError
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.ledger import Ledger
+from hydra_tune.memory.tenant import Tenant, check_tenant, tenant_at_work
+from hydra_tune.memory.uses import AHEAD, Uses
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
-_AHEAD = 4  # units: a backward and an update are two, so this is two shards ahead
 _PATIENCE_SECONDS = 0.05  # between looks at copies that are being moved at this moment
-_PATTERNS = (1, 2, 3)  # uses of a block in a step
-_USES = 2 * _PATTERNS[-1] + 1
 
 
 class HostLedger(Ledger):
@@ -52,24 +58,44 @@ class HostLedger(Ledger):
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of one block. `on_host`: its copy is on the ledger; `is_stored`: its file had the host copy's bytes."""
+    """What is known of one block.
+
+    Attributes:
+        uses: when it was used.
+        on_host: its copy is on the ledger.
+        is_stored: its file has the host copy's bytes, or had them when it was given up.
+        is_refused: the disk has not taken it.
+        holds: by how many it is held on the host.
+    """
 
     block: Block
+    uses: Uses
     on_host: bool = False
     is_stored: bool = False
+    is_refused: bool = False
     holds: int = 0
-    uses: deque[int] = field(default_factory=lambda: deque(maxlen=_USES))
 
-    def distance(self, now: int) -> int:
-        """In how many units it is needed next, as far as can be told."""
-        return abs(self.uses[-1] + self._gap() - now)
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether its bytes are there only."""
+        return self.is_stored and not self.on_host and self.block.host is None and self.block.data is None
 
-    def is_soon(self, now: int) -> bool:
-        """Whether it is known to be needed soon."""
-        return self._gap() > 0 and self.distance(now) <= _AHEAD
 
-    def _gap(self) -> int:
-        return _next_gap([b - a for a, b in itertools.pairwise(self.uses)])
+@dataclass(slots=True)
+class _Search:
+    """What came of looking for a copy to give up: whether one was; whether some were being moved; of which the disk failed."""
+
+    has_given: bool = False
+    is_busy: bool = False
+    failed: tuple[Block, SpillError] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What a trial needs of host memory, whatever goes to disk."""
+
+    fixed_bytes: int
+    largest_bytes: int
 
 
 class HostTier:
@@ -86,52 +112,90 @@ class HostTier:
         self.disk = disk
         self._device = device
         self._entries: dict[int, _Entry] = {}
+        self._shares: dict[Tenant, _Share] = {}
+        self._reserved: dict[Tenant, int] = {}
         self._lock = threading.Lock()
         self._times = itertools.count(1)
         self._now = 0
         self._num_whole = 0
         self._is_looking_ahead = False
 
+    # Trials.
+
     @property
     def capacity_bytes(self) -> int:
         """What host memory and disk can hold together."""
         return self.ledger.budget_bytes + self.disk.stored_bytes + self.disk.folder.free_bytes
 
-    def check(self, largest_bytes: int) -> None:
+    def check(self, nbytes: int) -> None:
         """Refuse a trial of which so many bytes have to be in host memory at once.
 
         Raises:
             BudgetError: they do not fit.
         """
-        if largest_bytes > self.ledger.budget_bytes:
+        if nbytes > self.ledger.budget_bytes:
             raise BudgetError(
-                f"one shard needs {format_bytes(largest_bytes)} of host memory at once, more than the "
+                f"one shard needs {format_bytes(nbytes)} of host memory at once, more than the "
                 f"{format_bytes(self.ledger.budget_bytes)} the pool may use, even with a spill_dir; raise host_memory to at "
-                f"least {format_bytes_up(largest_bytes)}, or cut the model finer (num_shards)"
+                f"least {format_bytes_up(nbytes)}, or cut the model finer (num_shards)"
             )
+
+    def admit(self, tenant: Tenant, fixed_bytes: int, largest_bytes: int) -> bool:
+        """Let a trial in, or let one that is in need more; False: there will be room once others have ended.
+
+        Args:
+            tenant: the trial.
+            fixed_bytes: what of it cannot go to disk; taken by `reserve`.
+            largest_bytes: the most that one of its blocks takes.
+
+        Raises:
+            BudgetError: there would not be room if it were alone.
+        """
+        self.check(fixed_bytes + largest_bytes)
+        with self._lock:
+            others = [share for other, share in self._shares.items() if other is not tenant]
+            fixed = sum(share.fixed_bytes for share in others) + fixed_bytes
+            if fixed + max([largest_bytes, *(share.largest_bytes for share in others)]) > self.ledger.budget_bytes:
+                return False
+            self._shares[tenant] = _Share(fixed_bytes, largest_bytes)
+        return True
+
+    def reserve(self, tenant: Tenant) -> None:
+        """Take the bytes that a trial was let in with and that cannot go to disk."""
+        share, taken = self._shares.get(tenant), self._reserved.get(tenant, 0)
+        if share is not None and share.fixed_bytes > taken:
+            self.take(share.fixed_bytes - taken)
+            self._reserved[tenant] = share.fixed_bytes
+
+    def leave(self, tenant: Tenant) -> None:
+        """A trial is over: what it has reserved is free."""
+        with self._lock:
+            self._shares.pop(tenant, None)
+        self.ledger.give_back(self._reserved.pop(tenant, 0))
+
+    # Copies.
 
     def take(self, nbytes: int) -> None:
         """Take bytes for a host copy, giving up others as needed.
 
         Raises:
             BudgetError: they do not fit, whatever is given up.
-            SpillError: another copy could not be written to disk.
+            SpillError: nothing more can be given up, for the disk takes no copies of the trial that this thread works for.
+            HydraTuneError: that trial is over.
         """
         self.check(nbytes)
         while not self.ledger.try_take(nbytes):
-            if self._give_up_one():
+            check_tenant()
+            found = self._give_up_one()
+            if found.has_given:
                 continue
             if self._num_whole:
                 self.ledger.overdraw(nbytes)
                 return
-            self.ledger.wait_for_room(_PATIENCE_SECONDS)
-
-    def reserve(self, nbytes: int) -> None:
-        """Keep bytes free for what cannot go to disk; a negative number gives them back."""
-        if nbytes > 0:
-            self.take(nbytes)
-        else:
-            self.ledger.give_back(-nbytes)
+            if found.failed is not None and not found.is_busy:
+                self._blame(*found.failed)
+            else:
+                self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
     def enter(self, block: Block) -> None:
         """A block has been made whose bytes are taken; it is on the host only."""
@@ -145,7 +209,7 @@ class HostTier:
             for block in blocks:
                 entry = self._entries.get(block.number)
                 if entry is not None:
-                    entry.uses.append(now)
+                    entry.uses.add(now)
             asks, self._is_looking_ahead = not self._is_looking_ahead, True
         if asks:
             self.disk.start(self._look_ahead)
@@ -153,7 +217,7 @@ class HostTier:
     def provide(self, block: Block, device: Device) -> None:
         """Give a block an empty host copy. Under its lock."""
         self.take(block.nbytes)
-        device.on_host(lambda: block.new_host(device))
+        device.on_host(lambda: block.put_host(device.host_empty(block.size)))
         with self._lock:
             self._entry(block)
 
@@ -166,9 +230,12 @@ class HostTier:
 
         Raises:
             SpillError: it cannot be read.
+            HydraTuneError: its trial is over, and its bytes are gone.
         """
         if block.host is not None or block.data is not None:
             return
+        if block.tenant is not None:
+            block.tenant.check()
         self.take(block.nbytes)
         self._read(self._entries[block.number], device or self._device)
 
@@ -191,7 +258,7 @@ class HostTier:
             yield
         finally:
             self._hold(blocks, -1)
-            while self.ledger.used_bytes > self.ledger.budget_bytes and self._give_up_one():
+            while self.ledger.used_bytes > self.ledger.budget_bytes and self._give_up_one().has_given:
                 pass
 
     def close(self) -> None:
@@ -205,85 +272,88 @@ class HostTier:
                 if block.number in self._entries:
                     self._entries[block.number].holds += change
 
+    # Ahead, on the disk's thread.
+
     def _look_ahead(self) -> None:
-        """On the disk's thread: one step of what units would otherwise wait for, and the next after what they ask for."""
+        """One step of what units would otherwise wait for, and the next after what they ask for."""
         with self._lock:
             self._is_looking_ahead = False
-        with contextlib.suppress(SpillError):  # whoever needs the bytes will see for himself
-            if self._keep_room() or self._read_ahead():
-                with self._lock:
-                    asks, self._is_looking_ahead = not self._is_looking_ahead, True
-                if asks:
-                    self.disk.start(self._look_ahead)
+        if self._keep_room() or self._read_ahead():
+            with self._lock:
+                asks, self._is_looking_ahead = not self._is_looking_ahead, True
+            if asks:
+                self.disk.start(self._look_ahead)
 
     def _keep_room(self) -> bool:
         """Have room for a copy that comes from a device; False if there is, or if all are needed soon."""
         with self._lock:
             largest = max((entry.block.nbytes for entry in self._entries.values()), default=0)
         free = self.ledger.budget_bytes - self.ledger.used_bytes
-        return free < largest and self._give_up_one(beyond=_AHEAD)
+        return free < largest and self._give_up_one(beyond=AHEAD).has_given
 
     def _read_ahead(self) -> bool:
         """Read a block that is needed soon; False if there is none, or no room that others need less."""
         with self._lock:
             now = self._now
-            found = [entry for entry in self._entries.values() if self._is_on_disk(entry) and entry.is_soon(now)]
-        for entry in sorted(found, key=lambda entry: entry.distance(now)):
+            found = [entry for entry in self._entries.values() if entry.is_on_disk and entry.uses.is_soon(now)]
+        for entry in sorted(found, key=lambda entry: entry.uses.distance(now)):
             block = entry.block
             if not block.lock.acquire(blocking=False):
                 continue
             try:
-                if block.tier is not self or not self._is_on_disk(entry):
+                if block.tier is not self or not entry.is_on_disk:
                     continue
                 while not self.ledger.try_take(block.nbytes):
-                    if not self._give_up_one(beyond=_AHEAD):
+                    if not self._give_up_one(beyond=AHEAD).has_given:
                         return False
-                self._read(entry, self._device)
-                return True
+                with contextlib.suppress(SpillError):  # the unit that needs it will see for itself
+                    self._read(entry, self._device)
+                    return True
             finally:
                 block.lock.release()
         return False
 
-    @staticmethod
-    def _is_on_disk(entry: _Entry) -> bool:
-        return entry.is_stored and not entry.on_host and entry.block.host is None and entry.block.data is None
+    # Giving up.
 
-    def _give_up_one(self, beyond: int = -1) -> bool:
-        """Give up the host copy that is needed last, and not so soon; False if there is none to give up.
-
-        Raises:
-            SpillError: of none could the bytes be kept on disk.
-        """
+    def _give_up_one(self, beyond: int | None = None) -> _Search:
+        """Give up the host copy that is needed last; with `beyond`, one that is needed later than in so many units."""
+        search = _Search()
         with self._lock:
             now = self._now
-            found = [entry for entry in self._entries.values() if entry.on_host and not entry.holds]
-        if beyond >= 0:
-            found = [entry for entry in found if entry.block.data is not None or entry.distance(now) > beyond]
-        # A copy of what a device has costs nothing to give up.
-        found.sort(key=lambda entry: (entry.block.data is not None, entry.distance(now)), reverse=True)
-        failure: SpillError | None = None
+            on_host = [entry for entry in self._entries.values() if entry.on_host]
+        found = [entry for entry in on_host if not entry.holds]
+        search.is_busy = len(found) < len(on_host)
+        if beyond is not None:
+            found = [
+                e for e in found if not e.is_refused and (e.block.data is not None or e.uses.distance(now) > beyond)
+            ]
+        found.sort(key=lambda entry: _worth(entry, now))
         for entry in found:
             try:
-                if self._give_up(entry):
-                    return True
+                if self._give_up(entry, search):
+                    search.has_given = True
+                    break
             except SpillError as error:
-                failure = error  # of one file, perhaps: its copy stays, and another may go
-        if failure is not None:
-            raise failure
-        return False
+                entry.is_refused = True  # its copy stays, and another may go
+                search.failed = search.failed or (entry.block, error)
+        return search
 
-    def _give_up(self, entry: _Entry) -> bool:
+    def _give_up(self, entry: _Entry, search: _Search) -> bool:
         block = entry.block
         if not block.lock.acquire(blocking=False):
+            search.is_busy = True
             return False
         try:
             if not entry.on_host or entry.holds or block.host is None or block.tier is not self:
                 return False
+            if block.tenant is not None and block.tenant.failure is not None:
+                self._free(entry, is_wanted=False)
+                return True
             if block.data is None:
                 self._store(entry)
             elif not entry.is_stored:
                 block.dirty = True  # from here on only the device has the bytes
-            self._free(entry)
+            self._free(entry, is_wanted=not block.dirty)
         finally:
             block.lock.release()
         return True
@@ -293,49 +363,56 @@ class HostTier:
         assert block.host is not None
         if not entry.is_stored:
             self.disk.write(block.number, block.host)
-            entry.is_stored = True
+            entry.is_stored, entry.is_refused = True, False
 
-    def _free(self, entry: _Entry) -> None:
+    def _free(self, entry: _Entry, *, is_wanted: bool) -> None:
+        """Give up a host copy; where its bytes are wanted, the file has them."""
         block = entry.block
-        mapped = None
-        if not block.dirty:
-            mapped = lambda: self.disk.mapped(block.number, block.size)  # noqa: E731 - made on the copy thread
-        self._device.on_host(lambda: block.free_host(mapped))
+        mapped = (lambda: self.disk.mapped(block.number, block.size)) if is_wanted else None
+        try:
+            self._device.on_host(lambda: block.free_host(mapped))
+        except SpillError:
+            entry.is_stored = False  # the file is gone, or cannot be opened: it is to be written once more
+            raise
         entry.on_host = False
         self.ledger.give_back(block.nbytes)
+
+    @staticmethod
+    def _blame(block: Block, error: SpillError) -> None:
+        """A block could not go to disk, and nothing else can go: its trial is over.
+
+        Raises:
+            SpillError: this thread works for that trial.
+        """
+        if block.tenant is None or block.tenant is tenant_at_work():
+            raise error
+        block.tenant.fail(error)
+
+    # Files.
 
     def _entry(self, block: Block) -> _Entry:
         """A block's entry, made as if it had just been used. Under the lock."""
         entry = self._entries.get(block.number)
         if entry is None:
-            entry = self._entries[block.number] = _Entry(block)
-            entry.uses.append(self._now)
+            entry = self._entries[block.number] = _Entry(block, Uses(self._now))
             block.tier = self
         entry.on_host = True
         return entry
 
     def _read(self, entry: _Entry, device: Device) -> None:
-        """Make a host copy of a file; its bytes are taken."""
+        """Make a host copy of a file; its bytes are taken. The block is as before until all has been read."""
         block = entry.block
-        device.on_host(lambda: block.new_host(device))
-        assert block.host is not None
         try:
-            self.disk.read(block.number, block.host)
+            flat = device.on_host(lambda: device.host_empty(block.size))
+            self.disk.read(block.number, flat)
         except BaseException:
-            device.on_host(lambda: block.free_host(lambda: self.disk.mapped(block.number, block.size)))
             self.ledger.give_back(block.nbytes)
             raise
+        device.on_host(lambda: block.put_host(flat))
         block.moved()
         entry.on_host = True
 
 
-def _next_gap(gaps: Sequence[int]) -> int:
-    """The number that follows, if the last ones come again in turn; 0, as for one that is due, where nothing is known yet."""
-    known = [period for period in _PATTERNS if 2 * period <= len(gaps)]
-    if not known:
-        return 0
-
-    def error(period: int) -> float:
-        return sum(abs(gaps[-i] - gaps[-i - period]) for i in range(1, period + 1)) / period
-
-    return gaps[-min(known, key=error)]
+def _worth(entry: _Entry, now: int) -> tuple[bool, bool, int]:
+    """The lowest goes first: a copy of what a device has costs nothing to give up; one the disk has refused is tried last."""
+    return entry.is_refused, entry.block.data is None, -entry.uses.distance(now)

@@ -26,6 +26,7 @@ from hydra_tune.memory.block import Block, Kind, whole_storage
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.ledger import Ledger
 from hydra_tune.memory.saved import SavedTensors
+from hydra_tune.memory.tenant import check_tenant
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.quantities import format_bytes
 
@@ -102,7 +103,7 @@ class Pager:
             return
         if block.host is None:
             if self.host is None:
-                self.device.on_host(lambda: block.new_host(self.device))
+                self.device.on_host(lambda: block.put_host(self.device.host_empty(block.size)))
             else:
                 self.host.provide(block, self.device)
         assert block.host is not None
@@ -151,6 +152,7 @@ class Pager:
 
         Raises:
             BudgetError: all that is more than the budget.
+            HydraTuneError: the trial that this thread works for is over.
         """
         here = sum(block.nbytes for block in wanted if block.home is self) + held_bytes
         if nbytes + here > self.ledger.budget_bytes:
@@ -160,6 +162,8 @@ class Pager:
             )
         while not self.ledger.try_take(nbytes):
             if not self._spill_one():
+                if self.host is not None:
+                    check_tenant()
                 # What is left here is being fetched by other devices' units at this moment.
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,6 +113,7 @@ class Pool:
         self._ended = False
         self._error: BaseException | None = None
         self._abandoned: list[Record] = []
+        self._failing: list[threading.Thread] = []
         self._started = time.perf_counter()
         self._scheduler_seconds = 0.0
         self._units_saved = 0
@@ -144,7 +146,7 @@ class Pool:
             number = next(self._numbers)
             key = f"{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
-            self._records[key] = Record(job)
+            self._records[key] = Record(job, partial(self._fail_beside, key))
             try:
                 self._decide(JobSubmitted(job=key, priority=priority))
             except BaseException:
@@ -174,6 +176,7 @@ class Pool:
             if record is None or record.outcome is not None:
                 return
             record.outcome = status
+            record.tenant.stop()
             self._decide(JobStopped(job=job.key))
             self._changed.notify_all()
         self._release_all()
@@ -274,7 +277,7 @@ class Pool:
         for inbox in self._inboxes.values():
             inbox.put(None)
         self._to_prepare.put(None)
-        for thread in self._threads:
+        for thread in (*self._threads, *self._failing):
             thread.join()
         with hold_interrupts(), self._changed:
             if not self._ended:
@@ -358,7 +361,8 @@ class Pool:
         torch.set_num_threads(1)
         with self._breaking():
             while (record := self._to_prepare.get()) is not None:
-                self._prepare(record)
+                with record.tenant.at_work():
+                    self._prepare(record)
                 del record  # or the last job's model would live until the next one comes
 
     def _prepare(self, record: Record) -> None:
@@ -369,7 +373,7 @@ class Pool:
                 self._tell(JobRejected(job=job.key))
                 return
             device = next(iter(self._devices.values()))
-            trial = Trial(job.task, self._library, device, _Helpers(self, record), self._host)
+            trial = Trial(job.task, self._library, device, _Helpers(self, record), self._host, record.tenant)
             record.trial = trial
             unit = record.advance(report_is_free=True)
             if trial.state is not None:
@@ -437,8 +441,12 @@ class Pool:
                     self._run(*item, device)
                 del item  # or the last job's model would live until the next one comes
 
-    def _turn(self, record: Record, device: str) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._recorder is None else self._recorder.turn(record.job.key, device)
+    @contextlib.contextmanager
+    def _turn(self, record: Record, device: str) -> Iterator[None]:
+        recorder = self._recorder
+        recorded = contextlib.nullcontext() if recorder is None else recorder.turn(record.job.key, device)
+        with recorded, record.tenant.at_work():
+            yield
 
     def _run(self, record: Record, unit: Unit, device: Device) -> None:
         """Run a unit and go on to the job's next one."""
@@ -552,11 +560,30 @@ class Pool:
             self._decide(event)
         self._release_all()
 
+    def _fail_beside(self, key: str, error: BaseException) -> None:
+        """Bytes of a job could not be kept, as another's unit has found. That unit holds a block, so a thread ends the job."""
+        thread = threading.Thread(target=self._end_failed, args=(key, error), name="hydra-fail", daemon=True)
+        with self._changed:
+            self._failing.append(thread)
+        thread.start()
+
+    def _end_failed(self, key: str, error: BaseException) -> None:
+        with contextlib.suppress(HydraTuneError):  # the pool has broken down, which ends all jobs as well
+            with self._changed:
+                record = self._records.get(key)
+                if record is None or record.outcome is not None:
+                    return
+                record.fail(error)
+                self._decide(JobStopped(job=key))
+                self._changed.notify_all()
+            self._release_all()
+
     def _release(self, record: Record) -> None:
         """The job is over and nothing of it runs: give its memory back and say so."""
         result = Result(status="failed", error=HydraTuneError("interrupted while the job's memory was given back"))
         try:
-            with contextlib.nullcontext() if self._recorder is None else self._recorder.release(record.job.key):
+            recorded = contextlib.nullcontext() if self._recorder is None else self._recorder.release(record.job.key)
+            with recorded, record.tenant.at_work():
                 result = record.finish()
         finally:
             # Whatever happens, Ctrl-C in a driver's thread included: a job that is over must say so.

@@ -19,17 +19,13 @@ def has_room(record: Record, others: Iterable[Record], host_bytes: int, host: Ho
     need, capacity = record.trial.host_bytes, host_bytes if host is None else host.capacity_bytes
     if need > capacity:
         raise BudgetError(_refusal(record.job.name, need, capacity, host_bytes, host))
-    admitted = [other for other in others if other.host_bytes]
-    if need + sum(other.host_bytes for other in admitted) > capacity:
+    if need + sum(other.host_bytes for other in others) > capacity:
         return False
     if host is not None:
-        # Whatever goes to disk, the largest block of any trial must find room beside what cannot go there.
-        fixed = sum(other.fixed_host_bytes for other in admitted) + record.trial.fixed_host_bytes
-        largest = max(trial.largest_host_bytes for trial in (record.trial, *(o.trial for o in admitted)) if trial)
-        host.check(record.trial.fixed_host_bytes + record.trial.largest_host_bytes)
-        if fixed + largest > host_bytes:
+        fixed, largest = record.trial.fixed_host_bytes, record.trial.largest_host_bytes
+        if not host.admit(record.tenant, fixed, largest):
             return False
-    record.host_bytes, record.fixed_host_bytes = need, record.trial.fixed_host_bytes
+    record.host_bytes = need
     return True
 
 

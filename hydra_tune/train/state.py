@@ -19,6 +19,7 @@ from hydra_tune.errors import TaskError
 from hydra_tune.memory.block import Group, Kind, lay_out
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import bring_home, drop
+from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.library import Layout
 from hydra_tune.shard.own_state import check_state
@@ -35,12 +36,20 @@ class ModelState:
         plan: decides the groups; later plans of the trial use the same ones.
         device: any device of the pool, for host memory and alignment.
         host: counts the groups' host copies; None: the host has room for all.
+        tenant: the trial, for `host`.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: Optimizer, plan: Plan, device: Device, host: HostTier | None = None
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        device: Device,
+        host: HostTier | None = None,
+        tenant: Tenant | None = None,
     ) -> None:
         self._host = host
+        self.tenant = tenant
         self.module = module
         self.optimizer = optimizer
         self.tensors: dict[str, Tensor] = dict(named_state(module))
@@ -183,6 +192,7 @@ class ModelState:
         except BaseException:
             self._host.ledger.give_back(nbytes)
             raise
+        group.tenant = self.tenant
         self._host.enter(group)
         return group
 

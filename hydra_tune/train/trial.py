@@ -18,9 +18,11 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import BadLossError, MetricError, TaskError
+from hydra_tune.errors import BadLossError, BudgetError, MetricError, TaskError
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
+from hydra_tune.memory.tenant import Tenant
+from hydra_tune.quantities import format_bytes
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
@@ -89,6 +91,7 @@ class Trial:
         device: any device of the pool, for host memory.
         helpers: asked before a step whose batches may run side by side, if anybody could help.
         host: counts host copies and sends some to disk; None: the host has room for all.
+        tenant: the trial, for `host`.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Trial:
         device: Device,
         helpers: Helpers | None = None,
         host: HostTier | None = None,
+        tenant: Tenant | None = None,
     ) -> None:
         self.task = task
         self.history: list[dict[str, float]] = []
@@ -120,7 +124,7 @@ class Trial:
         self._helpers = helpers
         self._lock = threading.Lock()
         self._host = host
-        self._reserved_bytes = 0
+        self._tenant = tenant
         self._streams = RandomStreams(task.seed)
         self._gradients = Gradients(task)
         self._feed = Feed(task.batch_size, self._own_code)
@@ -188,9 +192,7 @@ class Trial:
     @property
     def fixed_host_bytes(self) -> int:
         """Host memory that cannot go to disk, as long as the trial lives: what whole units spill of their activations."""
-        if self.state is None:
-            return 0
-        return sum(shard.cost.spilled_bytes for shard in self.state.layout.plan.shards)
+        return 0 if self.state is None else _fixed_bytes(self.state.layout.plan)
 
     @property
     def largest_host_bytes(self) -> int:
@@ -199,9 +201,21 @@ class Trial:
 
     def reserve_host(self) -> None:
         """Take the host memory that cannot go to disk, until the trial is closed."""
-        if self._host is not None and (need := self.fixed_host_bytes):
-            self._host.reserve(need)
-            self._reserved_bytes = need
+        if self._host is not None and self._tenant is not None:
+            self._host.reserve(self._tenant)
+
+    def _fit_host(self, state: ModelState, plan: Plan) -> None:
+        """A further kind of batch may need more of the host than the trial was let in with."""
+        if self._host is None or self._tenant is None:
+            return
+        plans = [state.layout.plan, plan, *(kept.plan for found in self._plans.values() for kept in found)]
+        fixed, largest = max(map(_fixed_bytes, plans)), max(map(_largest_bytes, plans))
+        if not self._host.admit(self._tenant, fixed, largest):
+            raise BudgetError(
+                f"another kind of batch needs {format_bytes(fixed + largest)} of host memory at once, which is not free beside "
+                "what other trials keep there; raise host_memory, or run fewer trials at a time (max_concurrent)"
+            )
+        self.reserve_host()
 
     def close(self, *, keep: bool) -> None:
         """End the trial: values of the step go; the state comes home, or goes too."""
@@ -209,8 +223,8 @@ class Trial:
             self._program.close()
         finally:
             self._feed.close()
-            if self._host is not None and self._reserved_bytes:
-                self._host.reserve(-self._reserved_bytes)
+            if self._host is not None and self._tenant is not None:
+                self._host.leave(self._tenant)
             if self.state is not None:
                 if keep:
                     self._hand_over(self.state)
@@ -341,7 +355,7 @@ class Trial:
         if self.state is None:
             if self._host is not None:
                 self._host.check(_largest_bytes(kept.plan))
-            self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host)
+            self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant)
             self.num_shards = len(kept.plan.shards)
         self._train_times, self._step_left = kept.times, kept.times.total
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, width)
@@ -472,6 +486,7 @@ class Trial:
                 self.task, module, optimizer, batch, mode, like, prefer_whole=self._kinds[mode] > _MAX_CAPTURES
             )
         if self.state is not None:
+            self._fit_host(self.state, prepared.plan)
             self.state.adopt_state(list(prepared.plan.used_state()), self._device)
         module.train()
         times = unit_times(prepared, self._parts_per_step if mode == "train" else 1)
@@ -525,6 +540,11 @@ def run_unit(
         waited = unit.run(device, pager)
         device.synchronize()
         return time.perf_counter() - start - waited
+
+
+def _fixed_bytes(plan: Plan) -> int:
+    """What of a trial cannot go to disk."""
+    return sum(shard.cost.spilled_bytes for shard in plan.shards)
 
 
 def _largest_bytes(plan: Plan) -> int:
