@@ -80,6 +80,11 @@ class _Entry:
         """Whether its bytes are there only."""
         return self.is_stored and not self.on_host and self.block.host is None and self.block.data is None
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether its trial goes on, as far as is known here."""
+        return self.block.tenant is None or self.block.tenant.failure is None
+
 
 @dataclass(slots=True)
 class _Search:
@@ -346,7 +351,7 @@ class HostTier:
         try:
             if not entry.on_host or entry.holds or block.host is None or block.tier is not self:
                 return False
-            if block.tenant is not None and block.tenant.failure is not None:
+            if not entry.is_wanted:
                 self._free(entry, is_wanted=False)
                 return True
             if block.data is None:
@@ -413,6 +418,6 @@ class HostTier:
         entry.on_host = True
 
 
-def _worth(entry: _Entry, now: int) -> tuple[bool, bool, int]:
+def _worth(entry: _Entry, now: int) -> tuple[bool, bool, bool, int]:
     """The lowest goes first: a copy of what a device has costs nothing to give up; one the disk has refused is tried last."""
-    return entry.is_refused, entry.block.data is None, -entry.uses.distance(now)
+    return entry.is_wanted, entry.is_refused, entry.block.data is None, -entry.uses.distance(now)

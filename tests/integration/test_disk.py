@@ -162,13 +162,15 @@ def test_a_pruned_trial_leaves_the_disk_at_once_and_others_stay(tmp_path):
     assert ours(tmp_path) == []
 
 
-def test_a_trial_whose_files_cannot_be_read_fails_alone(tmp_path):
-    with pool(tmp_path, max_concurrent=1) as executor:
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_trial_whose_files_cannot_be_read_fails_alone(tmp_path, width):
+    with pool(tmp_path, max_concurrent=width) as executor:
         stream = executor.events()
         broken, other = executor.submit(task(0), events=stream), executor.submit(task(1))
         assert stream.get(PATIENCE_SECONDS).job is broken
-        for path in files(tmp_path):
-            path.unlink()
+        for number in {block.number for block in executor._pool._records[broken.key].trial.state._blocks()}:
+            for path in tmp_path.glob(f"hydra-tune-*/block-{number}.bin"):
+                path.unlink()
         broken.proceed()
         error = broken.result(PATIENCE_SECONDS).error
         assert isinstance(error, SpillError)
@@ -177,6 +179,29 @@ def test_a_trial_whose_files_cannot_be_read_fails_alone(tmp_path):
         assert against_plain(one_thread(lambda: train_plain(task(1))), other.result(PATIENCE_SECONDS)) == []
         assert executor.stats().devices["cpu:0"].resident_bytes == 0
         assert executor._pool._host.ledger.used_bytes == 0
+
+
+def test_a_trial_whose_copies_the_disk_refuses_fails_by_name_when_another_needs_the_room(tmp_path):
+    with pool(tmp_path, max_concurrent=2) as executor:
+        stream = executor.events()
+        refused = executor.submit(task(0), events=stream)
+        assert stream.get(PATIENCE_SECONDS).job is refused
+        (folder,) = ours(tmp_path)
+        for block in executor._pool._records[refused.key].trial.state._blocks():
+            path = folder / f"block-{block.number}.bin"
+            path.unlink(missing_ok=True)
+            path.mkdir()
+        other = executor.submit(task(1))
+        error = refused.result(PATIENCE_SECONDS).error  # though it only waits at its report
+        assert isinstance(error, SpillError)
+        assert error.errno == 21
+        assert error.path.startswith(str(folder))
+        assert error.path in str(error)
+        assert against_plain(one_thread(lambda: train_plain(task(1))), other.result(PATIENCE_SECONDS)) == []
+        assert executor.stats().devices["cpu:0"].resident_bytes == 0
+        assert executor._pool._host.ledger.used_bytes == 0
+        for left in folder.glob("block-*"):
+            left.rmdir()
 
 
 class ReadsWeights(torch.optim.lr_scheduler.LRScheduler):
@@ -262,7 +287,7 @@ with pool(pathlib.Path(sys.argv[1])) as executor:
 def test_what_a_killed_process_leaves_is_removed_at_the_next_start(tmp_path):
     process = run_python(ENDLESS, tmp_path)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not files(tmp_path) and process.poll() is None and time.monotonic() < deadline:
+    while len(files(tmp_path)) < DEPTH and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     alive = ours(tmp_path)
     with pool(tmp_path):
