@@ -2,31 +2,62 @@
 
     python benchmarks/disk.py [FOLDER]
 
-Prints seconds of a step with the state on the host and with half of it on disk, the disk's own seconds for the same bytes
-(files of one layer, same pieces, nothing else running), and the ratio of the slower of the two to what was reached. Each is
-the best of some runs; a disk whose speed changes from run to run, as virtual ones do, makes the ratio no better than that.
+A step of one trial with its state on the host, the same with half of it on disk, and what the disk alone takes for the bytes
+that this moved: files of one layer, read and written in turn in the same pieces and past the page cache, with nothing else
+running, right before and right after. "reached" is the slower of computing and of the disk alone, divided by the step: 1 would
+be all of one behind the other. The kernel's own count of what the process has read from the device is beside ours, so that the
+page cache cannot have helped. CPU seconds are of all threads: the disk's thread needs a core of its own, or part of one.
+Steps are medians, for a disk whose speed changes, as virtual ones do; times are worth little on a machine that does other work.
 """
 
+import os
+import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.spill_dir import SpillFolder
-from hydra_tune.pool.stats import DiskStats
 
 WIDTH, LAYERS = 1024, 12
-STEPS = (2, 8)  # the difference leaves out what comes once
-RUNS = 2
-STATE_BYTES = 3 * LAYERS * (WIDTH + 1) * WIDTH * 4
+WARM_UP, STEPS = 4, 10  # when blocks are needed is known after two steps
+LAYER_BYTES = (WIDTH + 1) * WIDTH * 4
+STATE_BYTES = 3 * LAYERS * LAYER_BYTES
 DEVICE_BYTES = 10 * WIDTH * WIDTH * 4 + 2**24
+ROWS = (64, 256, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What is counted at the start of a step."""
+
+    wall: float
+    cpu: float
+    read: int
+    written: int
+    disk_seconds: float
+    device_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Of one step."""
+
+    wall: float
+    cpu: float
+    read: float
+    written: float
+    disk_seconds: float
+    device_read: float
 
 
 def _model() -> nn.Module:
@@ -34,80 +65,91 @@ def _model() -> nn.Module:
     return nn.Sequential(*layers[:-2])
 
 
-def _task(rows: int, steps: int) -> TrainTask:
+def _device_read() -> int:
+    """Bytes that this process has had from storage, as the kernel counts them; 0 where it does not say."""
+    path = Path("/proc/self/io")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), 0)
+
+
+def _run(rows: int, folder: Path | None) -> Step:
+    marks: list[Mark] = []
     x = torch.randn(rows, WIDTH)
-    return TrainTask(
-        model=_model,
-        optimizer=partial(torch.optim.AdamW, lr=1e-3),
-        loss=nn.MSELoss(),
-        train=lambda: [(x, x)] * steps,
-        epochs=1,
+
+    def mark() -> None:
+        disk = pool.stats().disk
+        read, written, seconds = (
+            (0, 0, 0.0) if disk is None else (disk.bytes_read, disk.bytes_written, disk.busy_seconds)
+        )
+        marks.append(Mark(time.perf_counter(), sum(os.times()[:2]), read, written, seconds, _device_read()))
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(WARM_UP + STEPS):
+            mark()
+            yield x, x
+        mark()
+
+    task = TrainTask(
+        model=_model, optimizer=partial(torch.optim.AdamW, lr=1e-3), loss=nn.MSELoss(), train=batches, epochs=1
     )
-
-
-def _run(rows: int, steps: int, folder: Path | None) -> tuple[float, DiskStats | None]:
-    """Seconds in units, and the disk's figures."""
     host = STATE_BYTES // 2 if folder else 2**33
     with HydraExecutor(
         devices="cpu:1", device_memory=DEVICE_BYTES, host_memory=host, spill_dir=folder, num_shards="layer"
     ) as pool:
-        (result,) = pool.run([_task(rows, steps)])
+        (result,) = pool.run([task])
         if result.error is not None:
             raise result.error
-        stats = pool.stats()
-    return stats.devices["cpu:0"].busy_seconds, stats.disk
+    kept = marks[-STEPS - 1 :]
+    wall = statistics.median(b.wall - a.wall for a, b in pairwise(kept))
+    first, last = kept[0], kept[-1]
+    return Step(
+        wall,
+        *(
+            (getattr(last, name) - getattr(first, name)) / STEPS
+            for name in ("cpu", "read", "written", "disk_seconds", "device_read")
+        ),
+    )
 
 
-def _step(rows: int, folder: Path | None) -> tuple[float, float, float]:
-    """Seconds, bytes read and bytes written of one step."""
-    found = []
-    for _ in range(RUNS):
-        (less, few), (more, many) = (_run(rows, steps, folder) for steps in STEPS)
-        count = STEPS[1] - STEPS[0]
-        read = written = 0.0
-        if few is not None and many is not None:
-            read = (many.bytes_read - few.bytes_read) / count
-            written = (many.bytes_written - few.bytes_written) / count
-        found.append(((more - less) / count, read, written))
-    return min(found)
-
-
-def _bandwidths(folder: Path) -> tuple[float, float, bool]:
-    """Bytes a second read and written, in files of the size of a layer's parameters."""
+def _alone(folder: Path, read: float, written: float) -> tuple[float, bool]:
+    """Seconds that the disk takes for so many bytes, in files of a layer's parameters, reads and writes in turn."""
     disk = Disk(SpillFolder(folder))
-    data, numbers = torch.ones(WIDTH * WIDTH * 4, dtype=torch.uint8), range(1, 25)
+    data = torch.ones(LAYER_BYTES, dtype=torch.uint8)
+    counts = {disk.read: round(read / LAYER_BYTES), disk.write: round(written / LAYER_BYTES)}
+    total = sum(counts.values())
     try:
-        best = [0.0, 0.0]
-        for _ in range(RUNS):
-            marks = [time.perf_counter()]
-            for transfer in (disk.write, disk.read):
-                for number in numbers:
-                    transfer(number, data)
-                marks.append(time.perf_counter())
-            seconds = [b - a for a, b in pairwise(marks)]
-            best = [max(old, len(numbers) * data.numel() / new) for old, new in zip(best, seconds, strict=True)]
-        return best[1], best[0], disk.is_direct
+        for number in range(1, total + 1):
+            disk.write(number, data)
+        start = time.perf_counter()
+        for number in range(1, total + 1):
+            reads = number * counts[disk.read] // total - (number - 1) * counts[disk.read] // total
+            (disk.read if reads else disk.write)(number, data)
+        seconds = time.perf_counter() - start
+        return seconds * (read + written) / (total * LAYER_BYTES), disk.is_direct
     finally:
         disk.close()
 
 
 def main(parent: str | None = None) -> None:
     """Print the table."""
+    print(f"state {STATE_BYTES / 1e6:.0f} MB, of which the host holds half; {os.cpu_count()} cores")
+    print(
+        "rows | step on host | of it CPU | step, half on disk | of it CPU | read MB (kernel's count) | written MB | "
+        "disk's thread | disk alone | reached"
+    )
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
-        reads, writes, is_direct = _bandwidths(folder)
-        print(
-            f"disk: {reads / 1e6:.0f} MB/s read, {writes / 1e6:.0f} MB/s written, {'O_DIRECT' if is_direct else 'buffered'}; "
-            f"state {STATE_BYTES / 1e6:.0f} MB, of which the host holds half"
-        )
-        print("rows | step, state on host | step, half on disk | read MB | written MB | disk alone | slower / reached")
-        for rows in (64, 512):
-            memory, _, _ = _step(rows, None)
-            seconds, read, written = _step(rows, folder)
-            alone = read / reads + written / writes
+        for rows in ROWS:
+            host, spilled = _run(rows, None), _run(rows, folder)
+            before, is_direct = _alone(folder, spilled.read, spilled.written)
+            spilled = _run(rows, folder)
+            after, _ = _alone(folder, spilled.read, spilled.written)
+            alone = (before + after) / 2
             print(
-                f"{rows:4} | {memory:.3f} s | {seconds:.3f} s | {read / 1e6:.0f} | {written / 1e6:.0f} | {alone:.3f} s | "
-                f"{max(memory, alone) / seconds:.2f}",
+                f"{rows:4} | {host.wall:.3f} s | {host.cpu:.3f} s | {spilled.wall:.3f} s | {spilled.cpu:.3f} s | "
+                f"{spilled.read / 1e6:.0f} ({spilled.device_read / 1e6:.0f}) | {spilled.written / 1e6:.0f} | "
+                f"{spilled.disk_seconds:.3f} s | {alone:.3f} s ({'O_DIRECT' if is_direct else 'buffered'}) | "
+                f"{max(host.wall, alone) / spilled.wall:.2f}",
                 flush=True,
             )
 

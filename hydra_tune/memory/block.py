@@ -50,6 +50,9 @@ class Tier(Protocol):
     def recall(self, block: "Block", device: Device | None = None) -> None:
         """Give it a host copy of what is on disk, if its bytes are there only."""
 
+    def loaded(self, block: "Block") -> None:
+        """What `recall` has given has been copied to a device."""
+
     def forget(self, block: "Block", *, keep: bool = False) -> None:
         """Nothing of it is to be held any more; `keep` leaves the host copy to the caller."""
 

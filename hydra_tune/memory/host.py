@@ -146,17 +146,13 @@ class HostTier:
             )
 
     def admit(self, tenant: Tenant, fixed_bytes: int, largest_bytes: int) -> bool:
-        """Let a trial in, or let one that is in need more; False: there will be room once others have ended.
+        """Let a trial in, or let one that is in need more; False: there is no room for that beside the others.
 
         Args:
             tenant: the trial.
             fixed_bytes: what of it cannot go to disk; taken by `reserve`.
             largest_bytes: the most that one of its blocks takes.
-
-        Raises:
-            BudgetError: there would not be room if it were alone.
         """
-        self.check(fixed_bytes + largest_bytes)
         with self._lock:
             others = [share for other, share in self._shares.items() if other is not tenant]
             fixed = sum(share.fixed_bytes for share in others) + fixed_bytes
@@ -166,11 +162,15 @@ class HostTier:
         return True
 
     def reserve(self, tenant: Tenant) -> None:
-        """Take the bytes that a trial was let in with and that cannot go to disk."""
+        """Take the bytes that a trial was let in with and that cannot go to disk, or give back what it needs no more."""
         share, taken = self._shares.get(tenant), self._reserved.get(tenant, 0)
-        if share is not None and share.fixed_bytes > taken:
+        if share is None:
+            return
+        if share.fixed_bytes > taken:
             self.take(share.fixed_bytes - taken)
-            self._reserved[tenant] = share.fixed_bytes
+        else:
+            self.ledger.give_back(taken - share.fixed_bytes)
+        self._reserved[tenant] = share.fixed_bytes
 
     def leave(self, tenant: Tenant) -> None:
         """A trial is over: what it has reserved is free."""
@@ -244,6 +244,9 @@ class HostTier:
         self.take(block.nbytes)
         self._read(self._entries[block.number], device or self._device)
 
+    def loaded(self, block: Block) -> None:
+        """A block is on a device again; its host copy may go when room is needed."""
+
     def forget(self, block: Block, *, keep: bool = False) -> None:
         """Give back all that is held for a block. Under its lock; `keep` leaves the host copy to the caller."""
         with self._lock:
@@ -265,6 +268,11 @@ class HostTier:
             self._hold(blocks, -1)
             while self.ledger.used_bytes > self.ledger.budget_bytes and self._give_up_one().has_given:
                 pass
+
+    def hold(self, block: Block, change: int) -> None:
+        """Keep a host copy where it is (1), or let it go again (-1). Under the block's lock, and only for a short time."""
+        with self._lock:
+            self._entries[block.number].holds += change
 
     def close(self) -> None:
         """End the disk's thread and remove all files."""

@@ -135,6 +135,8 @@ class Pager:
             assert block.host is not None, "a block that is nowhere"
             data = self.device.empty(block.size)
             self.device.load([(block.host, data)])
+            if block.tier is not None:
+                block.tier.loaded(block)
             _note("in", [block], block.size, since_ns=start)
             self.bytes_in[block.kind] += block.size
             block.data, block.home, block.dirty = data, self, False

@@ -416,9 +416,8 @@ class Pool:
         with self._changed:
             if record.outcome is not None or not self._scheduler.idle_devices:
                 return 1
-            if self._host is not None:
-                return 1  # copies are read from the host memory of the group, which may go to disk meanwhile
-            free = self._host_bytes - sum(other.host_bytes for other in self._records.values())
+            capacity = self._host_bytes if self._host is None else self._host.capacity_bytes
+            free = capacity - sum(other.host_bytes for other in self._records.values())
             count = max(0, min(len(self._devices) - 1, free // max(1, nbytes)))
             record.lent_bytes += count * nbytes
             record.host_bytes += count * nbytes

@@ -23,6 +23,7 @@ def has_room(record: Record, others: Iterable[Record], host_bytes: int, host: Ho
         return False
     if host is not None:
         fixed, largest = record.trial.fixed_host_bytes, record.trial.largest_host_bytes
+        host.check(fixed + largest)
         if not host.admit(record.tenant, fixed, largest):
             return False
     record.host_bytes = need

@@ -26,8 +26,12 @@ class Helpers(Protocol):
 def lane_bytes(plan: Plan) -> int:
     """Host memory that one more batch under way may need: values and gradients between its units, and batches drawn ahead."""
     costs = [shard.cost for shard in plan.shards]
-    drawn = max(cost.value_bytes for cost in costs)
-    return sum(cost.value_bytes + cost.gradient_bytes + cost.trained_bytes for cost in costs) + AHEAD * drawn
+    return sum(cost.value_bytes + cost.gradient_bytes + cost.trained_bytes for cost in costs) + drawn_bytes(plan)
+
+
+def drawn_bytes(plan: Plan) -> int:
+    """As much of it as is for batches drawn ahead, which stay on the host."""
+    return AHEAD * max(shard.cost.value_bytes for shard in plan.shards)
 
 
 def is_worth_it(plan: Plan, times: UnitTimes, count: int) -> bool:

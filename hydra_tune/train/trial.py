@@ -33,7 +33,7 @@ from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import no_batch, num_batches, num_samples
 from hydra_tune.train.feed import Feed
 from hydra_tune.train.gradients import Gradients
-from hydra_tune.train.helpers import Helpers, is_worth_it, lane_bytes
+from hydra_tune.train.helpers import Helpers, drawn_bytes, is_worth_it, lane_bytes
 from hydra_tune.train.hooks import refuse_gradient_hooks
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.pieces import Piece, check_pieces, pieces
@@ -204,18 +204,16 @@ class Trial:
         if self._host is not None and self._tenant is not None:
             self._host.reserve(self._tenant)
 
-    def _fit_host(self, state: ModelState, plan: Plan) -> None:
-        """A further kind of batch may need more of the host than the trial was let in with."""
-        if self._host is None or self._tenant is None:
-            return
-        plans = [state.layout.plan, plan, *(kept.plan for found in self._plans.values() for kept in found)]
-        fixed, largest = max(map(_fixed_bytes, plans)), max(map(_largest_bytes, plans))
-        if not self._host.admit(self._tenant, fixed, largest):
-            raise BudgetError(
-                f"another kind of batch needs {format_bytes(fixed + largest)} of host memory at once, which is not free beside "
-                "what other trials keep there; raise host_memory, or run fewer trials at a time (max_concurrent)"
-            )
-        self.reserve_host()
+    def _keep_on_host(self, plan: Plan, extra_bytes: int = 0) -> bool:
+        """Have room on the host for what cannot go to disk with a further plan, and for so much more; False: there is none."""
+        if self._host is None or self._tenant is None or self.state is None:
+            return True
+        plans = [self.state.layout.plan, plan, *(kept.plan for found in self._plans.values() for kept in found)]
+        fixed, largest = max(map(_fixed_bytes, plans)) + extra_bytes, max(map(_largest_bytes, plans))
+        has_room = self._host.admit(self._tenant, fixed, largest)
+        if has_room:
+            self._host.reserve(self._tenant)
+        return has_room
 
     def close(self, *, keep: bool) -> None:
         """End the trial: values of the step go; the state comes home, or goes too."""
@@ -366,15 +364,25 @@ class Trial:
         helped = self._may_be_helped and self.state is not None and kept.draws is not None and plan.may_run_beside
         if self._helpers is None or not helped or not is_worth_it(plan, kept.times, self._parts_per_step):
             return 1
-        return self._helpers.ask(lane_bytes(plan))
+        width = self._helpers.ask(lane_bytes(plan))
+        if width > 1 and not self._keep_on_host(plan, (width - 1) * drawn_bytes(plan)):
+            self._leave_helpers()
+            return 1
+        return width
+
+    def _leave_helpers(self) -> None:
+        if self._helpers is not None:
+            self._helpers.leave()
+        if self.state is not None:
+            self._keep_on_host(self.state.layout.plan)
 
     def _finish(self, step: OptimizerStep, epoch: int) -> Generator[PendingUnit | Spread | Report, None, None]:
         """The end of an optimizer step, and what is due after it."""
         task = self.task
         try:
             yield from self._together(step)
-            if step.width > 1 and self._helpers is not None:
-                self._helpers.leave()
+            if step.width > 1:
+                self._leave_helpers()
             yield from step.finish()
         finally:
             step.close()
@@ -486,7 +494,7 @@ class Trial:
                 self.task, module, optimizer, batch, mode, like, prefer_whole=self._kinds[mode] > _MAX_CAPTURES
             )
         if self.state is not None:
-            self._fit_host(self.state, prepared.plan)
+            self._check_host(prepared.plan)
             self.state.adopt_state(list(prepared.plan.used_state()), self._device)
         module.train()
         times = unit_times(prepared, self._parts_per_step if mode == "train" else 1)
@@ -494,6 +502,15 @@ class Trial:
         return _Kept(
             prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0
         )
+
+    def _check_host(self, plan: Plan) -> None:
+        """A further kind of batch may need more of the host than the trial was let in with."""
+        if not self._keep_on_host(plan):
+            need = _fixed_bytes(plan) + _largest_bytes(plan)
+            raise BudgetError(
+                f"another kind of batch needs {format_bytes(need)} of host memory at once, which is not free beside what other "
+                "trials keep there; raise host_memory, or run fewer trials at a time (max_concurrent)"
+            )
 
     def _is_outdated(self, kept: _Kept, module: nn.Module) -> bool:
         """Whether eager units have changed attributes that a graph has baked in; a graph itself changes none."""

@@ -141,6 +141,21 @@ def test_trials_share_host_memory_and_disk(tmp_path):
     assert ours(tmp_path) == []
 
 
+def test_batches_side_by_side_read_what_is_on_disk(tmp_path):
+    def make():  # without BatchNorm, whose batches depend on each other
+        layers = [part for _ in range(DEPTH) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.2))]
+        return nn.Sequential(*layers, nn.Linear(WIDTH, 4))
+
+    accumulating = partial(task, model=make, accumulate=4, epochs=6)
+    with pool(tmp_path, devices="cpu:2", host_memory=2 * HOST_BYTES) as executor:
+        (result,) = executor.run([accumulating()])
+        stats = executor.stats()
+        assert executor._pool._host.ledger.used_bytes == 0
+    assert against_plain(one_thread(lambda: train_plain(accumulating())), result) == []
+    assert all(device.units > 0 for device in stats.devices.values()), "no device has helped"
+    assert stats.disk.bytes_read > state_bytes()
+
+
 def test_a_pruned_trial_leaves_the_disk_at_once_and_others_stay(tmp_path):
     with pool(tmp_path, max_concurrent=2) as executor:
         stream = executor.events()
