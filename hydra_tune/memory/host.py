@@ -23,16 +23,17 @@ Note: who waits for what. All waiting for room is in `take`, and it ends, becaus
   it is stopped.
 * A trial that is wanted whole may overdraw the ledger. As long as one is, the others do too rather than wait, for what it waits
   for may be a block that they hold.
-* A copy that the disk does not take stays, and another goes. If none can go any more, the trial whose copy it was fails, by
-  name and with the system's error: it loses its copies there and then, and nobody waits for it to come to its end. Only a
-  trial whose own bytes these are has the error raised in its unit.
+* A copy that the disk does not take stays, and another goes. If none can go any more, the trial that has most of those refused
+  fails, by name and with the system's error: it loses its copies there and then, and nobody waits for it to come to its end.
+  A unit has the error raised only if that trial is its own.
 """
 
 import contextlib
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, SpillError
@@ -92,7 +93,7 @@ class _Search:
 
     has_given: bool = False
     is_busy: bool = False
-    failed: tuple[Block, SpillError] | None = None
+    failed: list[tuple[Block, SpillError]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +198,8 @@ class HostTier:
             if self._num_whole:
                 self.ledger.overdraw(nbytes)
                 return
-            if found.failed is not None and not found.is_busy:
-                self._blame(*found.failed)
+            if found.failed and not found.is_busy:
+                _blame(found.failed)
             else:
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
@@ -348,7 +349,7 @@ class HostTier:
                     break
             except SpillError as error:
                 entry.is_refused = True  # its copy stays, and another may go
-                search.failed = search.failed or (entry.block, error)
+                search.failed.append((entry.block, error))
         return search
 
     def _give_up(self, entry: _Entry, search: _Search) -> bool:
@@ -390,17 +391,6 @@ class HostTier:
         entry.on_host = False
         self.ledger.give_back(block.nbytes)
 
-    @staticmethod
-    def _blame(block: Block, error: SpillError) -> None:
-        """A block could not go to disk, and nothing else can go: its trial is over.
-
-        Raises:
-            SpillError: this thread works for that trial.
-        """
-        if block.tenant is None or block.tenant is tenant_at_work():
-            raise error
-        block.tenant.fail(error)
-
     # Files.
 
     def _entry(self, block: Block) -> _Entry:
@@ -424,6 +414,22 @@ class HostTier:
         device.on_host(lambda: block.put_host(flat))
         block.moved()
         entry.on_host = True
+
+
+def _blame(failed: Sequence[tuple[Block, SpillError]]) -> None:
+    """These blocks could not go to disk, and nothing else can go: the trial that has most of them is over.
+
+    Raises:
+        SpillError: this thread works for that trial.
+    """
+    nbytes: Counter[Tenant | None] = Counter()
+    for block, _ in failed:
+        nbytes[block.tenant] += block.nbytes
+    ((tenant, _),) = nbytes.most_common(1)
+    error = next(error for block, error in failed if block.tenant is tenant)
+    if tenant is None or tenant is tenant_at_work():
+        raise error
+    tenant.fail(error)
 
 
 def _worth(entry: _Entry, now: int) -> tuple[bool, bool, bool, int]:

@@ -191,7 +191,8 @@ def test_a_trial_whose_files_cannot_be_read_fails_alone(tmp_path, width):
         assert isinstance(error, SpillError)
         assert error.errno == 2
         assert error.path in str(error)
-        assert against_plain(one_thread(lambda: train_plain(task(1))), other.result(PATIENCE_SECONDS)) == []
+        done = other.result(PATIENCE_SECONDS)  # before the plain loop, which draws from the process's one generator
+        assert against_plain(one_thread(lambda: train_plain(task(1))), done) == []
         assert executor.stats().devices["cpu:0"].resident_bytes == 0
         assert executor._pool._host.ledger.used_bytes == 0
 
@@ -212,7 +213,8 @@ def test_a_trial_whose_copies_the_disk_refuses_fails_by_name_when_another_needs_
         assert error.errno == 21
         assert error.path.startswith(str(folder))
         assert error.path in str(error)
-        assert against_plain(one_thread(lambda: train_plain(task(1))), other.result(PATIENCE_SECONDS)) == []
+        done = other.result(PATIENCE_SECONDS)  # before the plain loop, which draws from the process's one generator
+        assert against_plain(one_thread(lambda: train_plain(task(1))), done) == []
         assert executor.stats().devices["cpu:0"].resident_bytes == 0
         assert executor._pool._host.ledger.used_bytes == 0
         for left in folder.glob("block-*"):
@@ -274,9 +276,9 @@ print("as expected")
 """
 
 
-def run_python(code, *arguments, **options):
+def run_python(code, *arguments, before=(), **options):
     return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
+        [*before, sys.executable, "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -287,6 +289,54 @@ def run_python(code, *arguments, **options):
 
 def test_a_disk_that_takes_no_more_fails_that_trial_and_no_other(tmp_path):
     process = run_python(LIMITED, tmp_path)
+    output, _ = process.communicate(timeout=4 * PATIENCE_SECONDS)
+    assert output.strip().endswith("as expected"), output
+
+
+FULL = """
+import os, sys, pathlib, subprocess
+from tests.integration.test_disk import *
+folder = pathlib.Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=66m,mode=700", "tmpfs", folder], check=True)
+small = partial(task, model=lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.Dropout(0.1), nn.Linear(32, 4)))
+expected = one_thread(lambda: train_plain(small()))
+units, fills = itertools.count(), []
+
+@contextmanager
+def instrument():
+    yield
+    if fills and next(units) == 3:
+        with open(folder / "somebody else's", "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError as error:
+                fills.append(error.errno)
+
+with pool(folder, max_concurrent=2, instrument=instrument) as executor:
+    stream = executor.events()
+    other = executor.submit(small(), events=stream)
+    assert stream.get(60).job is other
+    fills.append(0)
+    large = executor.submit(task()).result(120).error
+    assert fills == [0, 28], fills
+    assert isinstance(large, SpillError), large
+    assert large.errno == 28 and large.path.startswith(str(folder)) and large.path in str(large), large
+    while other.state not in ("completed", "failed"):
+        other.proceed()
+        event = stream.get(60)
+    assert against_plain(expected, other.result(60)) == []
+    assert files(folder) == []
+    assert executor._pool._host.ledger.used_bytes == 0
+print("as expected")
+"""
+
+
+def test_a_full_file_system_fails_the_trial_that_fills_it(tmp_path):
+    unshare = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs a mount of its own")
+    process = run_python(FULL, tmp_path, before=unshare)
     output, _ = process.communicate(timeout=4 * PATIENCE_SECONDS)
     assert output.strip().endswith("as expected"), output
 
