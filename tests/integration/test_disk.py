@@ -7,9 +7,11 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,6 +104,11 @@ def files(folder):
     return sorted(folder.glob("hydra-tune-*/block-*.bin"))
 
 
+def handles():
+    found = Path("/proc/self/fd")
+    return sum(1 for _ in found.iterdir()) if found.is_dir() else 0
+
+
 def host_bytes_seen(since):
     """Bytes of the host copies of all blocks but the batches' made after this one, counted by their storages."""
     found = [thing for thing in gc.get_objects() if type(thing) in (Block, Group)]
@@ -112,19 +119,23 @@ def host_bytes_seen(since):
 @pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
 def test_a_trial_several_times_host_memory_is_exact(tmp_path, devices):
     assert state_bytes() > 4 * HOST_BYTES
-    seen, units, first = [], itertools.count(1), Block(Kind.INPUTS, 1, 1)
+    seen, open_now, units, first = [], [], itertools.count(1), Block(Kind.INPUTS, 1, 1)
 
     @contextmanager
     def instrument():
         yield
         if next(units) % 25 == 0:  # looking through all objects takes long
             seen.append(host_bytes_seen(first))
+            open_now.append((handles(), threading.active_count()))
 
     with pool(tmp_path, devices=devices, instrument=instrument) as executor:
         (result,) = executor.run([task()])
         disk = executor.stats().disk
     assert against_plain(one_thread(lambda: train_plain(task())), result) == []
     assert result.num_shards == DEPTH
+    settled = open_now[len(open_now) // 3 :]
+    assert max(settled)[0] <= min(settled)[0] + 1, "the disk's thread has one file open at a time"
+    assert len({count for _, count in settled}) == 1
     assert 0 < max(seen) <= HOST_BYTES, "host copies that went to disk must really be gone"
     assert disk.bytes_read > 2 * state_bytes()
     assert disk.bytes_written > state_bytes()
@@ -313,7 +324,7 @@ def instrument():
             except OSError as error:
                 fills.append(error.errno)
 
-with pool(folder, max_concurrent=2, instrument=instrument) as executor:
+with pool(folder, num_shards="layer", max_concurrent=2, instrument=instrument) as executor:
     stream = executor.events()
     other = executor.submit(small(), events=stream)
     assert stream.get(60).job is other
