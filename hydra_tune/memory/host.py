@@ -89,7 +89,13 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Search:
-    """What came of looking for a copy to give up: whether one was; whether some were being moved; of which the disk failed."""
+    """What came of looking for a copy to give up.
+
+    Attributes:
+        has_given: whether one was.
+        is_busy: whether others are being moved at this moment, so that there may be room, or another choice, soon.
+        failed: what the disk did not take.
+    """
 
     has_given: bool = False
     is_busy: bool = False
@@ -171,13 +177,15 @@ class HostTier:
             self.take(share.fixed_bytes - taken)
         else:
             self.ledger.give_back(taken - share.fixed_bytes)
-        self._reserved[tenant] = share.fixed_bytes
+        with self._lock:
+            self._reserved[tenant] = share.fixed_bytes
 
     def leave(self, tenant: Tenant) -> None:
         """A trial is over: what it has reserved is free."""
         with self._lock:
             self._shares.pop(tenant, None)
-        self.ledger.give_back(self._reserved.pop(tenant, 0))
+            taken = self._reserved.pop(tenant, 0)
+        self.ledger.give_back(taken)
 
     # Copies.
 
@@ -223,7 +231,11 @@ class HostTier:
     def provide(self, block: Block, device: Device) -> None:
         """Give a block an empty host copy. Under its lock."""
         self.take(block.nbytes)
-        device.on_host(lambda: block.put_host(device.host_empty(block.size)))
+        try:
+            device.on_host(lambda: block.put_host(device.host_empty(block.size)))
+        except BaseException:
+            self.ledger.give_back(block.nbytes)
+            raise
         with self._lock:
             self._entry(block)
 
@@ -335,8 +347,10 @@ class HostTier:
         with self._lock:
             now = self._now
             on_host = [entry for entry in self._entries.values() if entry.on_host]
+            counted = sum(self._reserved.values()) + sum(entry.block.nbytes for entry in on_host)
         found = [entry for entry in on_host if not entry.holds]
-        search.is_busy = len(found) < len(on_host)
+        # Bytes that are neither are of copies that are just being made, or have just been given up.
+        search.is_busy = len(found) < len(on_host) or self.ledger.used_bytes > counted
         if beyond is not None:
             found = [
                 e for e in found if not e.is_refused and (e.block.data is not None or e.uses.distance(now) > beyond)
@@ -359,6 +373,7 @@ class HostTier:
             return False
         try:
             if not entry.on_host or entry.holds or block.host is None or block.tier is not self:
+                search.is_busy = True  # it has gone, or been asked for, only just now
                 return False
             if not entry.is_wanted:
                 self._free(entry, is_wanted=False)

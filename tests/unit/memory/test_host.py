@@ -197,6 +197,24 @@ def test_where_nothing_else_can_go_the_trial_whose_copy_it_is_loses_it(pager):
         group(pager, 0, owner)
 
 
+def test_nobody_is_blamed_while_another_copy_is_being_made(pager):
+    blamed = []
+    refused = group(pager, 1, Tenant(blamed.append))
+    refuse(pager, refused)
+    pager.host.take(SIZE)  # of a copy that is not there yet
+    thread = threading.Thread(target=pager.host.take, args=(SIZE,))
+    thread.start()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not pager.host._entries[refused.number].is_refused and time.monotonic() < deadline:
+        time.sleep(0.01)
+    pager.host.ledger.give_back(SIZE)
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert not blamed
+    assert refused.tensors[0].unique().tolist() == [1]
+    pager.host.ledger.give_back(SIZE)
+
+
 def test_a_trial_whose_own_copies_are_refused_is_told_where_it_asks(pager):
     blamed = []
     owner = Tenant(blamed.append)
