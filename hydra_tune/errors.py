@@ -29,6 +29,20 @@ class BudgetError(HydraTuneError):
     """Device or host memory that cannot hold what must be held at once."""
 
 
+class SpillError(HydraTuneError):
+    """A file of `spill_dir` that could not be written or read.
+
+    Attributes:
+        path: the file.
+        errno: what the system says, as in `errno`.
+    """
+
+    def __init__(self, message: str, *, path: str, errno: int | None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.errno = errno
+
+
 class ScheduleError(HydraTuneError):
     """An event the scheduler cannot accept in its present state; the message carries the job's story."""
 

@@ -2,6 +2,7 @@
 
 import atexit
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -13,6 +14,9 @@ import psutil
 
 from hydra_tune.devices.discovery import open_devices, parse_bandwidth
 from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
 from hydra_tune.pool.job import EventStream, Job, Result, check_priority
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import Recorder
@@ -39,6 +43,7 @@ class HydraExecutor:
         devices: "auto" for every GPU, or one CPU device per core where there is none; "cuda", "cuda:0,1", "cpu:2".
         device_memory: memory the pool may use on each device, e.g. "11GiB"; None for what is free, less a reserve.
         host_memory: host memory for the state of all trials in flight; None for 80% of what is free at the start.
+        spill_dir: a folder on disk for what goes beyond `host_memory`; None: trials wait until the host has room for them.
         policy: how shard units are chosen: "lrtf" (longest remaining time first), another name in
             `hydra_tune.schedule.POLICIES` or of an entry point in "hydra_tune.policies", or a `Policy`.
         buffer_fraction: part of each device's memory that a shard leaves free for others; 0 to below 1. Nothing is kept
@@ -75,6 +80,7 @@ class HydraExecutor:
         link_bandwidth: str | int | None = None,
         record: bool = False,
         optimizer_placement: Literal["device", "host"] = "device",
+        spill_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -98,12 +104,18 @@ class HydraExecutor:
             raise ConfigError(f"record must be true or false, not {record!r}")
         if optimizer_placement not in _PLACEMENTS:
             raise ConfigError(f"optimizer_placement must be 'device' or 'host', not {optimizer_placement!r}")
+        if optimizer_placement == "host" and spill_dir is not None:
+            raise ConfigError(
+                "optimizer_placement='host' keeps optimizer state in host memory, which spill_dir is there to relieve; give "
+                "one of the two"
+            )
         self._updates_on_host = optimizer_placement == "host"
         self._link_bandwidth = link_bandwidth
         self._record = record
         self._devices = devices
         self._device_memory = device_memory
         self._host_bytes = None if host_memory is None else parse_bytes(host_memory, what="host_memory")
+        self._spill_dir = None if spill_dir is None else check_spill_dir(spill_dir)
         self._policy = make_policy(policy)
         self._policy_name = policy if isinstance(policy, str) else type(policy).__name__
         self._buffer_fraction = buffer_fraction
@@ -262,6 +274,9 @@ class HydraExecutor:
         )
         self._width = self._max_concurrent or 2 * len(devices)
         self._device_names = tuple(device.name for device in devices)
+        host = None
+        if self._spill_dir is not None:
+            host = HostTier(host_bytes, Disk(SpillFolder(check_spill_dir(self._spill_dir))), devices[0])
         pool = Pool(
             devices,
             library,
@@ -272,6 +287,7 @@ class HydraExecutor:
             admission=self._admission,
             recorder=Recorder(devices, self._policy_name, self._width, self._admission) if self._record else None,
             only_way=self._only_way,
+            host=host,
         )
         _shut_down_at_exit(pool)
         return pool

@@ -24,6 +24,7 @@ _ENGINE = (
     "devices",
     "device_memory",
     "host_memory",
+    "spill_dir",
     "policy",
     "buffer_fraction",
     "max_concurrent",

@@ -165,6 +165,7 @@ class Hydra(Block):
     devices: Annotated[str, Field(min_length=1)] | None = None
     device_memory: Bytes | None = None
     host_memory: Bytes | None = None
+    spill_dir: Annotated[str, Field(min_length=1)] | None = None
     policy: PolicyName | None = None
     buffer_fraction: Annotated[FiniteFloat, Field(ge=0, lt=1)] | None = None
     max_concurrent: Annotated[int, Field(ge=1)] | None = None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.devices.device import Device
+from hydra_tune.memory.tenant import Tenant
 
 
 class Kind(StrEnum):
@@ -37,11 +38,30 @@ class Home(Protocol):
     device: Device
 
 
+class Tier(Protocol):
+    """What a block is told of the tier that counts its host copy and may keep its bytes on disk (`memory/host.py`)."""
+
+    def provide(self, block: "Block", device: Device) -> None:
+        """Give it an empty host copy."""
+
+    def written(self, block: "Block") -> None:
+        """Its host copy has new bytes."""
+
+    def recall(self, block: "Block", device: Device | None = None) -> None:
+        """Give it a host copy of what is on disk, if its bytes are there only."""
+
+    def loaded(self, block: "Block") -> None:
+        """What `recall` has given has been copied to a device."""
+
+    def forget(self, block: "Block", *, keep: bool = False) -> None:
+        """Nothing of it is to be held any more; `keep` leaves the host copy to the caller."""
+
+
 class Block:
     """One flat buffer.
 
-    Invariants, under `lock`: at least one of `host` and `data` holds the present bytes; `dirty` means that only `data`
-    does; `data` lies on the device of the pager `home`; a block pinned for a pager stays on
+    Invariants, under `lock`: at least one of `host`, `data` and the file of its `tier` holds the present bytes; `dirty` means
+    that only `data` does; `data` lies on the device of the pager `home`; a block pinned for a pager stays on
     that pager's device, and is on its way there if it is elsewhere.
 
     Args:
@@ -50,7 +70,20 @@ class Block:
         alignment: of the device; the ledger counts whole multiples.
     """
 
-    __slots__ = ("data", "dirty", "home", "host", "kind", "lock", "nbytes", "number", "pinned_for", "size")
+    __slots__ = (
+        "data",
+        "dirty",
+        "home",
+        "host",
+        "kind",
+        "lock",
+        "nbytes",
+        "number",
+        "pinned_for",
+        "size",
+        "tenant",
+        "tier",
+    )
 
     def __init__(self, kind: Kind, size: int, alignment: int) -> None:
         self.number = next(_NUMBERS)  # for records of a run
@@ -62,10 +95,25 @@ class Block:
         self.home: Home | None = None
         self.dirty = False
         self.pinned_for: Home | None = None
+        self.tier: Tier | None = None
+        self.tenant: Tenant | None = None  # whose it is, where that is known
         self.lock = threading.RLock()
 
     def moved(self) -> None:
         """Called under `lock` after `data` or `host` changed."""
+
+    def put_host(self, flat: Tensor) -> None:
+        """Take host memory for the host copy. Under `lock`, inside `device.on_host`."""
+        self.host = flat
+
+    def free_host(self, on_disk: Callable[[], Tensor] | None) -> None:
+        """Give up the host copy. Under `lock`, inside `device.on_host`.
+
+        Args:
+            on_disk: gives the bytes as a view of a file; None if only the device has them, or nobody wants them any more.
+        """
+        del on_disk
+        self.host = None
 
     @property
     def place(self) -> str | None:
@@ -133,10 +181,24 @@ class Group(Block):
         """The tensors as they lie in another flat buffer of the same bytes."""
         return [slot.view(flat) for slot in self._slots]
 
+    def put_host(self, flat: Tensor) -> None:
+        """Take host memory for the host copy, which the tensors are to be views of."""
+        super().put_host(flat)
+        self._host_views = self.views(flat)
+
+    def free_host(self, on_disk: Callable[[], Tensor] | None) -> None:
+        """Give up the host copy; while the tensors are on no device they are views of the file, right for whoever looks."""
+        flat = None if on_disk is None else on_disk()
+        super().free_host(on_disk)
+        self._host_views = [] if flat is None else self.views(flat)
+        if self.data is None:
+            self.moved()
+
     def moved(self) -> None:
         """Point the tensors at where the bytes are."""
         flat = self.data
         views = self._host_views if flat is None else self.views(flat)
+        views = views or [tensor.data.new_empty(0) for tensor in self.tensors]  # given up for good
         for tensor, view in zip(self.tensors, views, strict=True):
             tensor.data = view
         if self.on_moved is not None:

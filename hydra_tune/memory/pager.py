@@ -23,9 +23,11 @@ from torch import Tensor
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind, whole_storage
+from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.ledger import Ledger
 from hydra_tune.memory.meter import LinkMeter
 from hydra_tune.memory.saved import SavedTensors
+from hydra_tune.memory.tenant import check_tenant
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.quantities import format_bytes
 
@@ -37,10 +39,12 @@ class Pager:
 
     Args:
         device: whose memory it manages.
+        host: counts host copies and sends some to disk; None: the host has room for all.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, host: HostTier | None = None) -> None:
         self.device = device
+        self.host = host
         self.ledger = Ledger(device.name, device.budget_bytes)
         self.bytes_in: Counter[Kind] = Counter()
         self.bytes_out: Counter[Kind] = Counter()
@@ -65,6 +69,8 @@ class Pager:
     def bring(self, blocks: Sequence[Block], workspace_bytes: int) -> None:
         """Load pinned blocks and take the workspace."""
         missing = [block for block in blocks if block.home is not self]
+        if self.host is not None:
+            self.host.used(blocks)
         self.make_room(sum(block.nbytes for block in missing) + workspace_bytes, blocks)
         taken = 0
         try:
@@ -98,11 +104,16 @@ class Pager:
         if data is None or not block.dirty:
             return
         if block.host is None:
-            size = block.size
-            block.host = self.device.on_host(lambda: self.device.host_empty(size))
+            if self.host is None:
+                self.device.on_host(lambda: block.put_host(self.device.host_empty(block.size)))
+            else:
+                self.host.provide(block, self.device)
+        assert block.host is not None
         begun = time.perf_counter()
         self.device.spill([(data, block.host)])
         self.link.copied(block.size, time.perf_counter() - begun)
+        if block.tier is not None:
+            block.tier.written(block)
         _note("out", [block], block.size, since_ns=start)
         self.bytes_out[block.kind] += block.size
         block.dirty = False
@@ -122,12 +133,16 @@ class Pager:
             if isinstance(other, Pager):
                 other.write_back(block)
                 other.release(block)
+            if block.tier is not None:
+                block.tier.recall(block, self.device)
             start = time.perf_counter_ns()
             assert block.host is not None, "a block that is nowhere"
             data = self.device.empty(block.size)
             begun = time.perf_counter()
             self.device.load([(block.host, data)])
             self.link.copied(block.size, time.perf_counter() - begun)
+            if block.tier is not None:
+                block.tier.loaded(block)
             _note("in", [block], block.size, since_ns=start)
             self.bytes_in[block.kind] += block.size
             block.data, block.home, block.dirty = data, self, False
@@ -145,6 +160,7 @@ class Pager:
 
         Raises:
             BudgetError: all that is more than the budget.
+            HydraTuneError: the trial that this thread works for is over.
         """
         here = sum(block.nbytes for block in wanted if block.home is self) + held_bytes
         if nbytes + here > self.ledger.budget_bytes:
@@ -154,6 +170,8 @@ class Pager:
             )
         while not self.ledger.try_take(nbytes):
             if not self._spill_one():
+                if self.host is not None:
+                    check_tenant()
                 # What is left here is being fetched by other devices' units at this moment.
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
@@ -271,6 +289,8 @@ def drop(block: Block) -> None:
         _note("drop", [block])
         if isinstance(block.home, Pager):
             block.home.release(block)
+        if block.tier is not None:
+            block.tier.forget(block)
         block.host = None
 
 
@@ -305,6 +325,8 @@ def bring_home(block: Block) -> None:
             pager = block.home
             pager.write_back(block)
             pager.release(block)
+        if block.tier is not None:
+            block.tier.recall(block)
 
 
 def _note(what: str, blocks: Sequence[Block] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.meter import bytes_per_second
@@ -19,7 +19,7 @@ class Lender:
         devices, pagers: the pool's, by name.
         records: its jobs.
         scheduler: its scheduler.
-        host_bytes: host memory for all jobs.
+        capacity_bytes: host memory for all jobs, and disk beyond it.
         only_way: the only way in which steps are split, for tests and measurements; None: the fastest.
         changed: the pool's lock, notified when host memory is given back.
     """
@@ -31,7 +31,7 @@ class Lender:
         records: Mapping[str, Record],
         scheduler: Scheduler,
         *,
-        host_bytes: int,
+        capacity_bytes: Callable[[], int],
         only_way: str | None,
         changed: threading.Condition,
     ) -> None:
@@ -40,7 +40,7 @@ class Lender:
         self._pagers = pagers
         self._records = records
         self._scheduler = scheduler
-        self._host_bytes = host_bytes
+        self._capacity_bytes = capacity_bytes
         self._only_way = only_way
         self._changed = changed
 
@@ -63,7 +63,7 @@ class Lender:
     def lend(self, record: Record, way: str, nbytes: int, most: int) -> int:
         """How many batches of a job may run side by side, as far as the host has room for them."""
         with self._changed:
-            free = self._host_bytes - sum(other.host_bytes for other in self._records.values())
+            free = self._capacity_bytes() - sum(other.host_bytes for other in self._records.values())
             count = max(0, min(most - 1, free // max(1, nbytes)))
             record.lent_bytes += count * nbytes
             record.host_bytes += count * nbytes

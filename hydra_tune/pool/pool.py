@@ -15,13 +15,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import BudgetError, HydraTuneError
+from hydra_tune.errors import HydraTuneError
 from hydra_tune.interrupts import hold_interrupts
+from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Progress, Reported, Result
@@ -29,8 +31,8 @@ from hydra_tune.pool.lending import JobHelpers, Lender
 from hydra_tune.pool.planned import planned_profile
 from hydra_tune.pool.record import Following, Record, progress_without_trial, unit_of
 from hydra_tune.pool.recorder import Recorder
+from hydra_tune.pool.room import disk_stats, has_room
 from hydra_tune.pool.stats import DeviceStats, PoolStats
-from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.schedule import (
     Admit,
     Command,
@@ -82,6 +84,7 @@ class Pool:
         admission: see `Scheduler`.
         recorder: keeps what happens; None: nothing is kept.
         only_way: the only way in which steps are split, for tests and measurements; None: the fastest.
+        host: sends to disk what is beyond `host_bytes`; None: the host has to have room for all.
     """
 
     def __init__(
@@ -96,7 +99,9 @@ class Pool:
         admission: str = "eager",
         recorder: Recorder | None = None,
         only_way: str | None = None,
+        host: HostTier | None = None,
     ) -> None:
+        self._host = host
         self._recorder = recorder
         self._library = library
         self._host_bytes = host_bytes
@@ -111,17 +116,18 @@ class Pool:
         self._ended = False
         self._error: BaseException | None = None
         self._abandoned: list[Record] = []
+        self._failing: list[threading.Thread] = []
         self._started = time.perf_counter()
         self._scheduler_seconds = 0.0
         self._units_saved = 0
         self._devices = {device.name: device for device in devices}
-        self._pagers = {device.name: Pager(device) for device in devices}
+        self._pagers = {device.name: Pager(device, host) for device in devices}
         self._lender = Lender(
             self._devices,
             self._pagers,
             self._records,
             self._scheduler,
-            host_bytes=host_bytes,
+            capacity_bytes=lambda: host_bytes if host is None else host.capacity_bytes,
             only_way=only_way,
             changed=self._changed,
         )
@@ -152,7 +158,7 @@ class Pool:
             number = next(self._numbers)
             key = f"{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
-            self._records[key] = Record(job)
+            self._records[key] = Record(job, partial(self._fail_beside, key))
             try:
                 self._decide(JobSubmitted(job=key, priority=priority))
             except BaseException:
@@ -182,6 +188,7 @@ class Pool:
             if record is None or record.outcome is not None:
                 return
             record.outcome = status
+            record.tenant.stop()
             self._decide(JobStopped(job=job.key))
             self._changed.notify_all()
         self._release_all()
@@ -237,6 +244,7 @@ class Pool:
                 elapsed_seconds=time.perf_counter() - self._started,
                 scheduler_seconds=self._scheduler_seconds,
                 steps_by_way=dict(self._lender.steps_by_way),
+                disk=None if self._host is None else disk_stats(self._host),
             )
 
     @hold_interrupts()
@@ -282,7 +290,7 @@ class Pool:
         for inbox in self._inboxes.values():
             inbox.put(None)
         self._to_prepare.put(None)
-        for thread in self._threads:
+        for thread in (*self._threads, *self._failing):
             thread.join()
         with hold_interrupts(), self._changed:
             if not self._ended:
@@ -293,6 +301,8 @@ class Pool:
         for record in self._abandoned:
             record.outcome = "cancelled"
             record.finish()
+        if self._host is not None:
+            self._host.close()
         for device in self._devices.values():
             device.close()
         torch.set_num_threads(self._intraop_threads)
@@ -364,7 +374,8 @@ class Pool:
         torch.set_num_threads(1)
         with self._breaking():
             while (record := self._to_prepare.get()) is not None:
-                self._prepare(record)
+                with record.tenant.at_work():
+                    self._prepare(record)
                 del record  # or the last job's model would live until the next one comes
 
     def _prepare(self, record: Record) -> None:
@@ -374,7 +385,9 @@ class Pool:
             if record.outcome is not None:
                 self._tell(JobRejected(job=job.key))
                 return
-            trial = Trial(job.task, self._library, next(iter(self._devices.values())), JobHelpers(self._lender, record))
+            device = next(iter(self._devices.values()))
+            helpers = JobHelpers(self._lender, record)
+            trial = Trial(job.task, self._library, device, helpers, self._host, record.tenant)
             record.trial = trial
             unit = record.advance(report_is_free=True)
             if trial.state is not None:
@@ -401,21 +414,14 @@ class Pool:
         self._release_all()
 
     def _await_host_memory(self, record: Record) -> None:
-        assert record.trial is not None
-        need = record.trial.host_bytes
-        if need > self._host_bytes:
-            raise BudgetError(
-                f"the state of {record.job.name!r} needs {format_bytes(need)} of host memory, more than the "
-                f"{format_bytes(self._host_bytes)} the pool may use; raise host_memory to at least {format_bytes_up(need)}"
-            )
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    record.outcome is not None
-                    or need + sum(other.host_bytes for other in self._records.values()) <= self._host_bytes
+                    record.outcome is not None or has_room(record, self._records.values(), self._host_bytes, self._host)
                 )
             )
-            record.host_bytes = need
+        assert record.trial is not None
+        record.trial.reserve_host()
 
     # The workers.
 
@@ -427,8 +433,12 @@ class Pool:
                     self._run(*item, device)
                 del item  # or the last job's model would live until the next one comes
 
-    def _turn(self, record: Record, device: str) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._recorder is None else self._recorder.turn(record.job.key, device)
+    @contextlib.contextmanager
+    def _turn(self, record: Record, device: str) -> Iterator[None]:
+        recorder = self._recorder
+        recorded = contextlib.nullcontext() if recorder is None else recorder.turn(record.job.key, device)
+        with recorded, record.tenant.at_work():
+            yield
 
     def _run(self, record: Record, unit: Unit, device: Device) -> None:
         """Run a unit and go on to the job's next one."""
@@ -542,11 +552,30 @@ class Pool:
             self._decide(event)
         self._release_all()
 
+    def _fail_beside(self, key: str, error: BaseException) -> None:
+        """Bytes of a job could not be kept, as another's unit has found. That unit holds a block, so a thread ends the job."""
+        thread = threading.Thread(target=self._end_failed, args=(key, error), name="hydra-fail", daemon=True)
+        with self._changed:
+            self._failing.append(thread)
+        thread.start()
+
+    def _end_failed(self, key: str, error: BaseException) -> None:
+        with contextlib.suppress(HydraTuneError):  # the pool has broken down, which ends all jobs as well
+            with self._changed:
+                record = self._records.get(key)
+                if record is None or record.outcome is not None:
+                    return
+                record.fail(error)
+                self._decide(JobStopped(job=key))
+                self._changed.notify_all()
+            self._release_all()
+
     def _release(self, record: Record) -> None:
         """The job is over and nothing of it runs: give its memory back and say so."""
         result = Result(status="failed", error=HydraTuneError("interrupted while the job's memory was given back"))
         try:
-            with contextlib.nullcontext() if self._recorder is None else self._recorder.release(record.job.key):
+            recorded = contextlib.nullcontext() if self._recorder is None else self._recorder.release(record.job.key)
+            with recorded, record.tenant.at_work():
                 result = record.finish()
         finally:
             # Whatever happens, Ctrl-C in a driver's thread included: a job that is over must say so.

@@ -1,8 +1,10 @@
 """What the pool knows of a job that is not over: its trial, how it ends, and what it leaves."""
 
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from hydra_tune.memory.tenant import Tenant
 from hydra_tune.pool.job import OVER, Job, Progress, Result
 from hydra_tune.schedule import Unit
 from hydra_tune.train.spread import LaneUnit, Spread
@@ -43,23 +45,28 @@ def unit_of(pending: PendingUnit) -> Unit:
 class Record:
     """A job in the pool.
 
-    Attributes:
+    Args:
         job: its public side.
+        on_failure: told by others that bytes of the job could not be kept.
+
+    Attributes:
+        tenant: the job, for the host's memory.
         trial: once it is being prepared; touched by one thread at a time.
         pending: the unit to run next, where it is the only one.
         spread: batches that run side by side, while they do.
         beside: the units of these that are due, by rank.
         outcome: how the job ends; set once, under the pool's lock.
         error: why it failed.
-        host_bytes: host memory it has been given.
-        lent_bytes: those of it that are for batches side by side.
+        host_bytes: host memory it has been given, or host memory and disk together.
+        lent_bytes: as much of it as is for batches side by side.
         is_released: whether the scheduler has forgotten it.
         places: device of each shard that is on one.
         told: the places the scheduler knows of.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, on_failure: Callable[[BaseException], None]) -> None:
         self.job = job
+        self.tenant = Tenant(on_failure)
         self.trial: Trial | None = None
         self.pending: PendingUnit | None = None
         self.spread: Spread | None = None

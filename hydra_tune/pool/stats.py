@@ -37,6 +37,29 @@ class DeviceStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskStats:
+    """Figures of host memory and of the disk beyond it since the pool began.
+
+    Attributes:
+        host_budget_bytes: host memory that host copies may take.
+        host_peak_bytes: most they have taken; beyond the budget only while a trial was wanted whole.
+        bytes_read: bytes that came from disk.
+        bytes_written: bytes that went there.
+        stored_bytes: bytes in files now.
+        busy_seconds: time the disk's thread spent reading and writing.
+        is_direct: whether the page cache is passed by (O_DIRECT).
+    """
+
+    host_budget_bytes: int
+    host_peak_bytes: int
+    bytes_read: int
+    bytes_written: int
+    stored_bytes: int
+    busy_seconds: float
+    is_direct: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
     """Figures of the pool since it began.
 
@@ -48,6 +71,7 @@ class PoolStats:
         scheduler_seconds: CPU time spent deciding what runs where.
         steps_by_way: optimizer steps of several batches, but for each trial's first, by how they ran: "one device" (one batch
             after the other), "grouped" (through each shard together), "data-parallel" or "pipelined".
+        disk: with a spill_dir.
     """
 
     devices: dict[str, DeviceStats]
@@ -56,3 +80,4 @@ class PoolStats:
     elapsed_seconds: float
     scheduler_seconds: float
     steps_by_way: dict[str, int] = field(default_factory=dict)
+    disk: DiskStats | None = None

@@ -53,6 +53,11 @@ def lane_bytes(plan: Plan, way: str) -> int:
     In a pipeline, and in a group, all batches together have one set of gradients of parameters; a group is all that is drawn.
     """
     costs = [shard.cost for shard in plan.shards]
-    drawn = 0 if way == GROUPED else AHEAD * max(cost.value_bytes for cost in costs)
+    drawn = 0 if way == GROUPED else drawn_bytes(plan, way)
     gradients = 0 if way in (PIPELINED, GROUPED) else sum(cost.trained_bytes for cost in costs)
     return sum(cost.value_bytes + cost.gradient_bytes for cost in costs) + gradients + drawn
+
+
+def drawn_bytes(plan: Plan, way: str) -> int:
+    """As much of it as is for batches drawn ahead, which stay on the host."""
+    return (1 if way == GROUPED else AHEAD) * max(shard.cost.value_bytes for shard in plan.shards)

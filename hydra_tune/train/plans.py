@@ -20,6 +20,7 @@ from hydra_tune.shard.plan import Plan
 from hydra_tune.shard.verify import plain_attributes
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.clock import UnitTimes
+from hydra_tune.train.host_share import HostShare
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import unit_times
 from hydra_tune.train.streams import RandomStreams
@@ -57,9 +58,13 @@ class TrialPlans:
         library: where plans come from.
         streams: the trial's; a capture runs the user's code.
         device: any device of the pool, for host memory.
+        share: the trial's, which a further plan may ask more of.
     """
 
-    def __init__(self, task: TrainTask, library: PlanLibrary, streams: RandomStreams, device: Device) -> None:
+    def __init__(
+        self, task: TrainTask, library: PlanLibrary, streams: RandomStreams, device: Device, share: HostShare
+    ) -> None:
+        self._share = share
         self._task = task
         self._library = library
         self._streams = streams
@@ -104,6 +109,11 @@ class TrialPlans:
                 self._kept.popitem(last=False)
         return found
 
+    @property
+    def all(self) -> list[Plan]:
+        """Those that are kept."""
+        return [kept.plan for found in self._kept.values() for kept in found]
+
     def clear(self) -> None:
         """Forget all of them."""
         self._kept.clear()
@@ -112,10 +122,9 @@ class TrialPlans:
         self, module: nn.Module, optimizer: torch.optim.Optimizer, state: ModelState | None, batch: Batch, mode: str
     ) -> Kept:
         task = self._task
-        if state is not None:
-            state.bring_home()  # a capture copies the model
         self._captures[mode] += 1
-        with self._streams.everything():
+        # A capture copies the model.
+        with nullcontext() if state is None else state.whole(), self._streams.everything():
             prepared = self._library.prepare(
                 task,
                 module,
@@ -126,6 +135,7 @@ class TrialPlans:
                 prefer_whole=self._captures[mode] > _MAX_CAPTURES,
             )
         if state is not None:
+            self._share.require([state.layout.plan, *self.all], prepared.plan)
             state.adopt_state(list(prepared.plan.used_state()), self._device)
         module.train()
         times = unit_times(prepared, task.accumulate * task.split_batches if mode == "train" else 1)

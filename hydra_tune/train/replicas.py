@@ -9,6 +9,10 @@ Where each shard is at home on one device, groups that only one shard uses are n
 Note: which device has the original. While units run side by side, a group that some device has, or is about to have, stays
 there or goes to the host, and other devices take copies. So two units never wait for each other's blocks, and none changes
 one.
+
+Note: the host copy. A copy is loaded from the host copy of its group, and has none of its own. Where host copies may go to
+disk, the group's is brought back for each load, and kept there just until it is done. The lock of a copy is taken before its
+group's, and nobody takes them the other way round.
 """
 
 import threading
@@ -17,9 +21,58 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block, Group
+from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Lease, Pager, drop
 from hydra_tune.train.state import ModelState
+
+
+class _Original:
+    """What a copy is loaded from, where host copies may go to disk: the tier of the copy is its group.
+
+    Args:
+        group: of which it is a copy.
+        host: counts the group's host copy.
+    """
+
+    def __init__(self, group: Group, host: HostTier) -> None:
+        self._group = group
+        self._host = host
+        self._is_held = False
+
+    def recall(self, block: Block, device: Device | None = None) -> None:
+        """Have the group's bytes on the host, and keep them there until `loaded`."""
+        group = self._group
+        with group.lock:
+            if isinstance(group.home, Pager):
+                group.dirty = group.dirty or group.host is None
+                group.home.write_back(group)
+            self._host.recall(group, device)
+            self._host.hold(group, 1)
+            self._is_held, block.host = True, group.host
+
+    def loaded(self, block: Block) -> None:
+        """The group's host copy may go."""
+        block.host = None
+        if self._is_held:
+            self._is_held = False
+            with self._group.lock:
+                self._host.hold(self._group, -1)
+
+    def forget(self, block: Block, *, keep: bool = False) -> None:
+        """The copy is given up; one whose load has failed lets go of the group only now."""
+        del keep
+        self.loaded(block)
+        block.tier = None
+
+    def provide(self, block: Block, device: Device) -> None:
+        """Nobody asks: a copy is never changed, so it is never written back."""
+        raise AssertionError(block.number, device.name)
+
+    def written(self, block: Block) -> None:
+        """As `provide`."""
+        raise AssertionError(block.number)
 
 
 class Replicas:
@@ -74,11 +127,14 @@ class Replicas:
                 if group.pinned_for in (None, pager) and group.home in (None, pager):
                     group.pinned_for = pager
                     return group
-                if isinstance(group.home, Pager):
+                if group.tier is None and isinstance(group.home, Pager):
                     group.home.write_back(group)
             if copy is None:
                 copy = Block(group.kind, group.size, pager.device.alignment)
-                copy.host = group.host  # never written: a copy is never changed, and the group not before `close`
+                if isinstance(group.tier, HostTier):
+                    copy.tier = _Original(group, group.tier)
+                else:
+                    copy.host = group.host  # never written: a copy is never changed, and the group not before `close`
                 with self._lock:
                     self._copies[group, pager] = copy
             return copy

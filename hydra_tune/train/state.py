@@ -7,8 +7,8 @@ exists from that unit's first update on. What no shard uses stays on the host.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
-from hydra_tune.memory.block import Group, Kind
+from hydra_tune.memory.block import Group, Kind, lay_out
+from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import bring_home, drop, staying_home
+from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.library import Layout
 from hydra_tune.shard.own_state import check_state
@@ -33,9 +35,21 @@ class ModelState:
         optimizer: the trial's optimizer.
         plan: decides the groups; later plans of the trial use the same ones.
         device: any device of the pool, for host memory and alignment.
+        host: counts the groups' host copies; None: the host has room for all.
+        tenant: the trial, for `host`.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, plan: Plan, device: Device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        device: Device,
+        host: HostTier | None = None,
+        tenant: Tenant | None = None,
+    ) -> None:
+        self._host = host
+        self.tenant = tenant
         self.module = module
         self.optimizer = optimizer
         self.tensors: dict[str, Tensor] = dict(named_state(module))
@@ -47,7 +61,11 @@ class ModelState:
         self._optimizer_groups: dict[tuple[str, ...], list[Group]] = {}
         self._adopted: dict[tuple[str, str], Tensor] = {}
         _check_storages(self.tensors)
-        device.on_host(lambda: self._build(plan, device))
+        try:
+            self._build(plan, device)
+        except BaseException:
+            self.drop()
+            raise
 
     def name_of(self, tensor: Tensor) -> str:
         """What a parameter or buffer is called."""
@@ -141,7 +159,7 @@ class ModelState:
         if not fresh:
             return
         device.synchronize()
-        group = device.on_host(lambda: Group(Kind.OPTIMIZER, list(fresh.values()), device))
+        group = self._new_group(Kind.OPTIMIZER, list(fresh.values()), device)
         self._adopted.update(fresh)
         self._optimizer_groups.setdefault(names, []).append(group)
 
@@ -149,6 +167,22 @@ class ModelState:
         """Everything on the host."""
         for block in self._blocks():
             bring_home(block)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Everything on the host meanwhile, even beyond its budget."""
+        blocks = self._blocks()
+        with nullcontext() if self._host is None else self._host.whole(blocks):
+            self.bring_home()
+            yield
+
+    def hand_over(self) -> None:
+        """Everything on the host, where it is the caller's from now on."""
+        with self.whole():
+            for block in self._blocks():
+                if block.tier is not None:
+                    with block.lock:
+                        block.tier.forget(block, keep=True)
 
     def drop(self) -> None:
         """Give up all device and host copies; the module must not be used afterwards."""
@@ -170,13 +204,27 @@ class ModelState:
         optimizer = [group for groups in self._optimizer_groups.values() for group in groups]
         return [*dict.fromkeys(self._group_of.values()), *optimizer]
 
+    def _new_group(self, kind: Kind, tensors: Sequence[Tensor], device: Device) -> Group:
+        nbytes = lay_out(tensors, device.alignment)[1]
+        if self._host is None:
+            return device.on_host(lambda: Group(kind, tensors, device))
+        self._host.take(nbytes)
+        try:
+            group = device.on_host(lambda: Group(kind, tensors, device))
+        except BaseException:
+            self._host.ledger.give_back(nbytes)
+            raise
+        group.tenant = self.tenant
+        self._host.enter(group)
+        return group
+
     def _build(self, plan: Plan, device: Device) -> None:
         members: dict[tuple[Kind, object], list[str]] = {}
         for name in plan.used_state():
             kind = Kind.PARAMETERS if isinstance(self.tensors[name], nn.Parameter) else Kind.BUFFERS
             members.setdefault((kind, self.layout.owners.get(name, name)), []).append(name)
         for (kind, owner), names in members.items():
-            group = Group(kind, [self.tensors[name] for name in names], device)
+            group = self._new_group(kind, [self.tensors[name] for name in names], device)
             if kind is Kind.PARAMETERS and isinstance(owner, int):
                 group.shard = owner
             self._group_of.update(dict.fromkeys(names, group))
@@ -190,7 +238,7 @@ class ModelState:
         ):
             if members:
                 tensors = [self.tensors[name] for name in members]
-                group = device.on_host(lambda kind=kind, tensors=tensors: Group(kind, tensors, device))  # type: ignore[misc]
+                group = self._new_group(kind, tensors, device)
                 self._group_of.update(dict.fromkeys(members, group))
 
 

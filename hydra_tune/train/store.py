@@ -74,6 +74,7 @@ class BlockStore:
             tensor = tensor.clone()
         kind = Kind.GRADIENTS if "gradient:" in key else Kind.ACTIVATIONS
         block = self.lease.block_of(kind, tensor)
+        block.tenant = self._state.tenant
         self._uses[block] += 1
         self.drop(key)
         self._values[key] = Value(block, tensor)

@@ -18,7 +18,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BadLossError, MetricError, TaskError
+from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
+from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary
@@ -28,8 +30,9 @@ from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import no_batch, num_batches, num_samples
 from hydra_tune.train.feed import Feed
 from hydra_tune.train.gradients import Gradients
-from hydra_tune.train.helpers import Helpers
+from hydra_tune.train.helpers import Arrangement, Helpers, drawn_bytes
 from hydra_tune.train.hooks import refuse_gradient_hooks
+from hydra_tune.train.host_share import HostShare, fixed_bytes, largest_bytes
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.pieces import Piece, check_pieces, pieces
 from hydra_tune.train.plans import Kept, TrialPlans
@@ -66,9 +69,19 @@ class Trial:
         library: where plans come from.
         device: any device of the pool, for host memory.
         helpers: asked before a step whose batches may run side by side, if anybody could help.
+        host: counts host copies and sends some to disk; None: the host has room for all.
+        tenant: the trial, for `host`.
     """
 
-    def __init__(self, task: TrainTask, library: PlanLibrary, device: Device, helpers: Helpers | None = None) -> None:
+    def __init__(
+        self,
+        task: TrainTask,
+        library: PlanLibrary,
+        device: Device,
+        helpers: Helpers | None = None,
+        host: HostTier | None = None,
+        tenant: Tenant | None = None,
+    ) -> None:
         self.task = task
         self.history: list[dict[str, float]] = []
         self.metrics: dict[str, float] = {}
@@ -88,11 +101,14 @@ class Trial:
         self._device = device
         self._helpers = helpers
         self._lock = threading.Lock()
+        self._host = host
+        self._tenant = tenant
         self._streams = RandomStreams(task.seed)
         self._gradients = Gradients(task)
         self._feed = Feed(task.batch_size, self._own_code)
         self._scheduler: Any = None
-        self._plans = TrialPlans(task, library, self._streams, device)
+        self._share = HostShare(host, tenant)
+        self._plans = TrialPlans(task, library, self._streams, device, self._share)
         self._interval = Mean()
         self._started = time.perf_counter()
         self._train_times = UnitTimes({})
@@ -151,15 +167,30 @@ class Trial:
         shards = self.state.layout.plan.shards
         return self.state.nbytes + sum(shard.cost.held_bytes for shard in shards)
 
+    @property
+    def fixed_host_bytes(self) -> int:
+        """Host memory that cannot go to disk, as long as the trial lives: what whole units spill of their activations."""
+        return 0 if self.state is None else fixed_bytes(self.state.layout.plan)
+
+    @property
+    def largest_host_bytes(self) -> int:
+        """The most that one block of the trial takes."""
+        return 0 if self.state is None else largest_bytes(self.state.layout.plan)
+
+    def reserve_host(self) -> None:
+        """Take the host memory that cannot go to disk, until the trial is closed."""
+        self._share.take()
+
     def close(self, *, keep: bool) -> None:
         """End the trial: values of the step go; the state comes home, or goes too."""
         try:
             self._program.close()
         finally:
             self._feed.close()
+            self._share.leave()
             if self.state is not None:
                 if keep:
-                    self.state.bring_home()
+                    self._hand_over(self.state)
                 else:
                     self.state.drop()
             if self._claimed is not None:
@@ -168,6 +199,13 @@ class Trial:
             if not keep:
                 self.module, self.optimizer, self.state = None, None, None
             self._plans.clear()
+
+    def _hand_over(self, state: ModelState) -> None:
+        try:
+            state.hand_over()
+        except BaseException:  # a disk that cannot be read: nothing of the trial must stay behind
+            state.drop()
+            raise
 
     def _run(self) -> Generator[PendingUnit | Spread | Report, None, None]:
         """The training loop, to its end or to a bad loss."""
@@ -276,22 +314,38 @@ class Trial:
     def _new_step(self, kept: Kept) -> OptimizerStep:
         assert self.module is not None
         assert self.optimizer is not None
-        how = None
+        how = None if self.state is None else self._arrange(kept, self.state)
         if self.state is None:
-            self.state = ModelState(self.module, self.optimizer, kept.plan, self._device)
+            self._share.check(kept.plan)
+            self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant)
             self.num_shards = len(kept.plan.shards)
-        elif self._helpers is not None and self._has_several_parts and kept.draws is not None:
-            how = arrange(kept, self.state, self._helpers, self._parts_per_step)
         self._train_times, self._step_left = kept.times, kept.times.total
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, how)
+
+    def _arrange(self, kept: Kept, state: ModelState) -> Arrangement | None:
+        """How the batches of the next step run together; None: one after the other."""
+        if self._helpers is None or not self._has_several_parts or kept.draws is None:
+            return None
+        how = arrange(kept, state, self._helpers, self._parts_per_step)
+        drawn = 0 if how is None else (how.width - 1) * drawn_bytes(kept.plan, how.way)
+        if how is not None and not self._share.change([state.layout.plan, *self._plans.all, kept.plan], drawn):
+            self._leave_helpers()
+            return None
+        return how
+
+    def _leave_helpers(self) -> None:
+        if self._helpers is not None:
+            self._helpers.leave()
+        if self.state is not None:
+            self._share.change([self.state.layout.plan, *self._plans.all])
 
     def _finish(self, step: OptimizerStep, epoch: int) -> Generator[PendingUnit | Spread | Report, None, None]:
         """The end of an optimizer step, and what is due after it."""
         task = self.task
         try:
             yield from self._together(step)
-            if step.is_arranged and self._helpers is not None:
-                self._helpers.leave()
+            if step.is_arranged:
+                self._leave_helpers()
             yield from step.finish()
         finally:
             step.close()

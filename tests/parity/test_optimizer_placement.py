@@ -66,3 +66,8 @@ def test_a_model_is_cut_less_where_no_update_has_to_fit():
 def test_another_place_is_refused():
     with pytest.raises(ConfigError, match="optimizer_placement must be 'device' or 'host', not 'disk'"):
         HydraExecutor(optimizer_placement="disk")
+
+
+def test_a_disk_beside_it_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="give one of the two"):
+        HydraExecutor(optimizer_placement="host", spill_dir=tmp_path)

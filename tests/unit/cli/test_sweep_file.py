@@ -63,6 +63,7 @@ def test_a_whole_file(read):
           devices: cpu:2
           device_memory: 11GiB
           host_memory: 1000000
+          spill_dir: /scratch
           policy: fifo
           admission: staggered
           buffer_fraction: 0.2
@@ -86,6 +87,7 @@ def test_a_whole_file(read):
         "devices": "cpu:2",
         "device_memory": "11GiB",
         "host_memory": 1000000,
+        "spill_dir": "/scratch",
         "policy": "fifo",
         "admission": "staggered",
         "buffer_fraction": 0.2,

@@ -1,0 +1,158 @@
+"""What training costs when host memory holds half of a trial's state: against all of it on the host, and against the disk.
+
+    python benchmarks/disk.py [FOLDER]
+
+A step of one trial with its state on the host, the same with half of it on disk, and what the disk alone takes for the bytes
+that this moved: files of one layer, read and written in turn in the same pieces and past the page cache, with nothing else
+running, right before and right after. "reached" is the slower of computing and of the disk alone, divided by the step: 1 would
+be all of one behind the other. The kernel's own count of what the process has read from the device is beside ours, so that the
+page cache cannot have helped. CPU seconds are of all threads: the disk's thread needs a core of its own, or part of one.
+Steps are medians, for a disk whose speed changes, as virtual ones do; times are worth little on a machine that does other work.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.spill_dir import SpillFolder
+
+WIDTH, LAYERS = 1024, 12
+WARM_UP, STEPS = 4, 10  # when blocks are needed is known after two steps
+LAYER_BYTES = (WIDTH + 1) * WIDTH * 4
+STATE_BYTES = 3 * LAYERS * LAYER_BYTES
+DEVICE_BYTES = 10 * WIDTH * WIDTH * 4 + 2**24
+ROWS = (64, 256, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What is counted at the start of a step."""
+
+    wall: float
+    cpu: float
+    read: int
+    written: int
+    disk_seconds: float
+    device_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Of one step."""
+
+    wall: float
+    cpu: float
+    read: float
+    written: float
+    disk_seconds: float
+    device_read: float
+
+
+def _model() -> nn.Module:
+    layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.1))]
+    return nn.Sequential(*layers[:-2])
+
+
+def _device_read() -> int:
+    """Bytes that this process has had from storage, as the kernel counts them; 0 where it does not say."""
+    path = Path("/proc/self/io")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), 0)
+
+
+def _run(rows: int, folder: Path | None) -> Step:
+    marks: list[Mark] = []
+    x = torch.randn(rows, WIDTH)
+
+    def mark() -> None:
+        disk = pool.stats().disk
+        read, written, seconds = (
+            (0, 0, 0.0) if disk is None else (disk.bytes_read, disk.bytes_written, disk.busy_seconds)
+        )
+        marks.append(Mark(time.perf_counter(), sum(os.times()[:2]), read, written, seconds, _device_read()))
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(WARM_UP + STEPS):
+            mark()
+            yield x, x
+        mark()
+
+    task = TrainTask(
+        model=_model, optimizer=partial(torch.optim.AdamW, lr=1e-3), loss=nn.MSELoss(), train=batches, epochs=1
+    )
+    host = STATE_BYTES // 2 if folder else 2**33
+    with HydraExecutor(
+        devices="cpu:1", device_memory=DEVICE_BYTES, host_memory=host, spill_dir=folder, num_shards="layer"
+    ) as pool:
+        (result,) = pool.run([task])
+        if result.error is not None:
+            raise result.error
+    kept = marks[-STEPS - 1 :]
+    wall = statistics.median(b.wall - a.wall for a, b in pairwise(kept))
+    first, last = kept[0], kept[-1]
+    return Step(
+        wall,
+        *(
+            (getattr(last, name) - getattr(first, name)) / STEPS
+            for name in ("cpu", "read", "written", "disk_seconds", "device_read")
+        ),
+    )
+
+
+def _alone(folder: Path, read: float, written: float) -> tuple[float, bool]:
+    """Seconds that the disk takes for so many bytes, in files of a layer's parameters, reads and writes in turn."""
+    disk = Disk(SpillFolder(folder))
+    data = torch.ones(LAYER_BYTES, dtype=torch.uint8)
+    counts = {disk.read: round(read / LAYER_BYTES), disk.write: round(written / LAYER_BYTES)}
+    total = sum(counts.values())
+    try:
+        for number in range(1, total + 1):
+            disk.write(number, data)
+        start = time.perf_counter()
+        for number in range(1, total + 1):
+            reads = number * counts[disk.read] // total - (number - 1) * counts[disk.read] // total
+            (disk.read if reads else disk.write)(number, data)
+        seconds = time.perf_counter() - start
+        return seconds * (read + written) / (total * LAYER_BYTES), disk.is_direct
+    finally:
+        disk.close()
+
+
+def main(parent: str | None = None) -> None:
+    """Print the table."""
+    print(f"state {STATE_BYTES / 1e6:.0f} MB, of which the host holds half; {os.cpu_count()} cores")
+    print(
+        "rows | step on host | of it CPU | step, half on disk | of it CPU | read MB (kernel's count) | written MB | "
+        "disk's thread | disk alone | reached"
+    )
+    with tempfile.TemporaryDirectory(dir=parent) as name:
+        folder = Path(name)
+        for rows in ROWS:
+            host, spilled = _run(rows, None), _run(rows, folder)
+            before, is_direct = _alone(folder, spilled.read, spilled.written)
+            spilled = _run(rows, folder)
+            after, _ = _alone(folder, spilled.read, spilled.written)
+            alone = (before + after) / 2
+            print(
+                f"{rows:4} | {host.wall:.3f} s | {host.cpu:.3f} s | {spilled.wall:.3f} s | {spilled.cpu:.3f} s | "
+                f"{spilled.read / 1e6:.0f} ({spilled.device_read / 1e6:.0f}) | {spilled.written / 1e6:.0f} | "
+                f"{spilled.disk_seconds:.3f} s | {alone:.3f} s ({'O_DIRECT' if is_direct else 'buffered'}) | "
+                f"{max(host.wall, alone) / spilled.wall:.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,214 @@
+"""Blocks on disk: one flat file each, read and written in large aligned pieces by a thread of its own.
+
+Note: past the page cache. What is spilled is read again when the cache would long have thrown it out, or else has taken the
+memory that spilling was to free. So files are opened with O_DIRECT where the file system has it, and pieces go through one
+aligned buffer, as O_DIRECT asks; elsewhere written pages are flushed and given up (`posix_fadvise`) piece by piece.
+"""
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hydra_tune.errors import SpillError
+from hydra_tune.memory.spill_dir import SpillFolder, file_name
+from hydra_tune.quantities import format_bytes
+
+T = TypeVar("T")
+
+PIECE_BYTES = 8 * 2**20
+ALIGNMENT = 4096  # of offsets, lengths and memory, whatever the disk's own blocks are
+_TOO_SHORT = "the file is shorter than what was written to it"
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+class Disk:
+    """The files of a pool's blocks.
+
+    Args:
+        folder: where they lie; closed with the disk.
+
+    Attributes:
+        bytes_read, bytes_written: of blocks so far.
+        seconds: spent reading and writing.
+        is_direct: whether O_DIRECT is used.
+    """
+
+    def __init__(self, folder: SpillFolder) -> None:
+        self.folder = folder
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.seconds = 0.0
+        self.is_direct = _DIRECT != 0 and _takes_direct(folder)
+        self._sizes: dict[int, int] = {}
+        self._buffer = mmap.mmap(-1, PIECE_BYTES)
+        self._piece = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        self._thread: threading.Thread | None = None
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hydra-disk", initializer=self._begin)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in all files."""
+        return sum(list(self._sizes.values()))
+
+    def start(self, function: Callable[[], None]) -> None:
+        """Run a function on the disk's thread, after what was asked for before; not once the disk is being closed."""
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(function)
+
+    def write(self, number: int, data: Tensor) -> None:
+        """Write a block's bytes, host memory, to its file; done when it returns.
+
+        Raises:
+            SpillError: it cannot be written; what the file held before is lost.
+        """
+        try:
+            self._run(lambda: self._transfer("write", number, data))
+        except BaseException:
+            self.remove(number)  # part of it is no use, and others may use the room
+            raise
+        self.bytes_written += data.numel()
+
+    def read(self, number: int, data: Tensor) -> None:
+        """Read a block's bytes from its file; done when it returns.
+
+        Raises:
+            SpillError: it cannot be read.
+        """
+        self._run(lambda: self._transfer("read", number, data))
+        self.bytes_read += data.numel()
+
+    def mapped(self, number: int, size: int) -> Tensor:
+        """A block's file as a tensor: whoever reads it, or writes to it, does so in the file.
+
+        Raises:
+            SpillError: it cannot be mapped.
+        """
+        name = file_name(number)
+        try:
+            descriptor = self.folder.open(name, os.O_RDWR)
+            try:
+                return _map(descriptor, self.folder.path / name, size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise self._error("map", name, size, error) from error
+
+    def remove(self, number: int) -> None:
+        """Remove a block's file, if it has one."""
+        if self._sizes.pop(number, None) is not None:
+            with contextlib.suppress(OSError):  # whoever gives memory back must not fail; the folder goes at the end
+                self.folder.remove(file_name(number))
+
+    def close(self) -> None:
+        """End the thread and remove the folder."""
+        self._pool.shutdown(wait=True)
+        self.folder.close()
+
+    def _begin(self) -> None:
+        torch.set_num_threads(1)
+        self._thread = threading.current_thread()
+
+    def _run(self, function: Callable[[], T]) -> T:
+        return function() if threading.current_thread() is self._thread else self._pool.submit(function).result()
+
+    def _transfer(self, what: str, number: int, data: Tensor) -> None:
+        start, name = time.perf_counter(), file_name(number)
+        flags = os.O_RDWR | (_DIRECT if self.is_direct else 0)
+        if what == "write":
+            flags |= os.O_CREAT
+            self._sizes[number] = _aligned(data.numel())
+        try:
+            descriptor = self.folder.open(name, flags)
+            try:
+                for offset in range(0, data.numel(), PIECE_BYTES):
+                    part = data[offset : offset + PIECE_BYTES]
+                    if what == "write":
+                        self._write_piece(descriptor, offset, part)
+                    else:
+                        self._read_piece(descriptor, offset, part)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise self._error(what, name, data.numel(), error) from error
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def _write_piece(self, descriptor: int, offset: int, part: Tensor) -> None:
+        self._piece[: part.numel()].copy_(part)
+        end = _aligned(part.numel())
+        done = 0
+        while done < end:
+            done += os.pwrite(descriptor, memoryview(self._buffer)[done:end], offset + done)
+        if not self.is_direct:
+            os.fdatasync(descriptor)
+            _forget_pages(descriptor, offset, end)
+
+    def _read_piece(self, descriptor: int, offset: int, part: Tensor) -> None:
+        end = _aligned(part.numel())
+        done = 0
+        while done < end:
+            count = os.preadv(descriptor, [memoryview(self._buffer)[done:end]], offset + done)
+            if count == 0:
+                raise OSError(0, _TOO_SHORT)
+            done += count
+        part.copy_(self._piece[: part.numel()])
+        if not self.is_direct:
+            _forget_pages(descriptor, offset, end)
+
+    def _error(self, what: str, name: str, size: int, error: OSError) -> SpillError:
+        path = self.folder.path / name
+        return SpillError(
+            f"cannot {what} {format_bytes(size)} {'from' if what == 'read' else 'to'} {str(path)!r}: [Errno {error.errno}] "
+            f"{error.strerror}; make room there, give another spill_dir, or raise host_memory",
+            path=str(path),
+            errno=error.errno,
+        )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _map(descriptor: int, path: Path, size: int) -> Tensor:
+    """An open file as a tensor. Torch's mapping, unlike `mmap`'s, keeps no handle: there is one for each block on disk."""
+    if os.fstat(descriptor).st_size < size:
+        raise OSError(0, _TOO_SHORT)
+    same = Path(f"/proc/self/fd/{descriptor}")  # opened again by torch; by its name it might be another file by now
+    try:
+        return torch.from_file(str(same if same.exists() else path), shared=True, size=max(size, 1), dtype=torch.uint8)[
+            :size
+        ]
+    except RuntimeError as error:
+        raise OSError(0, str(error)) from error
+
+
+def _forget_pages(descriptor: int, offset: int, size: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
+
+
+def _takes_direct(folder: SpillFolder) -> bool:
+    """Whether the file system takes O_DIRECT, by trying."""
+    name = file_name(0)
+    probe = mmap.mmap(-1, ALIGNMENT)
+    try:
+        descriptor = folder.open(name, os.O_RDWR | os.O_CREAT | _DIRECT)
+        try:
+            os.pwrite(descriptor, probe, 0)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+    finally:
+        folder.remove(name)
+        probe.close()
+    return True

@@ -1,0 +1,174 @@
+"""The folder that a pool spills to: made in `spill_dir`, ours alone, gone at the end, and swept up after a crash.
+
+Note: whose is what. A pool makes one folder of mode 0700 and holds a lock on the file `lock` in it for its whole life. The
+kernel lets go of the lock when the process ends, however it ends, so a folder of that name, of this user, whose lock is free
+was left by a crash. Of such a folder only files are removed that have the names this module gives, and the folder itself only
+once it is empty. Making and sweeping take turns by a lock on `spill_dir` itself, so that nobody sweeps a folder that is only
+just being made.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.quantities import format_bytes
+
+_FOLDER = re.compile(r"hydra-tune-[0-9]+-[0-9a-f]{32}")
+_LOCK = "lock"
+_FILE = re.compile(r"block-[0-9]+\.bin")
+_LEAST_FREE_BYTES = 64 * 2**20
+
+
+def file_name(number: int) -> str:
+    """Name of the file of the block with this number."""
+    return f"block-{number}.bin"
+
+
+def check_spill_dir(path: object) -> Path:
+    """The folder to spill to, absolute.
+
+    Raises:
+        ConfigError: it is no folder, is a symlink, cannot be written by us or can be tampered with by others, or is on a full
+            file system.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ConfigError(f"spill_dir must be the path of a folder, not {path!r}")
+    folder = Path(os.path.abspath(os.fspath(path)))  # noqa: PTH100 - Path.resolve would follow the symlink that is refused here
+    if folder.is_symlink():
+        raise ConfigError(
+            f"spill_dir {str(folder)!r} is a symlink; give the folder it leads to, {str(folder.resolve())!r}"
+        )
+    if not folder.exists():
+        raise ConfigError(f"spill_dir {str(folder)!r} does not exist; make it, or give a folder that is there")
+    if not folder.is_dir():
+        raise ConfigError(f"spill_dir {str(folder)!r} is not a folder; give one")
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"spill_dir {str(folder)!r} cannot be written by this user; give a folder that is yours to write"
+        )
+    mode = folder.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"spill_dir {str(folder)!r} can be written by everyone, who could replace what is spilled (mode "
+            f"{stat.S_IMODE(mode):04o}); give a folder of your own, or set its sticky bit"
+        )
+    free = shutil.disk_usage(folder).free
+    if free < _LEAST_FREE_BYTES:
+        raise ConfigError(
+            f"spill_dir {str(folder)!r} is on a file system with {format_bytes(free)} free, less than the least of use "
+            f"({format_bytes(_LEAST_FREE_BYTES)}); make room, or give a folder on another"
+        )
+    return folder
+
+
+class SpillFolder:
+    """A folder of this process's own in `spill_dir`; what crashed processes have left there is removed first.
+
+    Args:
+        spill_dir: as `check_spill_dir` returns it.
+
+    Attributes:
+        path: of the new folder.
+        descriptor: the folder, open: files are named relative to it, so that nothing is followed that was moved there.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+
+    def __init__(self, spill_dir: Path) -> None:
+        self._parent = spill_dir
+        self.path = spill_dir / f"hydra-tune-{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            with _alone_in(spill_dir):
+                _sweep(spill_dir)
+                self.path.mkdir(mode=0o700)
+                self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                self._lock = self.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"no folder can be made in spill_dir {str(spill_dir)!r}: {error}; give another"
+            ) from error
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a file of the folder, mode 0600 if it is new."""
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove a file of the folder, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.descriptor)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes free on its file system."""
+        found = os.fstatvfs(self.descriptor)
+        return found.f_bavail * found.f_frsize
+
+    def close(self) -> None:
+        """Remove the folder and all files that are ours."""
+        with contextlib.suppress(OSError), _alone_in(self._parent):
+            _empty(self.descriptor)
+            self.path.rmdir()
+        os.close(self._lock)
+        os.close(self.descriptor)
+
+
+@contextlib.contextmanager
+def _alone_in(spill_dir: Path) -> Iterator[None]:
+    """No other process of ours makes or sweeps folders here meanwhile."""
+    descriptor = os.open(spill_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # which also lets go of the lock
+
+
+def _sweep(spill_dir: Path) -> None:
+    for entry in os.scandir(spill_dir):
+        if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            with contextlib.suppress(OSError):  # gone meanwhile, or not ours to remove: left as it is
+                if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                    _remove_if_stale(Path(entry.path))
+
+
+def _remove_if_stale(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if _is_locked(descriptor):
+            return
+        _empty(descriptor)
+    finally:
+        os.close(descriptor)
+    folder.rmdir()
+
+
+def _is_locked(folder: int) -> bool:
+    """Whether the process that made the folder lives; without a lock file it died before there was anything in it."""
+    try:
+        lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _empty(folder: int) -> None:
+    """Remove the files that are ours by name, the lock last."""
+    names = [name for name in os.listdir(folder) if _FILE.fullmatch(name)]
+    for name in (*names, _LOCK):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)

@@ -1,0 +1,76 @@
+"""`HostShare`: what one trial takes of host memory that cannot go to disk, where there is a disk."""
+
+from collections.abc import Iterable
+
+from hydra_tune.errors import BudgetError
+from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.tenant import Tenant
+from hydra_tune.quantities import format_bytes
+from hydra_tune.shard.plan import Plan
+
+
+def fixed_bytes(plan: Plan) -> int:
+    """What of a trial cannot go to disk: what whole units spill of their activations."""
+    return sum(shard.cost.spilled_bytes for shard in plan.shards)
+
+
+def largest_bytes(plan: Plan) -> int:
+    """The most that one block of a trial can take: all that a shard's unit has of a kind."""
+    costs = [shard.cost for shard in plan.shards]
+    return max(max(c.state_bytes, c.optimizer_bytes, c.value_bytes, c.gradient_bytes, c.trained_bytes) for c in costs)
+
+
+class HostShare:
+    """The share of one trial.
+
+    Args:
+        host: counts host copies and sends some to disk; None: the host has room for all.
+        tenant: the trial, for `host`.
+    """
+
+    def __init__(self, host: HostTier | None, tenant: Tenant | None) -> None:
+        self._host = None if tenant is None else host
+        self._tenant = tenant
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan one of whose blocks could never be on the host.
+
+        Raises:
+            BudgetError: it is too large.
+        """
+        if self._host is not None:
+            self._host.check(largest_bytes(plan))
+
+    def take(self) -> None:
+        """Take what the trial was let in with, until `leave`."""
+        if self._host is not None and self._tenant is not None:
+            self._host.reserve(self._tenant)
+
+    def change(self, plans: Iterable[Plan], extra_bytes: int = 0) -> bool:
+        """Have room for what cannot go to disk of these plans, and for so much more; False: there is none."""
+        if self._host is None or self._tenant is None:
+            return True
+        known = list(plans)
+        fixed, largest = max(map(fixed_bytes, known)) + extra_bytes, max(map(largest_bytes, known))
+        has_room = self._host.admit(self._tenant, fixed, largest)
+        if has_room:
+            self._host.reserve(self._tenant)
+        return has_room
+
+    def require(self, plans: Iterable[Plan], further: Plan) -> None:
+        """The same for a further plan, of another kind of batch.
+
+        Raises:
+            BudgetError: there is no room.
+        """
+        if not self.change([*plans, further]):
+            need = fixed_bytes(further) + largest_bytes(further)
+            raise BudgetError(
+                f"another kind of batch needs {format_bytes(need)} of host memory at once, which is not free beside what other "
+                "trials keep there; raise host_memory, or run fewer trials at a time (max_concurrent)"
+            )
+
+    def leave(self) -> None:
+        """Give back what was taken."""
+        if self._host is not None and self._tenant is not None:
+            self._host.leave(self._tenant)

@@ -1,0 +1,126 @@
+"""Any sequence of units on two devices with a small host: both ledgers are what is there, and no byte is lost on the way."""
+
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.memory.block import Block, Group, Kind
+from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.pager import Pager, bring_home, drop
+from hydra_tune.memory.spill_dir import SpillFolder
+
+DEVICE_BYTES = 10 * 64
+HOST_BYTES = 6 * 64
+SIZES = (64, 64, 128, 128, 192, 256)  # whole multiples of the alignment, so that a block has no padding
+
+
+class SmallHost(RuleBasedStateMachine):
+    """A model of the tiers: what each block should hold, by value."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.devices = [CpuDevice(index, DEVICE_BYTES) for index in range(2)]
+        self.host = HostTier(HOST_BYTES, Disk(SpillFolder(Path(self.folder.name))), self.devices[0])
+        self.pagers = [Pager(device, self.host) for device in self.devices]
+        self.blocks: dict[Block, int] = {}
+        self.tensors: dict[Block, torch.Tensor] = {}
+        for value, size in enumerate(SIZES):
+            self.host.take(-(-size // 64) * 64)
+            tensor = torch.full((size,), value, dtype=torch.uint8)
+            group = Group(Kind.PARAMETERS, [tensor], self.devices[0])
+            self.host.enter(group)
+            self.blocks[group], self.tensors[group] = value, tensor
+
+    def settle(self):
+        """Wait until the disk's thread looks ahead no more."""
+        quiet = 0
+        while quiet < 2:  # once might be while it looks
+            idle = threading.Event()
+            self.host.disk.start(idle.set)
+            assert idle.wait(20)
+            quiet = 0 if self.host._is_looking_ahead else quiet + 1
+
+    def teardown(self):
+        self.settle()
+        for block in self.blocks:
+            drop(block)
+        assert self.host.ledger.used_bytes == self.host.disk.stored_bytes == 0
+        assert all(pager.ledger.used_bytes == 0 for pager in self.pagers)
+        self.host.close()
+        for device in self.devices:
+            device.close()
+        assert list(Path(self.folder.name).iterdir()) == []
+        self.folder.cleanup()
+
+    def pick(self, numbers):
+        known = list(self.blocks)
+        return list(dict.fromkeys(known[number % len(known)] for number in numbers)) if known else []
+
+    @rule(where=st.integers(0, 1), numbers=st.lists(st.integers(0, 20), max_size=3), write=st.booleans())
+    def unit(self, where, numbers, write):
+        pager, wanted = self.pagers[where], self.pick(numbers)
+        if sum(block.nbytes for block in wanted) > DEVICE_BYTES:
+            return
+        with pager.lease(wanted, 0):
+            for block in wanted:
+                assert block.data.unique().tolist() == [self.blocks[block]]
+            if write and wanted:
+                self.blocks[wanted[0]] = (self.blocks[wanted[0]] + 1) % 256
+                wanted[0].data.fill_(self.blocks[wanted[0]])
+                wanted[0].dirty = True
+
+    @rule(where=st.integers(0, 1), size=st.integers(1, 300), value=st.integers(0, 255))
+    def unit_that_makes(self, where, size, value):
+        with self.pagers[where].lease([], -(-size // 64) * 64) as lease:
+            made = lease.block_of(Kind.ACTIVATIONS, torch.full((size,), value, dtype=torch.uint8))
+        self.blocks[made] = value
+
+    @rule(number=st.integers(0, 20))
+    def forget(self, number):
+        for block in self.pick([number]):
+            drop(block)
+            del self.blocks[block]
+            self.tensors.pop(block, None)
+
+    @rule(number=st.integers(0, 20))
+    def home(self, number):
+        for block in self.pick([number]):
+            bring_home(block)
+            assert block.place is None
+            assert block.host.unique().tolist() == [self.blocks[block]]
+
+    @rule()
+    def whole(self):
+        blocks = list(self.tensors)
+        with self.host.whole(blocks):
+            for block in blocks:
+                bring_home(block)
+            assert all(block.host is not None for block in blocks)
+
+    @invariant()
+    def the_ledger_is_what_is_there(self):
+        self.settle()
+        there = sum(block.nbytes for block in self.blocks if block.host is not None)
+        assert self.host.ledger.used_bytes == there <= HOST_BYTES
+        stored = sum(path.stat().st_size for path in Path(self.folder.name).glob("hydra-tune-*/block-*.bin"))
+        assert self.host.disk.stored_bytes == stored
+
+    @invariant()
+    def no_byte_is_lost(self):
+        for block, value in self.blocks.items():
+            if block in self.tensors:
+                assert self.tensors[block].unique().tolist() == [value], "wherever it is, the tensor is right"
+            if block.data is not None and block.host is not None and not block.dirty:
+                assert block.host.equal(block.data), "clean means that the host has it too"
+
+
+TestSmallHost = SmallHost.TestCase
+TestSmallHost.settings = settings(max_examples=25, stateful_step_count=30, deadline=None, derandomize=True)
