@@ -91,19 +91,6 @@ class NormedTwice(nn.Module):
         return self.last(self.norm(self.second(self.norm(self.first(x)))))
 
 
-class OneGradient(nn.Module):
-    """Autograd gives a value that crosses a cut and a parameter one gradient in one piece of memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.shift = nn.Parameter(torch.zeros(6, 16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = self.first(x).view(-1) + self.shift.view(-1)
-        return self.last(both.view(6, 16))
-
-
 class Noise(nn.Module):
     """Normal numbers: how many a generator draws for them depends on where it stands."""
 
@@ -225,20 +212,6 @@ def test_a_trial_is_cut_for_a_device_and_its_copies_lie_under_the_budget(way):
 
 def deep() -> nn.Module:
     return nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
-
-
-def test_a_sum_is_left_alone_while_its_batch_still_reads_that_memory(monkeypatch):
-    seen, take = list[bool](), Pipeline._take_sums
-
-    def noted(self: Pipeline, rank: int, shard: int) -> None:
-        take(self, rank, shard)
-        seen.append(self._sum_is_used.get(shard) == rank)
-
-    monkeypatch.setattr(Pipeline, "_take_sums", noted)
-    described = accumulating(model=OneGradient, batch_size=6, accumulate=4)
-    result, _ = run(described, PIPELINED, devices="cpu:2", num_shards="layer")
-    assert any(seen), "there is such memory"
-    assert against_plain(described, result) == []
 
 
 def loaded(way: str, **options: Any) -> list[int]:
