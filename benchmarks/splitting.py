@@ -2,7 +2,7 @@
 
     python benchmarks/splitting.py              # three rounds
     python benchmarks/splitting.py --rounds 1 --model "transformer, 0.8M"
-    python benchmarks/splitting.py --ways --model "transformer, 0.8M"     # data-parallel beside pipelined
+    python benchmarks/splitting.py --ways --model "language model, 12M"   # data-parallel beside pipelined
 
 Each arm is a process of its own, with one intra-op thread for each device, and the arms take turns. A step is four batches; its
 time is the wall time from its first batch being drawn to that of the next step, the first steps left out. *one* is `cpu:1`,
@@ -108,6 +108,13 @@ def language_model(meter: Meter, num_steps: int, seed: int) -> tuple[TrainTask, 
     return task(partial(overhead.LanguageModel, width=768, depth=7), data, seed), data
 
 
+def heavy_model(meter: Meter, num_steps: int, seed: int) -> tuple[TrainTask, Data]:
+    """12 million parameters, batches of 64 tokens: much to load, little to compute, less to send."""
+    tokens = torch.randint(1000, (8, 2, 33), generator=torch.Generator().manual_seed(0))
+    data = Data([(row[:, :-1], row[:, 1:]) for row in tokens], num_steps, meter)
+    return task(partial(overhead.LanguageModel, width=384, depth=6), data, seed), data
+
+
 def small_transformer(meter: Meter, num_steps: int, seed: int) -> tuple[TrainTask, Data]:
     """The transformer of the other benchmarks."""
     size = (8, transformer.BATCH_SIZE, transformer.LENGTH + 1)
@@ -127,8 +134,12 @@ def task(model, data: Data, seed: int) -> TrainTask:
     )
 
 
-MODELS = {"transformer, 0.8M": (small_transformer, 12), "language model, 51M": (language_model, 6)}
-TIGHT = {"transformer, 0.8M": "8MiB", "language model, 51M": "160MiB"}
+MODELS = {
+    "transformer, 0.8M": (small_transformer, 12),
+    "language model, 51M": (language_model, 6),
+    "language model, 12M": (heavy_model, 8),
+}
+TIGHT = {"transformer, 0.8M": "10MiB", "language model, 51M": "160MiB", "language model, 12M": "32MiB"}
 SETTINGS = {  # options of the pool; {} leaves the cutting to it
     "": {},
     "plenty": {"num_shards": 4},

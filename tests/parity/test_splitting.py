@@ -91,19 +91,6 @@ class NormedTwice(nn.Module):
         return self.last(self.norm(self.second(self.norm(self.first(x)))))
 
 
-class OneGradient(nn.Module):
-    """Autograd gives a value that crosses a cut and a parameter one gradient in one piece of memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.shift = nn.Parameter(torch.zeros(6, 16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = self.first(x).view(-1) + self.shift.view(-1)
-        return self.last(both.view(6, 16))
-
-
 class Noise(nn.Module):
     """Normal numbers: how many a generator draws for them depends on where it stands."""
 
