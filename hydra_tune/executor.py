@@ -261,6 +261,7 @@ class HydraExecutor:
             instrument=self._instrument,
             admission=self._admission,
             recorder=Recorder(devices, self._policy_name, self._width, self._admission) if self._record else None,
+            sends_ahead=self._buffer_fraction > 0,
         )
         _shut_down_at_exit(pool)
         return pool

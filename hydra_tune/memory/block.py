@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hydra_tune.devices.copying import Copy
 from hydra_tune.devices.device import Device
 
 
@@ -36,13 +37,45 @@ class Home(Protocol):
 
     device: Device
 
+    def discard(self, block: "Block") -> None:
+        """What is on its way there is not wanted any more."""
+
+
+@dataclass(slots=True)
+class Coming:
+    """Bytes on their way to a device.
+
+    Args:
+        home: of the device.
+        data: device memory that they are copied to.
+        copy: copies them.
+    """
+
+    home: Home
+    data: Tensor
+    copy: Copy
+
+
+@dataclass(slots=True)
+class Leaving:
+    """Bytes that are written back while the device copy stays.
+
+    Args:
+        host: host memory that they are copied to.
+        copy: copies them.
+    """
+
+    host: Tensor
+    copy: Copy
+
 
 class Block:
     """One flat buffer.
 
     Invariants, under `lock`: at least one of `host` and `data` holds the present bytes; `dirty` means that only `data`
     does; `data` lies on the device of the pager `home`; a block pinned for a pager stays on
-    that pager's device, and is on its way there if it is elsewhere.
+    that pager's device, and is on its way there if it is elsewhere. What is `coming` in the background is nobody's yet: a
+    block that comes has no `home`, and its host copy is the present one. While one is `leaving` it stays as it was, `dirty`.
 
     Args:
         kind: what it holds.
@@ -50,7 +83,9 @@ class Block:
         alignment: of the device; the ledger counts whole multiples.
     """
 
-    __slots__ = ("data", "dirty", "home", "host", "kind", "lock", "nbytes", "number", "pinned_for", "size")
+    __slots__ = (
+        "coming", "data", "dirty", "home", "host", "kind", "leaving", "lock", "nbytes", "number", "pinned_for", "size",
+    )  # fmt: skip
 
     def __init__(self, kind: Kind, size: int, alignment: int) -> None:
         self.number = next(_NUMBERS)  # for records of a run
@@ -62,10 +97,15 @@ class Block:
         self.home: Home | None = None
         self.dirty = False
         self.pinned_for: Home | None = None
+        self.coming: Coming | None = None
+        self.leaving: Leaving | None = None
         self.lock = threading.RLock()
 
     def moved(self) -> None:
         """Called under `lock` after `data` or `host` changed."""
+
+    def announce(self, place: str | None) -> None:
+        """Called under `lock` when the block is on its way to a device, or is not any more (None)."""
 
     @property
     def place(self) -> str | None:
@@ -139,8 +179,12 @@ class Group(Block):
         views = self._host_views if flat is None else self.views(flat)
         for tensor, view in zip(self.tensors, views, strict=True):
             tensor.data = view
+        self.announce(self.place)
+
+    def announce(self, place: str | None) -> None:
+        """Say where the block is, or will be."""
         if self.on_moved is not None:
-            self.on_moved(self.place)
+            self.on_moved(place)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,27 +8,34 @@ making room locks one victim at a time and skips those pinned for this device; l
 more. Nobody waits for one block's lock while holding another's. A block that is pinned for another device but still here may be
 spilled like any other, for that device loads it from the host as well: so two units that want each other's blocks cannot wait
 for each other's room. What a pager still waits for is a block being fetched from it at this moment.
+
+Note: bytes under way. Copies in the background (`memory/prefetch.py`) end by themselves: a thread that copies takes no lock.
+So whoever holds a block's lock may wait for that block's copy, and nobody can wait for him in turn but those who want that
+block. Room for what is coming is on the ledger from before its memory is allocated until after its copy is over; it is
+resident, may be made room of like any other block, and never keeps a unit from its room.
 """
 
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from torch import Tensor
 
+from hydra_tune.devices.copying import Copy
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError
-from hydra_tune.memory.block import Block, Kind, whole_storage
+from hydra_tune.memory.block import Block, Coming, Kind, whole_storage
 from hydra_tune.memory.ledger import Ledger
 from hydra_tune.memory.saved import SavedTensors
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.quantities import format_bytes
 
 _PATIENCE_SECONDS = 0.05  # between looks at blocks that another device is fetching from here
+_SHORT_LEASES = 64  # units for which a device that had to make room is taken to be short of it
 
 
 class Pager:
@@ -36,6 +43,14 @@ class Pager:
 
     Args:
         device: whose memory it manages.
+
+    Attributes:
+        bytes_in, bytes_out: bytes loaded and spilled.
+        bytes_ahead, bytes_in_vain: bytes loaded in the background, and those of them that no unit came for.
+        waiting_ns, copying_ns: nanoseconds that units waited for copies, and that copies took.
+        begins: called on the worker's thread when a unit's blocks are there and it begins to compute.
+        num_leases: units that have had their blocks brought.
+        last_short: how many there had been when room was made last.
     """
 
     def __init__(self, device: Device) -> None:
@@ -43,12 +58,24 @@ class Pager:
         self.ledger = Ledger(device.name, device.budget_bytes)
         self.bytes_in: Counter[Kind] = Counter()
         self.bytes_out: Counter[Kind] = Counter()
+        self.bytes_ahead = 0
+        self.bytes_in_vain = 0
+        self.waiting_ns = 0
+        self.copying_ns = 0
+        self.begins: Callable[[], None] | None = None
+        self.num_leases = 0
+        self.last_short = -_SHORT_LEASES
         self._resident: OrderedDict[int, Block] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
     @property
+    def is_short(self) -> bool:
+        """Whether room had to be made for one of the last units: not everything fits."""
+        return self.num_leases - self.last_short < _SHORT_LEASES
+
+    @property
     def resident_bytes(self) -> int:
-        """Bytes of all blocks on the device."""
+        """Bytes of all blocks on the device, and on their way to it."""
         with self._lock:
             return sum(block.nbytes for block in self._resident.values())
 
@@ -62,6 +89,10 @@ class Pager:
 
     def bring(self, blocks: Sequence[Block], workspace_bytes: int) -> None:
         """Load pinned blocks and take the workspace."""
+        self.num_leases += 1
+        for block in blocks:
+            if block.coming is not None or block.leaving is not None:
+                self._await(block)
         missing = [block for block in blocks if block.home is not self]
         self.make_room(sum(block.nbytes for block in missing) + workspace_bytes, blocks)
         taken = 0
@@ -91,6 +122,8 @@ class Pager:
 
     def write_back(self, block: Block) -> None:
         """Make the host copy present; the device copy stays. Call under the block's lock."""
+        if block.leaving is not None:
+            self.finish_leaving(block, keep=False)
         start = time.perf_counter_ns()
         data = block.data
         if data is None or not block.dirty:
@@ -99,12 +132,14 @@ class Pager:
             size = block.size
             block.host = self.device.on_host(lambda: self.device.host_empty(size))
         self.device.spill([(data, block.host)])
-        _note("out", [block], block.size, since_ns=start)
+        self._waited("out", block, start)
         self.bytes_out[block.kind] += block.size
         block.dirty = False
 
     def release(self, block: Block) -> None:
         """Give up the device copy, which must be clean or no longer wanted. Call under the block's lock."""
+        if block.leaving is not None:
+            self.finish_leaving(block, keep=False)
         with self._lock:
             self._resident.pop(id(block), None)
         block.data, block.home, block.dirty = None, None, False
@@ -115,6 +150,8 @@ class Pager:
         """Move a pinned block here, from the host or from another device; its room is taken already."""
         with block.lock:
             other = block.home
+            if block.coming is not None:
+                block.coming.home.discard(block)
             if isinstance(other, Pager):
                 other.write_back(block)
                 other.release(block)
@@ -122,12 +159,124 @@ class Pager:
             assert block.host is not None, "a block that is nowhere"
             data = self.device.empty(block.size)
             self.device.load([(block.host, data)])
-            _note("in", [block], block.size, since_ns=start)
+            self._waited("in", block, start)
             self.bytes_in[block.kind] += block.size
             block.data, block.home, block.dirty = data, self, False
             block.moved()
         with self._lock:
             self._resident[id(block)] = block
+
+    # What is under way in the background.
+
+    def has(self, block: Block) -> bool:
+        """Whether a block is here, or on its way here. Under its lock."""
+        return block.home is self or (block.coming is not None and block.coming.home is self)
+
+    def expect(self, block: Block, data: Tensor, copy: Copy) -> None:
+        """A block is on its way here, to memory that is on the ledger. Call under its lock."""
+        block.coming = Coming(self, data, copy)
+        self.bytes_in[block.kind] += block.size
+        self.bytes_ahead += block.size
+        with self._lock:
+            self._resident[id(block)] = block
+        block.announce(self.device.name)
+
+    def discard(self, block: Block) -> None:
+        """A block on its way here is not wanted any more. Call under its lock."""
+        coming, block.coming = block.coming, None
+        assert coming is not None
+        if coming.copy.cancel():
+            self.bytes_in[block.kind] -= block.size
+            self.bytes_ahead -= block.size
+        else:
+            coming.copy.wait_quietly()
+            self.copying_ns += coming.copy.ended_ns - coming.copy.began_ns
+            self.bytes_in_vain += block.size
+        del coming
+        with self._lock:
+            self._resident.pop(id(block), None)
+        block.announce(None)
+        self.ledger.give_back(block.nbytes)
+
+    def residents(self) -> list[Block]:
+        """All blocks here and on their way here, the least recently used first."""
+        with self._lock:
+            return list(self._resident.values())
+
+    def _await(self, block: Block) -> None:
+        """Have a pinned block's copy in the background over, before a unit works on it."""
+        with block.lock:
+            if block.leaving is not None and block.home is self:
+                self.finish_leaving(block, keep=True)
+            if block.coming is not None and block.coming.home is self:
+                self._came(block)
+
+    def _came(self, block: Block) -> None:
+        """Take in what was sent ahead, when it is there.
+
+        Raises:
+            Exception: the copy has failed; the block is where it was.
+        """
+        start, coming, host = time.perf_counter_ns(), block.coming, block.host
+        assert coming is not None
+        assert host is not None, "what comes is on the host"
+        has_waited = not coming.copy.is_over
+        if coming.copy.cancel():  # it stands in line behind others that nobody waits for
+            try:
+                self.device.load([(host, coming.data)])
+            except BaseException:
+                self.discard(block)
+                raise
+            self.copying_ns += time.perf_counter_ns() - start
+        else:
+            try:
+                coming.copy.wait()
+            except BaseException:
+                self.discard(block)
+                raise
+            self.copying_ns += coming.copy.ended_ns - coming.copy.began_ns
+        if has_waited:
+            self._awaited(block, start)
+        block.coming = None
+        block.data, block.home, block.dirty = coming.data, self, False
+        block.moved()
+
+    def finish_leaving(self, block: Block, *, keep: bool) -> None:
+        """Have a write-back in the background over; one that has failed, or never began, leaves the block dirty.
+
+        Args:
+            block: it.
+            keep: it stays here, so that what has not begun need not.
+        """
+        leaving, block.leaving = block.leaving, None
+        assert leaving is not None
+        if leaving.copy.cancel():
+            if keep:
+                _note("keep", [block])
+            return
+        start, has_waited = time.perf_counter_ns(), not leaving.copy.is_over
+        is_made = leaving.copy.wait_quietly()
+        self.copying_ns += leaving.copy.ended_ns - leaving.copy.began_ns
+        if has_waited:
+            self._awaited(block, start)
+        if not is_made:
+            return  # whoever needs the room tries again, and hears of it
+        block.host, block.dirty = leaving.host, False
+        self.bytes_out[block.kind] += block.size
+
+    def _awaited(self, block: Block, since_ns: int) -> None:
+        """A unit has waited for a copy that was made in the background."""
+        self.waiting_ns += time.perf_counter_ns() - since_ns
+        _note("await", [block], since_ns=since_ns)
+
+    def _waited(self, what: str, block: Block, since_ns: int) -> None:
+        """A copy is made that somebody has waited for."""
+        taken = time.perf_counter_ns() - since_ns
+        self.waiting_ns += taken
+        self.copying_ns += taken
+        _note(what, [block], block.size, since_ns=since_ns)
+
+    # Room.
 
     def make_room(self, nbytes: int, wanted: Sequence[Block], held_bytes: int = 0) -> None:
         """Take bytes on the ledger, spilling as needed.
@@ -147,6 +296,7 @@ class Pager:
                 f"{format_bytes(self.ledger.budget_bytes)}; lower batch_size or raise device_memory"
             )
         while not self.ledger.try_take(nbytes):
+            self.last_short = self.num_leases
             if not self._spill_one():
                 # What is left here is being fetched by other devices' units at this moment.
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
@@ -159,8 +309,11 @@ class Pager:
             if block.pinned_for is self or not block.lock.acquire(blocking=False):
                 continue
             try:
-                if block.pinned_for is self or block.home is not self:
+                if block.pinned_for is self or not self.has(block):
                     continue
+                if block.coming is not None:
+                    self.discard(block)
+                    return True
                 if not block.dirty:
                     _note("free", [block])
                 self.write_back(block)
@@ -192,6 +345,12 @@ class Lease:
             self._unpin()
             raise
         self._storages = {_identity(block.data): block for block in self._blocks if block.data is not None}
+        try:
+            if self._pager.begins is not None:
+                self._pager.begins()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -263,6 +422,8 @@ def drop(block: Block) -> None:
     """Give up all of a block's bytes, on the host and on whichever device."""
     with block.lock:
         _note("drop", [block])
+        if block.coming is not None:
+            block.coming.home.discard(block)
         if isinstance(block.home, Pager):
             block.home.release(block)
         block.host = None
@@ -272,6 +433,8 @@ def bring_home(block: Block) -> None:
     """Move a block to the host, wherever it is."""
     with block.lock:
         _note("home", [block])
+        if block.coming is not None:
+            block.coming.home.discard(block)
         if isinstance(block.home, Pager):
             pager = block.home
             pager.write_back(block)

@@ -59,7 +59,7 @@ class ModelState:
     def optimizer_groups(self, names: tuple[str, ...]) -> list[Group]:
         """The groups of the optimizer state of these parameters; none before their first update."""
         found: list[Group] = []
-        for members, groups in self._optimizer_groups.items():
+        for members, groups in list(self._optimizer_groups.items()):  # another thread may look ahead
             if not set(members).isdisjoint(names):
                 found += groups
         return found

@@ -37,9 +37,10 @@ class BlockStore:
         device.on_host(lambda: self._take_over(fixed, device))
 
     def blocks(self, keys: Sequence[str], constants: Sequence[str], inputs: Sequence[int]) -> list[Block]:
-        """The blocks under the keys that are there."""
+        """The blocks under the keys that are there. May be asked from any thread."""
         wanted = [*keys, *(_constant_key(name) for name in constants), *(_input_key(index) for index in inputs)]
-        return [self._values[key].block for key in wanted if key in self._values]
+        found = [self._values.get(key) for key in wanted]
+        return [value.block for value in found if value is not None]
 
     def state(self, names: Sequence[str]) -> list[Tensor]:
         """Parameters and buffers by name."""
