@@ -115,10 +115,14 @@ def main() -> int:
         for name in names:
             runs[name].append(run(ARMS[name], num_steps, BANDWIDTH))
     base = statistics.median(one["seconds"] for one in runs["all"])
-    print(f"{'':<22}{'seconds':>8}{'ratio':>7}{'in':>10}{'out':>10}{'ahead':>10}{'in vain':>10}{'waited':>8}{'overlap':>8}")
+    print(
+        f"{'':<22}{'seconds':>8}{'ratio':>7}{'in':>10}{'out':>10}{'ahead':>10}{'in vain':>10}{'waited':>8}{'overlap':>8}"
+    )
     for name, found in runs.items():
         one = {key: statistics.median(each[key] for each in found) for key in found[0] if key != "losses"}
-        sizes = "".join(f"{format_bytes(int(one[key])):>10}" for key in ("bytes_in", "bytes_out", "bytes_ahead", "bytes_in_vain"))
+        sizes = "".join(
+            f"{format_bytes(int(one[key])):>10}" for key in ("bytes_in", "bytes_out", "bytes_ahead", "bytes_in_vain")
+        )
         overlap = 1 - one["waiting_seconds"] / one["copying_seconds"] if one["copying_seconds"] else 0.0
         print(
             f"{name:<22}{one['seconds']:>8.2f}{one['seconds'] / base:>7.2f}{sizes}{one['waiting_seconds']:>8.2f}{overlap:>8.0%}"

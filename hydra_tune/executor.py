@@ -40,8 +40,8 @@ class HydraExecutor:
         host_memory: host memory for the state of all trials in flight; None for 80% of what is free at the start.
         policy: how shard units are chosen: "lrtf" (longest remaining time first), another name in
             `hydra_tune.schedule.POLICIES` or of an entry point in "hydra_tune.policies", or a `Policy`.
-        buffer_fraction: part of each device's memory that a shard leaves free for others; 0 to below 1. Nothing is kept
-            where the whole model fits.
+        buffer_fraction: part of each device's memory that a shard leaves free for others, to which the next shards are sent
+            while it computes; 0 to below 1. Nothing is kept where the whole model fits; with 0 nothing is sent ahead.
         max_concurrent: trials in flight at once; None for twice the number of devices.
         admission: "eager" lets all trials in flight advance as the policy says, in lock-step where they are equally long;
             "staggered" has the oldest go first, as many as there are devices, and the others fill the gaps: trials end

@@ -47,11 +47,13 @@ class Coming:
 
     Args:
         home: of the device.
+        host: host memory that they are copied from.
         data: device memory that they are copied to.
         copy: copies them.
     """
 
     home: Home
+    host: Tensor
     data: Tensor
     copy: Copy
 

@@ -25,7 +25,6 @@ from typing import Self
 
 from torch import Tensor
 
-from hydra_tune.devices.copying import Copy
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Coming, Kind, whole_storage
@@ -123,7 +122,7 @@ class Pager:
     def write_back(self, block: Block) -> None:
         """Make the host copy present; the device copy stays. Call under the block's lock."""
         if block.leaving is not None:
-            self.finish_leaving(block, keep=False)
+            self.finish_leaving(block)
         start = time.perf_counter_ns()
         data = block.data
         if data is None or not block.dirty:
@@ -139,7 +138,7 @@ class Pager:
     def release(self, block: Block) -> None:
         """Give up the device copy, which must be clean or no longer wanted. Call under the block's lock."""
         if block.leaving is not None:
-            self.finish_leaving(block, keep=False)
+            self.finish_leaving(block)
         with self._lock:
             self._resident.pop(id(block), None)
         block.data, block.home, block.dirty = None, None, False
@@ -172,9 +171,9 @@ class Pager:
         """Whether a block is here, or on its way here. Under its lock."""
         return block.home is self or (block.coming is not None and block.coming.home is self)
 
-    def expect(self, block: Block, data: Tensor, copy: Copy) -> None:
+    def expect(self, block: Block, coming: Coming) -> None:
         """A block is on its way here, to memory that is on the ledger. Call under its lock."""
-        block.coming = Coming(self, data, copy)
+        block.coming = coming
         self.bytes_in[block.kind] += block.size
         self.bytes_ahead += block.size
         with self._lock:
@@ -217,13 +216,11 @@ class Pager:
         Raises:
             Exception: the copy has failed; the block is where it was.
         """
-        start, coming, host = time.perf_counter_ns(), block.coming, block.host
+        start, coming = time.perf_counter_ns(), block.coming
         assert coming is not None
-        assert host is not None, "what comes is on the host"
-        has_waited = not coming.copy.is_over
         if coming.copy.cancel():  # it stands in line behind others that nobody waits for
             try:
-                self.device.load([(host, coming.data)])
+                self.device.load([(coming.host, coming.data)])
             except BaseException:
                 self.discard(block)
                 raise
@@ -235,18 +232,18 @@ class Pager:
                 self.discard(block)
                 raise
             self.copying_ns += coming.copy.ended_ns - coming.copy.began_ns
-        if has_waited:
-            self._awaited(block, start)
+        self._awaited(block, start)
         block.coming = None
         block.data, block.home, block.dirty = coming.data, self, False
         block.moved()
 
-    def finish_leaving(self, block: Block, *, keep: bool) -> None:
+    def finish_leaving(self, block: Block, *, keep: bool = False, is_noted: bool = True) -> None:
         """Have a write-back in the background over; one that has failed, or never began, leaves the block dirty.
 
         Args:
             block: it.
             keep: it stays here, so that what has not begun need not.
+            is_noted: whether a unit waits for it.
         """
         leaving, block.leaving = block.leaving, None
         assert leaving is not None
@@ -254,10 +251,10 @@ class Pager:
             if keep:
                 _note("keep", [block])
             return
-        start, has_waited = time.perf_counter_ns(), not leaving.copy.is_over
+        start = time.perf_counter_ns()
         is_made = leaving.copy.wait_quietly()
         self.copying_ns += leaving.copy.ended_ns - leaving.copy.began_ns
-        if has_waited:
+        if is_noted:
             self._awaited(block, start)
         if not is_made:
             return  # whoever needs the room tries again, and hears of it

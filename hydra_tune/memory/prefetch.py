@@ -13,9 +13,9 @@ as everything fits nobody is asked and nothing is sent.
 from collections.abc import Callable, Sequence
 
 from hydra_tune.devices.copying import Copy
-from hydra_tune.memory.block import Block, Leaving
+from hydra_tune.memory.block import Block, Coming, Leaving
 from hydra_tune.memory.pager import Pager
-from hydra_tune.observe.turns import Turn, current_turn
+from hydra_tune.observe.turns import current_turn
 
 
 class Prefetch:
@@ -45,7 +45,6 @@ class Prefetch:
         for block in wanted:
             if block.home is None:
                 journey.send(block)
-        journey.note()
 
 
 class _Journey:
@@ -54,9 +53,7 @@ class _Journey:
     def __init__(self, pager: Pager, wanted: Sequence[Block]) -> None:
         self._pager, self._keep = pager, {id(block) for block in wanted}
         self._turn = current_turn()
-        self._sent: list[Block] = []
-        self._shed: list[Block] = []
-        self._cleaned: list[Block] = []
+        self._owed_bytes = 0  # to blocks that have to wait until their victims are written back
 
     def send(self, block: Block) -> None:
         """Send one block, unless it is on its way, or elsewhere, or has no room."""
@@ -69,14 +66,6 @@ class _Journey:
         finally:
             block.lock.release()
 
-    def note(self) -> None:
-        """Tell the record of a run."""
-        if self._turn is None:
-            return
-        for what, blocks in (("shed", self._shed), ("clean", self._cleaned), ("ahead", self._sent)):
-            if blocks:
-                self._turn.note(what, blocks, sum(block.size for block in blocks))
-
     def _start(self, block: Block) -> None:
         """Under the block's lock; its bytes are taken."""
         pager = self._pager
@@ -87,16 +76,15 @@ class _Journey:
             pager.ledger.give_back(block.nbytes)  # fragmented: what is only ahead can come later
             return
         copy = pager.device.start_load([(block.host, data)])
-        pager.expect(block, data, copy)
-        self._sent.append(block)
-        _follow(self._turn, "in", block, copy)
+        pager.expect(block, Coming(pager, block.host, data, copy))
+        self._note("ahead", block, copy)
 
     def _make_room(self, nbytes: int) -> bool:
         """Take bytes on the ledger, if they can be had now; what could not be had now is made ready for the next time."""
         ledger = self._pager.ledger
         if ledger.try_take(nbytes):
             return True
-        short = nbytes - (ledger.budget_bytes - ledger.used_bytes)
+        short = nbytes + self._owed_bytes - (ledger.budget_bytes - ledger.used_bytes)
         victims = [
             block for block in self._pager.residents() if block.pinned_for is None and id(block) not in self._keep
         ]
@@ -106,7 +94,10 @@ class _Journey:
             if short <= 0:
                 break
             short -= self._part_with(victim)
-        return ledger.try_take(nbytes)
+        if ledger.try_take(nbytes):
+            return True
+        self._owed_bytes += nbytes
+        return False
 
     def _part_with(self, victim: Block) -> int:
         """Have a block leave, now or soon; returns its bytes, or 0 if it has to stay."""
@@ -124,7 +115,7 @@ class _Journey:
                 return victim.nbytes
             else:
                 pager.release(victim)
-            self._shed.append(victim)
+            self._note("shed", victim)
             return victim.nbytes
         finally:
             victim.lock.release()
@@ -141,15 +132,17 @@ class _Journey:
                 host = pager.device.on_host(lambda: pager.device.host_empty(size))
             copy = pager.device.start_spill([(victim.data, host)])
             victim.leaving = Leaving(host, copy)
-            self._cleaned.append(victim)
-            _follow(self._turn, "out", victim, copy)
+            self._note("clean", victim, copy)
             return False
         if not victim.leaving.copy.is_over:
             return False
-        pager.finish_leaving(victim, keep=False)
+        pager.finish_leaving(victim, is_noted=False)
         return not victim.dirty
 
-
-def _follow(turn: Turn | None, what: str, block: Block, copy: Copy) -> None:
-    if turn is not None:
-        turn.follow(what, block, copy)
+    def _note(self, what: str, block: Block, copy: Copy | None = None) -> None:
+        """Tell the record of a run."""
+        if self._turn is None:
+            return
+        self._turn.note(what, [block], block.size)
+        if copy is not None:
+            self._turn.follow("in" if what == "ahead" else "out", block, copy)

@@ -108,6 +108,9 @@ class Turn:
         job: whose unit.
         device: where.
         facts: of all blocks that any turn has met, by number; shared.
+        actions: what was done, in order.
+        units: what ran.
+        sent: copies that were begun in the background, once they are over.
     """
 
     job: str
@@ -135,6 +138,15 @@ class Turn:
                 shard = getattr(block, "shard", None)  # groups have one
                 self.facts[block.number] = BlockFacts(self.job, str(block.kind), block.nbytes, shard)
         self.actions.append(Action(what, now, now - since_ns if since_ns else 0, tuple(numbers), nbytes))
+
+    @property
+    def copies(self) -> list[Sent]:
+        """The copies that the turn has waited for from beginning to end."""
+        return [
+            Sent(a.what, a.blocks[0], a.nbytes, a.at_ns - a.copy_ns, a.at_ns)
+            for a in self.actions
+            if a.what in ("in", "out") and a.copy_ns
+        ]
 
     def follow(self, what: str, block: AnyBlock, copy: AnyCopy) -> None:
         """A copy is made in the background from now on."""

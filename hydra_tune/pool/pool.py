@@ -321,7 +321,7 @@ class Pool:
             self._break(error)
             raise
         if self._next_units is not None:
-            self._next_units.decided(events, commands)
+            self._next_units.decided((*moves, *events), commands)
         self._scheduler_seconds += time.thread_time() - start
         if self._recorder is not None:
             self._recorder.decided(now, [*moves, *events], commands)

@@ -85,6 +85,8 @@ class TrainingBatch(Step):
     def _following(self, kind: str, index: int) -> list[Expected]:
         shards, found = self._plan.shards, []
         last = len(shards) - 1
+        if kind not in ("forward", "backward", "update"):
+            return []
         if kind == "forward":
             return [self._expected("forward" if index + 1 < last else "backward", index + 1)]
         if kind == "backward" and self._updates_now and shards[index].trained:
@@ -149,7 +151,7 @@ class TrainingBatch(Step):
                 self._complete(update.names)
             return waited
 
-        return self._unit("complete", update.index, run)
+        return self._unit("complete", update.index, run, lambda: self._store.blocks(keys, (), ()))
 
     def update_unit(self, update: Update, following: Callable[[], list[Expected]] | None = None) -> PendingUnit:
         """Let the optimizer step for some parameters.
