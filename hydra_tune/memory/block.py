@@ -50,12 +50,14 @@ class Coming:
         host: host memory that they are copied from.
         data: device memory that they are copied to.
         copy: copies them.
+        lease: number of the unit beside which they were sent.
     """
 
     home: Home
     host: Tensor
     data: Tensor
     copy: Copy
+    lease: int
 
 
 @dataclass(slots=True)
@@ -86,12 +88,14 @@ class Block:
     """
 
     __slots__ = (
-        "coming", "data", "dirty", "home", "host", "kind", "leaving", "lock", "nbytes", "number", "pinned_for", "size",
+        "coming", "data", "dirty", "home", "host", "kind", "leaving", "lock", "nbytes", "number", "owner", "pinned_for",
+        "size",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, size: int, alignment: int) -> None:
         self.number = next(_NUMBERS)  # for records of a run
         self.kind = kind
+        self.owner: int | None = None  # the trial
         self.size = size
         self.nbytes = -(-size // alignment) * alignment  # what the ledger counts
         self.host: Tensor | None = None

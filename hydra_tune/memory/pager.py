@@ -1,7 +1,14 @@
-"""The pager: brings blocks to its device before a unit runs, and makes room by spilling what has not been used longest.
+"""The pager: brings blocks to its device before a unit runs, and makes room by spilling what is needed last.
 
 Every resident block and every running unit's workspace is on the ledger, so that their sum never exceeds the budget. A clean
 block is dropped to make room, a dirty one written back first. A block is on one device at most.
+
+Note: what is needed last. A trial uses its shards forth and back, so what it has not used for longest it needs last; but its
+optimizer state it uses once a step, always in the same order, so what it has used just now it needs last. A trial that runs
+here had better go on (`ShardedLRTF`), so others' blocks are needed later than its own. So there go, in this order: others'
+optimizer state, the last used first; others' blocks, the first used first; then its own likewise. What has just been sent ahead
+goes last.
+`benchmarks/victims.py` counts what that moves: never more than "not used for longest", and down to a third of it.
 
 Note: locks. A unit pins its blocks, then makes room, then loads. Pinning waits for a block's lock and holds only that one;
 making room locks one victim at a time and skips those pinned for this device; loading locks one block and needs no room any
@@ -34,6 +41,7 @@ from hydra_tune.observe.turns import current_turn
 from hydra_tune.quantities import format_bytes
 
 _PATIENCE_SECONDS = 0.05  # between looks at blocks that another device is fetching from here
+_SENT_LEASES = 2  # units for which what was sent ahead is taken to be wanted: an update, and the next
 _SHORT_LEASES = 64  # units for which a device that had to make room is taken to be short of it
 
 
@@ -50,6 +58,7 @@ class Pager:
         begins: called on the worker's thread when a unit's blocks are there and it begins to compute.
         num_leases: units that have had their blocks brought.
         last_short: how many there had been when room was made last.
+        owner: the trial whose unit runs, or ran last.
     """
 
     def __init__(self, device: Device) -> None:
@@ -64,6 +73,7 @@ class Pager:
         self.begins: Callable[[], None] | None = None
         self.num_leases = 0
         self.last_short = -_SHORT_LEASES
+        self.owner: int | None = None
         self._resident: OrderedDict[int, Block] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
@@ -202,6 +212,23 @@ class Pager:
         with self._lock:
             return list(self._resident.values())
 
+    def victims(self) -> list[Block]:
+        """All that is here or comes, in the order in which it had better make room (see the note)."""
+        latest_state: list[Block] = []
+        others: list[Block] = []
+        own_state: list[Block] = []
+        own: list[Block] = []
+        sent: list[Block] = []
+        for block in self.residents():
+            coming = block.coming
+            if coming is not None and self.num_leases - coming.lease <= _SENT_LEASES:
+                sent.append(block)
+            elif block.owner != self.owner:
+                (latest_state if block.kind is Kind.OPTIMIZER else others).append(block)
+            else:
+                (own_state if block.kind is Kind.OPTIMIZER else own).append(block)
+        return [*reversed(latest_state), *others, *reversed(own_state), *own, *sent]
+
     def _await(self, block: Block) -> None:
         """Have a pinned block's copy in the background over, before a unit works on it."""
         with block.lock:
@@ -292,16 +319,18 @@ class Pager:
                 f"a shard unit needs {format_bytes(nbytes + here)} at once, but device {self.device.name} has a budget of "
                 f"{format_bytes(self.ledger.budget_bytes)}; lower batch_size or raise device_memory"
             )
+        victims: Iterator[Block] = iter(())
         while not self.ledger.try_take(nbytes):
             self.last_short = self.num_leases
-            if not self._spill_one():
+            if self._spill_one(victims):
+                continue
+            victims = iter(self.victims())
+            if not self._spill_one(victims):
                 # What is left here is being fetched by other devices' units at this moment.
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
-    def _spill_one(self) -> bool:
-        """Spill the block not used for longest; False if there is none to spill."""
-        with self._lock:
-            candidates = list(self._resident.values())
+    def _spill_one(self, candidates: Iterable[Block]) -> bool:
+        """Spill the first block that can be; False if there is none."""
         for block in candidates:
             if block.pinned_for is self or not block.lock.acquire(blocking=False):
                 continue
@@ -335,6 +364,7 @@ class Lease:
             with block.lock:
                 assert block.pinned_for in (None, self._pager), "two units of one trial at once"
                 block.pinned_for = self._pager
+        self._pager.owner = next((block.owner for block in self._blocks if block.owner is not None), None)
         _note("lease", self._blocks, self._workspace_bytes)
         try:
             self._pager.bring(self._blocks, self._workspace_bytes)

@@ -76,7 +76,7 @@ class _Journey:
             pager.ledger.give_back(block.nbytes)  # fragmented: what is only ahead can come later
             return
         copy = pager.device.start_load([(block.host, data)])
-        pager.expect(block, Coming(pager, block.host, data, copy))
+        pager.expect(block, Coming(pager, block.host, data, copy, pager.num_leases))
         self._note("ahead", block, copy)
 
     def _make_room(self, nbytes: int) -> bool:
@@ -85,9 +85,7 @@ class _Journey:
         if ledger.try_take(nbytes):
             return True
         short = nbytes + self._owed_bytes - (ledger.budget_bytes - ledger.used_bytes)
-        victims = [
-            block for block in self._pager.residents() if block.pinned_for is None and id(block) not in self._keep
-        ]
+        victims = [block for block in self._pager.victims() if block.pinned_for is None and id(block) not in self._keep]
         if short > sum(block.nbytes for block in victims):
             return False
         for victim in victims:

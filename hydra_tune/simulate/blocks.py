@@ -1,6 +1,6 @@
 """The pagers on a virtual clock: which block is on which device, what has to be copied, and how long that takes.
 
-Follows `hydra_tune.memory.pager` rule by rule: blocks are pinned, room is made by spilling what was not used for longest,
+Follows `hydra_tune.memory.pager` rule by rule: blocks are pinned, room is made by spilling what is needed last,
 what is missing is loaded, clean blocks leave without a copy, a block is on one device at most.
 
 What was sent ahead in the run, or written back in the background, is so here as well, where that is possible; a unit waits for
@@ -19,6 +19,7 @@ from hydra_tune.simulate.recording import RecordedDevice, Recording
 from hydra_tune.simulate.script import Copies, Copy
 
 _PATIENCE_NS = 100_000  # between looks for room, where all that could leave is being copied at this moment
+_SENT_LEASES = 2  # as of the pager
 _PATIENCE = 100_000  # looks while nothing is being copied
 
 BACKGROUND = ("shed", "clean", "ahead")
@@ -36,6 +37,7 @@ class _Block:
     is_coming: bool = False  # in the background, as the next one; until `ready_ns`
     is_leaving: bool = False
     ready_ns: int = 0
+    lease: int = 0  # beside which it was sent
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,18 @@ class _Device:
     resident: OrderedDict[int, _Block] = field(default_factory=OrderedDict)  # least recently used first
     bytes_in: int = 0
     bytes_out: int = 0
+    owner: str = ""  # the job whose unit runs, or ran last
+    num_leases: int = 0
+
+    def victims(self) -> list[_Block]:
+        """As `Pager.victims`."""
+        found: tuple[list[_Block], ...] = ([], [], [], [], [])
+        for block in self.resident.values():
+            if block.is_coming and self.num_leases - block.lease <= _SENT_LEASES:
+                found[4].append(block)
+            else:
+                found[2 * (block.facts.job == self.owner) + (block.facts.kind != "optimizer")].append(block)
+        return [*reversed(found[0]), *found[1], *reversed(found[2]), *found[3], *found[4]]
 
 
 class Blocks:
@@ -128,7 +142,7 @@ class Blocks:
                     device.bytes_out += block.facts.nbytes
             elif is_free and block.place is None and device.used_bytes + block.facts.nbytes <= device.budget_bytes:
                 block.is_coming, block.ready_ns = True, self._over(action, "in", block, sent)
-                block.place = name
+                block.place, block.lease = name, device.num_leases
                 device.used_bytes += block.facts.nbytes
                 device.bytes_in += block.facts.nbytes
                 device.resident[block.number] = block
@@ -171,6 +185,8 @@ class Blocks:
             yield from self._wait_for(block)
             block.pinned_for = device.name
         device.leased = blocks
+        device.owner = blocks[0].facts.job if blocks else ""
+        device.num_leases += 1
         for block in blocks:
             if block.place == device.name:
                 yield from self._await(block, copies)
@@ -211,7 +227,7 @@ class Blocks:
         while device.used_bytes + nbytes > device.budget_bytes:
             yield from _until_next(copies)
             now = self._clock()
-            victims = (b for b in device.resident.values() if b.pinned_for != device.name and b.free_ns <= now)
+            victims = (b for b in device.victims() if b.pinned_for != device.name and b.free_ns <= now)
             victim = next(victims, None)
             if victim is None:
                 patience -= not any(block.free_ns > now for block in device.resident.values())

@@ -73,7 +73,10 @@ class Replicas:
                     group.home.write_back(group)
             if copy is None:
                 copy = Block(group.kind, group.size, pager.device.alignment)
-                copy.host = group.host  # never written: a copy is never changed, and the group not before `close`
+                copy.owner, copy.host = (
+                    group.owner,
+                    group.host,
+                )  # never written: a copy is never changed, and the group not before `close`
                 with self._lock:
                     self._copies[group, pager] = copy
             return copy

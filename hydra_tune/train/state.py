@@ -7,6 +7,7 @@ exists from that unit's first update on. What no shard uses stays on the host.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -23,6 +24,8 @@ from hydra_tune.shard.own_state import check_state
 from hydra_tune.shard.plan import Plan
 from hydra_tune.train.gradients import Gradients
 
+_NUMBERS = itertools.count()
+
 
 class ModelState:
     """Parameters, buffers and optimizer state of one trial.
@@ -32,9 +35,13 @@ class ModelState:
         optimizer: the trial's optimizer.
         plan: decides the groups; later plans of the trial use the same ones.
         device: any device of the pool, for host memory and alignment.
+
+    Attributes:
+        number: of the trial, for its blocks.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, plan: Plan, device: Device) -> None:
+        self.number = next(_NUMBERS)
         self.module = module
         self.optimizer = optimizer
         self.tensors: dict[str, Tensor] = dict(named_state(module))
@@ -119,6 +126,7 @@ class ModelState:
             return
         device.synchronize()
         group = device.on_host(lambda: Group(Kind.OPTIMIZER, list(fresh.values()), device))
+        group.owner = self.number
         self._adopted.update(fresh)
         self._optimizer_groups.setdefault(names, []).append(group)
 
@@ -154,6 +162,7 @@ class ModelState:
             members.setdefault((kind, self.layout.owners.get(name, name)), []).append(name)
         for (kind, owner), names in members.items():
             group = Group(kind, [self.tensors[name] for name in names], device)
+            group.owner = self.number
             if kind is Kind.PARAMETERS and isinstance(owner, int):
                 group.shard = owner
             self._group_of.update(dict.fromkeys(names, group))
@@ -168,6 +177,7 @@ class ModelState:
             if members:
                 tensors = [self.tensors[name] for name in members]
                 group = device.on_host(lambda kind=kind, tensors=tensors: Group(kind, tensors, device))  # type: ignore[misc]
+                group.owner = self.number
                 self._group_of.update(dict.fromkeys(members, group))
 
 

@@ -67,6 +67,7 @@ class BlockStore:
             tensor = tensor.clone()
         kind = Kind.GRADIENTS if "gradient:" in key else Kind.ACTIVATIONS
         block = self.lease.block_of(kind, tensor)
+        block.owner = self._state.number
         self._uses[block] += 1
         self.drop(key)
         self._values[key] = Value(block, tensor)
@@ -128,7 +129,7 @@ class BlockStore:
             block = blocks.get(storage._cdata)  # noqa: SLF001 - the storage's identity
             if block is None:
                 block = Block(Kind.INPUTS, storage.nbytes(), device.alignment)
-                block.host = whole_storage(tensor.detach())
+                block.host, block.owner = whole_storage(tensor.detach()), self._state.number
                 blocks[storage._cdata] = block  # noqa: SLF001
             self._uses[block] += 1
             self._values[key] = Value(block, tensor)

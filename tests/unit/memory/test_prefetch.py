@@ -206,6 +206,17 @@ def test_what_was_sent_in_vain_is_room_like_any_other(pager, prefetch):
     assert pager.bytes_in == {Kind.INPUTS: 5 * SIZE - cancelled}
 
 
+def test_what_has_just_been_sent_is_kept_for_the_next_units_and_not_for_ever(pager, prefetch):
+    used, sent = block(1), block(2)
+    with pager.lease([used], 0):
+        prefetch.send([sent])
+        assert pager.victims() == [used, sent], "though it may be another trial's, or optimizer state"
+    sent.owner = 5
+    for _ in range(3):
+        visit(pager, used)
+    assert pager.victims() == [sent, used], "nobody has come for it"
+
+
 @pytest.mark.parametrize("give_up", [drop, bring_home])
 def test_a_block_that_is_given_up_on_its_way_gives_its_room_back_when_the_copy_is_over(pager, prefetch, give_up):
     made = block(1)
