@@ -60,26 +60,14 @@ class Coming:
     lease: int
 
 
-@dataclass(slots=True)
-class Leaving:
-    """Bytes that are written back while the device copy stays.
-
-    Args:
-        host: host memory that they are copied to.
-        copy: copies them.
-    """
-
-    host: Tensor
-    copy: Copy
-
-
 class Block:
     """One flat buffer.
 
     Invariants, under `lock`: at least one of `host` and `data` holds the present bytes; `dirty` means that only `data`
     does; `data` lies on the device of the pager `home`; a block pinned for a pager stays on
     that pager's device, and is on its way there if it is elsewhere. What is `coming` in the background is nobody's yet: a
-    block that comes has no `home`, and its host copy is the present one. While one is `leaving` it stays as it was, `dirty`.
+    block that comes has no `home`, and its host copy is the present one. What is `leaving` is written back in the background, and
+    stays as it is until somebody has seen that over: here and `dirty`.
 
     Args:
         kind: what it holds.
@@ -104,7 +92,7 @@ class Block:
         self.dirty = False
         self.pinned_for: Home | None = None
         self.coming: Coming | None = None
-        self.leaving: Leaving | None = None
+        self.leaving: Copy | None = None
         self.lock = threading.RLock()
 
     def moved(self) -> None:

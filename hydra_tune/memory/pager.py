@@ -137,13 +137,17 @@ class Pager:
         data = block.data
         if data is None or not block.dirty:
             return
-        if block.host is None:
-            size = block.size
-            block.host = self.device.on_host(lambda: self.device.host_empty(size))
-        self.device.spill([(data, block.host)])
+        self.device.spill([(data, self.host_of(block))])
         self._waited("out", block, start)
         self.bytes_out[block.kind] += block.size
         block.dirty = False
+
+    def host_of(self, block: Block) -> Tensor:
+        """Host memory for a block to be written back to. Call under its lock."""
+        if block.host is None:
+            size = block.size
+            block.host = self.device.on_host(lambda: self.device.host_empty(size))
+        return block.host
 
     def release(self, block: Block) -> None:
         """Give up the device copy, which must be clean or no longer wanted. Call under the block's lock."""
@@ -274,18 +278,18 @@ class Pager:
         """
         leaving, block.leaving = block.leaving, None
         assert leaving is not None
-        if leaving.copy.cancel():
+        if leaving.cancel():
             if keep:
                 _note("keep", [block])
             return
         start = time.perf_counter_ns()
-        is_made = leaving.copy.wait_quietly()
-        self.copying_ns += leaving.copy.ended_ns - leaving.copy.began_ns
+        is_made = leaving.wait_quietly()
+        self.copying_ns += leaving.ended_ns - leaving.began_ns
         if is_noted:
             self._awaited(block, start)
         if not is_made:
             return  # whoever needs the room tries again, and hears of it
-        block.host, block.dirty = leaving.host, False
+        block.dirty = False
         self.bytes_out[block.kind] += block.size
 
     def _awaited(self, block: Block, since_ns: int) -> None:

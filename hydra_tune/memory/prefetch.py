@@ -13,7 +13,7 @@ as everything fits nobody is asked and nothing is sent.
 from collections.abc import Callable, Sequence
 
 from hydra_tune.devices.copying import Copy
-from hydra_tune.memory.block import Block, Coming, Leaving
+from hydra_tune.memory.block import Block, Coming
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.turns import current_turn
 
@@ -125,14 +125,10 @@ class _Journey:
             return True
         if victim.leaving is None:
             assert victim.data is not None, "a dirty block is on its device"
-            host, size = victim.host, victim.size
-            if host is None:
-                host = pager.device.on_host(lambda: pager.device.host_empty(size))
-            copy = pager.device.start_spill([(victim.data, host)])
-            victim.leaving = Leaving(host, copy)
+            victim.leaving = copy = pager.device.start_spill([(victim.data, pager.host_of(victim))])
             self._note("clean", victim, copy)
             return False
-        if not victim.leaving.copy.is_over:
+        if not victim.leaving.is_over:
             return False
         pager.finish_leaving(victim, is_noted=False)
         return not victim.dirty

@@ -153,10 +153,14 @@ class Turn:
         self._under_way.append((what, block.number, block.size, copy))
 
     def settle(self) -> None:
-        """Take down the copies in the background that are over; those that were never made are forgotten."""
-        over = [(what, number, size, copy) for what, number, size, copy in self._under_way if copy.ended_ns]
-        self.sent += [Sent(what, number, size, copy.began_ns, copy.ended_ns) for what, number, size, copy in over]
-        self._under_way.clear()
+        """Take down the copies in the background that are over."""
+        left = []
+        for what, number, size, copy in self._under_way:
+            if copy.ended_ns:
+                self.sent.append(Sent(what, number, size, copy.began_ns, copy.ended_ns))
+            else:
+                left.append((what, number, size, copy))
+        self._under_way = left
 
     @contextmanager
     def unit(self, kind: str, shard: int) -> Iterator[None]:

@@ -137,7 +137,7 @@ class Blocks:
                     block.is_leaving, block.dirty = False, False
                     self._release(block)
             elif action.what == "clean":
-                if is_free and block.place == name and block.dirty:
+                if is_free and block.place == name and block.dirty and not block.is_leaving:
                     block.is_leaving, block.ready_ns = True, self._over(action, "out", block, sent)
                     device.bytes_out += block.facts.nbytes
             elif is_free and block.place is None and device.used_bytes + block.facts.nbytes <= device.budget_bytes:
@@ -157,6 +157,9 @@ class Blocks:
         """Do what gives blocks up ("drop"), or brings them to the host ("home"), wherever they are."""
         for block in self._known(action):
             yield from self._wait_for(block)
+            waited = _take("await", block, copies) if action.what == "drop" else None
+            if waited is not None:
+                yield waited.wait_ns + waited.copy_ns
             if block.place is not None:
                 if action.what == "home":
                     yield from self._write_back(block, copies)
@@ -200,9 +203,11 @@ class Blocks:
 
     def _await(self, block: _Block, copies: Copies) -> Iterator[int]:
         """Have a block's copy in the background over."""
-        if block.is_leaving and _take("keep", block, copies) is not None:
+        kept = _take("keep", block, copies)
+        if block.is_leaving and block.place is not None and kept is not None:
             block.is_leaving = False
-            self._devices[block.place or ""].bytes_out -= block.facts.nbytes
+            self._devices[block.place].bytes_out -= block.facts.nbytes
+            yield kept.wait_ns
         if not (block.is_leaving or block.is_coming):
             return
         copy = _take("await", block, copies)
@@ -259,9 +264,9 @@ class Blocks:
 
     def _write_back(self, block: _Block, copies: Copies) -> Iterator[int]:
         if block.is_leaving:
-            if any((copy.what, copy.block) == ("out", block.number) for copy in copies):  # it had not begun
-                block.is_leaving = False
-                self._devices[block.place or ""].bytes_out -= block.facts.nbytes
+            if block.place is not None and any((c.what, c.block) == ("out", block.number) for c in copies):
+                block.is_leaving = False  # it had not begun
+                self._devices[block.place].bytes_out -= block.facts.nbytes
             else:
                 yield from self._await(block, copies)
         if block.dirty and block.place is not None:

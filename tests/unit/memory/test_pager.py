@@ -75,7 +75,7 @@ def of(owner, kind, value=0):
 
 
 def test_what_is_needed_last_goes_first():
-    """Others' blocks before its own; of each, optimizer state before the rest, the last used first, and of the rest the first."""
+    """Others' blocks before its own; optimizer state before the rest, the last used first, and of the rest the first."""
     device = CpuDevice(0, 8 * SIZE)
     pager = Pager(device)
     state, parameters = Kind.OPTIMIZER, Kind.PARAMETERS

@@ -136,7 +136,7 @@ def test_a_dirty_block_is_written_back_in_the_background_and_gives_its_room_the_
     with pager.lease([running, other], 0):
         prefetch.send([later])
         assert later.coming is None, "there is no room yet"
-        changed.leaving.copy.wait()
+        changed.leaving.wait()
         assert changed.home is pager
         assert changed.dirty
         prefetch.send([later])
@@ -291,7 +291,7 @@ def test_a_write_back_that_fails_leaves_the_block_as_it_was(pager, prefetch):
     pager.device.error = OSError("no")
     with pager.lease([running, block()], 0):
         prefetch.send([block(4)])
-        changed.leaving.copy.wait_quietly()
+        changed.leaving.wait_quietly()
         pager.device.error = None
         prefetch.send([block(4)])
         assert changed.home is pager
