@@ -66,7 +66,7 @@ class Block:
     Invariants, under `lock`: at least one of `host` and `data` holds the present bytes; `dirty` means that only `data`
     does; `data` lies on the device of the pager `home`; a block pinned for a pager stays on
     that pager's device, and is on its way there if it is elsewhere. What is `coming` in the background is nobody's yet: a
-    block that comes has no `home`, and its host copy is the present one. What is `leaving` is written back in the background, and
+    block that comes has no `home`, and its host copy is the present one. What is `leaving` is written back there, and
     stays as it is until somebody has seen that over: here and `dirty`.
 
     Args:

@@ -55,7 +55,7 @@ def test_delays_on_the_copy_thread_change_no_bit(hooked, seed):
     drawn = random.Random(seed)
     hooked(lambda device: None if seed is None else time.sleep(drawn.choice([0, 0, 1e-4, 2e-3])))
     tasks = [task(epochs=2, **changes) for changes in LOSSES]
-    results, devices = run(tasks)
+    results, devices = run(tasks, device_memory="11KiB")
     for described, result in zip(tasks, results, strict=True):
         assert against_plain(described, result) == []
     assert sum(device.bytes_ahead for device in devices) > 0
