@@ -6,6 +6,7 @@ instead of computing, so that the devices need not share cores; loads, spills an
     all         SHARP and double buffering
     no buffer   without double buffering: whatever a unit needs is loaded when it is due
     neither     one trial after the other, so that one device works at a time, and nothing is sent ahead
+    last used   as "all", but what was not used for longest makes room, and not what is needed last
 
     python benchmarks/buffering.py            # three runs of each arm, in turns
     python benchmarks/buffering.py --quick    # one short run of each: only indicative
@@ -20,6 +21,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -27,6 +29,8 @@ import torch
 import waiting
 
 from hydra_tune.devices.discovery import open_devices
+from hydra_tune.memory.block import Block
+from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.pool import Pool
 from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import make_policy
@@ -43,19 +47,23 @@ BANDWIDTH = 1_000_000_000
 
 @dataclass(frozen=True)
 class Arm:
-    """How a pool is made: shards it holds on each device, trials at once, whether bytes are sent ahead."""
+    """How a pool is made: shards it holds on each device, trials at once, whether bytes are sent ahead, what makes room."""
 
     capacity: int
     width: int
     sends_ahead: bool
+    victims: Callable[[Pager], list[Block]] = Pager.victims
 
 
 ARMS = {
     "all": Arm(2, NUM_TRIALS, True),
     "no buffer": Arm(2, NUM_TRIALS, False),
     "neither": Arm(2, 1, False),
+    "last used": Arm(2, NUM_TRIALS, True, Pager.residents),
+    "last used, no buffer": Arm(2, NUM_TRIALS, False, Pager.residents),
     "all, 4 shards": Arm(4, NUM_TRIALS, True),
     "no buffer, 4 shards": Arm(4, NUM_TRIALS, False),
+    "last used, 4 shards": Arm(4, NUM_TRIALS, True, Pager.residents),
     "all fits": Arm(NUM_TRIALS * NUM_SHARDS, NUM_TRIALS, True),
     "all fits, no buffer": Arm(NUM_TRIALS * NUM_SHARDS, NUM_TRIALS, False),
 }
@@ -64,6 +72,7 @@ ARMS = {
 def run(arm: Arm, num_steps: int, bandwidth: int) -> dict:
     """Train the trials, after one step of each that prepares what they need."""
     budget = arm.capacity * SHARD_BYTES + WORKING_BYTES
+    Pager.victims = arm.victims
     devices = open_devices(f"cpu:{NUM_DEVICES}", budget, bandwidth)
     library = PlanLibrary(Budget(budget_bytes=budget, buffer_fraction=0.0, alignment=64, num_shards="layer"))
     host_bytes = psutil.virtual_memory().available // 2
