@@ -1,6 +1,7 @@
 """What a decision costs: one unit ends, the next one of some job is chosen. Pure Python; no device, no torch.
 
     python benchmarks/decisions.py
+    python benchmarks/decisions.py --ahead    # what it costs to ask what a device would do next
 
 Prints, for each policy and number of eligible jobs, the median in microseconds of CPU time of `Scheduler.handle` on one
 `UnitFinished`: the event taken in, the estimate corrected, the choice made, the command and the story written. The loop
@@ -16,6 +17,7 @@ import time
 
 from hydra_tune.schedule import (
     POLICIES,
+    Ahead,
     DeviceAdded,
     JobAdmitted,
     JobSubmitted,
@@ -67,10 +69,13 @@ def loaded(policy: Policy, num_jobs: int, stream: random.Random):
     return scheduler, runs
 
 
-def microseconds(policy: Policy, num_jobs: int, num_decisions: int) -> float:
-    """Median CPU time of one decision."""
+def microseconds(policy: Policy, num_jobs: int, num_decisions: int, *, asks: bool) -> float:
+    """Median CPU time of one decision, or of what asking ahead for its device adds to it."""
     stream = random.Random(0)
     scheduler, runs = loaded(policy, num_jobs, stream)
+    ahead = Ahead(policy, scheduler)
+    for job in scheduler.phases:
+        ahead.notice(job)
     taken, ends = [], time.perf_counter() + MAX_SECONDS
     for _ in range(num_decisions):
         run = runs.pop(0)
@@ -81,6 +86,15 @@ def microseconds(policy: Policy, num_jobs: int, num_decisions: int) -> float:
         )
         start = time.thread_time_ns()
         commands = scheduler.handle(event)
+        if asks:
+            start = time.thread_time_ns()
+            for job in {run.job, *(command.job for command in commands)}:
+                ahead.notice(job)
+                ahead.unclaim(job)
+            own = scheduler.view_after(
+                commands[0].job, unit=unit, seconds=1.0, remaining_seconds=1e6, shard_device=None
+            )
+            ahead.choose(commands[0].device, own)
         taken.append(time.thread_time_ns() - start)
         runs += commands
         if time.perf_counter() > ends:
@@ -93,12 +107,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, nargs="+", default=[10, 100, 1_000, 10_000], help="eligible jobs")
     parser.add_argument("--decisions", type=int, default=5_000, help="decisions to take the median of")
+    parser.add_argument("--ahead", action="store_true", help="what asking ahead adds, in place of the decision itself")
     parser.add_argument("--repeats", type=int, default=3, help="runs to take the least median of")
     arguments = parser.parse_args()
     print(f"{'us per decision, jobs:':<24}" + "".join(f"{num_jobs:>10,}" for num_jobs in arguments.jobs))
     for name, policy in policies().items():
         row = [
-            min(microseconds(policy, num_jobs, arguments.decisions) for _ in range(arguments.repeats))
+            min(
+                microseconds(policy, num_jobs, arguments.decisions, asks=arguments.ahead)
+                for _ in range(arguments.repeats)
+            )
             for num_jobs in arguments.jobs
         ]
         print(f"{name:<24}" + "".join(f"{value:>10.1f}" for value in row), flush=True)

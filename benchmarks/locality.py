@@ -101,7 +101,7 @@ def run(setting: Setting, policy: str, seed: int, num_steps: int, library: PlanL
     """Train the trials twice in one pool: one step each to prepare what they need, and then the run that counts."""
     bandwidth = int(SHARD_BYTES / (setting.load * FORWARD_SECONDS))
     devices = open_devices(f"cpu:{setting.num_devices}", setting.budget_bytes, bandwidth)
-    recorder = Recorder(devices, policy, setting.num_trials)
+    recorder = Recorder(devices, policy, setting.num_trials, "eager")
     host_bytes = psutil.virtual_memory().available // 2
     pool = Pool(
         devices,

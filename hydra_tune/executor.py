@@ -46,8 +46,8 @@ class HydraExecutor:
         spill_dir: a folder on disk for what goes beyond `host_memory`; None: trials wait until the host has room for them.
         policy: how shard units are chosen: "lrtf" (longest remaining time first), another name in
             `hydra_tune.schedule.POLICIES` or of an entry point in "hydra_tune.policies", or a `Policy`.
-        buffer_fraction: part of each device's memory that a shard leaves free for others; 0 to below 1. Nothing is kept
-            where the whole model fits.
+        buffer_fraction: part of each device's memory that a shard leaves free for others, to which the next shards are sent
+            while it computes; 0 to below 1. Nothing is kept where the whole model fits; with 0 nothing is sent ahead.
         max_concurrent: trials in flight at once; None for twice the number of devices.
         admission: "eager" lets all trials in flight advance as the policy says, in lock-step where they are equally long;
             "staggered" has the oldest go first, as many as there are devices, and the others fill the gaps: trials end
@@ -102,13 +102,7 @@ class HydraExecutor:
         parse_bandwidth(link_bandwidth)
         if not isinstance(record, bool):
             raise ConfigError(f"record must be true or false, not {record!r}")
-        if optimizer_placement not in _PLACEMENTS:
-            raise ConfigError(f"optimizer_placement must be 'device' or 'host', not {optimizer_placement!r}")
-        if optimizer_placement == "host" and spill_dir is not None:
-            raise ConfigError(
-                "optimizer_placement='host' keeps optimizer state in host memory, which spill_dir is there to relieve; give "
-                "one of the two"
-            )
+        _check_placement(optimizer_placement, spill_dir)
         self._updates_on_host = optimizer_placement == "host"
         self._link_bandwidth = link_bandwidth
         self._record = record
@@ -288,6 +282,7 @@ class HydraExecutor:
             recorder=Recorder(devices, self._policy_name, self._width, self._admission) if self._record else None,
             only_way=self._only_way,
             host=host,
+            sends_ahead=self._buffer_fraction > 0 and host is None,
         )
         _shut_down_at_exit(pool)
         return pool
@@ -308,3 +303,13 @@ def _shut_down_at_exit(pool: Pool) -> None:
 def _check_count(name: str, value: object) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def _check_placement(placement: str, spill_dir: object) -> None:
+    if placement not in _PLACEMENTS:
+        raise ConfigError(f"optimizer_placement must be 'device' or 'host', not {placement!r}")
+    if placement == "host" and spill_dir is not None:
+        raise ConfigError(
+            "optimizer_placement='host' keeps optimizer state in host memory, which spill_dir is there to relieve; give "
+            "one of the two"
+        )

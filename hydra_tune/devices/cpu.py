@@ -3,7 +3,7 @@
 Everything above devices is the same code as on a GPU, so the whole system runs, and is tested, without one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hydra_tune.devices.copying import CopyThread
+from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, Link, Pairs
 
 T = TypeVar("T")
 
@@ -70,8 +70,9 @@ class CpuDevice:
         self.budget_bytes = budget_bytes
         self.alignment = CPU_ALIGNMENT
         self.generator = DefaultCpuGenerator()
-        self._link_bandwidth = link_bandwidth
+        self._link = None if link_bandwidth is None else Link(link_bandwidth)
         self._copies = CopyThread(self.name)
+        self._ahead = BackgroundCopies(self.name)
 
     @contextmanager
     def worker(self) -> Iterator[None]:
@@ -91,29 +92,38 @@ class CpuDevice:
         """Run a function on the copy thread and wait for it."""
         return self._copies.run(function)
 
-    def load(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def load(self, pairs: Pairs) -> None:
         """Copy host to device."""
-        self._send(pairs)
+        self._copies.run(lambda: self._send(pairs, is_waited_for=True))
 
-    def spill(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def spill(self, pairs: Pairs) -> None:
         """Copy device to host."""
-        self._send(pairs)
+        self._copies.run(lambda: self._send(pairs, is_waited_for=True))
+
+    def start_load(self, pairs: Pairs) -> Copy:
+        """Copy host to device, in the background."""
+        return self._ahead.start(pairs, lambda found: self._send(found, is_waited_for=False))
+
+    def start_spill(self, pairs: Pairs) -> Copy:
+        """Copy device to host, in the background."""
+        return self._ahead.start(pairs, lambda found: self._send(found, is_waited_for=False))
 
     def synchronize(self) -> None:
         """Nothing is ever pending: CPU operators are done when they return."""
 
     def close(self) -> None:
-        """Stop the copy thread."""
+        """Stop the copy threads."""
+        self._ahead.close()
         self._copies.close()
 
-    def _send(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        if self._link_bandwidth is None:
-            self._copies.run(lambda: _copy(pairs))
+    def _send(self, pairs: Pairs, *, is_waited_for: bool) -> None:
+        if self._link is None:
+            _copy(pairs)
             return
         nbytes = sum(target.nbytes for _, target in pairs)
-        self._copies.throttled(lambda: _copy(pairs), nbytes, self._link_bandwidth)
+        self._link.send(lambda: _copy(pairs), nbytes, is_waited_for=is_waited_for)
 
 
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _copy(pairs: Pairs) -> None:
     for source, target in pairs:
         target.copy_(source)

@@ -2,15 +2,18 @@
 
 Note: who allocates what. Device memory is allocated by the device's worker thread, host memory by its copy thread (through
 `on_host`). On a CPU device both are ordinary memory, and the thread is what tells them apart: whatever the worker thread
-allocates while a unit runs is device memory and lies under the device's budget.
+allocates while a unit runs is device memory and lies under the device's budget. So what is filled in the background is
+allocated by the worker before its unit computes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from hydra_tune.devices.copying import Copy, Pairs
 
 T = TypeVar("T")
 
@@ -59,14 +62,23 @@ class Device(Protocol):
     def on_host(self, function: Callable[[], T]) -> T:
         """Run a function on the copy thread and wait for it: host memory is made and looked at there."""
 
-    def load(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def load(self, pairs: Pairs) -> None:
         """Copy host tensors to device tensors, pairs of (source, target); done when it returns."""
 
-    def spill(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def spill(self, pairs: Pairs) -> None:
         """Copy device tensors to host tensors, pairs of (source, target); done when it returns."""
+
+    def start_load(self, pairs: Pairs) -> Copy:
+        """Begin to copy host tensors to device tensors, while the device computes what is asked of it from now on.
+
+        On the worker thread, which has allocated the targets. Nobody may touch sources or targets until the copy is over.
+        """
+
+    def start_spill(self, pairs: Pairs) -> Copy:
+        """Begin to copy device tensors to host tensors, as the work asked for so far leaves them; otherwise as `start_load`."""
 
     def synchronize(self) -> None:
         """Wait until everything started on the device is done."""
 
     def close(self) -> None:
-        """Stop the copy thread."""
+        """Stop the copy threads."""

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hydra_tune.devices.copying import Copy
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.tenant import Tenant
 
@@ -36,6 +37,28 @@ class Home(Protocol):
     """What a block is told of the pager whose device it is on."""
 
     device: Device
+
+    def discard(self, block: "Block") -> None:
+        """What is on its way there is not wanted any more."""
+
+
+@dataclass(slots=True)
+class Coming:
+    """Bytes on their way to a device.
+
+    Args:
+        home: of the device.
+        host: host memory that they are copied from.
+        data: device memory that they are copied to.
+        copy: copies them.
+        lease: number of the unit beside which they were sent.
+    """
+
+    home: Home
+    host: Tensor
+    data: Tensor
+    copy: Copy
+    lease: int
 
 
 class Tier(Protocol):
@@ -62,7 +85,9 @@ class Block:
 
     Invariants, under `lock`: at least one of `host`, `data` and the file of its `tier` holds the present bytes; `dirty` means
     that only `data` does; `data` lies on the device of the pager `home`; a block pinned for a pager stays on
-    that pager's device, and is on its way there if it is elsewhere.
+    that pager's device, and is on its way there if it is elsewhere. What is `coming` in the background is nobody's yet: a
+    block that comes has no `home`, and its host copy is the present one. What is `leaving` is written back there, and
+    stays as it is until somebody has seen that over: here and `dirty`.
 
     Args:
         kind: what it holds.
@@ -71,23 +96,14 @@ class Block:
     """
 
     __slots__ = (
-        "data",
-        "dirty",
-        "home",
-        "host",
-        "kind",
-        "lock",
-        "nbytes",
-        "number",
-        "pinned_for",
-        "size",
-        "tenant",
-        "tier",
-    )
+        "coming", "data", "dirty", "home", "host", "kind", "leaving", "lock", "nbytes", "number", "owner", "pinned_for",
+        "size", "tenant", "tier",
+    )  # fmt: skip
 
     def __init__(self, kind: Kind, size: int, alignment: int) -> None:
         self.number = next(_NUMBERS)  # for records of a run
         self.kind = kind
+        self.owner: int | None = None  # the trial
         self.size = size
         self.nbytes = -(-size // alignment) * alignment  # what the ledger counts
         self.host: Tensor | None = None
@@ -97,10 +113,15 @@ class Block:
         self.pinned_for: Home | None = None
         self.tier: Tier | None = None
         self.tenant: Tenant | None = None  # whose it is, where that is known
+        self.coming: Coming | None = None
+        self.leaving: Copy | None = None
         self.lock = threading.RLock()
 
     def moved(self) -> None:
         """Called under `lock` after `data` or `host` changed."""
+
+    def announce(self, place: str | None) -> None:
+        """Called under `lock` when the block is on its way to a device, or is not any more (None)."""
 
     def put_host(self, flat: Tensor) -> None:
         """Take host memory for the host copy. Under `lock`, inside `device.on_host`."""
@@ -201,8 +222,12 @@ class Group(Block):
         views = views or [tensor.data.new_empty(0) for tensor in self.tensors]  # given up for good
         for tensor, view in zip(self.tensors, views, strict=True):
             tensor.data = view
+        self.announce(self.place)
+
+    def announce(self, place: str | None) -> None:
+        """Say where the block is, or will be."""
         if self.on_moved is not None:
-            self.on_moved(self.place)
+            self.on_moved(place)
 
 
 @dataclass(frozen=True, slots=True)

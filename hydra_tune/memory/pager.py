@@ -1,19 +1,31 @@
-"""The pager: brings blocks to its device before a unit runs, and makes room by spilling what has not been used longest.
+"""The pager: brings blocks to its device before a unit runs, and makes room by spilling what is needed last.
 
 Every resident block and every running unit's workspace is on the ledger, so that their sum never exceeds the budget. A clean
 block is dropped to make room, a dirty one written back first. A block is on one device at most.
+
+Note: what is needed last. A trial uses its shards forth and back, so what it has not used for longest it needs last; but its
+optimizer state it uses once a step, always in the same order, so what it has used just now it needs last. A trial that runs
+here had better go on (`ShardedLRTF`), so others' blocks are needed later than its own. So there go, in this order: others'
+optimizer state, the last used first; others' blocks, the first used first; then its own likewise. What has just been sent ahead
+goes last.
+`benchmarks/victims.py` counts what that moves: never more than "not used for longest", and down to a third of it.
 
 Note: locks. A unit pins its blocks, then makes room, then loads. Pinning waits for a block's lock and holds only that one;
 making room locks one victim at a time and skips those pinned for this device; loading locks one block and needs no room any
 more. Nobody waits for one block's lock while holding another's. A block that is pinned for another device but still here may be
 spilled like any other, for that device loads it from the host as well: so two units that want each other's blocks cannot wait
 for each other's room. What a pager still waits for is a block being fetched from it at this moment.
+
+Note: bytes under way. Copies in the background (`memory/prefetch.py`) end by themselves: a thread that copies takes no lock.
+So whoever holds a block's lock may wait for that block's copy, and nobody can wait for him in turn but those who want that
+block. Room for what is coming is on the ledger from before its memory is allocated until after its copy is over; it is
+resident, may be made room of like any other block, and never keeps a unit from its room.
 """
 
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
@@ -22,7 +34,7 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError
-from hydra_tune.memory.block import Block, Kind, whole_storage
+from hydra_tune.memory.block import Block, Coming, Kind, whole_storage
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.ledger import Ledger
 from hydra_tune.memory.meter import LinkMeter
@@ -32,6 +44,8 @@ from hydra_tune.observe.turns import current_turn
 from hydra_tune.quantities import format_bytes
 
 _PATIENCE_SECONDS = 0.05  # between looks at blocks that another device is fetching from here
+_SENT_LEASES = 2  # units for which what was sent ahead is taken to be wanted: an update, and the next
+_SHORT_LEASES = 64  # units for which a device that had to make room is taken to be short of it
 
 
 class Pager:
@@ -40,6 +54,15 @@ class Pager:
     Args:
         device: whose memory it manages.
         host: counts host copies and sends some to disk; None: the host has room for all.
+
+    Attributes:
+        bytes_in, bytes_out: bytes loaded and spilled.
+        bytes_ahead, bytes_in_vain: bytes loaded in the background, and those of them that no unit came for.
+        waiting_ns, copying_ns: nanoseconds that units waited for copies, and that copies took.
+        begins: called on the worker's thread when a unit's blocks are there and it begins to compute.
+        num_leases: units that have had their blocks brought.
+        last_short: how many there had been when room was made last.
+        owner: the trial whose unit runs, or ran last.
     """
 
     def __init__(self, device: Device, host: HostTier | None = None) -> None:
@@ -49,12 +72,25 @@ class Pager:
         self.bytes_in: Counter[Kind] = Counter()
         self.bytes_out: Counter[Kind] = Counter()
         self.link = LinkMeter()
+        self.bytes_ahead = 0
+        self.bytes_in_vain = 0
+        self.waiting_ns = 0
+        self.copying_ns = 0
+        self.begins: Callable[[], None] | None = None
+        self.num_leases = 0
+        self.last_short = -_SHORT_LEASES
+        self.owner: int | None = None
         self._resident: OrderedDict[int, Block] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
     @property
+    def is_short(self) -> bool:
+        """Whether room had to be made for one of the last units: not everything fits."""
+        return self.num_leases - self.last_short < _SHORT_LEASES
+
+    @property
     def resident_bytes(self) -> int:
-        """Bytes of all blocks on the device."""
+        """Bytes of all blocks on the device, and on their way to it."""
         with self._lock:
             return sum(block.nbytes for block in self._resident.values())
 
@@ -68,6 +104,10 @@ class Pager:
 
     def bring(self, blocks: Sequence[Block], workspace_bytes: int) -> None:
         """Load pinned blocks and take the workspace."""
+        self.num_leases += 1
+        for block in blocks:
+            if block.coming is not None or block.leaving is not None:
+                self._await(block)
         missing = [block for block in blocks if block.home is not self]
         if self.host is not None:
             self.host.used(blocks)
@@ -99,27 +139,34 @@ class Pager:
 
     def write_back(self, block: Block) -> None:
         """Make the host copy present; the device copy stays. Call under the block's lock."""
+        if block.leaving is not None:
+            self.finish_leaving(block)
         start = time.perf_counter_ns()
         data = block.data
         if data is None or not block.dirty:
             return
-        if block.host is None:
-            if self.host is None:
-                self.device.on_host(lambda: block.put_host(self.device.host_empty(block.size)))
-            else:
-                self.host.provide(block, self.device)
-        assert block.host is not None
+        if block.host is None and self.host is not None:
+            self.host.provide(block, self.device)
         begun = time.perf_counter()
-        self.device.spill([(data, block.host)])
+        self.device.spill([(data, self.host_of(block))])
         self.link.copied(block.size, time.perf_counter() - begun)
         if block.tier is not None:
             block.tier.written(block)
-        _note("out", [block], block.size, since_ns=start)
+        self._waited("out", block, start)
         self.bytes_out[block.kind] += block.size
         block.dirty = False
 
+    def host_of(self, block: Block) -> Tensor:
+        """Host memory for a block to be written back to. Call under its lock."""
+        if block.host is None:
+            self.device.on_host(lambda: block.put_host(self.device.host_empty(block.size)))
+        assert block.host is not None
+        return block.host
+
     def release(self, block: Block) -> None:
         """Give up the device copy, which must be clean or no longer wanted. Call under the block's lock."""
+        if block.leaving is not None:
+            self.finish_leaving(block)
         with self._lock:
             self._resident.pop(id(block), None)
         block.data, block.home, block.dirty = None, None, False
@@ -130,6 +177,8 @@ class Pager:
         """Move a pinned block here, from the host or from another device; its room is taken already."""
         with block.lock:
             other = block.home
+            if block.coming is not None:
+                block.coming.home.discard(block)
             if isinstance(other, Pager):
                 other.write_back(block)
                 other.release(block)
@@ -143,12 +192,139 @@ class Pager:
             self.link.copied(block.size, time.perf_counter() - begun)
             if block.tier is not None:
                 block.tier.loaded(block)
-            _note("in", [block], block.size, since_ns=start)
+            self._waited("in", block, start)
             self.bytes_in[block.kind] += block.size
             block.data, block.home, block.dirty = data, self, False
             block.moved()
         with self._lock:
             self._resident[id(block)] = block
+
+    # What is under way in the background.
+
+    def has(self, block: Block) -> bool:
+        """Whether a block is here, or on its way here. Under its lock."""
+        return block.home is self or (block.coming is not None and block.coming.home is self)
+
+    def expect(self, block: Block, coming: Coming) -> None:
+        """A block is on its way here, to memory that is on the ledger. Call under its lock."""
+        block.coming = coming
+        self.bytes_in[block.kind] += block.size
+        self.bytes_ahead += block.size
+        with self._lock:
+            self._resident[id(block)] = block
+        block.announce(self.device.name)
+
+    def discard(self, block: Block) -> None:
+        """A block on its way here is not wanted any more. Call under its lock."""
+        coming, block.coming = block.coming, None
+        assert coming is not None
+        if coming.copy.cancel():
+            self.bytes_in[block.kind] -= block.size
+            self.bytes_ahead -= block.size
+        else:
+            coming.copy.wait_quietly()
+            self.copying_ns += coming.copy.ended_ns - coming.copy.began_ns
+            self.bytes_in_vain += block.size
+        del coming
+        with self._lock:
+            self._resident.pop(id(block), None)
+        block.announce(None)
+        self.ledger.give_back(block.nbytes)
+
+    def residents(self) -> list[Block]:
+        """All blocks here and on their way here, the least recently used first."""
+        with self._lock:
+            return list(self._resident.values())
+
+    def victims(self) -> list[Block]:
+        """All that is here or comes, in the order in which it had better make room (see the note)."""
+        latest_state: list[Block] = []
+        others: list[Block] = []
+        own_state: list[Block] = []
+        own: list[Block] = []
+        sent: list[Block] = []
+        for block in self.residents():
+            coming = block.coming
+            if coming is not None and self.num_leases - coming.lease <= _SENT_LEASES:
+                sent.append(block)
+            elif block.owner != self.owner:
+                (latest_state if block.kind is Kind.OPTIMIZER else others).append(block)
+            else:
+                (own_state if block.kind is Kind.OPTIMIZER else own).append(block)
+        return [*reversed(latest_state), *others, *reversed(own_state), *own, *sent]
+
+    def _await(self, block: Block) -> None:
+        """Have a pinned block's copy in the background over, before a unit works on it."""
+        with block.lock:
+            if block.leaving is not None and block.home is self:
+                self.finish_leaving(block, keep=True)
+            if block.coming is not None and block.coming.home is self:
+                self._came(block)
+
+    def _came(self, block: Block) -> None:
+        """Take in what was sent ahead, when it is there.
+
+        Raises:
+            Exception: the copy has failed; the block is where it was.
+        """
+        start, coming = time.perf_counter_ns(), block.coming
+        assert coming is not None
+        if coming.copy.cancel():  # it stands in line behind others that nobody waits for
+            try:
+                self.device.load([(coming.host, coming.data)])
+            except BaseException:
+                self.discard(block)
+                raise
+            self.copying_ns += time.perf_counter_ns() - start
+        else:
+            try:
+                coming.copy.wait()
+            except BaseException:
+                self.discard(block)
+                raise
+            self.copying_ns += coming.copy.ended_ns - coming.copy.began_ns
+        self._awaited(block, start)
+        block.coming = None
+        block.data, block.home, block.dirty = coming.data, self, False
+        block.moved()
+
+    def finish_leaving(self, block: Block, *, keep: bool = False, is_noted: bool = True) -> None:
+        """Have a write-back in the background over; one that has failed, or never began, leaves the block dirty.
+
+        Args:
+            block: it.
+            keep: it stays here, so that what has not begun need not.
+            is_noted: whether a unit waits for it.
+        """
+        leaving, block.leaving = block.leaving, None
+        assert leaving is not None
+        if leaving.cancel():
+            if keep:
+                _note("keep", [block])
+            return
+        start = time.perf_counter_ns()
+        is_made = leaving.wait_quietly()
+        self.copying_ns += leaving.ended_ns - leaving.began_ns
+        if is_noted:
+            self._awaited(block, start)
+        if not is_made:
+            return  # whoever needs the room tries again, and hears of it
+        block.dirty = False
+        self.bytes_out[block.kind] += block.size
+
+    def _awaited(self, block: Block, since_ns: int) -> None:
+        """A unit has waited for a copy that was made in the background."""
+        self.waiting_ns += time.perf_counter_ns() - since_ns
+        _note("await", [block], since_ns=since_ns)
+
+    def _waited(self, what: str, block: Block, since_ns: int) -> None:
+        """A copy is made that somebody has waited for."""
+        taken = time.perf_counter_ns() - since_ns
+        self.waiting_ns += taken
+        self.copying_ns += taken
+        _note(what, [block], block.size, since_ns=since_ns)
+
+    # Room.
 
     def make_room(self, nbytes: int, wanted: Sequence[Block], held_bytes: int = 0) -> None:
         """Take bytes on the ledger, spilling as needed.
@@ -168,23 +344,29 @@ class Pager:
                 f"a shard unit needs {format_bytes(nbytes + here)} at once, but device {self.device.name} has a budget of "
                 f"{format_bytes(self.ledger.budget_bytes)}; lower batch_size or raise device_memory"
             )
+        victims: Iterator[Block] = iter(())
         while not self.ledger.try_take(nbytes):
-            if not self._spill_one():
+            self.last_short = self.num_leases
+            if self._spill_one(victims):
+                continue
+            victims = iter(self.victims())
+            if not self._spill_one(victims):
                 if self.host is not None:
                     check_tenant()
                 # What is left here is being fetched by other devices' units at this moment.
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
-    def _spill_one(self) -> bool:
-        """Spill the block not used for longest; False if there is none to spill."""
-        with self._lock:
-            candidates = list(self._resident.values())
+    def _spill_one(self, candidates: Iterable[Block]) -> bool:
+        """Spill the first block that can be; False if there is none."""
         for block in candidates:
             if block.pinned_for is self or not block.lock.acquire(blocking=False):
                 continue
             try:
-                if block.pinned_for is self or block.home is not self:
+                if block.pinned_for is self or not self.has(block):
                     continue
+                if block.coming is not None:
+                    self.discard(block)
+                    return True
                 if not block.dirty:
                     _note("free", [block])
                 self.write_back(block)
@@ -209,6 +391,7 @@ class Lease:
             with block.lock:
                 assert block.pinned_for in (None, self._pager), "two units of one trial at once"
                 block.pinned_for = self._pager
+        self._pager.owner = next((block.owner for block in self._blocks if block.owner is not None), None)
         _note("lease", self._blocks, self._workspace_bytes)
         try:
             self._pager.bring(self._blocks, self._workspace_bytes)
@@ -216,6 +399,12 @@ class Lease:
             self._unpin()
             raise
         self._storages = {_identity(block.data): block for block in self._blocks if block.data is not None}
+        try:
+            if self._pager.begins is not None:
+                self._pager.begins()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -287,6 +476,8 @@ def drop(block: Block) -> None:
     """Give up all of a block's bytes, on the host and on whichever device."""
     with block.lock:
         _note("drop", [block])
+        if block.coming is not None:
+            block.coming.home.discard(block)
         if isinstance(block.home, Pager):
             block.home.release(block)
         if block.tier is not None:
@@ -298,6 +489,10 @@ class _OnHost:
     """What blocks are pinned for that must not leave the host."""
 
     device: Device
+
+    def discard(self, block: Block) -> None:
+        """Nothing is ever on its way here."""
+        raise AssertionError(block.number)
 
 
 _HOST = _OnHost()
@@ -321,6 +516,8 @@ def bring_home(block: Block) -> None:
     """Move a block to the host, wherever it is."""
     with block.lock:
         _note("home", [block])
+        if block.coming is not None:
+            block.coming.home.discard(block)
         if isinstance(block.home, Pager):
             pager = block.home
             pager.write_back(block)

@@ -25,7 +25,11 @@ class Action(NamedTuple):
             "free": a block that the host has as well made room;
             "adopt": a unit made a block of `nbytes`;
             "end": of the lease; `blocks` are those whose bytes only the device has;
-            "drop", "home": a block was given up, or brought to the host.
+            "drop", "home": a block was given up, or brought to the host;
+            "ahead": blocks were sent in the background, for later units, and "shed" for the room, where they were clean;
+            "clean": a copy to the host was begun in the background, to make room later;
+            "await": a unit waited for what was copied in the background, for `copy_ns`;
+            "keep": what was to be copied to the host in the background is used again, and was not.
         at_ns: when it was done.
         copy_ns: of these, nanoseconds spent copying.
         blocks: numbers of blocks.
@@ -37,6 +41,16 @@ class Action(NamedTuple):
     copy_ns: int = 0
     blocks: tuple[int, ...] = ()
     nbytes: int = 0
+
+
+class Sent(NamedTuple):
+    """A copy in the background: "in" or "out", of a block, and when it was made."""
+
+    what: str
+    block: int
+    nbytes: int
+    began_ns: int
+    ended_ns: int
 
 
 class UnitSpan(NamedTuple):
@@ -74,6 +88,17 @@ class AnyBlock(Protocol):
     def kind(self) -> str:
         """What it holds."""
 
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+
+
+class AnyCopy(Protocol):
+    """A copy in the background; 0 until it has begun, and until it is over."""
+
+    began_ns: int
+    ended_ns: int
+
 
 @dataclass(slots=True)
 class Turn:
@@ -83,6 +108,9 @@ class Turn:
         job: whose unit.
         device: where.
         facts: of all blocks that any turn has met, by number; shared.
+        actions: what was done, in order.
+        units: what ran.
+        sent: copies that were begun in the background, once they are over.
     """
 
     job: str
@@ -90,6 +118,8 @@ class Turn:
     facts: dict[int, BlockFacts] = field(repr=False)
     actions: list[Action] = field(default_factory=list)
     units: list[UnitSpan] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
+    _under_way: list[tuple[str, int, int, AnyCopy]] = field(default_factory=list, repr=False, compare=False)
 
     def note(self, what: str, blocks: Iterable[AnyBlock] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
         """Note an action that is done now.
@@ -108,6 +138,29 @@ class Turn:
                 shard = getattr(block, "shard", None)  # groups have one
                 self.facts[block.number] = BlockFacts(self.job, str(block.kind), block.nbytes, shard)
         self.actions.append(Action(what, now, now - since_ns if since_ns else 0, tuple(numbers), nbytes))
+
+    @property
+    def copies(self) -> list[Sent]:
+        """The copies that the turn has waited for from beginning to end."""
+        return [
+            Sent(a.what, a.blocks[0], a.nbytes, a.at_ns - a.copy_ns, a.at_ns)
+            for a in self.actions
+            if a.what in ("in", "out") and a.copy_ns
+        ]
+
+    def follow(self, what: str, block: AnyBlock, copy: AnyCopy) -> None:
+        """A copy is made in the background from now on."""
+        self._under_way.append((what, block.number, block.size, copy))
+
+    def settle(self) -> None:
+        """Take down the copies in the background that are over."""
+        left = []
+        for what, number, size, copy in self._under_way:
+            if copy.ended_ns:
+                self.sent.append(Sent(what, number, size, copy.began_ns, copy.ended_ns))
+            else:
+                left.append((what, number, size, copy))
+        self._under_way = left
 
     @contextmanager
     def unit(self, kind: str, shard: int) -> Iterator[None]:

@@ -23,9 +23,12 @@ import torch
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.interrupts import hold_interrupts
+from hydra_tune.memory.block import Block
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
+from hydra_tune.memory.prefetch import Prefetch
 from hydra_tune.observe.turns import current_turn
+from hydra_tune.pool.ahead import NextUnits
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Progress, Reported, Result
 from hydra_tune.pool.lending import JobHelpers, Lender
 from hydra_tune.pool.planned import planned_profile
@@ -85,6 +88,7 @@ class Pool:
         recorder: keeps what happens; None: nothing is kept.
         only_way: the only way in which steps are split, for tests and measurements; None: the fastest.
         host: sends to disk what is beyond `host_bytes`; None: the host has to have room for all.
+        sends_ahead: whether what a device does next is sent to it while it computes.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Pool:
         recorder: Recorder | None = None,
         only_way: str | None = None,
         host: HostTier | None = None,
+        sends_ahead: bool = True,
     ) -> None:
         self._host = host
         self._recorder = recorder
@@ -122,6 +127,11 @@ class Pool:
         self._units_saved = 0
         self._devices = {device.name: device for device in devices}
         self._pagers = {device.name: Pager(device, host) for device in devices}
+        self._next_units: NextUnits | None = None
+        self._prefetches: dict[str, Prefetch] = {}
+        if sends_ahead:
+            self._next_units = NextUnits(policy, self._scheduler, self._devices, self._records, self._changed)
+            self._prefetches = {name: Prefetch(pager) for name, pager in self._pagers.items()}
         self._lender = Lender(
             self._devices,
             self._pagers,
@@ -234,6 +244,10 @@ class Pool:
                     bytes_in_by_kind={kind.value: count for kind, count in self._pagers[name].bytes_in.items()},
                     bytes_out_by_kind={kind.value: count for kind, count in self._pagers[name].bytes_out.items()},
                     units=self._counts[name].units,
+                    bytes_ahead=self._pagers[name].bytes_ahead,
+                    bytes_in_vain=self._pagers[name].bytes_in_vain,
+                    waiting_seconds=self._pagers[name].waiting_ns / 1e9,
+                    copying_seconds=self._pagers[name].copying_ns / 1e9,
                 )
                 for name, device in self._devices.items()
             }
@@ -329,6 +343,8 @@ class Pool:
         except BaseException as error:
             self._break(error)
             raise
+        if self._next_units is not None:
+            self._next_units.decided((*moves, *events), commands)
         self._scheduler_seconds += time.thread_time() - start
         if self._recorder is not None:
             self._recorder.decided(now, [*moves, *events], commands)
@@ -470,9 +486,26 @@ class Pool:
 
     def _run_pending(self, record: Record, trial: Trial, unit: Unit, device: Device) -> float:
         pending = record.take(unit)
-        seconds = self._timed_unit(pending, device)
+        prefetch = self._prefetches.get(device.name)
+        if prefetch is not None:
+            prefetch.asks = lambda: self._next_blocks(record, pending, device.name)
+        try:
+            seconds = self._timed_unit(pending, device)
+        finally:
+            if prefetch is not None:
+                prefetch.asks = None
         trial.finished(pending, seconds)
         return seconds
+
+    def _next_blocks(self, record: Record, pending: PendingUnit, device: str) -> list[Block]:
+        """What comes after a unit that begins to compute now; a question to the scheduler, and counted as such."""
+        assert self._next_units is not None
+        start = time.thread_time()
+        found = self._next_units.blocks(record, pending, device)
+        taken = time.thread_time() - start
+        with self._changed:
+            self._scheduler_seconds += taken
+        return found
 
     def _timed_unit(self, pending: PendingUnit, device: Device) -> float:
         start, turn = time.perf_counter(), current_turn()

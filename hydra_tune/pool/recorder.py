@@ -49,6 +49,8 @@ class Recorder:
 
     def recording(self) -> Recording:
         """What was recorded so far. Under the pool's lock."""
+        for turn in self._turns:
+            turn.settle()
         return Recording(
             policy=self._policy,
             max_concurrent=self._max_concurrent,

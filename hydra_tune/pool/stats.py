@@ -15,6 +15,10 @@ class DeviceStats:
         bytes_in_by_kind, bytes_out_by_kind: bytes loaded and spilled, as parameters, buffers, optimizer, activations,
             gradients and inputs.
         units: shard units run.
+        bytes_ahead: of the bytes loaded, those that were sent while an earlier unit computed.
+        bytes_in_vain: of these, those that no unit came for.
+        waiting_seconds: time that units waited for loads and spills.
+        copying_seconds: time that loads and spills took, those that nobody waited for included.
     """
 
     budget_bytes: int
@@ -24,6 +28,15 @@ class DeviceStats:
     bytes_in_by_kind: dict[str, int]
     bytes_out_by_kind: dict[str, int]
     units: int
+    bytes_ahead: int = 0
+    bytes_in_vain: int = 0
+    waiting_seconds: float = 0.0
+    copying_seconds: float = 0.0
+
+    @property
+    def overlap(self) -> float:
+        """Part of the time that copies took for which no unit waited, from 0 to 1; 0 where nothing was copied."""
+        return max(0.0, 1.0 - self.waiting_seconds / self.copying_seconds) if self.copying_seconds else 0.0
 
     @property
     def bytes_in(self) -> int:

@@ -4,6 +4,7 @@
 name only.
 """
 
+from hydra_tune.schedule.ahead import Ahead
 from hydra_tune.schedule.bound import makespan_bound, uneven_makespan_bound
 from hydra_tune.schedule.commands import Admit, Command, Release, Run
 from hydra_tune.schedule.early import EarlyBinding
@@ -47,6 +48,7 @@ __all__ = [
     "POLICIES",
     "SRTF",
     "Admit",
+    "Ahead",
     "BindsEarly",
     "Command",
     "DeviceAdded",

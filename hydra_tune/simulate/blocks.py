@@ -1,22 +1,29 @@
 """The pagers on a virtual clock: which block is on which device, what has to be copied, and how long that takes.
 
-Follows `hydra_tune.memory.pager` rule by rule: blocks are pinned, room is made by spilling what was not used for longest,
+Follows `hydra_tune.memory.pager` rule by rule: blocks are pinned, room is made by spilling what is needed last,
 what is missing is loaded, clean blocks leave without a copy, a block is on one device at most.
+
+What was sent ahead in the run, or written back in the background, is so here as well, where that is possible; a unit waits for
+it as long as it did in the run, or until the copy would be over.
 
 Note: processes. What takes time is a generator of nanoseconds to wait; between them others go on.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.turns import Action, BlockFacts
+from hydra_tune.observe.turns import Action, BlockFacts, Sent
 from hydra_tune.simulate.recording import RecordedDevice, Recording
 from hydra_tune.simulate.script import Copies, Copy
 
 _PATIENCE_NS = 100_000  # between looks for room, where all that could leave is being copied at this moment
+_SENT_LEASES = 2  # as of the pager
 _PATIENCE = 100_000  # looks while nothing is being copied
+
+BACKGROUND = ("shed", "clean", "ahead")
+"""Actions that nothing waits for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +34,10 @@ class _Block:
     pinned_for: str | None = None
     dirty: bool = False
     free_ns: int = 0  # until then it is being copied
+    is_coming: bool = False  # in the background, as the next one; until `ready_ns`
+    is_leaving: bool = False
+    ready_ns: int = 0
+    lease: int = 0  # beside which it was sent
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +50,18 @@ class _Device:
     resident: OrderedDict[int, _Block] = field(default_factory=OrderedDict)  # least recently used first
     bytes_in: int = 0
     bytes_out: int = 0
+    owner: str = ""  # the job whose unit runs, or ran last
+    num_leases: int = 0
+
+    def victims(self) -> list[_Block]:
+        """As `Pager.victims`."""
+        found: tuple[list[_Block], ...] = ([], [], [], [], [])
+        for block in self.resident.values():
+            if block.is_coming and self.num_leases - block.lease <= _SENT_LEASES:
+                found[4].append(block)
+            else:
+                found[2 * (block.facts.job == self.owner) + (block.facts.kind != "optimizer")].append(block)
+        return [*reversed(found[0]), *found[1], *reversed(found[2]), *found[3], *found[4]]
 
 
 class Blocks:
@@ -98,10 +121,45 @@ class Blocks:
         else:
             yield from self.give_up(action, copies)
 
+    def act_ahead(self, name: str, action: Action, sent: Sequence[Sent]) -> None:
+        """Do what a turn does in the background.
+
+        Args:
+            name: of the device.
+            action: what.
+            sent: the copies of the turn.
+        """
+        device = self._devices[name]
+        for block in self._known(action):
+            is_free = block.pinned_for is None and block.free_ns <= self._clock()
+            if action.what == "shed":
+                if is_free and block.place == name and (block.is_leaving or not block.dirty):
+                    block.is_leaving, block.dirty = False, False
+                    self._release(block)
+            elif action.what == "clean":
+                if is_free and block.place == name and block.dirty and not block.is_leaving:
+                    block.is_leaving, block.ready_ns = True, self._over(action, "out", block, sent)
+                    device.bytes_out += block.facts.nbytes
+            elif is_free and block.place is None and device.used_bytes + block.facts.nbytes <= device.budget_bytes:
+                block.is_coming, block.ready_ns = True, self._over(action, "in", block, sent)
+                block.place, block.lease = name, device.num_leases
+                device.used_bytes += block.facts.nbytes
+                device.bytes_in += block.facts.nbytes
+                device.resident[block.number] = block
+                self._say(block)
+
+    def _over(self, action: Action, what: str, block: _Block, sent: Sequence[Sent]) -> int:
+        """When a copy in the background is over: as long after it was begun as in the run."""
+        ended = next((copy.ended_ns for copy in sent if (copy.what, copy.block) == (what, block.number)), action.at_ns)
+        return self._clock() + max(0, ended - action.at_ns)
+
     def give_up(self, action: Action, copies: Copies) -> Iterator[int]:
         """Do what gives blocks up ("drop"), or brings them to the host ("home"), wherever they are."""
         for block in self._known(action):
             yield from self._wait_for(block)
+            waited = _take("await", block, copies) if action.what == "drop" else None
+            if waited is not None:
+                yield waited.wait_ns + waited.copy_ns
             if block.place is not None:
                 if action.what == "home":
                     yield from self._write_back(block, copies)
@@ -130,6 +188,11 @@ class Blocks:
             yield from self._wait_for(block)
             block.pinned_for = device.name
         device.leased = blocks
+        device.owner = blocks[0].facts.job if blocks else ""
+        device.num_leases += 1
+        for block in blocks:
+            if block.place == device.name:
+                yield from self._await(block, copies)
         missing = [block for block in blocks if block.place != device.name]
         yield from self._make_room(device, sum(block.facts.nbytes for block in missing) + workspace_bytes, copies)
         device.workspace_bytes = workspace_bytes
@@ -137,6 +200,23 @@ class Blocks:
             yield from self._fetch(device, block, copies)
         for block in blocks:
             device.resident.move_to_end(block.number)
+
+    def _await(self, block: _Block, copies: Copies) -> Iterator[int]:
+        """Have a block's copy in the background over."""
+        kept = _take("keep", block, copies)
+        if block.is_leaving and block.place is not None and kept is not None:
+            block.is_leaving = False
+            self._devices[block.place].bytes_out -= block.facts.nbytes
+            yield kept.wait_ns
+        if not (block.is_leaving or block.is_coming):
+            return
+        copy = _take("await", block, copies)
+        yield max(0, block.ready_ns - self._clock()) if copy is None else copy.wait_ns + copy.copy_ns
+        if block.is_leaving:
+            block.dirty = False
+        if block.is_coming:
+            self._say(block)
+        block.is_leaving, block.is_coming = False, False
 
     def _adopt(self, device: _Device, block: _Block, nbytes: int) -> None:
         if nbytes > device.workspace_bytes:
@@ -152,7 +232,7 @@ class Blocks:
         while device.used_bytes + nbytes > device.budget_bytes:
             yield from _until_next(copies)
             now = self._clock()
-            victims = (b for b in device.resident.values() if b.pinned_for != device.name and b.free_ns <= now)
+            victims = (b for b in device.victims() if b.pinned_for != device.name and b.free_ns <= now)
             victim = next(victims, None)
             if victim is None:
                 patience -= not any(block.free_ns > now for block in device.resident.values())
@@ -183,6 +263,12 @@ class Blocks:
         self._say(block)
 
     def _write_back(self, block: _Block, copies: Copies) -> Iterator[int]:
+        if block.is_leaving:
+            if block.place is not None and any((c.what, c.block) == ("out", block.number) for c in copies):
+                block.is_leaving = False  # it had not begun
+                self._devices[block.place].bytes_out -= block.facts.nbytes
+            else:
+                yield from self._await(block, copies)
         if block.dirty and block.place is not None:
             self._devices[block.place].bytes_out += block.facts.nbytes
             yield from self._copy("out", block, copies)
@@ -195,6 +281,7 @@ class Blocks:
         device.used_bytes -= block.facts.nbytes
         del device.resident[block.number]
         block.place, block.dirty = None, False
+        block.is_coming, block.is_leaving = False, False
         self._say(block)
 
     def _copy(self, what: str, block: _Block, copies: Copies) -> Iterator[int]:
@@ -234,4 +321,6 @@ def _made(device: RecordedDevice) -> _Device:
 def _pace(recording: Recording, what: str) -> float:
     """Nanoseconds a byte, over all copies of the run in one direction."""
     copies = [action for turn in recording.turns for action in turn.actions if action.what == what]
-    return sum(copy.copy_ns for copy in copies) / max(1, sum(copy.nbytes for copy in copies))
+    sent = [copy for turn in recording.turns for copy in turn.sent if copy.what == what]
+    taken = sum(copy.copy_ns for copy in copies) + sum(copy.ended_ns - copy.began_ns for copy in sent)
+    return taken / max(1, sum(copy.nbytes for copy in copies) + sum(copy.nbytes for copy in sent))

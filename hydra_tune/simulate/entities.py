@@ -6,7 +6,7 @@ Only books are kept here; `simulator.py` decides what happens.
 from collections import OrderedDict
 from enum import IntEnum
 
-from hydra_tune.schedule import JobView, Unit
+from hydra_tune.schedule import Unit
 from hydra_tune.simulate.grid import Grid
 from hydra_tune.simulate.model import SimulatedDevice, SimulatedTrial
 
@@ -47,15 +47,13 @@ class SimJob:
         places: for each shard the device that holds it, or is being sent it.
         told: the places the scheduler knows of.
         homes: for each shard the node whose host memory has it; None while any may.
-        claimed_by: the device that has buffered its next shard.
         last_device: where its last unit ran.
-        seen: what the policy was told of it, while it is ready; kept by `ahead.py`.
         planned_seconds: what the scheduler is told of the time left when this step began.
     """
 
     __slots__ = (
-        "_reports_wait", "changes", "claimed_by", "durations", "homes", "is_ready", "is_true", "last_device",
-        "milestone", "name", "number", "places", "planned_seconds", "position", "prefix", "seen", "shards", "step",
+        "_reports_wait", "changes", "durations", "homes", "is_ready", "is_true", "last_device",
+        "milestone", "name", "number", "places", "planned_seconds", "position", "prefix", "shards", "step",
         "step_seconds", "steps_run", "told", "trial", "truth", "units",
     )  # fmt: skip
 
@@ -64,11 +62,10 @@ class SimJob:
         self.step = self.position = 0
         self.steps_run = trial.steps_run
         self.is_ready = False
-        self.claimed_by = self.last_device = ABSENT
+        self.last_device = ABSENT
         self.places = [ABSENT] * len(trial.shard_bytes)
         self.told = [ABSENT] * len(trial.shard_bytes)
         self.homes: list[str | None] = [None] * len(trial.shard_bytes)
-        self.seen: JobView | None = None
         self.shards = [unit.shard for unit in trial.step]
         self.changes = [unit.kind not in ("forward", "evaluate") for unit in trial.step]
         self.durations: dict[float, list[float]] = {}  # by the speed of the device
@@ -134,11 +131,10 @@ class SimDevice:
         shards: what it holds, least recently used first: (job, shard) to the time at which the bytes are there.
         dirty: which of these were changed since they came.
         link_free: when its link has nothing to send.
-        buffered: the job whose next shard is in the buffer.
     """
 
     __slots__ = (
-        "bandwidth", "buffered", "busy_seconds", "bytes_in", "bytes_out", "dirty", "is_there", "job",
+        "bandwidth", "busy_seconds", "bytes_in", "bytes_out", "dirty", "is_there", "job",
         "link_free", "loads", "memory_bytes", "name", "node", "number", "shards", "speed", "stall_seconds", "started",
         "units", "used_bytes",
     )  # fmt: skip
@@ -147,7 +143,6 @@ class SimDevice:
         self.number, self.name, self.node, self.speed = number, device.name, device.node, device.speed
         self.memory_bytes, self.bandwidth = device.memory_bytes, device.bandwidth
         self.job: SimJob | None = None
-        self.buffered: SimJob | None = None
         self.shards: OrderedDict[tuple[int, int], float] = OrderedDict()
         self.dirty: set[tuple[int, int]] = set()
         self.started = self.link_free = self.busy_seconds = self.stall_seconds = 0.0

@@ -266,7 +266,7 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
 
     Returns:
         The content of a profile, for `json.dump`. A trial arrives when it was ready to run. Evaluation is spread over the
-        steps, the pool's own time is part of the units', loads wait for the device, as they do in the pool.
+        steps, the pool's own time is part of the units', and loads are sent ahead if the pool has sent any.
 
     Raises:
         ConfigError: nothing ran.
@@ -280,8 +280,8 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
         {**_recorded_trial(job, script, recording), "arrival_seconds": (script.ready_ns - start) / _SECOND}
         for job, script in ran.items()
     ]
-    copies = [action for turn in recording.turns for action in turn.actions if action.copy_ns]
-    copy_seconds = sum(copy.copy_ns for copy in copies) / _SECOND
+    copies = [copy for turn in recording.turns for copy in (*turn.copies, *turn.sent)]
+    copy_seconds = sum(copy.ended_ns - copy.began_ns for copy in copies) / _SECOND
     bandwidth = sum(copy.nbytes for copy in copies) / copy_seconds if copy_seconds else None
     return {
         "format": FORMAT,
@@ -292,7 +292,7 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
         ],
         "max_concurrent": recording.max_concurrent,
         "admission": recording.admission,
-        "overlap": False,
+        "overlap": any(turn.sent for turn in recording.turns),
     }
 
 

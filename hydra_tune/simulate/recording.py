@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.turns import Action, BlockFacts, Turn, UnitSpan
+from hydra_tune.observe.turns import Action, BlockFacts, Sent, Turn, UnitSpan
 from hydra_tune.schedule import Run
 from hydra_tune.schedule.journal import Decision
 
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """What is raised by data that is not what it should be."""
 
-_FORMAT = 1
+_FORMAT = 2
 _KEY = "hydra_tune"
 
 
@@ -69,7 +69,7 @@ class Recording:
             "admission": self.admission,
             "devices": [[device.name, device.budget_bytes] for device in self.devices],
             "decisions": [decision.to_json() for decision in self.decisions],
-            "turns": [[turn.job, turn.device, turn.actions, turn.units] for turn in self.turns],
+            "turns": [[turn.job, turn.device, turn.actions, turn.units, turn.sent] for turn in self.turns],
             "releases": {job: turn.actions for job, turn in self.releases.items()},
             "blocks": [[number, *facts] for number, facts in self.blocks.items()],
         }
@@ -96,13 +96,11 @@ class Recording:
                 what = {"job": turn.job, "kind": unit.kind, "shard": unit.shard}
                 title = f"{turn.job} {unit.kind} {unit.shard}"
                 yield _bar(title, row, unit.start_ns - start, unit.end_ns - start, what)
-            for action in turn.actions:
-                if action.copy_ns:
-                    facts = self.blocks[action.blocks[0]]
-                    what = {"job": facts.job, "kind": facts.kind, "shard": facts.shard, "bytes": action.nbytes}
-                    title = f"{'load' if action.what == 'in' else 'spill'} {facts.kind}"
-                    end = action.at_ns - start
-                    yield _bar(title, row + 1, end - action.copy_ns, end, what)
+            for copy in (*turn.copies, *turn.sent):
+                facts = self.blocks.get(copy.block) or BlockFacts("", "", 0, None)  # it may have had no unit
+                what = {"job": facts.job, "kind": facts.kind, "shard": facts.shard, "bytes": copy.nbytes}
+                title = f"{'load' if copy.what == 'in' else 'spill'} {facts.kind}"
+                yield _bar(title, row + 1, copy.began_ns - start, copy.ended_ns - start, what)
 
 
 def _bar(title: str, row: int, start_ns: int, end_ns: int, what: dict[str, Any]) -> dict[str, Any]:
@@ -135,8 +133,10 @@ def read_recording(path: Path) -> Recording:
 def _made(data: Mapping[str, Any]) -> Recording:
     blocks = {int(number): BlockFacts(*facts) for number, *facts in data["blocks"]}
     turns = [
-        Turn(job, device, blocks, _actions(actions), [UnitSpan(*unit) for unit in units])
-        for job, device, actions, units in data["turns"]
+        Turn(
+            job, device, blocks, _actions(actions), [UnitSpan(*unit) for unit in units], [Sent(*copy) for copy in sent]
+        )
+        for job, device, actions, units, sent in data["turns"]
     ]
     return Recording(
         policy=data["policy"],

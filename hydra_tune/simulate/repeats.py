@@ -36,6 +36,9 @@ class Course(Protocol):
     timeline: Timeline
     units_skipped: int
 
+    def claimed_by(self, job: SimJob) -> str | None:
+        """The device whose buffer is for a job."""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
@@ -122,7 +125,7 @@ class Repeats:
                 job.number,
                 job.position,
                 job.is_ready,
-                job.claimed_by,
+                course.claimed_by(job),
                 job.last_device,
                 tuple(job.places),
                 tuple(job.homes),

@@ -30,7 +30,7 @@ from hydra_tune.schedule import (
     make_policy,
 )
 from hydra_tune.schedule.journal import Decision
-from hydra_tune.simulate.blocks import Blocks
+from hydra_tune.simulate.blocks import BACKGROUND, Blocks
 from hydra_tune.simulate.recording import DAMAGE, Recording
 from hydra_tune.simulate.script import STOP, Part, Script, scripts_of
 
@@ -45,6 +45,8 @@ class Replay:
         policy, recorded_policy: who decided in the simulation, and in the run.
         recorded, simulated: all calls of the scheduler.
         bytes_in, bytes_out: loaded and spilled in the simulation.
+        leaves_out_ahead: whether the run sent bytes ahead, and the simulation did not: with another policy it is not known
+            what would have been sent, so units wait for all that they load, and the time is one without double buffering.
     """
 
     policy: str
@@ -53,6 +55,7 @@ class Replay:
     simulated: tuple[Decision, ...] = field(repr=False)
     bytes_in: int
     bytes_out: int
+    leaves_out_ahead: bool = False
 
     @property
     def recorded_seconds(self) -> float:
@@ -101,6 +104,7 @@ class Replay:
             "same_order": self.is_same_order,
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
+            "leaves_out_ahead": self.leaves_out_ahead,
         }
 
 
@@ -136,6 +140,8 @@ class _Job:
 class _Player:
     def __init__(self, recording: Recording, policy: str | Policy) -> None:
         self._recording = recording
+        # What was sent ahead is what the run's own policy would have done next.
+        self._sends_ahead = policy == recording.policy
         self._policy_name = policy if isinstance(policy, str) else type(policy).__name__
         self._scheduler = Scheduler(
             policy=make_policy(policy), max_concurrent=recording.max_concurrent, admission=recording.admission
@@ -164,6 +170,7 @@ class _Player:
             simulated=tuple(self._decisions),
             bytes_in=self._blocks.bytes_in,
             bytes_out=self._blocks.bytes_out,
+            leaves_out_ahead=not self._sends_ahead and any(turn.sent for turn in self._recording.turns),
         )
 
     def _at(self, at_ns: int, act: Callable[[], None]) -> None:
@@ -250,6 +257,9 @@ class _Player:
                 continue
             if action.what == STOP:
                 self._stop(name)
+            elif action.what in BACKGROUND:
+                if self._sends_ahead:
+                    self._blocks.act_ahead(device, action, part.sent)
             else:
                 yield from self._blocks.act(device, action, copies)
         self._blocks.end(device)

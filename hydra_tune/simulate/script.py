@@ -5,12 +5,12 @@ after so long. When each of that happens, and where, is for the scheduler to say
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.turns import Action, Turn
+from hydra_tune.observe.turns import Action, Sent, Turn
 from hydra_tune.schedule import (
     Admit,
     Event,
@@ -30,17 +30,17 @@ _RELEASE = Unit(kind="release", shard=0, seconds=0.0)
 STOP = "stop"
 """An action of a turn that is not one of memory: the job is told to stop while its unit runs."""
 
-_CAUSED = ("in", "out", "free")
+_CAUSED = ("in", "out", "free", "await", "keep")
 
 
 class Copy(NamedTuple):
     """What an action of a turn caused.
 
     Args:
-        what: "in", "out" or "free".
+        what: "in", "out", "free", "await" or "keep".
         block: which.
         wait_ns: before it began, from what was done before.
-        copy_ns: of the copy.
+        copy_ns: of the copy, or of the wait for it.
     """
 
     what: str
@@ -62,6 +62,7 @@ class Part:
         unit: what was commanded.
         ended_ns: when the scheduler was told of its end.
         end: what it was told.
+        sent: the copies in the background that were begun.
     """
 
     actions: list[Action]
@@ -69,6 +70,7 @@ class Part:
     unit: Unit
     ended_ns: int = 0
     end: UnitFinished | UnitFailed | None = None
+    sent: Sequence[Sent] = ()
 
     @property
     def compute_ns(self) -> int:
@@ -174,7 +176,12 @@ class _Reader:
                 "a run whose trials are at least as many as its devices, or without accumulate and split_batches"
             )
         turns = self._turns.get(command.job)
-        part = Part(turns.popleft().actions.copy() if turns else [], now, command.unit)
+        turn = turns.popleft() if turns else None
+        part = (
+            Part([], now, command.unit)
+            if turn is None
+            else Part(turn.actions.copy(), now, command.unit, sent=turn.sent)
+        )
         self._running[command.job] = part
         self._script(command.job).parts.append(part)
 

@@ -29,7 +29,7 @@ from hydra_tune.schedule import (
     make_policy,
     makespan_bound,
 )
-from hydra_tune.simulate.ahead import Ahead, Lookahead
+from hydra_tune.simulate.ahead import Lookahead, SendsAhead
 from hydra_tune.simulate.entities import ABSENT, Entry, Happening, SimDevice, SimJob
 from hydra_tune.simulate.grid import Grid
 from hydra_tune.simulate.model import Scenario
@@ -117,9 +117,9 @@ class Simulator:
             policy=made, max_concurrent=scenario.max_concurrent or len(self.jobs), admission=scenario.admission
         )
         self._numbers = {job.name: job for job in self.jobs}
-        self._ahead: Ahead | None = None
+        self._ahead: SendsAhead | None = None
         if scenario.overlap and any(device.bandwidth is not None for device in scenario.devices):
-            self._ahead = Ahead(lookahead or made, self._scheduler, self.devices, self._numbers, self.transfers)
+            self._ahead = SendsAhead(lookahead or made, self._scheduler, self.devices, self._numbers, self.transfers)
         self._repeats = Repeats(self, made, lookahead) if skip_repeats else None
         self._device_numbers = {device.name: device for device in self.devices}
         self._commands: deque[Command] = deque()
@@ -197,7 +197,7 @@ class Simulator:
         device = self.devices[number]
         job = device.job
         if self._ahead is not None:
-            self._ahead.unclaim_device(device)
+            self._ahead.unclaim_device(device.name)
             self._ahead.set_speed(device.name, 0.0)
         self.transfers.lose(device, self.now)
         self.heap[:] = [entry for entry in self.heap if entry[2] > Happening.UNIT_STARTS or entry[3] != number]
@@ -285,7 +285,7 @@ class Simulator:
             )
         )
         if self._ahead is not None:
-            self._ahead.notice(job)
+            self._ahead.notice(job.name)
 
     def _step_ends(self, job: SimJob) -> Unit | None:
         """The unit that the next step begins with; None where there is none, or a report is to be answered first."""
@@ -318,7 +318,7 @@ class Simulator:
         if self._ahead is not None:
             for command in commands:
                 if type(command) is Run:  # no more to be had, from this moment
-                    self._ahead.notice(self._numbers[command.job])
+                    self._ahead.notice(command.job)
                 else:
                     self._ahead.notice_front()
 
@@ -350,8 +350,8 @@ class Simulator:
         self.transfers.drop(job)
         job.is_ready = False
         if self._ahead is not None:
-            self._ahead.notice(job)
-            self._ahead.unclaim(job)
+            self._ahead.notice(job.name)
+            self._ahead.unclaim(job.name)
         del self.alive[job.number]
         self.finished_seconds[job.name] = self.now
 
@@ -359,8 +359,8 @@ class Simulator:
         now, shard = self.now, job.shards[job.position]
         job.is_ready = False
         device.job = job
-        if job.claimed_by != ABSENT and self._ahead is not None:
-            self._ahead.unclaim(job)
+        if self._ahead is not None:
+            self._ahead.unclaim(job.name)
         start = self.transfers.bring(device, job, shard, now)
         if job.last_device not in (device.number, ABSENT) and job.trial.boundary_bytes:
             start = max(start, self.transfers.bring_boundary(device, job, now))
@@ -380,10 +380,14 @@ class Simulator:
 
     # What the double buffering knows.
 
+    def claimed_by(self, job: SimJob) -> str | None:
+        """The device whose buffer is for a job."""
+        return None if self._ahead is None else self._ahead.claimed_by(job.name)
+
     def _notice(self, *jobs: SimJob) -> None:
         if self._ahead is not None:
             for job in jobs:
-                self._ahead.notice(job)
+                self._ahead.notice(job.name)
 
     def _notice_front(self) -> None:
         if self._ahead is not None:
@@ -402,7 +406,7 @@ class Simulator:
             name = None if place == ABSENT else self.devices[place].name
             self._tell(ShardMoved(job=job.name, shard=shard, device=name))
             if self._ahead is not None:
-                self._ahead.notice(job)
+                self._ahead.notice(job.name)
 
     def _outcome(self) -> SimulationResult:
         span = self.now if not self.finished_seconds else max(self.finished_seconds.values())

@@ -49,6 +49,8 @@ def print_replay(console: Console, played: Replay) -> None:
         ("order", order if played.is_same_order else f"{order} until the first that differs"),
         ("moved", format_bytes(played.bytes_in + played.bytes_out)),
     ]
+    if played.leaves_out_ahead:
+        rows.append(("sent ahead", "nothing, unlike in the run: what another policy would have sent is not known"))
     for name, value in rows:
         console.print(Text(f"{name:<12} {value}"))
 

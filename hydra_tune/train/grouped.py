@@ -12,9 +12,11 @@ Source: Harmony (Li et al.), section 3, "input-batch grouping" and "just-in-time
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 from hydra_tune.shard.plan import Plan
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.step import Expected, PendingUnit
 from hydra_tune.train.training_batch import TrainingBatch
 
 
@@ -29,14 +31,28 @@ def shard_by_shard(batches: Sequence[TrainingBatch], *, is_last: bool) -> Iterat
         BadLossError: of the first batch whose loss is not finite; nothing has been updated.
     """
     num_shards = batches[0].num_shards
-    for index in range(num_shards - 1):
-        for batch in batches:
-            yield batch.forward_unit(index)
-    for index in reversed(range(num_shards)):
-        for rank, batch in enumerate(batches):
-            if rank:
-                batch.take_in(batches[rank - 1].give_away(batch.trained[index]))
-            yield from batch.backward_units(index, is_last=is_last and rank == len(batches) - 1)
+    order = [("forward", index, batch) for index in range(num_shards - 1) for batch in batches]
+    order += [("backward", index, batch) for index in reversed(range(num_shards)) for batch in batches]
+    before = None
+    for position, (kind, index, batch) in enumerate(order):
+        following = partial(_following, order[position + 1 :], batches[-1])
+        if kind == "forward":
+            yield replace(batch.forward_unit(index), following=following)
+            continue
+        if before is not None and batch is not batches[0]:
+            batch.take_in(before.give_away(batch.trained[index]))
+        before = batch
+        for unit in batch.backward_units(index, is_last=is_last and batch is batches[-1]):
+            updates = [] if unit.kind == "update" else [one for one in unit.following() if one.kind == "update"]
+            yield replace(unit, following=partial(following, updates))
+
+
+def _following(
+    order: Sequence[tuple[str, int, TrainingBatch]], last: TrainingBatch, updates: Sequence[Expected] = ()
+) -> list[Expected]:
+    """What comes next in a group, after updates of the unit's own shard."""
+    found = (batch.expected(kind, index) for kind, index, batch in order)
+    return [*updates, next((one for one in found if one is not None), last.expected_step())]
 
 
 def is_worth_it(plan: Plan) -> bool:

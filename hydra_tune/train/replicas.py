@@ -131,6 +131,7 @@ class Replicas:
                     group.home.write_back(group)
             if copy is None:
                 copy = Block(group.kind, group.size, pager.device.alignment)
+                copy.owner = group.owner
                 if isinstance(group.tier, HostTier):
                     copy.tier = _Original(group, group.tier)
                 else:

@@ -7,6 +7,7 @@ exists from that unit's first update on. What no shard uses stays on the host.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -26,6 +27,8 @@ from hydra_tune.shard.own_state import check_state
 from hydra_tune.shard.plan import Plan
 from hydra_tune.train.gradients import Gradients
 
+_NUMBERS = itertools.count()
+
 
 class ModelState:
     """Parameters, buffers and optimizer state of one trial.
@@ -37,6 +40,9 @@ class ModelState:
         device: any device of the pool, for host memory and alignment.
         host: counts the groups' host copies; None: the host has room for all.
         tenant: the trial, for `host`.
+
+    Attributes:
+        number: of the trial, for its blocks.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class ModelState:
     ) -> None:
         self._host = host
         self.tenant = tenant
+        self.number = next(_NUMBERS)
         self.module = module
         self.optimizer = optimizer
         self.tensors: dict[str, Tensor] = dict(named_state(module))
@@ -78,7 +85,7 @@ class ModelState:
     def optimizer_groups(self, names: tuple[str, ...]) -> list[Group]:
         """The groups of the optimizer state of these parameters; none before their first update."""
         found: list[Group] = []
-        for members, groups in self._optimizer_groups.items():
+        for members, groups in list(self._optimizer_groups.items()):  # another thread may look ahead
             if not set(members).isdisjoint(names):
                 found += groups
         return found
@@ -207,14 +214,16 @@ class ModelState:
     def _new_group(self, kind: Kind, tensors: Sequence[Tensor], device: Device) -> Group:
         nbytes = lay_out(tensors, device.alignment)[1]
         if self._host is None:
-            return device.on_host(lambda: Group(kind, tensors, device))
+            group = device.on_host(lambda: Group(kind, tensors, device))
+            group.owner = self.number
+            return group
         self._host.take(nbytes)
         try:
             group = device.on_host(lambda: Group(kind, tensors, device))
         except BaseException:
             self._host.ledger.give_back(nbytes)
             raise
-        group.tenant = self.tenant
+        group.owner, group.tenant = self.number, self.tenant
         self._host.enter(group)
         return group
 

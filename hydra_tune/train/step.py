@@ -23,6 +23,27 @@ from hydra_tune.train.streams import RandomStreams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """A unit that will be due: what is known of it beforehand.
+
+    Attributes:
+        kind, shard, seconds: as of `PendingUnit`.
+        blocks: those of its blocks that there are by now, the ones that it cannot begin without. May be called from any
+            thread, at any time: what it says of a unit that is over meanwhile is out of date, and does no harm.
+    """
+
+    kind: str
+    shard: int
+    seconds: float
+    blocks: Callable[[], list[Block]]
+
+
+def nothing_known() -> list[Expected]:
+    """What follows a unit of which that is not known."""
+    return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PendingUnit:
     """A unit that is due.
 
@@ -32,6 +53,9 @@ class PendingUnit:
         seconds: expected.
         run: runs it on a device's worker; returns seconds spent waiting for bytes, and for other trials' code.
         times: where its measured seconds go, under `key`.
+        blocks: as of `Expected`.
+        following: what comes after it in its trial, in order: an update of its shard, which is run along with it, and the
+            next unit; as far as that is known.
     """
 
     kind: str
@@ -40,6 +64,8 @@ class PendingUnit:
     run: Callable[[Device, Pager], float]
     times: UnitTimes
     key: tuple[str, int]
+    blocks: Callable[[], list[Block]] = list
+    following: Callable[[], list[Expected]] = nothing_known
 
 
 def unit_times(prepared: Prepared, accumulate: int = 1) -> UnitTimes:
@@ -104,9 +130,51 @@ class Step:
         """Give up all values, and leave the batch alone."""
         self._store.clear()
 
-    def _unit(self, kind: str, index: int, run: Callable[[Device, Pager], float]) -> PendingUnit:
+    def _unit(
+        self,
+        kind: str,
+        index: int,
+        run: Callable[[Device, Pager], float],
+        blocks: Callable[[], list[Block]] = list,
+        following: Callable[[], list[Expected]] | None = None,
+    ) -> PendingUnit:
         key = (kind, index)
-        return PendingUnit(kind=kind, shard=index, seconds=self._times.of(key), run=run, times=self._times, key=key)
+        return PendingUnit(
+            kind=kind,
+            shard=index,
+            seconds=self._times.of(key),
+            run=run,
+            times=self._times,
+            key=key,
+            blocks=blocks,
+            following=following or (lambda: self._following(kind, index)),
+        )
+
+    def _following(self, kind: str, index: int) -> list[Expected]:
+        """What comes after a unit."""
+        del kind, index
+        return []
+
+    def _expected(self, kind: str, index: int) -> Expected:
+        """A unit of this batch that runs a shard's graph."""
+        blocks = lambda: self._blocks(kind, index)  # noqa: E731
+        return Expected(kind=kind, shard=index, seconds=self._times.of((kind, index)), blocks=blocks)
+
+    def _expected_batch(self, kind: str) -> Expected:
+        """The first unit of another batch, which is not drawn yet: it will want the parameters."""
+        blocks = lambda: list[Block](self._state.groups(self._plan.shards[0].graph.state))  # noqa: E731
+        return Expected(kind=kind, shard=0, seconds=self._times.of((kind, 0)), blocks=blocks)
+
+    def _blocks(self, kind: str, index: int) -> list[Block]:
+        """What a unit that runs a shard's graph needs on its device, the parameters first."""
+        graph = self._plan.shards[index].graph
+        return [*self._state.groups(graph.state), *self._graph_blocks(kind, index)]
+
+    def _graph_blocks(self, kind: str, index: int) -> list[Block]:
+        """The same without parameters and buffers."""
+        graph = self._plan.shards[index].graph
+        keys = self._chain.keys("backward" if kind == "backward" else "forward", index)
+        return self._store.blocks(keys, graph.constants, graph.inputs)
 
     def _shard_unit(self, kind: str, index: int, compute: Callable[[Device], None]) -> PendingUnit:
         """A unit that runs a shard's graph, forward or backward."""
@@ -116,9 +184,7 @@ class Step:
         workspace = shard.cost.backward_workspace if backward else shard.cost.forward_workspace
 
         def run(device: Device, pager: Pager) -> float:
-            graph = shard.graph
-            keys = self._chain.keys("backward" if backward else "forward", index)
-            blocks = self._store.blocks(keys, graph.constants, graph.inputs)
+            graph, blocks = shard.graph, self._graph_blocks(kind, index)
             start = time.perf_counter()
             with self._lease(pager, graph.state, blocks, workspace) as lease:
                 with self._surroundings(shard, device, keep=not recompute), self._room(shard, lease, workspace, device):
@@ -133,7 +199,7 @@ class Step:
                         self._store.touched_inputs()
             return waited
 
-        return self._unit(kind, index, run)
+        return self._unit(kind, index, run, lambda: self._blocks(kind, index))
 
     def _lease(
         self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int
@@ -180,6 +246,11 @@ class EvaluationStep(Step):
         self.metrics = {}
         for index in range(len(self._plan.shards)):
             yield self._shard_unit("evaluate", index, lambda device, i=index: self._forward(i, device))  # type: ignore[misc]
+
+    def _following(self, kind: str, index: int) -> list[Expected]:
+        if index + 1 < len(self._plan.shards):
+            return [self._expected(kind, index + 1)]
+        return [self._expected_batch(kind)]
 
     def _forward(self, index: int, device: Device) -> None:
         self._chain.forward(index, device.generator)

@@ -37,9 +37,10 @@ class BlockStore:
         device.on_host(lambda: self._take_over(fixed, device))
 
     def blocks(self, keys: Sequence[str], constants: Sequence[str], inputs: Sequence[int]) -> list[Block]:
-        """The blocks under the keys that are there."""
+        """The blocks under the keys that are there. May be asked from any thread."""
         wanted = [*keys, *(_constant_key(name) for name in constants), *(_input_key(index) for index in inputs)]
-        return [self._values[key].block for key in wanted if key in self._values]
+        found = [self._values.get(key) for key in wanted]
+        return [value.block for value in found if value is not None]
 
     def state(self, names: Sequence[str]) -> list[Tensor]:
         """Parameters and buffers by name."""
@@ -75,6 +76,7 @@ class BlockStore:
         kind = Kind.GRADIENTS if "gradient:" in key else Kind.ACTIVATIONS
         block = self.lease.block_of(kind, tensor)
         block.tenant = self._state.tenant
+        block.owner = self._state.number
         self._uses[block] += 1
         self.drop(key)
         self._values[key] = Value(block, tensor)
@@ -145,7 +147,7 @@ class BlockStore:
             block = blocks.get(storage._cdata)  # noqa: SLF001 - the storage's identity
             if block is None:
                 block = Block(Kind.INPUTS, storage.nbytes(), device.alignment)
-                block.host = whole_storage(tensor.detach())
+                block.host, block.owner = whole_storage(tensor.detach()), self._state.number
                 blocks[storage._cdata] = block  # noqa: SLF001
             self._uses[block] += 1
             self._values[key] = Value(block, tensor)

@@ -10,7 +10,8 @@ units, from the first shard on, whose parameters and gradients were the last on 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Value
@@ -23,7 +24,7 @@ from hydra_tune.train.pipeline import Pipeline, goes_with, groups_of_one_shard, 
 from hydra_tune.train.replicas import Replicas
 from hydra_tune.train.spread import DataParallel, Spread
 from hydra_tune.train.state import ModelState
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.step import Expected, PendingUnit
 from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.training_batch import Part, TrainingBatch, Update
 from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, PIPELINED
@@ -195,9 +196,14 @@ class OptimizerStep:
             for update in self._waiting(set(gradients) - batch.completed):
                 yield batch.complete_unit(update)
         if not self._gradients.skips_update:
-            for update in self._waiting(set(gradients)):
-                yield batch.update_unit(update)
+            updates = self._waiting(set(gradients))
+            for number, update in enumerate(updates):
+                yield batch.update_unit(update, partial(self._after_update, batch, updates[number + 1 :]))
         self._gradients.next_step()
+
+    @staticmethod
+    def _after_update(batch: TrainingBatch, left: Sequence[Update]) -> list[Expected]:
+        return [batch.expected_update(left[0]) if left else batch.expected_step()]
 
     def close(self) -> None:
         """Give up all of the step's values."""

@@ -2,14 +2,14 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BadLossError, TaskError
-from hydra_tune.memory.block import Value
+from hydra_tune.memory.block import Block, Value
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
@@ -18,7 +18,7 @@ from hydra_tune.shard.plan import Plan, Shard
 from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.state import ModelState
-from hydra_tune.train.step import PendingUnit, Step
+from hydra_tune.train.step import Expected, PendingUnit, Step
 from hydra_tune.train.streams import RandomStreams
 
 
@@ -60,6 +60,7 @@ class TrainingBatch(Step):
     ) -> None:
         super().__init__(part.plan, part.times, state, part.leaves, streams, device, gradients.objective(part.share))
         self._gradients = gradients
+        self._updates_now = False
         self.completed: set[str] = set()
 
     @property
@@ -91,6 +92,7 @@ class TrainingBatch(Step):
         """
         shard = self._plan.shards[index]
         completes = is_last and self._gradients.has_two_phases
+        self._updates_now = is_last and not completes
         if shard.has_backward:
             yield self._shard_unit("backward", index, lambda device: self._backward(index, device, completes))
         elif index == self.num_shards - 1:
@@ -99,8 +101,46 @@ class TrainingBatch(Step):
             self._chain.skip_backward(index)
         if index == self.num_shards - 1 and not math.isfinite(self.loss):
             raise BadLossError(f"the training loss is {self.loss}")
-        if shard.trained and is_last and not completes:
+        if shard.trained and self._updates_now:
             yield self.update_unit(Update(index=index, shard=shard, names=shard.trained))
+
+    def _following(self, kind: str, index: int) -> list[Expected]:
+        shards, found = self._plan.shards, []
+        last = len(shards) - 1
+        if kind not in ("forward", "backward", "update"):
+            return []
+        if kind == "forward":
+            return [self._expected("forward" if index + 1 < last else "backward", index + 1)]
+        if kind == "backward" and self._updates_now and shards[index].trained:
+            found.append(self._expected_update(index, shards[index].trained))
+        below = next((i for i in reversed(range(index)) if shards[i].has_backward), None)
+        if below is not None:
+            return [*found, self._expected("backward", below)]
+        return [*found, self.expected_step()]
+
+    def expected(self, kind: str, index: int) -> Expected | None:
+        """A unit of this batch, forward or backward; None if the shard has none of the kind."""
+        runs = index < self.num_shards - 1 if kind == "forward" else self._plan.shards[index].has_backward
+        return self._expected(kind, index) if runs else None
+
+    def expected_step(self) -> Expected:
+        """The first unit of the next batch."""
+        return self._expected_batch("forward" if len(self._plan.shards) > 1 else "backward")
+
+    def expected_update(self, update: Update) -> Expected:
+        """An update that waits for others."""
+        return self._expected_update(update.index, update.names)
+
+    def _expected_update(self, index: int, names: tuple[str, ...]) -> Expected:
+        blocks = lambda: self._update_blocks(names)  # noqa: E731
+        return Expected(kind="update", shard=index, seconds=self._times.of(("update", index)), blocks=blocks)
+
+    def _update_blocks(self, names: tuple[str, ...]) -> list[Block]:
+        """What an update needs on its device."""
+        if any(shard.cost.updates_on_host for shard in self._plan.shards):
+            return []
+        keys, state = [parameter_gradient_key(name) for name in names], self._state
+        return [*state.groups(names), *state.optimizer_groups(names), *self._store.blocks(keys, (), ())]
 
     def updates(self) -> list[Update]:
         """The updates that the batch's plan has."""
@@ -140,10 +180,15 @@ class TrainingBatch(Step):
                 self._complete(update.names)
             return waited
 
-        return self._unit("complete", update.index, run)
+        return self._unit("complete", update.index, run, lambda: self._store.blocks(keys, (), ()))
 
-    def update_unit(self, update: Update) -> PendingUnit:
-        """Let the optimizer step for some parameters."""
+    def update_unit(self, update: Update, following: Callable[[], list[Expected]] | None = None) -> PendingUnit:
+        """Let the optimizer step for some parameters.
+
+        Args:
+            update: which.
+            following: what comes after it, where it is not part of its batch.
+        """
         names, cost = update.names, update.shard.cost
         if cost.updates_on_host:
             return self._unit("update", update.index, lambda device, _: self._update_on_host(names, device))
@@ -152,7 +197,7 @@ class TrainingBatch(Step):
         def run(device: Device, pager: Pager) -> float:
             state = self._state
             optimizer_groups = state.optimizer_groups(names)
-            blocks = [*state.groups(names), *optimizer_groups, *self._store.blocks(keys, (), ())]
+            blocks = self._update_blocks(names)
             workspace = cost.update_workspace if optimizer_groups else cost.first_update_workspace
             start = time.perf_counter()
             with pager.lease(blocks, workspace):
@@ -166,7 +211,7 @@ class TrainingBatch(Step):
                 state.adopt_optimizer_state(names, device)
             return waited
 
-        return self._unit("update", update.index, run)
+        return self._unit("update", update.index, run, lambda: self._update_blocks(names), following)
 
     def _update_on_host(self, names: tuple[str, ...], device: Device) -> float:
         start = time.perf_counter()

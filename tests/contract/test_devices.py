@@ -84,6 +84,56 @@ def test_copies_are_ordered_with_the_work_of_the_worker(device):
         assert back.unique().tolist() == [1 + 20 * turn]
 
 
+def test_copies_in_the_background_bring_the_bytes_of_the_moment_they_were_asked_for(device):
+    size = 1 << 16
+    ones = host(device, [1] * size)
+    data, other, back = device.empty(size), device.empty(size), host(device, [0] * size)
+    loaded = device.start_load([(ones, data)])
+    other.fill_(3)
+    for _ in range(20):
+        other.add_(1)
+    spilled = device.start_spill([(other, back)])
+    loaded.wait()
+    spilled.wait()
+    assert back.unique().tolist() == [23]
+    data.add_(1)
+    device.synchronize()
+    device.spill([(data, back)])
+    assert back.unique().tolist() == [2]
+    for copy in (loaded, spilled):
+        assert copy.is_over
+        assert 0 < copy.began_ns <= copy.ended_ns
+
+
+def test_what_is_waited_for_does_not_stand_in_line_behind_the_background(device):
+    """On a real device copies are quick: many are asked for, and the last ones can be called off while others are made."""
+    size = 1 << 20
+    source, data = host(device, [1]).expand(size), device.empty(size)
+    copies = [device.start_load([(source, data)]) for _ in range(200)]
+    assert device.on_host(lambda: 5) == 5
+    called_off = [copy.cancel() for copy in reversed(copies)]
+    for copy, off in zip(reversed(copies), called_off, strict=True):
+        assert off or copy.wait_quietly()
+        assert copy.is_over
+        assert (copy.ended_ns == 0) == off
+
+
+def test_an_error_in_the_background_comes_to_whoever_waits_and_leaves_it_working(device):
+    broken = device.start_load([(host(device, [1, 2]), device.empty(3))])
+    fine = device.start_load([(host(device, [1, 2]), data := device.empty(2))])
+    with pytest.raises(RuntimeError):
+        broken.wait()
+    assert not broken.wait_quietly()
+    fine.wait()
+    assert data.tolist() == [1, 2]
+
+
+def test_a_closed_device_has_no_copy_under_way(device):
+    copies = [device.start_load([(host(device, [1]), device.empty(1))]) for _ in range(50)]
+    device.close()
+    assert all(copy.is_over for copy in copies)
+
+
 def test_the_hosts_side_has_one_thread_of_its_own(device):
     names = {device.on_host(threading.current_thread).name for _ in range(3)}
     assert len(names) == 1
@@ -134,4 +184,17 @@ def test_a_slow_link_takes_its_time_both_ways_and_copies_the_same():
     slow.spill([(data, back)])
     assert time.perf_counter() - start >= 2 * size / bandwidth
     assert back.tolist() == [7] * size
+    slow.close()
+
+
+def test_a_slow_link_lets_copies_that_are_waited_for_go_first():
+    size, bandwidth = 2000, 100_000
+    slow = CpuDevice(0, BUDGET_BYTES, bandwidth)
+    source, data = host(slow, [7] * size), slow.empty(size)
+    ahead = [slow.start_load([(source, slow.empty(size))]) for _ in range(20)]
+    slow.load([(source, data)])
+    assert not ahead[-1].is_over
+    assert data.tolist() == [7] * size
+    for copy in reversed(ahead):
+        copy.cancel()
     slow.close()

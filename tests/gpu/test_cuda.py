@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune.devices import cuda
+from hydra_tune.devices.cuda import CudaDevice
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -219,6 +221,54 @@ def test_activations_that_do_not_fit_are_spilled_and_the_numbers_are_the_plain_o
     assert statistics.bytes_out_by_kind["activations"] >= 5 * 40 * MIB
     assert statistics.peak_bytes <= budget
     assert torch.cuda.max_memory_allocated(0) - before <= budget + 32 * MIB
+
+
+def test_loads_and_spills_run_beside_what_computes():
+    """A unit's work is queued behind both, and is not over when they are: no copy has waited for it, nor it for a copy."""
+    device = CudaDevice(0, 1 << 30)
+    try:
+        with device.worker():
+            size = 64 * MIB
+            host, back = (device.on_host(lambda: device.host_empty(size)) for _ in range(2))
+            host.fill_(5)
+            data, other = device.empty(size), device.empty(size)
+            other.fill_(7)
+            copies = [device.start_load([(host, data)]), device.start_spill([(other, back)])]
+            torch.cuda._sleep(int(4e9))  # seconds of the compute stream
+            busy = torch.cuda.Event()
+            busy.record()
+            for copy in copies:
+                copy.wait()
+            assert not busy.query(), "the copies are over, and the compute stream is not"
+            device.synchronize()
+            assert (int(back.min()), int(back.max())) == (7, 7)
+            assert (int(data.min()), int(data.max())) == (5, 5)
+    finally:
+        device.close()
+
+
+@pytest.mark.parametrize("cycles", [0, 20_000_000])
+def test_copies_that_are_late_change_no_number(monkeypatch, cycles):
+    """Every copy stream is held up before each copy; what is sent ahead arrives when its unit should long have begun."""
+    copy = cuda._copy
+
+    def late(pairs, stream, ready):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+        copy(pairs, stream, ready)
+
+    if cycles:
+        monkeypatch.setattr(cuda, "_copy", late)
+    tasks = [task(seed) for seed in range(3)]
+    expected = [plain_losses(described) for described in tasks]
+    with HydraExecutor(devices="cuda:0", device_memory=48 * MIB, max_concurrent=3, num_shards=4) as pool:
+        results = pool.run(tasks)
+        statistics = pool.stats().devices["cuda:0"]
+    for result, (losses, state) in zip(results, expected, strict=True):
+        assert losses_of(result) == losses
+        assert all(tensor.cpu().equal(state[name]) for name, tensor in result.state_dict().items())
+    assert statistics.bytes_ahead > 0
+    assert statistics.peak_bytes <= 48 * MIB
 
 
 def test_everything_is_given_back():

@@ -91,6 +91,7 @@ def test_eight_trials_stay_within_the_budget_of_each_device(devices):
     for device in statistics.values():
         assert device.peak_bytes <= device.budget_bytes == BUDGET_BYTES
         assert device.resident_bytes == 0
+        assert device.bytes_ahead > 0, "what was sent ahead is counted, too"
     del results
     gc.collect()
     assert tracker.current_bytes == 0

@@ -9,6 +9,7 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind
 from hydra_tune.memory.pager import Pager, bring_home, drop
+from hydra_tune.memory.prefetch import Prefetch
 
 BUDGET_BYTES = 10 * 64
 SIZES = (1, 64, 100, 130, 200, 250)
@@ -44,14 +45,18 @@ class TwoDevices(RuleBasedStateMachine):
         numbers=st.lists(st.integers(0, 20), max_size=4),
         workspace=st.integers(0, 500),
         write=st.booleans(),
+        ahead=st.lists(st.integers(0, 20), max_size=4),
     )
-    def unit(self, where, numbers, workspace, write):
-        """A unit reads its blocks, perhaps writes the first."""
+    def unit(self, where, numbers, workspace, write, ahead):
+        """A unit reads its blocks, perhaps writes the first; others are sent ahead while it does."""
         pager, wanted = self.pagers[where], self.pick(numbers)
         fits = sum(block.nbytes for block in wanted) + workspace <= BUDGET_BYTES
         try:
             with pager.lease(wanted, workspace):
                 assert fits
+                assert all(block.home is pager for block in wanted)
+                assert pager.ledger.used_bytes == pager.resident_bytes + workspace
+                Prefetch(pager).send(self.pick(ahead))
                 assert all(block.home is pager for block in wanted)
                 assert pager.ledger.used_bytes == pager.resident_bytes + workspace
                 if write and wanted:
@@ -86,7 +91,7 @@ class TwoDevices(RuleBasedStateMachine):
     @invariant()
     def the_ledger_is_what_is_there(self):
         for pager in self.pagers:
-            there = sum(block.nbytes for block in self.blocks if block.home is pager)
+            there = sum(block.nbytes for block in self.blocks if pager.has(block))
             assert pager.ledger.used_bytes == pager.resident_bytes == there
             assert pager.ledger.peak_bytes <= BUDGET_BYTES
 

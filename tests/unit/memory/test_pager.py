@@ -68,6 +68,46 @@ def test_the_block_not_used_for_longest_goes_first(pager):
         assert (a.home, b.home, c.home) == (None, pager, pager)
 
 
+def of(owner, kind, value=0):
+    made = Block(kind, SIZE, 64)
+    made.host, made.owner = torch.full((SIZE,), value, dtype=torch.uint8), owner
+    return made
+
+
+def test_what_is_needed_last_goes_first():
+    """Others' blocks before its own; optimizer state before the rest, the last used first, and of the rest the first."""
+    device = CpuDevice(0, 8 * SIZE)
+    pager = Pager(device)
+    state, parameters = Kind.OPTIMIZER, Kind.PARAMETERS
+    blocks = {
+        name: of(owner, kind)
+        for name, owner, kind in (
+            ("other a", 1, parameters),
+            ("own a", 2, parameters),
+            ("other state a", 1, state),
+            ("own state a", 2, state),
+            ("other state b", 1, state),
+            ("own state b", 2, state),
+            ("other b", 1, parameters),
+            ("own b", 2, parameters),
+        )
+    }
+    for made in blocks.values():
+        with pager.lease([made], 0):
+            pass
+    names = {id(made): name for name, made in blocks.items()}
+    order = [
+        "other state b", "other state a", "other a", "other b",
+        "own state b", "own state a", "own a", "own b",
+    ]  # fmt: skip
+    assert [names[id(made)] for made in pager.victims()] == order
+    for number, gone in enumerate(order[:-1]):
+        with pager.lease([blocks["own b"]], (number + 1) * SIZE):
+            assert blocks[gone].home is None
+            assert all(blocks[name].home is pager for name in order[number + 1 :])
+    device.close()
+
+
 def test_a_clean_block_is_dropped_and_a_dirty_one_written_back(pager):
     clean, dirty = block(1), block(2)
     with pager.lease([clean, dirty], 0):

@@ -82,6 +82,21 @@ def test_two_devices_that_race_for_memory_are_replayed_within_five_per_cent():
     assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=0.05)
 
 
+def test_what_was_sent_ahead_is_sent_in_the_replay_unless_the_policy_is_another():
+    recording = record(**TIGHT, devices="cpu:1").recording()
+    sent = [copy for turn in recording.turns for copy in turn.sent]
+    assert {copy.what for copy in sent} == {"in", "out"}
+    assert all(0 < copy.began_ns <= copy.ended_ns for copy in sent)
+    assert not replay(recording).leaves_out_ahead
+    played = replay(recording, "fair")
+    assert played.leaves_out_ahead
+    assert played.to_json()["leaves_out_ahead"]
+    assert sorted(order[1] for order in played.simulated_orders) == sorted(order[1] for order in played.recorded_orders)
+    nothing = record(**TIGHT, devices="cpu:1", buffer_fraction=0).recording()
+    assert not any(turn.sent for turn in nothing.turns)
+    assert not replay(nothing, "fair").leaves_out_ahead
+
+
 def test_another_policy_may_be_tried():
     recording = record("lrtf").recording()
     played = replay(recording, "lpt")
@@ -98,7 +113,7 @@ def test_bytes_are_those_that_the_pool_counted():
     pool = record("lrtf", "cpu:1", **TIGHT)
     played = replay(pool.recording())
     (device,) = pool.stats().devices.values()
-    loaded = [a for turn in pool.recording().turns for a in turn.actions if a.what == "in"]
+    loaded = [a for turn in pool.recording().turns for a in turn.actions if a.what in ("in", "ahead")]
     assert sum(action.nbytes for action in loaded) == device.bytes_in
     assert played.bytes_in >= device.bytes_in, "the simulator counts what the ledger does, which rounds up"
     assert played.bytes_in < 1.2 * device.bytes_in
@@ -140,8 +155,8 @@ def test_its_profile_is_one_that_the_simulator_plays():
         ("{", "is not JSON"),
         ("[]", "is not a recording"),
         ('{"traceEvents": []}', "hydra-tune sweep --timeline FILE writes one"),
-        ('{"hydra_tune": {"format": 9}}', "format must be 1, not 9"),
-        ('{"hydra_tune": {"format": 1}}', "is a damaged recording: KeyError"),
+        ('{"hydra_tune": {"format": 9}}', "format must be 2, not 9"),
+        ('{"hydra_tune": {"format": 2}}', "is a damaged recording: KeyError"),
     ],
 )
 def test_other_files_are_refused(tmp_path, text, message):

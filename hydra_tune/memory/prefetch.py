@@ -1,0 +1,142 @@
+"""Double buffering: what a device's next units need is sent ahead while the present one computes.
+
+When a unit begins to compute, the pool is asked which blocks come next, in the order in which they are needed. Those that are
+on the host get device memory from the worker's thread, and a background copy fills it. Room for them is what the unit leaves:
+victims are the blocks that the next unit itself would choose. A clean one is dropped at once. A dirty one is written back in
+the background and gives its room the next time, when it is clean.
+
+Nothing of this binds anybody. What was sent for nothing is dropped like any clean block, a unit that comes too early waits for
+just the copies of its own blocks, and another device that wants a block does not wait at all if its copy has not begun. As long
+as everything fits nobody is asked and nothing is sent.
+"""
+
+from collections.abc import Callable, Sequence
+
+from hydra_tune.devices.copying import Copy
+from hydra_tune.memory.block import Block, Coming
+from hydra_tune.memory.pager import Pager
+from hydra_tune.observe.turns import current_turn
+
+
+class Prefetch:
+    """Sends ahead to one device. To be called on the device's worker thread alone.
+
+    Args:
+        pager: of the device.
+
+    Attributes:
+        asks: says which blocks come next, the ones needed first at the front; None: nobody knows.
+    """
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self.asks: Callable[[], Sequence[Block]] | None = None
+        pager.begins = self.begin
+
+    def begin(self) -> None:
+        """A unit begins to compute."""
+        if self.asks is not None and self._pager.is_short:
+            self.send(self.asks())
+
+    def send(self, wanted: Sequence[Block]) -> None:
+        """Send blocks, as far as there is room for them beside the unit that runs."""
+        wanted = list(dict.fromkeys(wanted))
+        journey = _Journey(self._pager, wanted)
+        for block in wanted:
+            if block.home is None:
+                journey.send(block)
+
+
+class _Journey:
+    """What is done for one unit's sake; `wanted` stays where it is."""
+
+    def __init__(self, pager: Pager, wanted: Sequence[Block]) -> None:
+        self._pager, self._keep = pager, {id(block) for block in wanted}
+        self._turn = current_turn()
+        self._owed_bytes = 0  # to blocks that have to wait until their victims are written back
+
+    def send(self, block: Block) -> None:
+        """Send one block, unless it is on its way, or elsewhere, or has no room."""
+        if not block.lock.acquire(blocking=False):
+            return  # somebody is moving it at this moment
+        try:
+            is_free = block.home is None and block.coming is None and block.pinned_for is None
+            if is_free and block.host is not None and self._make_room(block.nbytes):
+                self._start(block)
+        finally:
+            block.lock.release()
+
+    def _start(self, block: Block) -> None:
+        """Under the block's lock; its bytes are taken."""
+        pager = self._pager
+        assert block.host is not None
+        try:
+            data = pager.device.empty(block.size)
+        except RuntimeError:
+            pager.ledger.give_back(block.nbytes)  # fragmented: what is only ahead can come later
+            return
+        copy = pager.device.start_load([(block.host, data)])
+        pager.expect(block, Coming(pager, block.host, data, copy, pager.num_leases))
+        self._note("ahead", block, copy)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Take bytes on the ledger, if they can be had now; what could not be had now is made ready for the next time."""
+        ledger = self._pager.ledger
+        if ledger.try_take(nbytes):
+            return True
+        short = nbytes + self._owed_bytes - (ledger.budget_bytes - ledger.used_bytes)
+        victims = [block for block in self._pager.victims() if block.pinned_for is None and id(block) not in self._keep]
+        if short > sum(block.nbytes for block in victims):
+            return False
+        for victim in victims:
+            if short <= 0:
+                break
+            short -= self._part_with(victim)
+        if ledger.try_take(nbytes):
+            return True
+        self._owed_bytes += nbytes
+        return False
+
+    def _part_with(self, victim: Block) -> int:
+        """Have a block leave, now or soon; returns its bytes, or 0 if it has to stay."""
+        pager = self._pager
+        if not victim.lock.acquire(blocking=False):
+            return 0
+        try:
+            if victim.pinned_for is not None or not pager.has(victim):
+                return 0
+            if victim.coming is not None:
+                if not victim.coming.copy.is_over:
+                    return 0
+                pager.discard(victim)
+            elif not self._is_clean(victim):
+                return victim.nbytes
+            else:
+                pager.release(victim)
+            self._note("shed", victim)
+            return victim.nbytes
+        finally:
+            victim.lock.release()
+
+    def _is_clean(self, victim: Block) -> bool:
+        """Whether a block can be dropped now; if not, its write-back is begun. Under its lock."""
+        pager = self._pager
+        if not victim.dirty:
+            return True
+        if victim.leaving is None:
+            assert victim.data is not None, "a dirty block is on its device"
+            victim.leaving = copy = pager.device.start_spill([(victim.data, pager.host_of(victim))])
+            self._note("clean", victim, copy)
+            return False
+        if not victim.leaving.is_over:
+            return False
+        pager.finish_leaving(victim, is_noted=False)
+        return not victim.dirty
+
+    def _note(self, what: str, block: Block, copy: Copy | None = None) -> None:
+        """Tell the record of a run."""
+        if self._turn is None:
+            return
+        self._turn.note(what, [block], block.size)
+        if copy is not None:
+            self._turn.follow("in" if what == "ahead" else "out", block, copy)

@@ -1,0 +1,322 @@
+"""What is sent ahead: it is there in time or waited for, costs nobody his room, and changes no byte."""
+
+import threading
+
+import pytest
+import torch
+
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.memory.block import Block, Kind
+from hydra_tune.memory.pager import Pager, bring_home, drop
+from hydra_tune.memory.prefetch import Prefetch
+
+SIZE = 640
+PATIENCE_SECONDS = 20
+
+
+class GatedDevice(CpuDevice):
+    """Copies in the background wait at a gate, or fail."""
+
+    def __init__(self, index, budget_bytes):
+        super().__init__(index, budget_bytes)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun = threading.Event()
+        self.error = None
+
+    def _send(self, pairs, *, is_waited_for):
+        if not is_waited_for:
+            self.begun.set()
+            assert self.gate.wait(PATIENCE_SECONDS)
+            if self.error is not None:
+                raise self.error
+        super()._send(pairs, is_waited_for=is_waited_for)
+
+
+@pytest.fixture
+def pagers():
+    devices = [GatedDevice(index, 3 * SIZE + 128) for index in range(2)]
+    made = [Pager(device) for device in devices]
+    yield made
+    for pager in made:
+        pager.device.gate.set()
+        pager.device.close()
+
+
+@pytest.fixture
+def pager(pagers):
+    return pagers[0]
+
+
+@pytest.fixture
+def prefetch(pager):
+    return Prefetch(pager)
+
+
+def block(value=0, size=SIZE):
+    made = Block(Kind.INPUTS, size, 64)
+    made.host = torch.full((size,), value, dtype=torch.uint8)
+    return made
+
+
+def holds(made, value):
+    data = made.data if made.data is not None else made.host
+    return data.unique().tolist() == [value]
+
+
+def visit(pager, *blocks, write=None):
+    """A unit that uses blocks, and perhaps overwrites the first."""
+    with pager.lease(blocks, 0):
+        if write is not None:
+            blocks[0].data.fill_(write)
+            blocks[0].dirty = True
+
+
+def test_a_block_comes_while_a_unit_computes_and_the_next_unit_has_it(pager, prefetch):
+    running, later = block(1), block(2)
+    with pager.lease([running], 0):
+        prefetch.send([later])
+        assert pager.ledger.used_bytes == pager.resident_bytes == 2 * SIZE, "its room is taken from the start"
+        assert later.home is None, "nobody is told of bytes that are not there"
+    with pager.lease([later], 0):
+        assert later.home is pager
+        assert later.coming is None
+        assert holds(later, 2)
+    assert pager.bytes_in == {Kind.INPUTS: 2 * SIZE}, "and it was loaded once"
+    assert (pager.bytes_ahead, pager.bytes_in_vain) == (SIZE, 0)
+
+
+def test_the_memory_of_what_comes_is_allocated_by_the_worker(pager, prefetch, monkeypatch):
+    threads = []
+    empty = pager.device.empty
+    monkeypatch.setattr(pager.device, "empty", lambda size: (threads.append(threading.get_ident()), empty(size))[1])
+    prefetch.send([block(1), block(2)])
+    assert threads == [threading.get_ident()] * 2
+
+
+def test_nobody_is_asked_as_long_as_everything_fits(pager, prefetch):
+    asked = []
+    prefetch.asks = lambda: asked.append(True) or []
+    a, b, c, d = (block(value) for value in range(4))
+    visit(pager, a, b, c)
+    visit(pager, a)
+    assert not asked
+    visit(pager, d)
+    assert asked == [True], "room had to be made"
+    for _ in range(100):
+        visit(pager, d)
+    assert len(asked) < 100, "and after a while everything fits again"
+
+
+def test_a_clean_block_makes_room_at_once_and_the_one_not_used_for_longest_goes(pager, prefetch):
+    old, new, running, later = (block(value) for value in range(4))
+    for made in (old, new):
+        visit(pager, made)
+    with pager.lease([running], 0):
+        prefetch.send([later])
+        assert (old.home, new.home) == (None, pager)
+    assert pager.bytes_out == {}
+    assert pager.ledger.used_bytes == pager.resident_bytes == 3 * SIZE
+
+
+def test_what_comes_next_and_what_is_in_use_is_no_victim(pager, prefetch):
+    wanted, running, later, other = (block(value) for value in range(4))
+    visit(pager, wanted, other)
+    with pager.lease([running], 0):
+        prefetch.send([wanted, later])
+        assert (running.home, wanted.home, other.home) == (pager, pager, None)
+        prefetch.send([wanted, later, block()])
+        assert pager.ledger.used_bytes == 3 * SIZE, "only what will fit is sent"
+
+
+def test_a_dirty_block_is_written_back_in_the_background_and_gives_its_room_the_next_time(pager, prefetch):
+    changed, running, other, later = (block(value) for value in range(4))
+    visit(pager, changed, write=9)
+    visit(pager, other)
+    with pager.lease([running, other], 0):
+        prefetch.send([later])
+        assert later.coming is None, "there is no room yet"
+        changed.leaving.wait()
+        assert changed.home is pager
+        assert changed.dirty
+        prefetch.send([later])
+        assert changed.home is None
+    visit(pager, later)
+    assert holds(changed, 9)
+    assert pager.bytes_out == {Kind.INPUTS: SIZE}
+
+
+def test_a_block_that_is_changed_again_while_it_is_written_back_loses_nothing(pager, prefetch):
+    changed, running, other = block(1), block(2), block(3)
+    visit(pager, changed, write=9)
+    with pager.lease([running, other], 0):
+        pager.device.gate.clear()
+        prefetch.send([block(4)])
+        assert pager.device.begun.wait(PATIENCE_SECONDS)
+        threading.Timer(0.02, pager.device.gate.set).start()
+    with pager.lease([changed], 0):
+        assert changed.leaving is None, "the unit has waited: what is copied must not change under the copy"
+        assert holds(changed, 9)
+        changed.data.fill_(11)
+        changed.dirty = True
+    bring_home(changed)
+    assert holds(changed, 11)
+
+
+def test_a_write_back_that_has_not_begun_is_given_up_when_the_block_is_used_again(pager, prefetch):
+    one, other, running = block(1), block(2), block(3)
+    visit(pager, one, write=8)
+    visit(pager, other, write=9)
+    with pager.lease([running], 0):
+        pager.device.gate.clear()
+        prefetch.send([block(4), block(5)])
+        assert pager.device.begun.wait(PATIENCE_SECONDS)
+        assert one.leaving is not None
+        assert other.leaving is not None
+    with pager.lease([other], 0):
+        assert other.dirty, "the gate is shut still: it was not waited for"
+    pager.device.gate.set()
+    for made, value in ((one, 8), (other, 9)):
+        bring_home(made)
+        assert holds(made, value)
+
+
+def test_a_unit_waits_for_its_own_block_and_for_no_other(pager, prefetch):
+    first, second = block(1), block(2)
+    pager.device.gate.clear()
+    prefetch.send([first, second])
+    assert pager.device.begun.wait(PATIENCE_SECONDS)
+    with pager.lease([second], 0):
+        assert holds(second, 2), "though the one before it in line is not over"
+        assert first.coming is not None
+    threading.Timer(0.02, pager.device.gate.set).start()
+    with pager.lease([first], 0):
+        assert holds(first, 1)
+    assert pager.waiting_ns > 0
+
+
+def test_what_was_sent_in_vain_is_room_like_any_other(pager, prefetch):
+    prefetch.send([block(1), block(2)])
+    made = [block(value) for value in (3, 4, 5)]
+    with pager.lease(made, 128):
+        assert pager.ledger.used_bytes == pager.device.budget_bytes
+    assert pager.ledger.used_bytes == pager.resident_bytes == 3 * SIZE
+    cancelled = 2 * SIZE - pager.bytes_ahead
+    assert pager.bytes_in_vain == pager.bytes_ahead
+    assert pager.bytes_in == {Kind.INPUTS: 5 * SIZE - cancelled}
+
+
+def test_what_has_just_been_sent_is_kept_for_the_next_units_and_not_for_ever(pager, prefetch):
+    used, sent = block(1), block(2)
+    with pager.lease([used], 0):
+        prefetch.send([sent])
+        assert pager.victims() == [used, sent], "though it may be another trial's, or optimizer state"
+    sent.owner = 5
+    for _ in range(3):
+        visit(pager, used)
+    assert pager.victims() == [sent, used], "nobody has come for it"
+
+
+@pytest.mark.parametrize("give_up", [drop, bring_home])
+def test_a_block_that_is_given_up_on_its_way_gives_its_room_back_when_the_copy_is_over(pager, prefetch, give_up):
+    made = block(1)
+    pager.device.gate.clear()
+    prefetch.send([made])
+    assert pager.device.begun.wait(PATIENCE_SECONDS)
+    thread = threading.Thread(target=give_up, args=[made], daemon=True)
+    thread.start()
+    thread.join(0.05)
+    assert pager.ledger.used_bytes == SIZE, "its memory is still being written to"
+    pager.device.gate.set()
+    thread.join(PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert pager.ledger.used_bytes == pager.resident_bytes == 0
+    assert made.coming is None
+    assert (made.host is None) == (give_up is drop)
+
+
+def test_another_device_may_take_a_block_on_its_way_and_what_it_makes_of_it_counts(pagers):
+    one, other = pagers
+    made = block(1)
+    Prefetch(one).send([made])
+    visit(other, made, write=7)
+    assert made.coming is None
+    assert one.ledger.used_bytes == one.resident_bytes == 0
+    bring_home(made)
+    Prefetch(one).send([made])
+    with one.lease([made], 0):
+        assert holds(made, 7), "not what was sent at first"
+
+
+def test_a_block_that_is_elsewhere_or_wanted_elsewhere_is_not_sent(pagers):
+    one, other = pagers
+    there, wanted, locked = block(1), block(2), block(3)
+    visit(other, there)
+    wanted.pinned_for = other
+    holding, over = threading.Event(), threading.Event()
+
+    def hold():
+        with locked.lock:
+            holding.set()
+            assert over.wait(PATIENCE_SECONDS)
+
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    assert holding.wait(PATIENCE_SECONDS)
+    Prefetch(one).send([there, wanted, locked])
+    over.set()
+    thread.join(PATIENCE_SECONDS)
+    assert one.ledger.used_bytes == 0
+    wanted.pinned_for = None
+
+
+def test_a_copy_that_fails_is_the_affair_of_the_unit_that_comes_for_its_block(pager, prefetch):
+    lost, fine = block(1), block(2)
+    pager.device.error = RuntimeError("the link is down")
+    prefetch.send([lost])
+    lost.coming.copy.wait_quietly()
+    pager.device.error = None
+    visit(pager, fine)
+    with pytest.raises(RuntimeError, match="the link is down"), pager.lease([lost, fine], 0):
+        pass
+    assert lost.coming is lost.home is lost.pinned_for is fine.pinned_for is None
+    assert pager.ledger.used_bytes == pager.resident_bytes == SIZE
+    visit(pager, lost)
+    assert holds(lost, 1)
+
+
+def test_a_write_back_that_fails_leaves_the_block_as_it_was(pager, prefetch):
+    changed, running = block(1), block(2)
+    visit(pager, changed, write=9)
+    pager.device.error = OSError("no")
+    with pager.lease([running, block()], 0):
+        prefetch.send([block(4)])
+        changed.leaving.wait_quietly()
+        pager.device.error = None
+        prefetch.send([block(4)])
+        assert changed.home is pager
+    drop(running)
+    bring_home(changed)
+    assert holds(changed, 9)
+
+
+def test_an_error_in_the_question_leaves_no_unit_half_begun(pager, prefetch):
+    def ask():
+        raise ZeroDivisionError
+
+    made = [block(value) for value in range(4)]
+    visit(pager, *made[:3])
+    prefetch.asks = ask
+    with pytest.raises(ZeroDivisionError), pager.lease(made[3:], 128):
+        pass
+    assert made[3].pinned_for is None
+    assert pager.ledger.used_bytes == pager.resident_bytes
+
+
+def test_a_device_without_memory_in_one_piece_sends_nothing(pager, prefetch, monkeypatch):
+    def refuse(size):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(pager.device, "empty", refuse)
+    prefetch.send([block()])
+    assert pager.ledger.used_bytes == pager.resident_bytes == 0
