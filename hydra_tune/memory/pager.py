@@ -9,7 +9,7 @@ here had better go on (`ShardedLRTF`), so others' blocks are needed later than i
 optimizer state, the last used first; others' blocks, the first used first; then its own likewise. Before all of them goes what
 is being written back to make room, for that is what was chosen when there was time, and costs nothing now. What has just been
 sent ahead goes last.
-`benchmarks/victims.py` counts what that moves: never more than "not used for longest", and down to a third of it.
+`benchmarks/victims.py` counts what that order moves: never more than "not used for longest", and down to a third of it.
 
 Note: locks. A unit pins its blocks, then makes room, then loads. Pinning waits for a block's lock and holds only that one;
 making room locks one victim at a time and skips those pinned for this device; loading locks one block and needs no room any

@@ -111,7 +111,7 @@ class _Journey:
                 break
             try:
                 if victim.pinned_for is None and victim.home is self._pager:
-                    self._is_clean(victim)
+                    self._clean(victim)
                     short -= victim.nbytes
             finally:
                 victim.lock.release()
@@ -146,18 +146,20 @@ class _Journey:
 
     def _is_clean(self, victim: Block) -> bool:
         """Whether a block can be dropped now; if not, its write-back is begun. Under its lock."""
-        pager = self._pager
-        if not victim.dirty:
-            return True
         if victim.leaving is None:
-            assert victim.data is not None, "a dirty block is on its device"
-            victim.leaving = copy = pager.device.start_spill([(victim.data, pager.host_of(victim))])
-            self._note("clean", victim, copy)
-            return False
-        if not victim.leaving.is_over:
-            return False
-        pager.finish_leaving(victim, is_noted=False)
+            self._clean(victim)
+        elif victim.leaving.is_over:
+            self._pager.finish_leaving(victim, is_noted=False)
         return not victim.dirty
+
+    def _clean(self, victim: Block) -> None:
+        """Begin to write a block back, if it has to be. Under its lock."""
+        if not victim.dirty or victim.leaving is not None:
+            return
+        assert victim.data is not None, "a dirty block is on its device"
+        pager = self._pager
+        victim.leaving = copy = pager.device.start_spill([(victim.data, pager.host_of(victim))])
+        self._note("clean", victim, copy)
 
     def _note(self, what: str, block: Block, copy: Copy | None = None) -> None:
         """Tell the record of a run."""
