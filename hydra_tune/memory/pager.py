@@ -6,9 +6,10 @@ block is dropped to make room, a dirty one written back first. A block is on one
 Note: what is needed last. A trial uses its shards forth and back, so what it has not used for longest it needs last; but its
 optimizer state it uses once a step, always in the same order, so what it has used just now it needs last. A trial that runs
 here had better go on (`ShardedLRTF`), so others' blocks are needed later than its own. So there go, in this order: others'
-optimizer state, the last used first; others' blocks, the first used first; then its own likewise. What has just been sent ahead
-goes last.
-`benchmarks/victims.py` counts what that moves: never more than "not used for longest", and down to a third of it.
+optimizer state, the last used first; others' blocks, the first used first; then its own likewise. Before all of them goes what
+is being written back to make room, for that is what was chosen when there was time, and costs nothing now. What has just been
+sent ahead goes last.
+`benchmarks/victims.py` counts what that order moves: never more than "not used for longest", and down to a third of it.
 
 Note: locks. A unit pins its blocks, then makes room, then loads. Pinning waits for a block's lock and holds only that one;
 making room locks one victim at a time and skips those pinned for this device; loading locks one block and needs no room any
@@ -238,6 +239,7 @@ class Pager:
 
     def victims(self) -> list[Block]:
         """All that is here or comes, in the order in which it had better make room (see the note)."""
+        leaving: list[Block] = []
         latest_state: list[Block] = []
         others: list[Block] = []
         own_state: list[Block] = []
@@ -245,13 +247,15 @@ class Pager:
         sent: list[Block] = []
         for block in self.residents():
             coming = block.coming
-            if coming is not None and self.num_leases - coming.lease <= _SENT_LEASES:
+            if block.leaving is not None:
+                leaving.append(block)
+            elif coming is not None and self.num_leases - coming.lease <= _SENT_LEASES:
                 sent.append(block)
             elif block.owner != self.owner:
                 (latest_state if block.kind is Kind.OPTIMIZER else others).append(block)
             else:
                 (own_state if block.kind is Kind.OPTIMIZER else own).append(block)
-        return [*reversed(latest_state), *others, *reversed(own_state), *own, *sent]
+        return [*leaving, *reversed(latest_state), *others, *reversed(own_state), *own, *sent]
 
     def _await(self, block: Block) -> None:
         """Have a pinned block's copy in the background over, before a unit works on it."""

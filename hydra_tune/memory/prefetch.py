@@ -3,7 +3,8 @@
 When a unit begins to compute, the pool is asked which blocks come next, in the order in which they are needed. Those that are
 on the host get device memory from the worker's thread, and a background copy fills it. Room for them is what the unit leaves:
 victims are the blocks that the next unit itself would choose. A clean one is dropped at once. A dirty one is written back in
-the background and gives its room the next time, when it is clean.
+the background and gives its room the next time, when it is clean; so are those that will have to go for the room that the next
+unit works in.
 
 Nothing of this binds anybody. What was sent for nothing is dropped like any clean block, a unit that comes too early waits for
 just the copies of its own blocks, and another device that wants a block does not wait at all if its copy has not begun. As long
@@ -25,26 +26,32 @@ class Prefetch:
         pager: of the device.
 
     Attributes:
-        asks: says which blocks come next, the ones needed first at the front; None: nobody knows.
+        asks: says which blocks come next, the ones needed first at the front, and how many bytes beside; None: nobody knows.
     """
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self.asks: Callable[[], Sequence[Block]] | None = None
+        self.asks: Callable[[], tuple[Sequence[Block], int]] | None = None
         pager.begins = self.begin
 
     def begin(self) -> None:
         """A unit begins to compute."""
         if self.asks is not None and self._pager.is_short:
-            self.send(self.asks())
+            self.send(*self.asks())
 
-    def send(self, wanted: Sequence[Block]) -> None:
-        """Send blocks, as far as there is room for them beside the unit that runs."""
+    def send(self, wanted: Sequence[Block], workspace_bytes: int = 0) -> None:
+        """Send blocks, as far as there is room for them beside the unit that runs.
+
+        Args:
+            wanted: the blocks.
+            workspace_bytes: what the next unit needs beside.
+        """
         wanted = list(dict.fromkeys(wanted))
         journey = _Journey(self._pager, wanted)
         for block in wanted:
             if block.home is None:
                 journey.send(block)
+        journey.make_ready(workspace_bytes)
 
 
 class _Journey:
@@ -84,8 +91,7 @@ class _Journey:
         ledger = self._pager.ledger
         if ledger.try_take(nbytes):
             return True
-        short = nbytes + self._owed_bytes - (ledger.budget_bytes - ledger.used_bytes)
-        victims = [block for block in self._pager.victims() if block.pinned_for is None and id(block) not in self._keep]
+        short, victims = self._short_of(nbytes), self._victims()
         if short > sum(block.nbytes for block in victims):
             return False
         for victim in victims:
@@ -96,6 +102,26 @@ class _Journey:
             return True
         self._owed_bytes += nbytes
         return False
+
+    def make_ready(self, nbytes: int) -> None:
+        """Have written back what will have to go for so many bytes beside what the running unit has."""
+        short = self._short_of(nbytes)
+        for victim in self._victims() if short > 0 else ():
+            if short <= 0 or not victim.lock.acquire(blocking=False):
+                break
+            try:
+                if victim.pinned_for is None and victim.home is self._pager:
+                    self._clean(victim)
+                    short -= victim.nbytes
+            finally:
+                victim.lock.release()
+
+    def _short_of(self, nbytes: int) -> int:
+        ledger = self._pager.ledger
+        return nbytes + self._owed_bytes - (ledger.budget_bytes - ledger.used_bytes)
+
+    def _victims(self) -> list[Block]:
+        return [block for block in self._pager.victims() if block.pinned_for is None and id(block) not in self._keep]
 
     def _part_with(self, victim: Block) -> int:
         """Have a block leave, now or soon; returns its bytes, or 0 if it has to stay."""
@@ -120,18 +146,20 @@ class _Journey:
 
     def _is_clean(self, victim: Block) -> bool:
         """Whether a block can be dropped now; if not, its write-back is begun. Under its lock."""
-        pager = self._pager
-        if not victim.dirty:
-            return True
         if victim.leaving is None:
-            assert victim.data is not None, "a dirty block is on its device"
-            victim.leaving = copy = pager.device.start_spill([(victim.data, pager.host_of(victim))])
-            self._note("clean", victim, copy)
-            return False
-        if not victim.leaving.is_over:
-            return False
-        pager.finish_leaving(victim, is_noted=False)
+            self._clean(victim)
+        elif victim.leaving.is_over:
+            self._pager.finish_leaving(victim, is_noted=False)
         return not victim.dirty
+
+    def _clean(self, victim: Block) -> None:
+        """Begin to write a block back, if it has to be. Under its lock."""
+        if not victim.dirty or victim.leaving is not None:
+            return
+        assert victim.data is not None, "a dirty block is on its device"
+        pager = self._pager
+        victim.leaving = copy = pager.device.start_spill([(victim.data, pager.host_of(victim))])
+        self._note("clean", victim, copy)
 
     def _note(self, what: str, block: Block, copy: Copy | None = None) -> None:
         """Tell the record of a run."""

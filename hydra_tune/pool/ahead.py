@@ -55,21 +55,27 @@ class NextUnits:
             elif type(command) is Release:
                 self._forget(command.job)
 
-    def blocks(self, record: Record, pending: PendingUnit, device: str) -> list[Block]:
-        """What is needed after a unit that begins to compute, the blocks needed first at the front.
+    def needs(self, record: Record, pending: PendingUnit, device: str) -> tuple[list[Block], int]:
+        """What is needed after a unit that begins to compute.
 
         Args:
             record: of its job.
             pending: the unit.
             device: where it runs; called on its worker's thread.
+
+        Returns:
+            Blocks, those needed first at the front, and the most bytes that a unit needs to work in.
         """
         following = pending.following() if record.spread is None else []
-        wanted: list[Block] = []
+        due: list[PendingUnit | Expected] = []
         if following and (following[0].kind, following[0].shard) == ("update", pending.shard):
-            wanted = following.pop(0).blocks()  # it comes along with this one, whatever the scheduler says
+            due.append(following.pop(0))  # it comes along with this one, whatever the scheduler says
         with self._lock:
             unit = self._next_unit(record, pending, following, device)
-        return wanted if unit is None else [*wanted, *unit.blocks()]
+        if unit is not None:
+            due.append(unit)
+        blocks = [block for one in due for block in one.blocks()]
+        return blocks, max((one.workspace_bytes for one in due), default=0)
 
     def _next_unit(
         self, record: Record, pending: PendingUnit, following: Sequence[Expected], device: str

@@ -488,7 +488,7 @@ class Pool:
         pending = record.take(unit)
         prefetch = self._prefetches.get(device.name)
         if prefetch is not None:
-            prefetch.asks = lambda: self._next_blocks(record, pending, device.name)
+            prefetch.asks = lambda: self._next_needs(record, pending, device.name)
         try:
             seconds = self._timed_unit(pending, device)
         finally:
@@ -497,11 +497,11 @@ class Pool:
         trial.finished(pending, seconds)
         return seconds
 
-    def _next_blocks(self, record: Record, pending: PendingUnit, device: str) -> list[Block]:
+    def _next_needs(self, record: Record, pending: PendingUnit, device: str) -> tuple[list[Block], int]:
         """What comes after a unit that begins to compute now; a question to the scheduler, and counted as such."""
         assert self._next_units is not None
         start = time.thread_time()
-        found = self._next_units.blocks(record, pending, device)
+        found = self._next_units.needs(record, pending, device)
         taken = time.thread_time() - start
         with self._changed:
             self._scheduler_seconds += taken

@@ -55,13 +55,15 @@ class _Device:
 
     def victims(self) -> list[_Block]:
         """As `Pager.victims`."""
-        found: tuple[list[_Block], ...] = ([], [], [], [], [])
+        found: tuple[list[_Block], ...] = ([], [], [], [], [], [])
         for block in self.resident.values():
-            if block.is_coming and self.num_leases - block.lease <= _SENT_LEASES:
+            if block.is_leaving:
+                found[5].append(block)
+            elif block.is_coming and self.num_leases - block.lease <= _SENT_LEASES:
                 found[4].append(block)
             else:
                 found[2 * (block.facts.job == self.owner) + (block.facts.kind != "optimizer")].append(block)
-        return [*reversed(found[0]), *found[1], *reversed(found[2]), *found[3], *found[4]]
+        return [*found[5], *reversed(found[0]), *found[1], *reversed(found[2]), *found[3], *found[4]]
 
 
 class Blocks:

@@ -30,12 +30,14 @@ class Expected:
         kind, shard, seconds: as of `PendingUnit`.
         blocks: those of its blocks that there are by now, the ones that it cannot begin without. May be called from any
             thread, at any time: what it says of a unit that is over meanwhile is out of date, and does no harm.
+        workspace_bytes: room that it needs beside them.
     """
 
     kind: str
     shard: int
     seconds: float
     blocks: Callable[[], list[Block]]
+    workspace_bytes: int
 
 
 def nothing_known() -> list[Expected]:
@@ -53,7 +55,7 @@ class PendingUnit:
         seconds: expected.
         run: runs it on a device's worker; returns seconds spent waiting for bytes, and for other trials' code.
         times: where its measured seconds go, under `key`.
-        blocks: as of `Expected`.
+        blocks, workspace_bytes: as of `Expected`.
         following: what comes after it in its trial, in order: an update of its shard, which is run along with it, and the
             next unit; as far as that is known.
     """
@@ -65,6 +67,7 @@ class PendingUnit:
     times: UnitTimes
     key: tuple[str, int]
     blocks: Callable[[], list[Block]] = list
+    workspace_bytes: int = 0
     following: Callable[[], list[Expected]] = nothing_known
 
 
@@ -136,6 +139,7 @@ class Step:
         index: int,
         run: Callable[[Device, Pager], float],
         blocks: Callable[[], list[Block]] = list,
+        workspace: int = 0,
         following: Callable[[], list[Expected]] | None = None,
     ) -> PendingUnit:
         key = (kind, index)
@@ -147,6 +151,7 @@ class Step:
             times=self._times,
             key=key,
             blocks=blocks,
+            workspace_bytes=workspace,
             following=following or (lambda: self._following(kind, index)),
         )
 
@@ -157,13 +162,27 @@ class Step:
 
     def _expected(self, kind: str, index: int) -> Expected:
         """A unit of this batch that runs a shard's graph."""
-        blocks = lambda: self._blocks(kind, index)  # noqa: E731
-        return Expected(kind=kind, shard=index, seconds=self._times.of((kind, index)), blocks=blocks)
+        return Expected(
+            kind=kind,
+            shard=index,
+            seconds=self._times.of((kind, index)),
+            blocks=lambda: self._blocks(kind, index),
+            workspace_bytes=self._workspace(kind, index),
+        )
 
     def _expected_batch(self, kind: str) -> Expected:
         """The first unit of another batch, which is not drawn yet: it will want the parameters."""
-        blocks = lambda: list[Block](self._state.groups(self._plan.shards[0].graph.state))  # noqa: E731
-        return Expected(kind=kind, shard=0, seconds=self._times.of((kind, 0)), blocks=blocks)
+        return Expected(
+            kind=kind,
+            shard=0,
+            seconds=self._times.of((kind, 0)),
+            blocks=lambda: list[Block](self._state.groups(self._plan.shards[0].graph.state)),
+            workspace_bytes=self._workspace(kind, 0),
+        )
+
+    def _workspace(self, kind: str, index: int) -> int:
+        cost = self._plan.shards[index].cost
+        return cost.backward_workspace if kind == "backward" else cost.forward_workspace
 
     def _blocks(self, kind: str, index: int) -> list[Block]:
         """What a unit that runs a shard's graph needs on its device, the parameters first."""
@@ -181,7 +200,7 @@ class Step:
         shard = self._plan.shards[index]
         backward = kind == "backward"
         recompute = backward and self._chain.has_forward(index)
-        workspace = shard.cost.backward_workspace if backward else shard.cost.forward_workspace
+        workspace = self._workspace(kind, index)
 
         def run(device: Device, pager: Pager) -> float:
             graph, blocks = shard.graph, self._graph_blocks(kind, index)
@@ -199,7 +218,7 @@ class Step:
                         self._store.touched_inputs()
             return waited
 
-        return self._unit(kind, index, run, lambda: self._blocks(kind, index))
+        return self._unit(kind, index, run, lambda: self._blocks(kind, index), workspace)
 
     def _lease(
         self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int

@@ -112,7 +112,7 @@ class TrainingBatch(Step):
         if kind == "forward":
             return [self._expected("forward" if index + 1 < last else "backward", index + 1)]
         if kind == "backward" and self._updates_now and shards[index].trained:
-            found.append(self._expected_update(index, shards[index].trained))
+            found.append(self.expected_update(Update(index=index, shard=shards[index], names=shards[index].trained)))
         below = next((i for i in reversed(range(index)) if shards[i].has_backward), None)
         if below is not None:
             return [*found, self._expected("backward", below)]
@@ -128,12 +128,14 @@ class TrainingBatch(Step):
         return self._expected_batch("forward" if len(self._plan.shards) > 1 else "backward")
 
     def expected_update(self, update: Update) -> Expected:
-        """An update that waits for others."""
-        return self._expected_update(update.index, update.names)
-
-    def _expected_update(self, index: int, names: tuple[str, ...]) -> Expected:
-        blocks = lambda: self._update_blocks(names)  # noqa: E731
-        return Expected(kind="update", shard=index, seconds=self._times.of(("update", index)), blocks=blocks)
+        """An update."""
+        return Expected(
+            kind="update",
+            shard=update.index,
+            seconds=self._times.of(("update", update.index)),
+            blocks=lambda: self._update_blocks(update.names),
+            workspace_bytes=update.shard.cost.update_workspace,
+        )
 
     def _update_blocks(self, names: tuple[str, ...]) -> list[Block]:
         """What an update needs on its device."""
@@ -180,7 +182,9 @@ class TrainingBatch(Step):
                 self._complete(update.names)
             return waited
 
-        return self._unit("complete", update.index, run, lambda: self._store.blocks(keys, (), ()))
+        return self._unit(
+            "complete", update.index, run, lambda: self._store.blocks(keys, (), ()), update.shard.cost.update_workspace
+        )
 
     def update_unit(self, update: Update, following: Callable[[], list[Expected]] | None = None) -> PendingUnit:
         """Let the optimizer step for some parameters.
@@ -211,7 +215,9 @@ class TrainingBatch(Step):
                 state.adopt_optimizer_state(names, device)
             return waited
 
-        return self._unit("update", update.index, run, lambda: self._update_blocks(names), following)
+        return self._unit(
+            "update", update.index, run, lambda: self._update_blocks(names), cost.update_workspace, following
+        )
 
     def _update_on_host(self, names: tuple[str, ...], device: Device) -> float:
         start = time.perf_counter()

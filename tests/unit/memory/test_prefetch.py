@@ -96,7 +96,7 @@ def test_the_memory_of_what_comes_is_allocated_by_the_worker(pager, prefetch, mo
 
 def test_nobody_is_asked_as_long_as_everything_fits(pager, prefetch):
     asked = []
-    prefetch.asks = lambda: asked.append(True) or []
+    prefetch.asks = lambda: asked.append(True) or ([], 0)
     a, b, c, d = (block(value) for value in range(4))
     visit(pager, a, b, c)
     visit(pager, a)
@@ -144,6 +144,33 @@ def test_a_dirty_block_is_written_back_in_the_background_and_gives_its_room_the_
     visit(pager, later)
     assert holds(changed, 9)
     assert pager.bytes_out == {Kind.INPUTS: SIZE}
+
+
+def test_what_will_have_to_go_for_the_next_units_work_is_written_back_and_stays_for_now(pager, prefetch):
+    first, second, running = block(1), block(2), block(3)
+    visit(pager, first, write=8)
+    visit(pager, second, write=9)
+    with pager.lease([running], 0):
+        prefetch.send([], SIZE)
+        first.leaving.wait()
+        assert second.leaving is None, "one is enough"
+        assert first.home is pager
+    with pager.lease([running], SIZE):
+        assert first.home is None
+        assert pager.device.begun.is_set()
+    assert holds(first, 8)
+    assert pager.bytes_out == {Kind.INPUTS: SIZE}
+
+
+def test_what_was_chosen_when_there_was_time_goes_first(pager, prefetch):
+    chosen, idle, running = block(1), block(2), block(3)
+    visit(pager, idle)
+    visit(pager, chosen, write=9)
+    chosen.kind = Kind.OPTIMIZER  # so that it comes before what was not used for longest
+    with pager.lease([running], 0):
+        prefetch.send([], SIZE)
+    chosen.kind = Kind.INPUTS
+    assert pager.victims() == [chosen, idle, running]
 
 
 def test_a_block_that_is_changed_again_while_it_is_written_back_loses_nothing(pager, prefetch):
