@@ -12,11 +12,25 @@ as everything fits nobody is asked and nothing is sent.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hydra_tune.devices.copying import Copy
 from hydra_tune.memory.block import Block, Coming
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.turns import current_turn
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a unit needs on its device: blocks, those needed first at the front, and room to work in beside them."""
+
+    blocks: Sequence[Block]
+    workspace_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(block.nbytes for block in set(self.blocks)) + self.workspace_bytes
 
 
 class Prefetch:
@@ -26,32 +40,35 @@ class Prefetch:
         pager: of the device.
 
     Attributes:
-        asks: says which blocks come next, the ones needed first at the front, and how many bytes beside; None: nobody knows.
+        asks: says what the next units need, in their order; None: nobody knows.
     """
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self.asks: Callable[[], tuple[Sequence[Block], int]] | None = None
+        self.asks: Callable[[], Sequence[Need]] | None = None
         pager.begins = self.begin
 
     def begin(self) -> None:
         """A unit begins to compute."""
         if self.asks is not None and self._pager.is_short:
-            self.send(*self.asks())
+            self.send(self.asks())
 
-    def send(self, wanted: Sequence[Block], workspace_bytes: int = 0) -> None:
-        """Send blocks, as far as there is room for them beside the unit that runs.
-
-        Args:
-            wanted: the blocks.
-            workspace_bytes: what the next unit needs beside.
-        """
-        wanted = list(dict.fromkeys(wanted))
-        journey = _Journey(self._pager, wanted)
-        for block in wanted:
-            if block.home is None:
-                journey.send(block)
-        journey.make_ready(workspace_bytes)
+    def send(self, needs: Sequence[Need]) -> None:
+        """Send blocks, as far as there is room for them beside the unit that runs, and beside those that come before theirs."""
+        journey = _Journey(self._pager, [block for need in needs for block in need.blocks])
+        room, sent = self._pager.ledger.budget_bytes, set[Block]()
+        for need in needs:
+            for block in dict.fromkeys(need.blocks):
+                if block in sent:
+                    continue
+                room -= block.nbytes
+                if room < 0:
+                    break  # it would have to go again before its unit comes
+                sent.add(block)
+                if block.home is None:
+                    journey.send(block)
+            room = min(room, self._pager.ledger.budget_bytes - need.nbytes)
+        journey.make_ready(max((need.workspace_bytes for need in needs), default=0))
 
 
 class _Journey:

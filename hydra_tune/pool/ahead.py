@@ -7,7 +7,7 @@ device is short of memory nobody asks, and a decision costs no more than taking 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 
-from hydra_tune.memory.block import Block
+from hydra_tune.memory.prefetch import Need
 from hydra_tune.pool.record import Record
 from hydra_tune.schedule import Ahead, Command, Event, JobView, Policy, Release, Run, Scheduler, Unit
 from hydra_tune.train.step import Expected, PendingUnit
@@ -55,7 +55,7 @@ class NextUnits:
             elif type(command) is Release:
                 self._forget(command.job)
 
-    def needs(self, record: Record, pending: PendingUnit, device: str) -> tuple[list[Block], int]:
+    def needs(self, record: Record, pending: PendingUnit, device: str) -> list[Need]:
         """What is needed after a unit that begins to compute.
 
         Args:
@@ -64,7 +64,7 @@ class NextUnits:
             device: where it runs; called on its worker's thread.
 
         Returns:
-            Blocks, those needed first at the front, and the most bytes that a unit needs to work in.
+            What the next units need, in their order.
         """
         following = pending.following() if record.spread is None else []
         due: list[PendingUnit | Expected] = []
@@ -74,8 +74,7 @@ class NextUnits:
             unit = self._next_unit(record, pending, following, device)
         if unit is not None:
             due.append(unit)
-        blocks = [block for one in due for block in one.blocks()]
-        return blocks, max((one.workspace_bytes for one in due), default=0)
+        return [Need(one.blocks(), one.workspace_bytes) for one in due]
 
     def _next_unit(
         self, record: Record, pending: PendingUnit, following: Sequence[Expected], device: str

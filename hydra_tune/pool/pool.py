@@ -23,10 +23,9 @@ import torch
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.interrupts import hold_interrupts
-from hydra_tune.memory.block import Block
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.prefetch import Prefetch
+from hydra_tune.memory.prefetch import Need, Prefetch
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.pool.ahead import NextUnits
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Progress, Reported, Result
@@ -497,7 +496,7 @@ class Pool:
         trial.finished(pending, seconds)
         return seconds
 
-    def _next_needs(self, record: Record, pending: PendingUnit, device: str) -> tuple[list[Block], int]:
+    def _next_needs(self, record: Record, pending: PendingUnit, device: str) -> list[Need]:
         """What comes after a unit that begins to compute now; a question to the scheduler, and counted as such."""
         assert self._next_units is not None
         start = time.thread_time()

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -112,7 +112,11 @@ class TrainingBatch(Step):
         if kind == "forward":
             return [self._expected("forward" if index + 1 < last else "backward", index + 1)]
         if kind == "backward" and self._updates_now and shards[index].trained:
-            found.append(self.expected_update(Update(index=index, shard=shards[index], names=shards[index].trained)))
+            update = self.expected_update(Update(index=index, shard=shards[index], names=shards[index].trained))
+            if update.workspace_bytes:
+                # Beside what there is by now, the gradients that this unit is about to make.
+                update = replace(update, workspace_bytes=update.workspace_bytes + shards[index].cost.trained_bytes)
+            found.append(update)
         below = next((i for i in reversed(range(index)) if shards[i].has_backward), None)
         if below is not None:
             return [*found, self._expected("backward", below)]
@@ -134,7 +138,7 @@ class TrainingBatch(Step):
             shard=update.index,
             seconds=self._times.of(("update", update.index)),
             blocks=lambda: self._update_blocks(update.names),
-            workspace_bytes=update.shard.cost.update_workspace,
+            workspace_bytes=0 if update.shard.cost.updates_on_host else update.shard.cost.update_workspace,
         )
 
     def _update_blocks(self, names: tuple[str, ...]) -> list[Block]:

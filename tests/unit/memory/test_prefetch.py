@@ -8,7 +8,7 @@ import torch
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.block import Block, Kind
 from hydra_tune.memory.pager import Pager, bring_home, drop
-from hydra_tune.memory.prefetch import Prefetch
+from hydra_tune.memory.prefetch import Need, Prefetch
 
 SIZE = 640
 PATIENCE_SECONDS = 20
@@ -75,7 +75,7 @@ def visit(pager, *blocks, write=None):
 def test_a_block_comes_while_a_unit_computes_and_the_next_unit_has_it(pager, prefetch):
     running, later = block(1), block(2)
     with pager.lease([running], 0):
-        prefetch.send([later])
+        prefetch.send([Need([later])])
         assert pager.ledger.used_bytes == pager.resident_bytes == 2 * SIZE, "its room is taken from the start"
         assert later.home is None, "nobody is told of bytes that are not there"
     with pager.lease([later], 0):
@@ -90,13 +90,13 @@ def test_the_memory_of_what_comes_is_allocated_by_the_worker(pager, prefetch, mo
     threads = []
     empty = pager.device.empty
     monkeypatch.setattr(pager.device, "empty", lambda size: (threads.append(threading.get_ident()), empty(size))[1])
-    prefetch.send([block(1), block(2)])
+    prefetch.send([Need([block(1), block(2)])])
     assert threads == [threading.get_ident()] * 2
 
 
 def test_nobody_is_asked_as_long_as_everything_fits(pager, prefetch):
     asked = []
-    prefetch.asks = lambda: asked.append(True) or ([], 0)
+    prefetch.asks = lambda: asked.append(True) or []
     a, b, c, d = (block(value) for value in range(4))
     visit(pager, a, b, c)
     visit(pager, a)
@@ -113,7 +113,7 @@ def test_a_clean_block_makes_room_at_once_and_the_one_not_used_for_longest_goes(
     for made in (old, new):
         visit(pager, made)
     with pager.lease([running], 0):
-        prefetch.send([later])
+        prefetch.send([Need([later])])
         assert (old.home, new.home) == (None, pager)
     assert pager.bytes_out == {}
     assert pager.ledger.used_bytes == pager.resident_bytes == 3 * SIZE
@@ -123,9 +123,9 @@ def test_what_comes_next_and_what_is_in_use_is_no_victim(pager, prefetch):
     wanted, running, later, other = (block(value) for value in range(4))
     visit(pager, wanted, other)
     with pager.lease([running], 0):
-        prefetch.send([wanted, later])
+        prefetch.send([Need([wanted, later])])
         assert (running.home, wanted.home, other.home) == (pager, pager, None)
-        prefetch.send([wanted, later, block()])
+        prefetch.send([Need([wanted, later, block()])])
         assert pager.ledger.used_bytes == 3 * SIZE, "only what will fit is sent"
 
 
@@ -134,12 +134,12 @@ def test_a_dirty_block_is_written_back_in_the_background_and_gives_its_room_the_
     visit(pager, changed, write=9)
     visit(pager, other)
     with pager.lease([running, other], 0):
-        prefetch.send([later])
+        prefetch.send([Need([later])])
         assert later.coming is None, "there is no room yet"
         changed.leaving.wait()
         assert changed.home is pager
         assert changed.dirty
-        prefetch.send([later])
+        prefetch.send([Need([later])])
         assert changed.home is None
     visit(pager, later)
     assert holds(changed, 9)
@@ -151,7 +151,7 @@ def test_what_will_have_to_go_for_the_next_units_work_is_written_back_and_stays_
     visit(pager, first, write=8)
     visit(pager, second, write=9)
     with pager.lease([running], 0):
-        prefetch.send([], SIZE)
+        prefetch.send([Need([], SIZE)])
         first.leaving.wait()
         assert second.leaving is None, "one is enough"
         assert first.home is pager
@@ -168,7 +168,7 @@ def test_what_was_chosen_when_there_was_time_goes_first(pager, prefetch):
     visit(pager, chosen, write=9)
     chosen.kind = Kind.OPTIMIZER  # so that it comes before what was not used for longest
     with pager.lease([running], 0):
-        prefetch.send([], SIZE)
+        prefetch.send([Need([], SIZE)])
     chosen.kind = Kind.INPUTS
     assert pager.victims() == [chosen, idle, running]
 
@@ -178,7 +178,7 @@ def test_a_block_that_is_changed_again_while_it_is_written_back_loses_nothing(pa
     visit(pager, changed, write=9)
     with pager.lease([running, other], 0):
         pager.device.gate.clear()
-        prefetch.send([block(4)])
+        prefetch.send([Need([block(4)])])
         assert pager.device.begun.wait(PATIENCE_SECONDS)
         threading.Timer(0.02, pager.device.gate.set).start()
     with pager.lease([changed], 0):
@@ -196,7 +196,7 @@ def test_a_write_back_that_has_not_begun_is_given_up_when_the_block_is_used_agai
     visit(pager, other, write=9)
     with pager.lease([running], 0):
         pager.device.gate.clear()
-        prefetch.send([block(4), block(5)])
+        prefetch.send([Need([block(4), block(5)])])
         assert pager.device.begun.wait(PATIENCE_SECONDS)
         assert one.leaving is not None
         assert other.leaving is not None
@@ -211,7 +211,7 @@ def test_a_write_back_that_has_not_begun_is_given_up_when_the_block_is_used_agai
 def test_a_unit_waits_for_its_own_block_and_for_no_other(pager, prefetch):
     first, second = block(1), block(2)
     pager.device.gate.clear()
-    prefetch.send([first, second])
+    prefetch.send([Need([first, second])])
     assert pager.device.begun.wait(PATIENCE_SECONDS)
     with pager.lease([second], 0):
         assert holds(second, 2), "though the one before it in line is not over"
@@ -223,7 +223,7 @@ def test_a_unit_waits_for_its_own_block_and_for_no_other(pager, prefetch):
 
 
 def test_what_was_sent_in_vain_is_room_like_any_other(pager, prefetch):
-    prefetch.send([block(1), block(2)])
+    prefetch.send([Need([block(1), block(2)])])
     made = [block(value) for value in (3, 4, 5)]
     with pager.lease(made, 128):
         assert pager.ledger.used_bytes == pager.device.budget_bytes
@@ -236,7 +236,7 @@ def test_what_was_sent_in_vain_is_room_like_any_other(pager, prefetch):
 def test_what_has_just_been_sent_is_kept_for_the_next_units_and_not_for_ever(pager, prefetch):
     used, sent = block(1), block(2)
     with pager.lease([used], 0):
-        prefetch.send([sent])
+        prefetch.send([Need([sent])])
         assert pager.victims() == [used, sent], "though it may be another trial's, or optimizer state"
     sent.owner = 5
     for _ in range(3):
@@ -248,7 +248,7 @@ def test_what_has_just_been_sent_is_kept_for_the_next_units_and_not_for_ever(pag
 def test_a_block_that_is_given_up_on_its_way_gives_its_room_back_when_the_copy_is_over(pager, prefetch, give_up):
     made = block(1)
     pager.device.gate.clear()
-    prefetch.send([made])
+    prefetch.send([Need([made])])
     assert pager.device.begun.wait(PATIENCE_SECONDS)
     thread = threading.Thread(target=give_up, args=[made], daemon=True)
     thread.start()
@@ -265,12 +265,12 @@ def test_a_block_that_is_given_up_on_its_way_gives_its_room_back_when_the_copy_i
 def test_another_device_may_take_a_block_on_its_way_and_what_it_makes_of_it_counts(pagers):
     one, other = pagers
     made = block(1)
-    Prefetch(one).send([made])
+    Prefetch(one).send([Need([made])])
     visit(other, made, write=7)
     assert made.coming is None
     assert one.ledger.used_bytes == one.resident_bytes == 0
     bring_home(made)
-    Prefetch(one).send([made])
+    Prefetch(one).send([Need([made])])
     with one.lease([made], 0):
         assert holds(made, 7), "not what was sent at first"
 
@@ -290,7 +290,7 @@ def test_a_block_that_is_elsewhere_or_wanted_elsewhere_is_not_sent(pagers):
     thread = threading.Thread(target=hold, daemon=True)
     thread.start()
     assert holding.wait(PATIENCE_SECONDS)
-    Prefetch(one).send([there, wanted, locked])
+    Prefetch(one).send([Need([there, wanted, locked])])
     over.set()
     thread.join(PATIENCE_SECONDS)
     assert one.ledger.used_bytes == 0
@@ -300,7 +300,7 @@ def test_a_block_that_is_elsewhere_or_wanted_elsewhere_is_not_sent(pagers):
 def test_a_copy_that_fails_is_the_affair_of_the_unit_that_comes_for_its_block(pager, prefetch):
     lost, fine = block(1), block(2)
     pager.device.error = RuntimeError("the link is down")
-    prefetch.send([lost])
+    prefetch.send([Need([lost])])
     lost.coming.copy.wait_quietly()
     pager.device.error = None
     visit(pager, fine)
@@ -317,10 +317,10 @@ def test_a_write_back_that_fails_leaves_the_block_as_it_was(pager, prefetch):
     visit(pager, changed, write=9)
     pager.device.error = OSError("no")
     with pager.lease([running, block()], 0):
-        prefetch.send([block(4)])
+        prefetch.send([Need([block(4)])])
         changed.leaving.wait_quietly()
         pager.device.error = None
-        prefetch.send([block(4)])
+        prefetch.send([Need([block(4)])])
         assert changed.home is pager
     drop(running)
     bring_home(changed)
@@ -345,5 +345,5 @@ def test_a_device_without_memory_in_one_piece_sends_nothing(pager, prefetch, mon
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(pager.device, "empty", refuse)
-    prefetch.send([block()])
+    prefetch.send([Need([block()])])
     assert pager.ledger.used_bytes == pager.resident_bytes == 0
