@@ -1,6 +1,7 @@
 """`HydraExecutor`: the pool's public face."""
 
 import atexit
+import functools
 import math
 import threading
 import weakref
@@ -12,6 +13,7 @@ from typing import Any, Literal, Self
 import psutil
 
 from hydra_tune.devices.discovery import open_devices, parse_bandwidth
+from hydra_tune.devices.link import link_of
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.pool.job import EventStream, Job, Result, check_priority
 from hydra_tune.pool.pool import Pool
@@ -242,15 +244,18 @@ class HydraExecutor:
     def _start(self) -> Pool:
         host_bytes = self._host_bytes or int(psutil.virtual_memory().available * _HOST_SHARE)
         devices = open_devices(self._devices, self._device_memory, self._link_bandwidth)
+        self._width = self._max_concurrent or 2 * len(devices)
         library = PlanLibrary(
             Budget(
                 budget_bytes=min(device.budget_bytes for device in devices),
                 buffer_fraction=self._buffer_fraction,
                 alignment=math.lcm(*(device.alignment for device in devices)),
                 num_shards=self._num_shards,
+                trials=-(-self._width // len(devices)),
+                host_bytes=host_bytes // self._width,
+                link=functools.cache(lambda: link_of(devices[0])),
             )
         )
-        self._width = self._max_concurrent or 2 * len(devices)
         self._device_names = tuple(device.name for device in devices)
         pool = Pool(
             devices,

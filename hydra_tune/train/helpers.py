@@ -24,10 +24,11 @@ class Helpers(Protocol):
 
 
 def lane_bytes(plan: Plan) -> int:
-    """Host memory that one more batch under way may need: values and gradients between its units, and batches drawn ahead."""
+    """Host memory that one more batch under way may need: what is kept between its units, and batches drawn ahead."""
     costs = [shard.cost for shard in plan.shards]
     drawn = max(cost.value_bytes for cost in costs)
-    return sum(cost.value_bytes + cost.gradient_bytes + cost.trained_bytes for cost in costs) + AHEAD * drawn
+    between = sum(cost.value_bytes + cost.gradient_bytes + cost.trained_bytes + cost.kept_bytes for cost in costs)
+    return between + AHEAD * drawn
 
 
 def is_worth_it(plan: Plan, times: UnitTimes, count: int) -> bool:
