@@ -2,12 +2,14 @@
 
 Note: the rule. Computing again costs the seconds of the shard's forward. What is kept costs nothing as long as nothing else
 wants its room; otherwise it goes to the host and comes back, which costs two copies. So `"auto"` keeps a shard's activations
-where that saves more seconds than two copies take, nothing of them hidden behind other work; and also where all units of the
-trial fit beside what is kept, so that it never has to move. Shards from the last on: theirs wait for the shortest time. What
-is kept is in the pager's hands like any other block, so a rule that was wrong costs time and never room.
+where that saves more seconds than two copies take, nothing of them hidden behind other work; and also where it saves any, and
+all units of the trial fit beside what is kept, so that it never has to move. Shards from the last on: theirs wait for the
+shortest time. What is kept is in the pager's hands like any other block, so a rule that was wrong costs time and never room.
 
 Source: the choice between swap and recompute of mu-TWO (section 4.3), for shards instead of tensors. Differs: idle times are
 not weighed, because among what is kept the pager spills first what is needed last.
+
+Differs, on GPUs: what units and copies take there is not known when the plan is made on the host, so `"auto"` recomputes.
 """
 
 import math
@@ -70,16 +72,21 @@ def chosen(
         link: how fast copies are; None where the units' seconds are not those of the devices, so that nothing can be compared.
         room: what there is.
     """
+    if link is None:
+        return plan
     shards = list(plan.shards)
     spare = _spare_host_bytes(plan, room)
-    paying = _paying(kept, seconds, kept_seconds, link)
-    last_first = [index for index in reversed(range(len(shards))) if kept.shards[index].keeps_activations]
-    for index in (*(index for index in last_first if index in paying), *last_first):
-        shard = kept.shards[index]
-        tried = [*shards[:index], shard, *shards[index + 1 :]]
-        if shards[index] is shard or sum(s.cost.kept_bytes for s in tried) > spare:
-            continue
-        if index in paying or _never_moves(tried, room):
+    gains = {
+        index: _total(seconds, index) - _total(kept_seconds, index)
+        for index, shard in enumerate(kept.shards)
+        if shard.keeps_activations
+    }
+    last_first = sorted((index for index, gain in gains.items() if gain > 0), reverse=True)
+    paying = [index for index in last_first if gains[index] > _copied_seconds(kept.shards[index], link)]
+    for index in (*paying, *(index for index in last_first if index not in paying)):
+        tried = [*shards[:index], kept.shards[index], *shards[index + 1 :]]
+        has_room = sum(shard.cost.kept_bytes for shard in tried) <= spare
+        if has_room and (index in paying or _never_moves(tried, room)):
             shards = tried
     return replace(plan, shards=tuple(shards))
 
@@ -110,22 +117,13 @@ def _spare_host_bytes(plan: Plan, room: Room) -> float:
     return room.host_bytes - sum(shard.cost.state_bytes + shard.cost.held_bytes for shard in plan.shards)
 
 
-def _paying(kept: Plan, seconds: UnitSeconds, kept_seconds: UnitSeconds, link: Link | None) -> set[int]:
-    """The shards whose activations are copied to the host and back faster than they are computed again."""
-    if link is None:
-        return set()
-    saved = [
-        sum(computed) - sum(played)
-        for computed, played in zip(
-            zip(seconds.forward, seconds.backward, strict=True),
-            zip(kept_seconds.forward, kept_seconds.backward, strict=True),
-            strict=True,
-        )
-    ]
-    copied = [2 * link.seconds(shard.cost.kept_bytes, shard.cost.kept_blocks) for shard in kept.shards]
-    return {
-        index for index, shard in enumerate(kept.shards) if shard.keeps_activations and saved[index] > copied[index]
-    }
+def _total(seconds: UnitSeconds, index: int) -> float:
+    return seconds.forward[index] + seconds.backward[index]
+
+
+def _copied_seconds(shard: Shard, link: Link) -> float:
+    """Of sending what a shard keeps to the host and getting it back."""
+    return 2 * link.seconds(shard.cost.kept_bytes, shard.cost.kept_blocks)
 
 
 def _never_moves(shards: Sequence[Shard], room: Room) -> bool:
