@@ -51,7 +51,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A saved tensor: the position of the operand it is a view of, the storage it lies on, or itself if it has no bytes."""
+    """A saved tensor: the position of the operand it is a view of, the storage it lies on, or itself if that has none here."""
 
     held: int | _Storage | Tensor
     geometry: Geometry
@@ -76,11 +76,13 @@ class KeptTensors:
     """
 
     given: Sequence[Tensor]
+    _device: torch.device | None = field(init=False)
     _positions: dict[int, int] = field(init=False)
     _storages: "weakref.WeakValueDictionary[int, _Storage]" = field(init=False)
     _present: _Present | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self._device = next((tensor.device for tensor in self.given), None)
         self._positions = {}
         for position, tensor in enumerate(self.given):
             self._positions.setdefault(_identity(tensor), position)
@@ -131,8 +133,8 @@ class KeptTensors:
         return _Packed(self._held(tensor), Geometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
 
     def _held(self, tensor: Tensor) -> int | _Storage | Tensor:
-        if not tensor.untyped_storage().nbytes():
-            return tensor.detach()
+        if not tensor.untyped_storage().nbytes() or tensor.device != self._device:
+            return tensor.detach()  # a number on the host, in a unit on a GPU
         key = _identity(tensor)
         position = self._positions.get(key)
         if position is not None:

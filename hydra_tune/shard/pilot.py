@@ -375,7 +375,7 @@ class Pilot:
         operands = self._operands(shard)
         incoming, handed = self._incoming(shard)
         before, after = StorageTracker(self._alignment), StorageTracker(self._alignment)
-        with quiet_collector(), self._mode:
+        with quiet_collector(), _uncached(self._mode), self._mode:
             before.know(*operands.all)
             with before:
                 outputs, tape = compute.taped_forward(shard, operands, self._needs_gradient(shard))
@@ -405,6 +405,16 @@ class Pilot:
     def _storage_bytes(self, tensors: Sequence[Tensor]) -> int:
         storages = {t.untyped_storage()._cdata: self._size(t) for t in tensors}  # noqa: SLF001
         return sum(storages.values())
+
+
+@contextmanager
+def _uncached(mode: FakeTensorMode) -> Iterator[None]:
+    """Let fake tensors forget how operators were called: the cache holds each storage that a tensor was set to."""
+    cached, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = cached
 
 
 def _gradient_of(value: Tensor) -> Tensor:

@@ -91,8 +91,18 @@ def test_a_graph_that_is_given_up_tells_nobody():
 
 def test_more_than_a_view_of_plain_memory_is_not_kept():
     z = torch.randn(4, dtype=torch.complex64).requires_grad_()
-    with pytest.raises(NotKeepableError, match="not plain memory"), KeptTensors([]).hooks():
+    with pytest.raises(NotKeepableError, match="not plain memory"), KeptTensors([z]).hooks():
         (z * z.conj()).abs().sum()
+
+
+def test_what_is_not_on_the_device_of_the_unit_stays_where_it_is():
+    x = torch.randn(8, 8, device="meta").requires_grad_()
+    kept = KeptTensors([weight()])
+    with kept.hooks():
+        y = x.exp()
+    assert kept.settle() == {}
+    y.sum().backward()
+    assert x.grad.device.type == "meta"
 
 
 class Tied(nn.Module):
