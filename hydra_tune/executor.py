@@ -1,6 +1,7 @@
 """`HydraExecutor`: the pool's public face."""
 
 import atexit
+import functools
 import math
 import os
 import threading
@@ -13,6 +14,7 @@ from typing import Any, Literal, Self
 import psutil
 
 from hydra_tune.devices.discovery import open_devices, parse_bandwidth
+from hydra_tune.devices.link import link_of
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.host import HostTier
@@ -257,6 +259,7 @@ class HydraExecutor:
     def _start(self) -> Pool:
         host_bytes = self._host_bytes or int(psutil.virtual_memory().available * _HOST_SHARE)
         devices = open_devices(self._devices, self._device_memory, self._link_bandwidth)
+        self._width = self._max_concurrent or 2 * len(devices)
         library = PlanLibrary(
             Budget(
                 budget_bytes=min(device.budget_bytes for device in devices),
@@ -264,9 +267,11 @@ class HydraExecutor:
                 alignment=math.lcm(*(device.alignment for device in devices)),
                 num_shards=self._num_shards,
                 updates_on_host=self._updates_on_host,
+                trials=-(-self._width // len(devices)),
+                host_bytes=host_bytes // self._width,
+                link=functools.cache(lambda: link_of(devices[0])),
             )
         )
-        self._width = self._max_concurrent or 2 * len(devices)
         self._device_names = tuple(device.name for device in devices)
         host = None
         if self._spill_dir is not None:

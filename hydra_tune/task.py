@@ -5,6 +5,7 @@ and two tasks can be compared without building their models. It is checked when 
 it was written and not hours later on a worker. This module knows nothing of shards, devices or tuners.
 """
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,8 @@ Batch = Any
 """What a data handle yields: any nesting of tuples, lists, dicts, tensors and plain Python values."""
 
 Precision = Literal["float32", "bfloat16", "float16"]
+
+Activations = Literal["auto", "keep", "recompute", "spill"]
 
 DataHandle = Dataset[Any] | DataLoader[Any] | Callable[[], Iterable[Batch]]
 
@@ -59,6 +62,11 @@ class TrainTask:
             `"bfloat16"` or `"float16"`, the latter with a `torch.amp.GradScaler`. Parameters stay as they are.
         compile: name of a `torch.compile` backend that the shards of a captured model are run with, e.g. `"inductor"`. The
             numbers are then the compiler's own: close to those of plain PyTorch, not equal. None for no compiler.
+        activations: what a model that is cut into shards does with the activations of each shard until its backward:
+            `"recompute"` computes them again; `"keep"` leaves them on the device until something else needs the room, and
+            then spills them to the host; `"spill"` sends them to the host at once; `"auto"` keeps or recomputes them, shard by
+            shard, by what copies and the shard's forward take. The numbers are the same, to the last bit. Where they cannot
+            be kept they are recomputed: under `compile`, and where a unit would not fit its device.
         on_bad_loss: whether a training loss that is NaN or infinite makes the trial `"fail"`, or ends it as if pruned
             (`"prune"`). The step is not taken.
         scheduler: builds the learning-rate scheduler from the optimizer; `ReduceLROnPlateau` is given `metric`.
@@ -87,6 +95,7 @@ class TrainTask:
     max_grad_norm: float | None = None
     precision: Precision = "float32"
     compile: str | None = None
+    activations: Activations = "auto"
     on_bad_loss: Literal["fail", "prune"] = "fail"
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     scheduler_interval: Literal["epoch", "step"] = "epoch"
@@ -109,6 +118,7 @@ class TrainTask:
             _check_positive("report_every", self.report_every, instead="'epoch' or a number of optimizer steps")
         _check_choice("precision", self.precision, ("float32", "bfloat16", "float16"))
         _check_backend(self.compile)
+        _check_choice("activations", self.activations, ("auto", "keep", "recompute", "spill"))
         _check_choice("on_bad_loss", self.on_bad_loss, ("fail", "prune"))
         _check_choice("scheduler_interval", self.scheduler_interval, ("epoch", "step"))
         _check_choice("result", self.result, ("last", "best"))
@@ -171,7 +181,9 @@ def _check_backend(backend: object) -> None:
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise TaskError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+        close = difflib.get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else []
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise TaskError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}{hint}")
 
 
 def _check_data(task: TrainTask) -> None:

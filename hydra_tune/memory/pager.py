@@ -166,13 +166,17 @@ class Pager:
 
     def release(self, block: Block) -> None:
         """Give up the device copy, which must be clean or no longer wanted. Call under the block's lock."""
+        self.vacate(block)
+        self.ledger.give_back(block.nbytes)
+
+    def vacate(self, block: Block) -> None:
+        """As `release`, but the room stays taken."""
         if block.leaving is not None:
             self.finish_leaving(block)
         with self._lock:
             self._resident.pop(id(block), None)
         block.data, block.home, block.dirty = None, None, False
         block.moved()
-        self.ledger.give_back(block.nbytes)
 
     def _fetch(self, block: Block) -> None:
         """Move a pinned block here, from the host or from another device; its room is taken already."""
@@ -438,6 +442,18 @@ class Lease:
             self._blocks.append(block)
             self._storages[_identity(tensor)] = block
         return block
+
+    def absorb(self, block: Block) -> None:
+        """Give up all of a block's bytes while the unit runs: if it is one of the lease's own, its room is workspace now."""
+        with block.lock:
+            if block.data is None or self._storages.get(_identity(block.data)) is not block:
+                drop(block)
+                return
+            _note("drop", [block])
+            del self._storages[_identity(block.data)]
+            self._pager.vacate(block)
+            block.host = None
+            self._workspace_bytes += block.nbytes
 
     def owns(self, tensor: Tensor, kinds: tuple[Kind, ...]) -> bool:
         """Whether a tensor lies in one of the lease's blocks of these kinds."""

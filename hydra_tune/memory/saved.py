@@ -35,7 +35,7 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor, host: Tensor) -> None:
         self.host = host
-        self._counter, self._version = _counter(tensor), tensor._version  # noqa: SLF001 - torch has no other name for it
+        self._counter, self._version = counter_of(tensor), tensor._version  # noqa: SLF001 - torch has no other name for it
         # Weak references also keep the storages' addresses from being used again.
         self._original = _weak(tensor.untyped_storage())
         self._loaded: StorageWeakRef | None = None
@@ -98,7 +98,7 @@ class SavedTensors:
     def pack(self, tensor: Tensor) -> Packed:
         """Called by autograd when it saves a tensor; detached, because a node must not keep itself alive."""
         held = self._copy_of(tensor) if self._moves(tensor) else tensor.detach()
-        return Packed(held, Geometry.of(tensor), _counter(tensor), tensor._version)  # noqa: SLF001
+        return Packed(held, Geometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
 
     def unpack(self, packed: Packed) -> Tensor:
         """Called by autograd when a backward reads a saved tensor.
@@ -108,11 +108,7 @@ class SavedTensors:
         """
         present = packed.counter._version  # noqa: SLF001
         if present != packed.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{packed.geometry.dtype} {list(packed.geometry.shape)}] is at version {present}; expected version "
-                f"{packed.version} instead"
-            )
+            raise overwritten(packed.geometry, present, packed.version)
         held = packed.bytes
         if isinstance(held, Tensor):
             return held
@@ -167,7 +163,15 @@ class SavedTensors:
         return storage
 
 
-def _counter(tensor: Tensor) -> Tensor:
+def overwritten(geometry: Geometry, present: int, expected: int) -> RuntimeError:
+    """What autograd says of a saved tensor that was overwritten in place."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{geometry.dtype} {list(geometry.shape)}] is at version {present}; expected version {expected} instead"
+    )
+
+
+def counter_of(tensor: Tensor) -> Tensor:
     """An empty tensor that shares a tensor's version counter and none of its memory."""
     counter = tensor.detach()
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -61,6 +61,8 @@ class Result:
         history: one dict per report: `step`, `epoch`, `seconds` since the job began, and the metrics.
         error: what a failed job raised, with its traceback; else None.
         num_shards: shards its model was cut into; 0 if it failed before that.
+        activations: what was done with the activations of each shard but the last until its backward: "keep", "spill" or
+            "recompute". The last shard's forward and backward are one unit.
         units_run: shard units run.
         units_saved: units it would still have run, had it not been pruned or cancelled; 0 where that is unknown.
     """
@@ -70,6 +72,7 @@ class Result:
     history: list[dict[str, float]] = field(default_factory=list)
     error: BaseException | None = None
     num_shards: int = 0
+    activations: tuple[str, ...] = ()
     units_run: int = 0
     units_saved: int = 0
     _module: nn.Module | None = None

@@ -153,6 +153,7 @@ class Record:
         planned = trial.units_planned
         result.metrics, result.history = trial.metrics, trial.history
         result.num_shards, result.units_run = trial.num_shards, trial.units_run
+        result.activations = trial.activations
         if result.status in ("pruned", "cancelled") and planned is not None:
             result.units_saved = max(0, planned - trial.units_run)
         module, optimizer = trial.module, trial.optimizer

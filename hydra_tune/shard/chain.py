@@ -1,16 +1,25 @@
 """One step of one trial as a chain of shard units, over a store that keeps the values between units.
 
-Training runs F0 .. F(K-2), then B(K-1), B(K-2) .. B0: a forward unit keeps only what crosses cuts, and a backward unit
-computes its shard a second time, with gradients. The last shard has no forward unit: its backward unit is its forward. For
-the second computation to give the same values, a forward unit first saves the generator's state and the buffers it is
+Training runs F0 .. F(K-2), then B(K-1), B(K-2) .. B0. The last shard has no forward unit: its backward unit is its forward.
+A forward unit puts what crosses cuts into the store and, where the plan says that the shard's activations are kept, what
+autograd has saved as well; its graph waits here for the backward unit. Otherwise the backward unit computes its shard a second
+time, with gradients. For that to give the same values, a forward unit first saves the generator's state and the buffers it is
 about to overwrite; the recompute starts from these and what it overwrites is thrown away, so BatchNorm counts once.
 
-Keys of the store are `value`, `gradient of a value`, `gradient of a parameter` and `saved buffer`; see the functions below.
+Note: kept, and yet recomputed. An autograd graph belongs to the device it was made on: on another GPU its nodes would refuse
+their operands. The scheduler is free to place the backward unit there, because binding it would leave devices idle, so such a
+unit gives the graph up and recomputes. All CPU devices are one device to autograd, and there the graph serves anywhere. For
+this a forward unit that keeps also saves what a recompute needs.
+
+Keys of the store are `value`, `gradient of a value`, `gradient of a parameter`, `saved buffer` and `kept storage`; see the
+functions below.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hydra_tune.devices.device import RandomGenerator
@@ -39,6 +48,11 @@ def saved_key(shard: int, name: str) -> str:
     return f"saved:{shard}:{name}"
 
 
+def kept_key(shard: int, number: int) -> str:
+    """Key of a storage that the graph of the shard's forward unit has saved."""
+    return f"kept:{shard}:{number}"
+
+
 class Store(Protocol):
     """Where a chain's tensors are; everything is on the unit's device while the unit runs."""
 
@@ -64,6 +78,15 @@ class Store(Protocol):
         """The value under a key was changed in place."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The graph of a forward unit, where it was made, and the numbers of what it has saved."""
+
+    tape: compute.Tape
+    place: torch.device | None
+    numbers: tuple[int, ...]
+
+
 class Chain:
     """One step of one trial.
 
@@ -78,6 +101,7 @@ class Chain:
         self._objective = objective
         self._store = store
         self._random_states: dict[int, Tensor] = {}
+        self._tapes: dict[int, _Kept] = {}
 
     def keys(self, kind: str, index: int) -> list[str]:
         """Keys of the values a unit reads, in any order; those never put are simply not there."""
@@ -88,11 +112,34 @@ class Chain:
             keys += [parameter_gradient_key(name) for name in (*shard.trained, *shard.shared_gradients)]
             keys += [earlier_gradient_key(name) for name in shard.trained]
             keys += [saved_key(index, name) for name in shard.graph.saved_state]
+            keys += self.kept_keys(index)
         return keys
+
+    def kept_keys(self, index: int) -> list[str]:
+        """Keys of what a shard's forward unit has kept for its backward unit."""
+        kept = self._tapes.get(index)
+        return [] if kept is None else [kept_key(index, number) for number in kept.numbers]
 
     def has_forward(self, index: int) -> bool:
         """Whether a shard has a forward unit of its own."""
         return self.plan.mode != "train" or index < len(self.plan.shards) - 1
+
+    def is_kept(self, index: int, place: torch.device) -> bool:
+        """Whether a backward unit on this device would go on from the graph of its forward unit."""
+        kept = self._tapes.get(index)
+        return kept is not None and kept.place in (None, place)
+
+    def let_go(self, index: int) -> None:
+        """Give up a forward unit's graph and what it has saved, if there is one: its backward unit recomputes."""
+        keys = self.kept_keys(index)
+        self._tapes.pop(index, None)
+        for key in keys:
+            self._store.drop(key)
+
+    def close(self) -> None:
+        """Give up all graphs."""
+        for index in list(self._tapes):
+            self.let_go(index)
 
     def forward(self, index: int, generator: RandomGenerator) -> None:
         """Run a forward unit; in evaluation values go after their last use."""
@@ -103,7 +150,10 @@ class Chain:
                 self._random_states[index] = generator.get_state()
             for name, tensor in zip(shard.graph.saved_state, self._store.state(shard.graph.saved_state), strict=True):
                 self._store.put(saved_key(index, name), tensor.detach().clone())
-        outputs = compute.forward(shard.graph, self._operands(shard), shard.needs_gradient if training else None)
+        if training and shard.keeps_activations:
+            outputs = self._taped(index, shard)
+        else:
+            outputs = compute.forward(shard.graph, self._operands(shard), shard.needs_gradient if training else None)
         for name, tensor in outputs.items():
             self._store.put(name, tensor)
         if not training:
@@ -117,24 +167,7 @@ class Chain:
         To those that are complete, what is under `earlier_gradient_key` is added.
         """
         shard = self.plan.shards[index]
-        recompute = self.has_forward(index)
-        if recompute and shard.graph.stochastic:
-            generator.set_state(self._random_states.pop(index))
-        gradients = compute.backward(
-            shard.graph,
-            self._operands(shard, saved=index if recompute else None),
-            needs_gradient=shard.needs_gradient,
-            output_gradients={
-                name: None if name in shard.losses else gradient
-                for name in shard.gradient_outputs
-                if (gradient := self._store.get(gradient_key(name))) is not None or name in shard.losses
-            },
-            accumulated=self._present({name: gradient_key(name) for name in shard.graph.live_in}),
-            parameter_gradients=self._present(
-                {name: parameter_gradient_key(name) for name in (*shard.trained, *shard.shared_gradients)}
-            ),
-            objective=self._objective,
-        )
+        gradients = self._played(index, shard) if index in self._tapes else self._computed(index, shard, generator)
         for name, gradient in gradients.live_in.items():
             self._store.put(gradient_key(name), gradient)
         for name, gradient in gradients.parameters.items():
@@ -161,6 +194,53 @@ class Chain:
         self._random_states.pop(index, None)
         self._forget(self.plan.shards[index], index)
 
+    def _taped(self, index: int, shard: Shard) -> dict[str, Tensor]:
+        """A forward unit that keeps its graph."""
+        operands = self._operands(shard)
+        outputs, tape = compute.taped_forward(shard.graph, operands, shard.needs_gradient)
+        place = next((tensor.device for tensor in operands.all), None)
+        saved = tape.settle()
+        self._tapes[index] = _Kept(tape, place, tuple(saved))
+        for number, storage in saved.items():
+            self._store.put(kept_key(index, number), storage)
+        return outputs
+
+    def _played(self, index: int, shard: Shard) -> compute.Gradients:
+        """A backward unit that goes on from its forward unit's graph."""
+        self._random_states.pop(index, None)
+        return self._tapes[index].tape.backward(
+            shard.graph,
+            self._operands(shard),
+            self._incoming(shard),
+            kept=lambda number: self._value(kept_key(index, number)),
+            on_free=lambda number: self._store.drop(kept_key(index, number)),
+        )
+
+    def _computed(self, index: int, shard: Shard, generator: RandomGenerator) -> compute.Gradients:
+        """A backward unit that computes its shard first."""
+        recompute = self.has_forward(index)
+        if recompute and shard.graph.stochastic:
+            generator.set_state(self._random_states.pop(index))
+        return compute.backward(
+            shard.graph,
+            self._operands(shard, saved=index if recompute else None),
+            needs_gradient=shard.needs_gradient,
+            incoming=self._incoming(shard),
+            objective=self._objective,
+        )
+
+    def _incoming(self, shard: Shard) -> compute.Incoming:
+        parameters = (*shard.trained, *shard.shared_gradients)
+        return compute.Incoming(
+            outputs={
+                name: None if name in shard.losses else gradient
+                for name in shard.gradient_outputs
+                if (gradient := self._store.get(gradient_key(name))) is not None or name in shard.losses
+            },
+            live_in=self._present({name: gradient_key(name) for name in shard.graph.live_in}),
+            parameters=self._present({name: parameter_gradient_key(name) for name in parameters}),
+        )
+
     def _forget(self, shard: Shard, index: int) -> None:
         """Drop what no later unit of the step reads."""
         for name in shard.graph.live_in:
@@ -170,6 +250,12 @@ class Chain:
             self._store.drop(gradient_key(name))
         for name in shard.graph.saved_state:
             self._store.drop(saved_key(index, name))
+        self.let_go(index)
+
+    def _value(self, key: str) -> Tensor:
+        found = self._store.get(key)
+        assert found is not None, f"{key} was dropped too early"
+        return found
 
     def _present(self, keys: dict[str, str]) -> dict[str, Tensor]:
         found = {name: self._store.get(key) for name, key in keys.items()}
@@ -180,9 +266,7 @@ class Chain:
         if saved is not None:
             for position, name in enumerate(shard.graph.state):
                 if name in shard.graph.saved_state:
-                    replay = self._store.get(saved_key(saved, name))
-                    assert replay is not None, f"{name} was not saved by the forward unit"
-                    state[position] = replay
+                    state[position] = self._value(saved_key(saved, name))
         live_in = [self._store.get(name) for name in shard.graph.live_in]
         missing = [name for name, t in zip(shard.graph.live_in, live_in, strict=True) if t is None]
         assert not missing, f"values {missing} were dropped too early"

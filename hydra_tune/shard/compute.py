@@ -1,19 +1,26 @@
-"""The arithmetic of shard units on tensors: forward without gradients, and recompute with backward.
+"""The arithmetic of shard units on tensors: a forward that keeps its autograd graph or does not, and the backward of either.
 
 Note: gradient order. Autograd adds the gradients of a value's uses in the reverse order of its uses, so a value used in
 several shards gets the later shards' sum first. To add in the same order, what the later shards have accumulated enters a
 shard's backward as one more root, before anything of the shard itself. The same holds for a parameter that several shards
 use. Adding afterwards would change the last bits.
 
+Note: one backward of two forwards. A forward unit may keep its graph, whose leaves then stand for the live-ins and parameters
+until the backward unit. They are tensors of this step alone, like the leaves of a recompute, and hold no memory between the two
+units. Either way the backward starts from the same roots in the same order and meets the same nodes with the same bits.
+
 These functions run on real tensors and, in the pilot, on fake ones; they know nothing of where tensors live.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hydra_tune.shard.kept import KeptTensors
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.steps import Objective, loss_itself
 
@@ -26,6 +33,26 @@ class Operands:
     constants: Sequence[Tensor]
     inputs: Sequence[Tensor]
     live_in: Sequence[Tensor]
+
+    @property
+    def all(self) -> list[Tensor]:
+        """All of them, in the order in which the shard takes them."""
+        return [*self.state, *self.constants, *self.inputs, *self.live_in]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """Gradients that later shards hand to a shard's backward.
+
+    Attributes:
+        outputs: gradient of each live-out; None stands for the loss itself, whose objective the backward starts from.
+        live_in: gradients of live-ins that later shards use as well, by name.
+        parameters: gradients of parameters that later shards use as well, by name.
+    """
+
+    outputs: Mapping[str, Tensor | None]
+    live_in: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,22 +78,13 @@ def forward(shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str
     """
     if needs_gradient is None:
         with torch.no_grad():
-            arguments = list(_arguments(shard, operands, frozenset()).values())
+            arguments = _arguments(shard, _leaves(shard, operands, frozenset()))
             outputs = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
         return dict(zip(shard.live_out, outputs, strict=True))
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_save_nothing, _never):
-        leaves = _arguments(shard, operands, needs_gradient)
-        outputs = shard.module(*operands.state, *operands.constants, *operands.inputs, *leaves.values())
+        arguments = _arguments(shard, _leaves(shard, operands, needs_gradient))
+        outputs = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
     return {name: tensor.detach() for name, tensor in zip(shard.live_out, outputs, strict=True)}
-
-
-def _arguments(shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]) -> dict[str, Tensor]:
-    """The live-ins as the graph takes them: a copy where it overwrites one, which a leaf would refuse."""
-    leaves = {
-        name: tensor.detach().requires_grad_(name in needs_gradient)
-        for name, tensor in zip(shard.live_in, operands.live_in, strict=True)
-    }
-    return {name: leaf.clone() if name in shard.cloned else leaf for name, leaf in leaves.items()}
 
 
 def _save_nothing(tensor: Tensor) -> None:
@@ -78,14 +96,122 @@ def _never(packed: None) -> Tensor:
     raise AssertionError("a forward unit has no backward")
 
 
+def _leaves(shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]) -> dict[str, Tensor]:
+    return {
+        name: tensor.detach().requires_grad_(name in needs_gradient)
+        for name, tensor in zip(shard.live_in, operands.live_in, strict=True)
+    }
+
+
+def _arguments(shard: ShardGraph, leaves: Mapping[str, Tensor]) -> list[Tensor]:
+    """The live-ins as the graph takes them: a copy where it overwrites one, which a leaf would refuse."""
+    return [leaf.clone() if name in shard.cloned else leaf for name, leaf in leaves.items()]
+
+
+class Tape:
+    """A forward unit's autograd graph, until its backward unit.
+
+    Args:
+        live_in, parameters: the leaves of the graph by name.
+        outputs: the live-outs that gradients flow through, by name.
+        saved: what the graph has saved.
+    """
+
+    def __init__(
+        self,
+        live_in: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        saved: KeptTensors,
+    ) -> None:
+        self._live_in = dict(live_in)
+        self._parameters = dict(parameters)
+        # An edge holds the graph, and not the output.
+        self._outputs = {name: get_gradient_edge(output) for name, output in outputs.items()}
+        self._saved = saved
+
+    def settle(self) -> dict[int, Tensor]:
+        """The unit has run: the tape holds no memory any more.
+
+        Returns:
+            What the graph has saved, to be kept; see `KeptTensors.settle`.
+        """
+        for leaf in (*self._live_in.values(), *self._parameters.values()):
+            leaf.data = leaf.new_empty(0)
+        return self._saved.settle()
+
+    def backward(
+        self,
+        shard: ShardGraph,
+        operands: Operands,
+        incoming: Incoming,
+        kept: Callable[[int], Tensor],
+        on_free: Callable[[int], None],
+    ) -> Gradients:
+        """Run the backward; only once.
+
+        Args:
+            shard: the shard.
+            operands: as for the forward, where they are now.
+            incoming: gradients from later shards.
+            kept: number of a storage -> what was kept under it.
+            on_free: told the number of each storage that the graph needs no longer.
+        """
+        _point(self._live_in, shard.live_in, operands.live_in)
+        _point(self._parameters, shard.state, operands.state)
+        roots: list[_Root] = [(self._outputs[n], g) for n, g in incoming.outputs.items() if n in self._outputs]
+        roots += [(self._live_in[n], g) for n, g in incoming.live_in.items() if n in self._live_in]
+        roots += [(self._parameters[n], g) for n, g in incoming.parameters.items() if n in self._parameters]
+        self._outputs.clear()
+        self._saved.present(operands.all, kept, on_free)
+        try:
+            _run_backward(roots)
+        finally:
+            self._saved.absent()
+        return Gradients(live_in=_taken(self._live_in), parameters=_taken(self._parameters), outputs={})
+
+
+def _point(leaves: Mapping[str, Tensor], names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Leaves have the layout of what they stand for: autograd gives their gradients the same."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if name in leaves:
+            leaves[name].data = tensor.detach()
+
+
+def taped_forward(
+    shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]
+) -> tuple[dict[str, Tensor], Tape]:
+    """Run a shard like `forward` in training, and keep its graph.
+
+    Returns:
+        Tensor by name of `shard.live_out`; and the graph, which has to be settled.
+
+    Raises:
+        NotKeepableError: the graph saves what cannot be kept.
+    """
+    leaves = _leaves(shard, operands, needs_gradient)
+    parameters = {
+        name: tensor.detach().requires_grad_()
+        for name, tensor in zip(shard.state, operands.state, strict=True)
+        if tensor.requires_grad
+    }
+    state = [parameters.get(name, tensor) for name, tensor in zip(shard.state, operands.state, strict=True)]
+    saved = KeptTensors(operands.all)
+    with torch.enable_grad(), saved.hooks():
+        arguments = _arguments(shard, leaves)
+        made = shard.module(*state, *operands.constants, *operands.inputs, *arguments)
+        outputs = dict(zip(shard.live_out, made, strict=True))
+        differentiable = {name: output for name, output in outputs.items() if output.requires_grad}
+        tape = Tape({n: leaf for n, leaf in leaves.items() if leaf.requires_grad}, parameters, differentiable, saved)
+    return {name: output.detach() for name, output in outputs.items()}, tape
+
+
 def backward(
     shard: ShardGraph,
     operands: Operands,
     *,
     needs_gradient: frozenset[str],
-    output_gradients: Mapping[str, Tensor | None],
-    accumulated: Mapping[str, Tensor],
-    parameter_gradients: Mapping[str, Tensor],
+    incoming: Incoming,
     objective: Objective = loss_itself,
 ) -> Gradients:
     """Run a shard with gradients, then backward.
@@ -94,40 +220,43 @@ def backward(
         shard: the shard.
         operands: parameters are leaves; their `.grad` is taken over and left None.
         needs_gradient: live-ins that require gradients.
-        output_gradients: gradient of each live-out; None stands for the loss itself, whose objective the backward starts from.
-        accumulated: gradients of live-ins from later shards, by name.
-        parameter_gradients: gradients of parameters from later shards, by name.
+        incoming: gradients from later shards.
         objective: of the loss.
     """
-    leaves = {
-        name: tensor.detach().requires_grad_(name in needs_gradient)
-        for name, tensor in zip(shard.live_in, operands.live_in, strict=True)
-    }
-    arguments = [leaf.clone() if name in shard.cloned else leaf for name, leaf in leaves.items()]
+    leaves = _leaves(shard, operands, needs_gradient)
     parameters = {
         name: tensor for name, tensor in zip(shard.state, operands.state, strict=True) if tensor.requires_grad
     }
     with torch.enable_grad():
+        arguments = _arguments(shard, leaves)
         made = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
         outputs = dict(zip(shard.live_out, made, strict=True))
-        roots = [
+        roots: list[_Root] = [
             (objective(outputs[name]) if gradient is None else outputs[name], gradient)
-            for name, gradient in output_gradients.items()
+            for name, gradient in incoming.outputs.items()
             if outputs[name].requires_grad
         ]
-    roots += [(leaves[name], gradient) for name, gradient in accumulated.items() if name in leaves]
-    roots += [(parameters[name], gradient) for name, gradient in parameter_gradients.items() if name in parameters]
+    roots += [(leaves[name], gradient) for name, gradient in incoming.live_in.items() if name in leaves]
+    roots += [(parameters[name], gradient) for name, gradient in incoming.parameters.items() if name in parameters]
     # Copied, because a loss may keep the storage of its unreduced form alive.
-    losses = {name: outputs[name].detach().clone() for name, gradient in output_gradients.items() if gradient is None}
+    losses = {name: outputs[name].detach().clone() for name, gradient in incoming.outputs.items() if gradient is None}
+    _run_backward(roots)
+    return Gradients(live_in=_taken(leaves), parameters=_taken(parameters), outputs=losses)
+
+
+_Root = tuple[Tensor | GradientEdge, Tensor | None]
+"""Where a backward starts, and from which gradient; None for the loss."""
+
+
+def _run_backward(roots: Sequence[_Root]) -> None:
     if roots:
-        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-    return Gradients(
-        live_in={name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None},
-        parameters={name: gradient for name, p in parameters.items() if (gradient := _take(p)) is not None},
-        outputs=losses,
-    )
+        starts: Any = [root for root, _ in roots]
+        torch.autograd.backward(starts, [gradient for _, gradient in roots])
 
 
-def _take(parameter: Tensor) -> Tensor | None:
-    gradient, parameter.grad = parameter.grad, None
-    return gradient
+def _taken(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of leaves, which are left without."""
+    found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    for leaf in leaves.values():
+        leaf.grad = None
+    return found

@@ -6,7 +6,7 @@ One library serves one pool, whose devices decide the budget that everything is 
 import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hydra_tune.devices.link import Link
 from hydra_tune.errors import BudgetError, CaptureError, HydraTuneError
 from hydra_tune.shard import batch as batches
+from hydra_tune.shard.activations import Room, chosen, keeping, seconds_of
 from hydra_tune.shard.analysis import Analysis, analyse
 from hydra_tune.shard.answers import Answer, answering, ask
 from hydra_tune.shard.capture import Captured, StateSpec, capture, describe, state_specs
@@ -49,6 +51,9 @@ class Budget:
         alignment: bytes to which the devices align allocations.
         num_shards: see `Partitioner.partition`.
         updates_on_host: whether optimizer state stays on the host.
+        trials: trials in flight for each device.
+        host_bytes: host memory for each trial in flight; None for as much as it likes.
+        link: how fast the devices' copies are, if that can be compared with seconds measured on the host.
     """
 
     budget_bytes: int
@@ -56,6 +61,24 @@ class Budget:
     alignment: int
     num_shards: NumShards = None
     updates_on_host: bool = False
+    trials: int = 1
+    host_bytes: int | None = None
+    link: Callable[[], Link | None] = lambda: None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory kept free next to a running shard."""
+        return int(self.budget_bytes * self.buffer_fraction)
+
+    @property
+    def room(self) -> Room:
+        """What there is to keep activations in."""
+        return Room(
+            capacity_bytes=self.budget_bytes - self.buffer_bytes,
+            budget_bytes=self.budget_bytes,
+            trials=self.trials,
+            host_bytes=self.host_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +199,7 @@ class PlanLibrary:
         architecture = architecture_key(task, model)
         key = None
         if architecture is not None:
-            tail = (optimizer_key(optimizer), GradientRules.of(task)) if mode == "train" else None
+            tail = (optimizer_key(optimizer), GradientRules.of(task), task.activations) if mode == "train" else None
             held = None if like is None else (like.plan.mode, like.plan.cuts, frozenset(like.owners.items()))
             key = (architecture, mode, leaves.signature, tail, held)
         with self._lock, preserved_streams():
@@ -235,19 +258,27 @@ class PlanLibrary:
             updates_on_host=self.budget.updates_on_host,
         )
         nodes = len(captured.nodes)
-        buffer_bytes = int(self.budget.budget_bytes * self.budget.buffer_fraction)
         partitioner = Partitioner(
-            pilot, analysis, nodes, budget_bytes=self.budget.budget_bytes, buffer_bytes=buffer_bytes
+            pilot, analysis, nodes, budget_bytes=self.budget.budget_bytes, buffer_bytes=self.budget.buffer_bytes
         )
         if request.like is None:
             edges = partitioner.partition(self.budget.num_shards)
         else:
             edges = partitioner.partition(None, _cuts_like(captured, analysis, request.like))
         plan = build_plan(captured, analysis, pilot, edges)
+        room = self.budget.room
+        # A compiler's graphs save through functions of their own, which know nothing of units.
+        kept = plan if request.task.compile else keeping(plan, pilot, request.task.activations, room)
         with GATE.shared():
             if request.mode == "train" and len(plan.shards) > 1:
                 check_separable(request.optimizer, dict(request.model.named_parameters()), specs)
-            seconds = verify(request.task, _twin(request.model), plan, request.batch, request.guards)
+            seconds, kept_seconds = verify(
+                request.task, _twin(request.model), plan, request.batch, request.guards, None if kept is plan else kept
+            )
+        if kept_seconds is not None:
+            if request.task.activations == "auto":
+                kept = chosen(plan, kept, seconds, kept_seconds, self.budget.link(), room)
+            plan, seconds = kept, seconds_of(kept, seconds, kept_seconds)
         if request.task.compile is not None:
             plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
             with GATE.exclusive():  # the first run compiles

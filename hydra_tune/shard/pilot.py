@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from hydra_tune.shard import compute
 from hydra_tune.shard.analysis import Analysis, placeholders
 from hydra_tune.shard.capture import Captured, StateSpec
+from hydra_tune.shard.kept import NotKeepableError
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.split import ShardGraph, cut_shard
 from hydra_tune.shard.workspace import with_workspace
@@ -69,6 +70,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Leave the storages of these tensors out of the count."""
         for tensor in tensors:
             self._track(tensor, size=0)
+
+    def follow(self, *tensors: Tensor) -> None:
+        """Count the storages of these tensors from now on, though they were made before."""
+        for tensor in tensors:
+            self._track(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -125,6 +131,9 @@ class ShardCost:
         phased: whether these gradients wait for others before the update.
         spilled_bytes: host memory for the activations that the backward unit spills; 0 if it keeps them all.
         updates_on_host: whether optimizer state stays on the host, and updates are made there.
+        kept_bytes: activations that the forward unit keeps for the backward unit; 0 if that recomputes them.
+        kept_blocks: storages that these activations lie on.
+        recompute_workspace: bytes made during the backward unit if it recomputes after all; 0 if it always does.
     """
 
     state_bytes: int
@@ -139,12 +148,16 @@ class ShardCost:
     phased: bool = False
     spilled_bytes: int = 0
     updates_on_host: bool = False
+    kept_bytes: int = 0
+    kept_blocks: int = 0
+    recompute_workspace: int = 0
 
     @property
     def held_bytes(self) -> int:
-        """The most that may lie on the host between the shard's units: its values, gradients and optimizer state."""
+        """The most that may lie on the host between the shard's units: values, gradients, activations, optimizer state."""
         waiting = self.trained_bytes if self.phased or self.updates_on_host else 0
-        return self.value_bytes + self.gradient_bytes + waiting + self.optimizer_bytes + self.spilled_bytes
+        activations = self.spilled_bytes + self.kept_bytes
+        return self.value_bytes + self.gradient_bytes + waiting + self.optimizer_bytes + activations
 
     @property
     def forward_bytes(self) -> int:
@@ -154,7 +167,8 @@ class ShardCost:
     @property
     def backward_bytes(self) -> int:
         """Peak of the backward unit, recompute included."""
-        return self.state_bytes + self.value_bytes + self.gradient_bytes + self.backward_workspace
+        workspace = max(self.kept_bytes + self.backward_workspace, self.recompute_workspace)
+        return self.state_bytes + self.value_bytes + self.gradient_bytes + workspace
 
     @property
     def update_bytes(self) -> int:
@@ -224,6 +238,25 @@ class Pilot:
         if key not in self._costs:
             self._costs[key] = self._measure(cut_shard(self._captured, self._analysis, first, last))
         return self._costs[key]
+
+    def cost_keeping(self, first: int, last: int) -> ShardCost | None:
+        """The same with the activations kept from the forward unit to the backward unit; None if they cannot be."""
+        shard = cut_shard(self._captured, self._analysis, first, last)
+        try:
+            made, kept, backward = self._measure_keeping(shard)
+        except NotKeepableError:
+            return None
+        cost = self.cost(first, last)
+        saved = sum(self._size(self._state[name]) for name in shard.saved_state)
+        scratch = self._rules.scratch_bytes(len(self.trained_here(shard)), self._alignment)
+        return replace(
+            cost,
+            forward_workspace=made + saved,
+            backward_workspace=backward + saved + scratch,
+            kept_bytes=sum(kept),
+            kept_blocks=len(kept),
+            recompute_workspace=cost.backward_workspace,
+        )
 
     def trained_here(self, shard: ShardGraph) -> list[str]:
         """Parameters whose gradient is complete after this shard's backward: those no earlier shard uses."""
@@ -306,41 +339,63 @@ class Pilot:
         def run() -> object:
             return compute.forward(shard, operands, self._needs_gradient(shard) if training else None)
 
-        return self._peak(run, _tensors(operands))
+        return self._peak(run, operands.all)
 
     def _backward(self, shard: ShardGraph, operands: compute.Operands) -> tuple[int, int]:
-        values = self._analysis.values
-        nodes = {node.name: node for node in self._captured.nodes}
-        outputs = set(self._captured.outputs)
-        incoming: dict[str, Tensor | None] = {}
-        accumulated: dict[str, Tensor] = {}
-        carried: dict[str, Tensor] = {}
-        with self._mode:
-            for name in shard.live_out:
-                if name in outputs:
-                    incoming[name] = None
-                elif values[name].requires_grad:
-                    incoming[name] = _gradient_of(nodes[name].meta["val"])
-            for name in shard.live_in:
-                if values[name].requires_grad and _used_after(nodes[name], shard.last, self._captured):
-                    accumulated[name] = _gradient_of(nodes[name].meta["val"])
-            for name in shard.state:
-                if self._specs[name].requires_grad and _state_used_after(name, shard.last, self._captured):
-                    carried[name] = torch.empty_like(self._state[name])
+        incoming, handed = self._incoming(shard)
 
         def run() -> object:
             return compute.backward(
                 shard,
                 operands,
                 needs_gradient=self._needs_gradient(shard),
-                output_gradients=incoming,
-                accumulated=accumulated,
-                parameter_gradients=carried,
+                incoming=incoming,
                 objective=self._rules.objective,
             )
 
-        handed = [g for g in (*incoming.values(), *accumulated.values(), *carried.values()) if g is not None]
-        return self._peak(run, [*_tensors(operands), *handed]), self._storage_bytes(handed)
+        return self._peak(run, [*operands.all, *handed]), self._storage_bytes(handed)
+
+    def _incoming(self, shard: ShardGraph) -> tuple[compute.Incoming, list[Tensor]]:
+        """Gradients as later shards would hand them in."""
+        values = self._analysis.values
+        nodes = {node.name: node for node in self._captured.nodes}
+        results = set(self._captured.outputs)
+        outputs: dict[str, Tensor | None] = {}
+        live_in: dict[str, Tensor] = {}
+        parameters: dict[str, Tensor] = {}
+        with self._mode:
+            for name in shard.live_out:
+                if name in results:
+                    outputs[name] = None
+                elif values[name].requires_grad:
+                    outputs[name] = _gradient_of(nodes[name].meta["val"])
+            for name in shard.live_in:
+                if values[name].requires_grad and _used_after(nodes[name], shard.last, self._captured):
+                    live_in[name] = _gradient_of(nodes[name].meta["val"])
+            for name in shard.state:
+                if self._specs[name].requires_grad and _state_used_after(name, shard.last, self._captured):
+                    parameters[name] = torch.empty_like(self._state[name])
+        handed = [g for g in (*outputs.values(), *live_in.values(), *parameters.values()) if g is not None]
+        return compute.Incoming(outputs=outputs, live_in=live_in, parameters=parameters), handed
+
+    def _measure_keeping(self, shard: ShardGraph) -> tuple[int, list[int], int]:
+        """Bytes that the forward makes, the sizes of what it keeps of them, and bytes the backward makes beyond these."""
+        operands = self._operands(shard)
+        incoming, handed = self._incoming(shard)
+        before, after = StorageTracker(self._alignment), StorageTracker(self._alignment)
+        with quiet_collector(), _uncached(self._mode), self._mode:
+            before.know(*operands.all)
+            with before:
+                outputs, tape = compute.taped_forward(shard, operands, self._needs_gradient(shard))
+            del outputs
+            kept = tape.settle()
+            sizes = [self._size(storage) for storage in kept.values()]
+            after.know(*operands.all, *handed)
+            with after:
+                after.follow(*kept.values())
+                made = tape.backward(shard, operands, incoming, kept.__getitem__, kept.__delitem__)
+            del made
+        return before.peak_bytes, sizes, after.peak_bytes - sum(sizes)
 
     def _peak(self, run: Callable[[], object], given: Sequence[Tensor]) -> int:
         """Peak of what a unit makes; views of what it is given make nothing."""
@@ -360,8 +415,14 @@ class Pilot:
         return sum(storages.values())
 
 
-def _tensors(operands: compute.Operands) -> list[Tensor]:
-    return [*operands.state, *operands.constants, *operands.inputs, *operands.live_in]
+@contextmanager
+def _uncached(mode: FakeTensorMode) -> Iterator[None]:
+    """Let fake tensors forget how operators were called: the cache holds each storage that a tensor was set to."""
+    cached, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = cached
 
 
 def _gradient_of(value: Tensor) -> Tensor:

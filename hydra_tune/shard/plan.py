@@ -6,6 +6,7 @@ Plans hold no tensor of any trial and are shared by all trials of an architectur
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from hydra_tune.shard.analysis import Analysis
 from hydra_tune.shard.capture import Captured
 from hydra_tune.shard.pilot import Pilot, ShardCost
 from hydra_tune.shard.split import ShardGraph, cut_shard
+
+ShardActivations = Literal["recompute", "keep", "spill"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,9 @@ class Shard:
         trained: parameters whose gradient is complete, and which are updated, after this shard's backward.
         shared_gradients: parameters also used by an earlier shard, whose gradient is handed on to it.
         has_backward: whether any gradient flows through it.
+        activations: what its forward unit does with the activations that its backward needs: "recompute" drops them, "keep"
+            leaves them on the device as long as nothing else needs the room, "spill" sends them to the host at once. A shard
+            that has no forward unit of its own has them anyway.
     """
 
     graph: ShardGraph
@@ -38,6 +44,12 @@ class Shard:
     trained: tuple[str, ...]
     shared_gradients: tuple[str, ...]
     has_backward: bool
+    activations: ShardActivations = "recompute"
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether its backward unit goes on from the graph of its forward unit."""
+        return self.activations != "recompute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

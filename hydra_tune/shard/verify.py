@@ -29,7 +29,14 @@ _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.05  # of a compiled plan, relative to a ten
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
 
-def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any, guards: list[Guard] | None = None) -> UnitSeconds:
+def verify(
+    task: TrainTask,
+    twin: nn.Module,
+    plan: Plan,
+    batch: Any,
+    guards: list[Guard] | None = None,
+    kept: Plan | None = None,
+) -> tuple[UnitSeconds, UnitSeconds | None]:
     """Compare a plan with the eager step, on the host, and time its units.
 
     Args:
@@ -39,6 +46,10 @@ def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any, guards: lis
         batch: a batch of the trial's data; not changed.
         guards: takes what the step's Python has asked of the batch, if anything, even where the plan is refused: what is
             found holds for batches that give the same answers.
+        kept: the same plan with activations kept, to be checked as well.
+
+    Returns:
+        Seconds of the units of `plan`; and of `kept`, or None where its numbers are not the eager ones.
 
     Raises:
         CaptureError: the plan's numbers are not the eager ones; the message names what differs.
@@ -58,8 +69,14 @@ def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any, guards: lis
         again = run_eager(task, twin, plan.mode, batches.copied(batch))
         rewind()
         ours, seconds = run_plan(twin, plan, batches.flatten(batches.copied(batch)).tensors)
+        _check(eager, again, ours, guards)
+        rewind()
+        return seconds, None if kept is None else _kept_seconds(eager, twin, kept, batch)
     finally:
         torch.set_rng_state(random_state)
+
+
+def _check(eager: Outcome, again: Outcome, ours: Outcome, guards: list[Guard] | None) -> None:
     _same_outcome("the eager step gives other {what} when it is run again from the same state", eager, again)
     _same_outcome("the captured graph gives other {what} than the eager step", eager, ours)
     if guards is not None and eager.reads == ours.reads:
@@ -71,6 +88,15 @@ def verify(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any, guards: lis
     if missing:
         # Their results may agree on one batch and differ on the next.
         raise CaptureError(f"the eager step runs operators that the captured graph does not: {', '.join(missing[:3])}")
+
+
+def _kept_seconds(eager: Outcome, twin: nn.Module, kept: Plan, batch: Any) -> UnitSeconds | None:
+    """Seconds of the units of a plan that keeps activations; None where its numbers are others."""
+    try:
+        ours, seconds = run_plan(twin, kept, batches.flatten(batches.copied(batch)).tensors)
+        _same_outcome("the graph with its activations kept gives other {what}", eager, ours)
+    except Exception:  # noqa: BLE001 - whatever autograd has against it: to compute again is right always
+        return None
     return seconds
 
 

@@ -48,14 +48,14 @@ class Arrangement:
 
 
 def lane_bytes(plan: Plan, way: str) -> int:
-    """Host memory that one more batch under way may need: values and gradients between its units, and batches drawn ahead.
+    """Host memory that one more batch under way may need: what is kept between its units, and batches drawn ahead.
 
     In a pipeline, and in a group, all batches together have one set of gradients of parameters; a group is all that is drawn.
     """
     costs = [shard.cost for shard in plan.shards]
     drawn = 0 if way == GROUPED else drawn_bytes(plan, way)
     gradients = 0 if way in (PIPELINED, GROUPED) else sum(cost.trained_bytes for cost in costs)
-    return sum(cost.value_bytes + cost.gradient_bytes for cost in costs) + gradients + drawn
+    return sum(cost.value_bytes + cost.gradient_bytes + cost.kept_bytes for cost in costs) + gradients + drawn
 
 
 def drawn_bytes(plan: Plan, way: str) -> int:

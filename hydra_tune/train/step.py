@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block
-from hydra_tune.memory.pager import Lease, Pager
+from hydra_tune.memory.pager import Lease, Pager, bring_home
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.chain import Chain
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import Prepared
+from hydra_tune.shard.pilot import ShardCost
 from hydra_tune.shard.plan import Plan, Shard
 from hydra_tune.shard.steps import Objective, loss_itself
 from hydra_tune.shard.whole import EagerStep
@@ -20,6 +21,9 @@ from hydra_tune.train.room import RoomTracker
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.store import BlockStore
 from hydra_tune.train.streams import RandomStreams
+
+# What a unit does with the trial's random numbers: moves the stream on, draws what was drawn before, or draws none.
+_KEPT, _REPLAYED, _NONE = "kept", "replayed", "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +94,13 @@ def unit_times(prepared: Prepared, accumulate: int = 1) -> UnitTimes:
     return UnitTimes(times, dict.fromkeys(repeated, accumulate))
 
 
+def _workspace(cost: ShardCost, *, backward: bool, recompute: bool) -> int:
+    """Room that a unit needs beyond what it is given."""
+    if recompute and cost.recompute_workspace:
+        return cost.recompute_workspace
+    return cost.backward_workspace if backward else cost.forward_workspace
+
+
 class Step:
     """One batch: running one shard after the other on a device.
 
@@ -131,6 +142,7 @@ class Step:
 
     def clear(self) -> None:
         """Give up all values, and leave the batch alone."""
+        self._chain.close()
         self._store.clear()
 
     def _unit(
@@ -181,8 +193,7 @@ class Step:
         )
 
     def _workspace(self, kind: str, index: int) -> int:
-        cost = self._plan.shards[index].cost
-        return cost.backward_workspace if kind == "backward" else cost.forward_workspace
+        return _workspace(self._plan.shards[index].cost, backward=kind == "backward", recompute=False)
 
     def _blocks(self, kind: str, index: int) -> list[Block]:
         """What a unit that runs a shard's graph needs on its device, the parameters first."""
@@ -199,26 +210,38 @@ class Step:
         """A unit that runs a shard's graph, forward or backward."""
         shard = self._plan.shards[index]
         backward = kind == "backward"
-        recompute = backward and self._chain.has_forward(index)
-        workspace = self._workspace(kind, index)
 
         def run(device: Device, pager: Pager) -> float:
-            graph, blocks = shard.graph, self._graph_blocks(kind, index)
+            graph = shard.graph
+            played = backward and self._chain.is_kept(index, device.torch_device)
+            if backward and not played:
+                self._chain.let_go(index)
+            first = not backward or not self._chain.has_forward(index)
+            workspace = _workspace(shard.cost, backward=backward, recompute=not (first or played))
+            blocks = self._graph_blocks(kind, index)
+            draws = _KEPT if first else _NONE if played else _REPLAYED
             start = time.perf_counter()
             with self._lease(pager, graph.state, blocks, workspace) as lease:
-                with self._surroundings(shard, device, keep=not recompute), self._room(shard, lease, workspace, device):
+                with self._surroundings(shard, device, draws), self._room(shard, lease, workspace, device):
                     waited = time.perf_counter() - start
                     self._leased(lease, lambda: compute(device))
                     if self._plan.eager:
                         self._state.check()
-                if not recompute:
+                if first:
                     self._state.touched(graph.written_state)
                     if self._plan.eager:
                         self._state.touched(graph.state)
                         self._store.touched_inputs()
-            return waited
+            return waited + (0.0 if backward or shard.activations != "spill" else self._spill(index))
 
-        return self._unit(kind, index, run, lambda: self._blocks(kind, index), workspace)
+        return self._unit(kind, index, run, lambda: self._blocks(kind, index), self._workspace(kind, index))
+
+    def _spill(self, index: int) -> float:
+        """Send what a forward unit has kept to the host; returns the seconds it took."""
+        start = time.perf_counter()
+        for block in self._store.blocks(self._chain.kept_keys(index), (), ()):
+            bring_home(block)
+        return time.perf_counter() - start
 
     def _lease(
         self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int
@@ -244,13 +267,13 @@ class Step:
         finally:
             self._store.lease = None
 
-    def _surroundings(self, shard: Shard, device: Device, *, keep: bool) -> AbstractContextManager[object]:
+    def _surroundings(self, shard: Shard, device: Device, draws: str) -> AbstractContextManager[object]:
         """What the unit's random numbers need, eager code all of the trial's streams; and no capture beside it."""
         stack = ExitStack()
         if self._plan.eager:
             stack.enter_context(self._streams.everything())
-        if shard.graph.stochastic and not (self._plan.eager and device.shares_generator):
-            stack.enter_context(self._streams.drawing(device, keep=keep, own=shard.graph.own_draws))
+        if draws != _NONE and shard.graph.stochastic and not (self._plan.eager and device.shares_generator):
+            stack.enter_context(self._streams.drawing(device, keep=draws == _KEPT, own=shard.graph.own_draws))
         stack.enter_context(GATE.shared())
         return stack
 

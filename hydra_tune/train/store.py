@@ -118,8 +118,12 @@ class BlockStore:
         self._uses[value.block] -= 1
         if not self._uses[value.block]:
             del self._uses[value.block]
-            if value.block not in self._given:
+            if value.block in self._given:
+                return
+            if self.lease is None:
                 drop(value.block)
+            else:
+                self.lease.absorb(value.block)
 
     def touched_inputs(self) -> None:
         """The device copies of the batch may have changed."""

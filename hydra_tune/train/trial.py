@@ -87,6 +87,7 @@ class Trial:
         self.metrics: dict[str, float] = {}
         self.units_run = 0
         self.num_shards = 0
+        self.activations: tuple[str, ...] = ()
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: ModelState | None = None
@@ -319,6 +320,7 @@ class Trial:
             self._share.check(kept.plan)
             self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant)
             self.num_shards = len(kept.plan.shards)
+            self.activations = tuple(shard.activations for shard in kept.plan.shards[:-1])
         self._train_times, self._step_left = kept.times, kept.times.total
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, how)
 

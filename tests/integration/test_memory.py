@@ -72,11 +72,13 @@ def answer_all(pool, tasks):
     return results, num_shards
 
 
-@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
-def test_eight_trials_stay_within_the_budget_of_each_device(devices):
+@pytest.mark.parametrize(
+    ("devices", "activations"), [("cpu:1", "recompute"), ("cpu:1", "keep"), ("cpu:2", "keep"), ("cpu:2", "spill")]
+)
+def test_eight_trials_stay_within_the_budget_of_each_device(devices, activations):
     tracker = StorageTracker()
     names = [name for name in MODELS if name != "mlp"]
-    tasks = [build(names[i % 3], seed=i, epochs=1) for i in range(NUM_TRIALS)]
+    tasks = [build(names[i % 3], seed=i, epochs=1, activations=activations) for i in range(NUM_TRIALS)]
     with HydraExecutor(
         devices=devices, device_memory=BUDGET_BYTES, max_concurrent=NUM_TRIALS, instrument=tracker
     ) as pool:
@@ -118,7 +120,9 @@ def test_a_prune_at_a_report_returns_every_byte():
         assert tracker.current_bytes == 0
 
 
-def test_a_cancel_in_mid_run_lets_the_running_unit_end_and_no_other_begin():
+@pytest.mark.parametrize("activations", ["keep", "spill", "recompute"])
+def test_a_cancel_in_mid_run_lets_the_running_unit_end_and_no_other_begin(activations):
+    """After four forward units: what they have kept goes with their graphs."""
     tracker = StorageTracker()
     entered = []
     reached, release = threading.Event(), threading.Event()
@@ -134,7 +138,7 @@ def test_a_cancel_in_mid_run_lets_the_running_unit_end_and_no_other_begin():
             yield
 
     with HydraExecutor(devices="cpu:1", num_shards=8, instrument=instrument) as pool:
-        job = pool.submit(build("vit"))
+        job = pool.submit(build("vit", activations=activations))
         assert reached.wait(PATIENCE_SECONDS)
         threading.Timer(0.05, release.set).start()
         job.cancel()

@@ -57,6 +57,8 @@ WRONG = [
     ({"batch_size": 0}, "batch_size must be a whole number of at least 1, not 0"),
     ({"report_every": 0}, "report_every must be 'epoch' or a number of optimizer steps, not 0"),
     ({"report_every": "step"}, "report_every must be 'epoch' or a number of optimizer steps, not 'step'"),
+    ({"activations": "offload"}, "activations must be one of 'auto', 'keep', 'recompute', 'spill', not 'offload'"),
+    ({"activations": "Recompte"}, "not 'Recompte'; did you mean 'recompute'?"),
     ({"scheduler_interval": "batch"}, "scheduler_interval must be one of 'epoch', 'step', not 'batch'"),
     ({"result": "mean"}, "result must be one of 'last', 'best', not 'mean'"),
     ({"seed": -1}, "seed must be an integer from 0 to 2**32 - 1 (numpy takes no other), not -1"),

@@ -1,10 +1,14 @@
 """A chain of units gives the eager step's numbers, keeps what is needed for as long as it is needed, and no longer."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from hydra_tune.devices.cpu import DefaultCpuGenerator
+from hydra_tune.shard.activations import Room, keeping
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.chain import Chain, gradient_key, parameter_gradient_key, saved_key
 from hydra_tune.shard.outcome import HostStore
@@ -102,6 +106,71 @@ def test_a_recompute_draws_the_same_masks_and_the_stream_goes_on_once():
         ours, gradients, _ = train_step(made, made.plan(second))
     assert ours.equal(loss)
     assert all(same_bits(expected[name], gradients[name]) for name in expected)
+
+
+def kept_plan(made, num_shards):
+    plan = made.plan(*made.spread(num_shards))
+    return keeping(plan, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_was_kept_is_gone_after_the_step(name):
+    made = parity_bench(name)
+    plan = kept_plan(made, 5)
+    _, gradients, left = train_step(made, plan)
+    assert gradients.keys() == {n for n, _ in made.model.named_parameters()}
+    assert left == {}
+
+
+@pytest.mark.parametrize("buffer", [0.0, 1.0, 2.0])
+def test_a_graph_that_was_kept_has_read_buffers_as_its_forward_did(buffer):
+    made = bench(task_of(Warmup(buffer)))
+    cut = made.plan(made.position("aten.linear.default", 1))
+    plan = keeping(cut, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    loss, expected = eager_step(made)
+    made.model.count.fill_(buffer)
+    ours, gradients, _ = train_step(made, plan)
+    assert ours.equal(loss)
+    assert all(same_bits(expected[name], gradients[name]) for name in expected)
+    assert made.model.count.item() == buffer + 1
+
+
+def test_a_graph_of_another_device_is_given_up_and_its_shard_computed_again():
+    layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8)]
+    made = bench(task_of(nn.Sequential(*layers)))
+    cut = made.plan(made.position("aten.linear.default", 1))
+    plan = keeping(cut, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    with seeded(3):
+        loss, expected = eager_step(made)
+    layers[1].reset_running_stats()
+    store = HostStore(made.state, plan.constants, made.inputs)
+    chain = Chain(plan, store)
+    with seeded(3):
+        chain.forward(0, GENERATOR)
+        assert chain.is_kept(0, torch.device("cpu"))
+        assert not chain.is_kept(0, torch.device("meta"))
+        assert set(chain.kept_keys(0)) == {key for key in store.values if key.startswith("kept:")} != set()
+        chain.let_go(0)
+        assert not any(key.startswith("kept:") for key in store.values)
+        for index in (1, 0):
+            chain.backward(index, GENERATOR)
+    assert store.values[plan.outputs[0]].equal(loss)
+    for name, gradient in expected.items():
+        assert same_bits(gradient, store.values[parameter_gradient_key(name)])
+    assert layers[1].num_batches_tracked.item() == 1
+
+
+def test_a_chain_that_is_closed_holds_no_graph():
+    made = bench(task_of(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))))
+    chain = Chain(kept_plan(made, 2), HostStore(made.state, {}, made.inputs))
+    chain.forward(0, GENERATOR)
+    tape = weakref.ref(chain._tapes[0].tape)
+    gc.disable()
+    try:
+        chain.close()
+        assert tape() is None
+    finally:
+        gc.enable()
 
 
 def test_gradients_accumulate_across_a_skipped_shard():

@@ -52,9 +52,11 @@ def chain_gradients(made, cuts):
             shard.graph,
             operands(made, shard, values),
             needs_gradient=shard.needs_gradient,
-            output_gradients={n: None if n in shard.losses else gradients.get(n) for n in shard.gradient_outputs},
-            accumulated={n: gradients[n] for n in shard.graph.live_in if n in gradients},
-            parameter_gradients={n: parameters[n] for n in shard.graph.state if n in parameters},
+            incoming=compute.Incoming(
+                outputs={n: None if n in shard.losses else gradients.get(n) for n in shard.gradient_outputs},
+                live_in={n: gradients[n] for n in shard.graph.live_in if n in gradients},
+                parameters={n: parameters[n] for n in shard.graph.state if n in parameters},
+            ),
         )
         gradients |= found.live_in
         parameters |= found.parameters
@@ -108,9 +110,7 @@ def test_the_loss_comes_back_with_the_backward():
         shard.graph,
         operands(made, shard, {}),
         needs_gradient=frozenset(),
-        output_gradients=dict.fromkeys(shard.losses),
-        accumulated={},
-        parameter_gradients={},
+        incoming=compute.Incoming(outputs=dict.fromkeys(shard.losses), live_in={}, parameters={}),
     )
     assert found.outputs[made.captured.outputs[0]].equal(step(made.model, torch.ones(1)).detach())
     assert not found.live_in

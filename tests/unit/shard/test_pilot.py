@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hydra_tune.shard.activations import Room, keeping
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.chain import Chain, gradient_key
 from hydra_tune.shard.outcome import HostStore
@@ -138,6 +139,28 @@ def test_the_peak_of_each_unit_is_piloted_to_the_byte(name, num_shards):
     made = made_bench(name)
     plan = made.plan(*made.spread(min(num_shards, len(made.analysis.cuts) + 1)))
     assert piloted_units(plan) == measured_units(made, plan)
+
+
+@pytest.mark.parametrize("num_shards", [2, 8])
+@pytest.mark.parametrize("name", [*MODELS, "unet", "token", "lstm"])
+def test_what_is_kept_and_the_peaks_beside_it_are_piloted_to_the_byte(name, num_shards):
+    made = made_bench(name)
+    plan = made.plan(*made.spread(min(num_shards, len(made.analysis.cuts) + 1)))
+    kept = keeping(plan, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    assert [shard.keeps_activations for shard in kept.shards] == [
+        *(shard.has_backward for shard in plan.shards[:-1]),
+        False,
+    ]
+    expected = piloted_units(kept) | {
+        ("backward", index): shard.cost.state_bytes
+        + shard.cost.value_bytes
+        + shard.cost.gradient_bytes
+        + shard.cost.kept_bytes
+        + shard.cost.backward_workspace
+        for index, shard in enumerate(kept.shards)
+        if shard.has_backward
+    }
+    assert measured_units(made, kept) == expected
 
 
 @pytest.mark.parametrize("name", ["cnn", "vit"])

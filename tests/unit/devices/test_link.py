@@ -1,0 +1,33 @@
+"""What is taken for the speed of a device's copies."""
+
+import pytest
+
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.link import Link, link_of
+
+
+@pytest.fixture
+def device(request):
+    made = CpuDevice(0, 1 << 30, request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("device", [1e8], indirect=True)
+def test_a_slow_link_is_measured_as_slow_as_it_is(device):
+    link = link_of(device)
+    assert 0.5e8 < link.bytes_per_second <= 1.01e8
+    assert link.seconds_per_block > 0
+
+
+@pytest.mark.parametrize("device", [None], indirect=True)
+def test_memory_is_faster(device):
+    assert link_of(device).bytes_per_second > 2e8
+
+
+def test_copies_take_bytes_and_blocks():
+    assert Link(bytes_per_second=100.0, seconds_per_block=0.5).seconds(200, 3) == 2 + 1.5
+
+
+def test_a_device_that_is_no_cpu_tells_nothing():
+    assert link_of(object()) is None
