@@ -117,7 +117,7 @@ def test_a_job_that_ends_while_its_bytes_are_on_their_way_gives_them_back(hooked
     gate = Gate()
     hooked(gate)
     with running(**(TIGHT | {"devices": "cpu:1"})) as pool:
-        jobs = [pool.submit(task(epochs=200, seed=seed)) for seed in range(2)]
+        jobs = [pool.submit(task(epochs=20_000, seed=seed)) for seed in range(2)]
         other = pool.submit(task(epochs=2))
         gate.is_shut = True
         assert gate.reached.wait(PATIENCE_SECONDS)
@@ -137,7 +137,7 @@ def test_a_shutdown_ends_though_bytes_are_on_their_way(hooked):
     hooked(gate)
     with running(**TIGHT) as pool:
         for seed in range(3):
-            pool.submit(task(epochs=200, seed=seed))
+            pool.submit(task(epochs=20_000, seed=seed))
         gate.is_shut = True
         assert gate.reached.wait(PATIENCE_SECONDS)
         threading.Timer(0.05, gate.opened.set).start()
