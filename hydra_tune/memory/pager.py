@@ -197,10 +197,10 @@ class Pager:
             self.link.copied(block.size, time.perf_counter() - begun)
             if block.tier is not None:
                 block.tier.loaded(block)
-            self._waited("in", block, start)
             self.bytes_in[block.kind] += block.size
             block.data, block.home, block.dirty = data, self, False
             block.moved()
+            self._waited("in", block, start)
         with self._lock:
             self._resident[id(block)] = block
 
@@ -291,10 +291,10 @@ class Pager:
                 self.discard(block)
                 raise
             self.copying_ns += coming.copy.ended_ns - coming.copy.began_ns
-        self._awaited(block, start)
         block.coming = None
         block.data, block.home, block.dirty = coming.data, self, False
         block.moved()
+        self._awaited(block, start)  # noted when the block has said where it is
 
     def finish_leaving(self, block: Block, *, keep: bool = False, is_noted: bool = True) -> None:
         """Have a write-back in the background over; one that has failed, or never began, leaves the block dirty.
@@ -375,10 +375,11 @@ class Pager:
                 if block.coming is not None:
                     self.discard(block)
                     return True
-                if not block.dirty:
-                    _note("free", [block])
+                is_clean = not block.dirty
                 self.write_back(block)
                 self.release(block)
+                if is_clean:
+                    _note("free", [block])
             finally:
                 block.lock.release()
             return True

@@ -37,7 +37,7 @@ def planned_profile(
         "trials": trials,
         "devices": [{"name": d.name, "memory_bytes": d.budget_bytes, "bandwidth": bandwidth} for d in devices],
         "max_concurrent": max_concurrent,
-        "overlap": False,  # the pool loads before a unit, not during the one before it
+        "overlap": library.budget.buffer_fraction > 0,  # what is next is sent ahead
     }
 
 

@@ -233,6 +233,8 @@ class Blocks:
         patience = _PATIENCE
         while device.used_bytes + nbytes > device.budget_bytes:
             yield from _until_next(copies)
+            if device.used_bytes + nbytes <= device.budget_bytes:
+                break  # a job that is over has given its bytes back meanwhile
             now = self._clock()
             victims = (b for b in device.victims() if b.pinned_for != device.name and b.free_ns <= now)
             victim = next(victims, None)
