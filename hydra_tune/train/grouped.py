@@ -59,11 +59,13 @@ def is_worth_it(plan: Plan) -> bool:
     """Whether a batch moves fewer bytes in a group than after the others, where the device has no room for anything else.
 
     After the others it loads all parameters twice, and the sums of gradients once each way. In a group its values come back
-    once more than they would, and their gradients go and come.
+    once more than they would, and their gradients and the activations that are kept go and come.
     """
     if len(plan.shards) == 1:
         return False
     parameters = sum(shard.cost.state_bytes for shard in plan.shards)
     gradients = sum(shard.cost.trained_bytes for shard in plan.shards)
-    values = sum(shard.cost.value_bytes + 2 * shard.cost.gradient_bytes for shard in plan.shards)
+    values = sum(
+        shard.cost.value_bytes + 2 * (shard.cost.gradient_bytes + shard.cost.kept_bytes) for shard in plan.shards
+    )
     return values < 2 * parameters + 2 * gradients
