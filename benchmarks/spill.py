@@ -36,7 +36,7 @@ from hydra_tune import HydraExecutor, TrainTask, train_plain  # noqa: E402 - nee
 from hydra_tune.shard.pilot import StorageTracker  # noqa: E402
 
 VOCABULARY, WIDTH, HEADS, DEPTH, LENGTH, BATCH_SIZE = 8192, 640, 10, 9, 256, 4
-WARM_STEPS, NUM_STEPS = 2, 6
+WARM_STEPS, NUM_STEPS = 2, 5
 BUDGETS = (100, 40, 15)  # percent of the plain loop's peak
 MODES = ("recompute", "keep", "spill", "auto")
 MB = 1e6
