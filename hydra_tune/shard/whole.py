@@ -58,7 +58,7 @@ def whole_plan(
     update: UpdatePilot | None,
     budget_bytes: int,
     alignment: int,
-    updates_on_host: bool,
+    updates_on_host: bool = False,
     reason: CaptureError,
 ) -> Plan:
     """A plan of one eager shard.

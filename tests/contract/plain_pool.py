@@ -150,6 +150,7 @@ class PlainPool:
         self.turn = threading.Lock()
         self.jobs = set()
         self._submitted = 0
+        self._opening = threading.Lock()
         self._shut = False
 
     def __enter__(self):
@@ -163,19 +164,21 @@ class PlainPool:
         return PlainStream()
 
     def submit(self, task, name=None, events=None, *, priority=0):
-        self._check_open()
-        job = PlainJob(self, task, name or f"job {self._submitted}", events)
-        self._submitted += 1
-        self.jobs.add(job)
-        job.start()
+        with self._opening:
+            self._check_open()
+            job = PlainJob(self, task, name or f"job {self._submitted}", events)
+            self._submitted += 1
+            self.jobs.add(job)
+            job.start()
         return job
 
     def run(self, tasks):
         return [job.result() for job in [self.submit(task) for task in tasks]]
 
     def shutdown(self):
-        self._shut = True
-        jobs = list(self.jobs)
+        with self._opening:
+            self._shut = True
+            jobs = list(self.jobs)
         for job in jobs:
             job.cancel()
         for job in jobs:

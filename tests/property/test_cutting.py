@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from hydra_tune.shard.activations import Room, keeping
+from hydra_tune.shard.plan import Plan
 from hydra_tune.shard.verify import verify
 from tests.unit.shard.bench import Bench, bench, task_of, vectors
 
@@ -98,6 +100,14 @@ def made_bench(program: list[tuple[str, int]]) -> Bench:
         return bench(task_of(Program(program)), vectors(6, WIDTH))
 
 
+def check(made: Bench, plan: Plan) -> None:
+    """Raises where one bit of a loss, a gradient, a buffer or the generator differs, recomputed or kept."""
+    kept = keeping(plan, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    _, seconds = verify(made.task, made.model, plan, made.batch, kept=None if kept is plan else kept)
+    assert kept is plan or seconds is not None
+    assert all(shard.keeps_activations == shard.has_backward for shard in kept.shards[:-1])
+
+
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=PHASES)
 @given(operations, st.data())
 def test_any_cut_of_any_graph_is_the_eager_step(program, data):
@@ -107,8 +117,7 @@ def test_any_cut_of_any_graph_is_the_eager_step(program, data):
         made = made_bench(program)
         assume(made.analysis.cuts)
         cuts = data.draw(st.sets(st.sampled_from(made.analysis.cuts), min_size=1, max_size=5))
-        # Raises where one bit of a loss, a gradient, a buffer or the generator differs.
-        verify(made.task, made.model, made.plan(*sorted(cuts)), made.batch)
+        check(made, made.plan(*sorted(cuts)))
     finally:
         torch.set_num_threads(threads)
 
@@ -120,6 +129,6 @@ def test_cut_wherever_it_may_be(program):
     torch.set_num_threads(1)
     try:
         made = made_bench(program)
-        verify(made.task, made.model, made.plan(*made.analysis.cuts), made.batch)
+        check(made, made.plan(*made.analysis.cuts))
     finally:
         torch.set_num_threads(threads)

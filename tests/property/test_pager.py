@@ -9,7 +9,7 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind
 from hydra_tune.memory.pager import Pager, bring_home, drop
-from hydra_tune.memory.prefetch import Prefetch
+from hydra_tune.memory.prefetch import Need, Prefetch
 
 BUDGET_BYTES = 10 * 64
 SIZES = (1, 64, 100, 130, 200, 250)
@@ -56,7 +56,7 @@ class TwoDevices(RuleBasedStateMachine):
                 assert fits
                 assert all(block.home is pager for block in wanted)
                 assert pager.ledger.used_bytes == pager.resident_bytes + workspace
-                Prefetch(pager).send(self.pick(ahead))
+                Prefetch(pager).send([Need(self.pick(ahead))])
                 assert all(block.home is pager for block in wanted)
                 assert pager.ledger.used_bytes == pager.resident_bytes + workspace
                 if write and wanted:

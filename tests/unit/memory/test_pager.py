@@ -108,6 +108,26 @@ def test_what_is_needed_last_goes_first():
     device.close()
 
 
+def test_the_room_of_what_a_unit_gives_up_is_its_own_until_it_ends(pager):
+    own, other = block(1), block(2)
+    with pager.lease([other], 0):
+        pass
+    with pager.lease([own], 64) as lease:
+        lease.absorb(own)
+        assert own.data is own.host is None
+        assert pager.resident_bytes == SIZE
+        assert pager.ledger.used_bytes == 2 * SIZE + 64, "the unit may make as much again"
+        made = lease.block_of(Kind.GRADIENTS, torch.zeros(SIZE + 64, dtype=torch.uint8))
+        assert made.nbytes == SIZE + 64
+        assert pager.ledger.used_bytes == 2 * SIZE + 64
+        lease.absorb(other)
+        assert other.data is other.host is None
+        assert pager.ledger.used_bytes == SIZE + 64, "not the unit's"
+    assert balanced(pager)
+    drop(made)
+    assert pager.ledger.used_bytes == 0
+
+
 def test_a_clean_block_is_dropped_and_a_dirty_one_written_back(pager):
     clean, dirty = block(1), block(2)
     with pager.lease([clean, dirty], 0):

@@ -4,6 +4,7 @@ Each of these would give wrong numbers without an error: the graph repeats for e
 """
 
 import copy
+import dataclasses
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune.errors import CaptureError
+from hydra_tune.shard.activations import Room, keeping
 from hydra_tune.shard.verify import same_bits, verify
 from tests.parity.models import MODELS, build
 from tests.unit.shard.bench import analysed, bench, parity_bench, seeded, task_of
@@ -220,6 +222,37 @@ def test_a_right_plan_passes_and_times_its_units(name, num_shards):
     assert torch.get_rng_state().equal(state)
     assert [s > 0 for s in seconds.forward] == [True] * (num_shards - 1) + [False]
     assert all(s > 0 for s in seconds.backward)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_that_keeps_activations_passes_beside_the_one_that_does_not(name):
+    made = parity_bench(name)
+    plan = made.plan(*made.spread(3))
+    kept = keeping(plan, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    state = torch.get_rng_state()
+    _, seconds = verify(made.task, made.model, plan, made.batch, kept=kept)
+    assert seconds is not None
+    assert all(s > 0 for s in (*seconds.forward[:-1], *seconds.backward))
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize("wrong", ["raises", "differs"])
+def test_a_graph_that_keeping_makes_wrong_is_not_kept(wrong):
+    made = parity_bench("mlp")
+    plan = made.plan(*made.spread(3))
+    kept = keeping(plan, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    first = kept.shards[0]
+
+    def module(*arguments):
+        if wrong == "raises":
+            raise RuntimeError
+        return tuple(value * (1 + 1e-6) for value in first.graph.module(*arguments))
+
+    broken = dataclasses.replace(first, graph=dataclasses.replace(first.graph, module=module))
+    other = dataclasses.replace(kept, shards=(broken, *kept.shards[1:]))
+    seconds, none = verify(made.task, made.model, plan, made.batch, kept=other)
+    assert all(s > 0 for s in seconds.backward)
+    assert none is None
 
 
 def test_a_right_evaluation_passes():
