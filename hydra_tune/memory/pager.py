@@ -453,6 +453,8 @@ class Lease:
             _note("drop", [block])
             del self._storages[_identity(block.data)]
             self._pager.vacate(block)
+            if block.tier is not None:
+                block.tier.forget(block)
             block.host = None
             self._workspace_bytes += block.nbytes
 
