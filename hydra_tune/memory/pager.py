@@ -523,10 +523,10 @@ _HOST = _OnHost()
 
 @contextmanager
 def staying_home(block: Block) -> Iterator[None]:
-    """No device loads a block that is on the host meanwhile."""
+    """A block is on the host meanwhile, and no device loads it."""
     with block.lock:
-        assert block.home is None, "the block is on a device"
         assert block.pinned_for is None, "a unit of the trial runs"
+        bring_home(block)
         block.pinned_for = _HOST
     try:
         yield

@@ -587,9 +587,9 @@ class Pool:
     def _fail_beside(self, key: str, error: BaseException) -> None:
         """Bytes of a job could not be kept, as another's unit has found. That unit holds a block, so a thread ends the job."""
         thread = threading.Thread(target=self._end_failed, args=(key, error), name="hydra-fail", daemon=True)
-        with self._changed:
+        with self._changed:  # or a shutdown could come between the two, and wait for a thread that has not begun
             self._failing.append(thread)
-        thread.start()
+            thread.start()
 
     def _end_failed(self, key: str, error: BaseException) -> None:
         with contextlib.suppress(HydraTuneError):  # the pool has broken down, which ends all jobs as well

@@ -140,11 +140,8 @@ class ModelState:
             rules: what is done with gradients.
             device: on whose copy thread, where host memory is made.
         """
-        groups = self.groups(names)
-        for group in groups:
-            bring_home(group)
         with ExitStack() as stack:
-            for group in groups:
+            for group in self.groups(names):
                 stack.enter_context(staying_home(group))
             device.on_host(lambda: self._step(gradients, rules))
 

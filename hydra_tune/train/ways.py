@@ -1,8 +1,8 @@
 """How long an optimizer step would take on one device, data-parallel on several, and pipelined: the cost model of splitting.
 
 Seconds of units are the trial's own, measured; bytes are the pilot's; the bandwidth of a link is that of the pool's copies so
-far. Devices are taken to be alike. A device computes or copies, one after the other, for nothing is loaded ahead, and a value
-that goes from one device to another passes two links.
+far. Devices are taken to be alike. A device computes or copies, one after the other, for units of a split step are not sent
+ahead. A value that goes from one device to another passes two links.
 
 Note: what is copied in a step of m batches. Let W be the bytes of parameters, G of their gradients, O of optimizer state, all
 of them over all shards, m' the batches that one of D devices runs, m / D rounded up.
