@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import psutil
 
-from hydra_tune.devices.discovery import open_devices, parse_bandwidth
+from hydra_tune.devices.discovery import num_cores, open_devices, parse_bandwidth
 from hydra_tune.devices.link import link_of
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.memory.disk import Disk
@@ -260,6 +260,7 @@ class HydraExecutor:
         host_bytes = self._host_bytes or int(psutil.virtual_memory().available * _HOST_SHARE)
         devices = open_devices(self._devices, self._device_memory, self._link_bandwidth)
         self._width = self._max_concurrent or 2 * len(devices)
+        has_cpu = any(device.torch_device.type == "cpu" for device in devices)
         library = PlanLibrary(
             Budget(
                 budget_bytes=min(device.budget_bytes for device in devices),
@@ -270,6 +271,9 @@ class HydraExecutor:
                 trials=-(-self._width // len(devices)),
                 host_bytes=host_bytes // self._width,
                 link=functools.cache(lambda: link_of(devices[0])),
+                # A host beside GPUs is slower than they are, and has nothing else to compute.
+                checks_sample=not has_cpu,
+                host_threads=1 if has_cpu else num_cores(),
             )
         )
         self._device_names = tuple(device.name for device in devices)

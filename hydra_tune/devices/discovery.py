@@ -39,7 +39,7 @@ def open_devices(
     """
     budget = None if device_memory is None else parse_bytes(device_memory, what="device_memory")
     if devices == "auto":
-        devices = "cuda" if torch.cuda.is_available() else f"cpu:{_num_cores()}"
+        devices = "cuda" if torch.cuda.is_available() else f"cpu:{num_cores()}"
     cpu, cuda = _CPU.fullmatch(devices), _CUDA.fullmatch(devices)
     if cpu:
         return _open_cpu(int(cpu[1] or 1), budget, parse_bandwidth(link_bandwidth))
@@ -52,7 +52,7 @@ def open_devices(
     raise ConfigError(f"devices must be 'auto', 'cuda', 'cuda:0,1' or 'cpu:2', not {devices!r}")
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Cores this process may use; not every system can tell them from those there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -71,7 +71,7 @@ def parse_bandwidth(text: str | int | None, what: str = "link_bandwidth") -> int
 def _open_cpu(count: int, budget: int | None, link_bandwidth: int | None) -> list[Device]:
     if count < 1:
         raise ConfigError("devices='cpu:N' needs N of at least 1")
-    cores, most = _num_cores(), _num_cores() * _MOST_CPU_DEVICES_PER_CORE
+    cores, most = num_cores(), num_cores() * _MOST_CPU_DEVICES_PER_CORE
     if count > most:
         raise ConfigError(
             f"devices='cpu:{count}' asks for more than {most} CPU devices, on {cores} cores; use cpu:{cores}"

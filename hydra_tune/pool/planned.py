@@ -10,7 +10,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import ConfigError
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.plan import Plan
-from hydra_tune.simulate.profile import FORMAT
+from hydra_tune.simulate.model import PROFILE_FORMAT
 from hydra_tune.task import TrainTask
 from hydra_tune.train import grouped
 from hydra_tune.train.clock import UnitTimes
@@ -33,7 +33,7 @@ def planned_profile(
             for name, task in tasks.items()
         ]
     return {
-        "format": FORMAT,
+        "format": PROFILE_FORMAT,
         "trials": trials,
         "devices": [{"name": d.name, "memory_bytes": d.budget_bytes, "bandwidth": bandwidth} for d in devices],
         "max_concurrent": max_concurrent,

@@ -30,8 +30,9 @@ from hydra_tune.shard.pilot import Pilot, UpdatePilot
 from hydra_tune.shard.plan import Plan, build_plan, operators
 from hydra_tune.shard.precision import autocast, share_casts
 from hydra_tune.shard.rules import GradientRules
+from hydra_tune.shard.sample import Sample, sample_of
 from hydra_tune.shard.separable import check_separable
-from hydra_tune.shard.streams import preserved_streams
+from hydra_tune.shard.streams import intraop_threads, preserved_streams
 from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.shard.verify import verify, verify_close
 from hydra_tune.shard.whole import whole_plan
@@ -54,6 +55,8 @@ class Budget:
         trials: trials in flight for each device.
         host_bytes: host memory for each trial in flight; None for as much as it likes.
         link: how fast the devices' copies are, if that can be compared with seconds measured on the host.
+        checks_sample: whether a plan may be checked with a few samples of its batch; see `sample.py`.
+        host_threads: intra-op threads to check plans with, which changes nothing but the time that takes.
     """
 
     budget_bytes: int
@@ -64,6 +67,8 @@ class Budget:
     trials: int = 1
     host_bytes: int | None = None
     link: Callable[[], Link | None] = lambda: None
+    checks_sample: bool = False
+    host_threads: int = 1
 
     @property
     def buffer_bytes(self) -> int:
@@ -230,11 +235,8 @@ class PlanLibrary:
 
     def _attempt(self, request: _Request, answers: list[Answer]) -> Prepared | CaptureError:
         try:
-            twin = _twin(request.model)
-            with GATE.exclusive(), autocast(request.task.precision):
-                captured = capture(request.task, twin, request.batch, request.mode, answering(answers))
-            share_casts(captured, state_specs(request.model), captured.precision)
-            return self._cut(request, captured)
+            captured = _captured(request, request.batch, answers)
+            return self._cut(request, captured, answers)
         except CaptureError as error:
             return CaptureError(str(error))
         except HydraTuneError:
@@ -242,21 +244,9 @@ class PlanLibrary:
         except Exception as error:  # noqa: BLE001 - whatever fails on fakes is run whole, and shown if that fails too
             return CaptureError(f"the captured graph cannot be run in parts: {describe(error)}")
 
-    def _cut(self, request: _Request, captured: Captured) -> Prepared:
-        specs = state_specs(request.model)
-        analysis = analyse(captured, specs, request.leaves.tensors)
+    def _cut(self, request: _Request, captured: Captured, answers: list[Answer]) -> Prepared:
+        analysis, pilot = self._measured(request, captured, request.leaves.tensors)
         _check_gradients(captured, analysis)
-        pilot = Pilot(
-            captured,
-            analysis,
-            specs,
-            request.leaves.tensors,
-            update=self._update_pilot(request, specs),
-            alignment=self.budget.alignment,
-            groups={} if request.like is None else request.like.groups(specs),
-            rules=GradientRules.of(request.task),
-            updates_on_host=self.budget.updates_on_host,
-        )
         nodes = len(captured.nodes)
         partitioner = Partitioner(
             pilot, analysis, nodes, budget_bytes=self.budget.budget_bytes, buffer_bytes=self.budget.buffer_bytes
@@ -271,10 +261,8 @@ class PlanLibrary:
         kept = plan if request.task.compile else keeping(plan, pilot, request.task.activations, room)
         with GATE.shared():
             if request.mode == "train" and len(plan.shards) > 1:
-                check_separable(request.optimizer, dict(request.model.named_parameters()), specs)
-            seconds, kept_seconds = verify(
-                request.task, _twin(request.model), plan, request.batch, request.guards, None if kept is plan else kept
-            )
+                check_separable(request.optimizer, dict(request.model.named_parameters()), state_specs(request.model))
+        seconds, kept_seconds = self._verified(request, captured, answers, plan, kept)
         if kept_seconds is not None:
             if request.task.activations == "auto":
                 kept = chosen(plan, kept, seconds, kept_seconds, self.budget.link(), room)
@@ -284,6 +272,56 @@ class PlanLibrary:
             with GATE.exclusive():  # the first run compiles
                 seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
         return Prepared(plan=plan, seconds=seconds, guard=request.guard)
+
+    def _measured(self, request: _Request, captured: Captured, tensors: tuple[Tensor, ...]) -> tuple[Analysis, Pilot]:
+        """Where a captured step may be cut, and what its parts would need."""
+        specs = state_specs(request.model)
+        analysis = analyse(captured, specs, tensors)
+        pilot = Pilot(
+            captured,
+            analysis,
+            specs,
+            tensors,
+            update=self._update_pilot(request, specs),
+            alignment=self.budget.alignment,
+            groups={} if request.like is None else request.like.groups(specs),
+            rules=GradientRules.of(request.task),
+            updates_on_host=self.budget.updates_on_host,
+        )
+        return analysis, pilot
+
+    def _verified(
+        self, request: _Request, captured: Captured, answers: list[Answer], plan: Plan, kept: Plan
+    ) -> tuple[UnitSeconds, UnitSeconds | None]:
+        """Seconds of the units of a plan and of the one that keeps activations, once both are known to be right."""
+        sample = self._sample(request, captured, answers, plan, kept) if self.budget.checks_sample else None
+        if sample is not None:
+            with suppress(Exception):  # whatever is wrong with the few samples, all of them decide
+                found = self._verify(request, sample.plan, sample.kept, sample.batch)
+                if request.guard is None or request.guard.holds(request.leaves.tensors):
+                    return sample.for_all(found[0]), None if found[1] is None else sample.for_all(found[1])
+            request.guards.clear()
+        return self._verify(request, plan, kept, request.batch)
+
+    def _verify(self, request: _Request, plan: Plan, kept: Plan, batch: Any) -> tuple[UnitSeconds, UnitSeconds | None]:
+        other = None if kept is plan else kept
+        with GATE.shared(), intraop_threads(self.budget.host_threads):
+            return verify(request.task, _twin(request.model), plan, batch, request.guards, other)
+
+    def _sample(
+        self, request: _Request, captured: Captured, answers: list[Answer], plan: Plan, kept: Plan
+    ) -> Sample | None:
+        try:
+            return sample_of(
+                captured,
+                plan,
+                kept,
+                request.leaves,
+                lambda batch: _captured(request, batch, answers),
+                lambda small, tensors: self._measured(request, small, tensors),
+            )
+        except Exception:  # noqa: BLE001 - a step may have its reasons not to take fewer samples
+            return None
 
     def _whole(self, request: _Request, reason: CaptureError) -> Prepared:
         specs = state_specs(request.model)
@@ -315,6 +353,15 @@ def _twin(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
+
+
+def _captured(request: _Request, batch: Any, answers: list[Answer]) -> Captured:
+    """The step for a batch as a graph."""
+    twin = _twin(request.model)
+    with GATE.exclusive(), autocast(request.task.precision):
+        captured = capture(request.task, twin, batch, request.mode, answering(answers))
+    share_casts(captured, state_specs(request.model), captured.precision)
+    return captured
 
 
 def _answers(request: _Request) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""The process's random streams, put back after whatever is tried on copies."""
+"""What of the process is put back after whatever is tried on copies: its random streams, and how many threads compute."""
 
 import random
 import sys
@@ -20,3 +20,14 @@ def preserved_streams() -> Iterator[None]:
         random.setstate(states[1])
         if numpy is not None:
             numpy.random.set_state(states[2])
+
+
+@contextmanager
+def intraop_threads(count: int) -> Iterator[None]:
+    """Let operators that this thread calls on the host compute with so many threads meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -16,6 +16,9 @@ MAX_PARTS = (
     10_000_000  # shards of all trials together, or devices: more would fill the memory before a simulation began
 )
 
+PROFILE_FORMAT = 1
+"""Of the files that `profile.py` reads."""
+
 
 def check_size(count: int, what: str) -> None:
     """Refuse a simulation too large to be held in memory.

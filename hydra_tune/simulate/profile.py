@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule import Unit
 from hydra_tune.simulate.model import (
+    PROFILE_FORMAT,
     Outage,
     Scenario,
     SimulatedDevice,
@@ -25,7 +26,6 @@ from hydra_tune.simulate.script import Script, scripts_of
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
-FORMAT = 1
 
 
 class _Part(BaseModel):
@@ -110,7 +110,7 @@ class _Outage(_Part):
 
 
 class _Profile(_Part):
-    format: int = FORMAT
+    format: int = PROFILE_FORMAT
     trials: list[_Trial] = Field(min_length=1)
     devices: list[_Device] = Field(min_length=1)
     slowdowns: list[_Slowdown] = Field(default_factory=list)
@@ -160,8 +160,10 @@ def parse_profile(content: Any, *, source: str) -> Scenario:
         profile = _Profile.model_validate(content)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{source}: {_found(detail)}" for detail in error.errors())) from error
-    if profile.format != FORMAT:
-        raise ConfigError(f"{source}: format must be {FORMAT}, not {profile.format}; it is from another version")
+    if profile.format != PROFILE_FORMAT:
+        raise ConfigError(
+            f"{source}: format must be {PROFILE_FORMAT}, not {profile.format}; it is from another version"
+        )
     try:
         check_size(sum(group.num_parts for group in profile.trials), "shards of all trials together")
         return Scenario(
@@ -245,7 +247,7 @@ def measured_profile(
         steps = max(1, round(result.units_run / (pairs + result.num_shards - 1)))
         trials.append({"name": f"job{number}", "shards": step, "steps": steps})
     return {
-        "format": FORMAT,
+        "format": PROFILE_FORMAT,
         "trials": trials,
         "devices": [
             {"name": name, "memory_bytes": device.budget_bytes, "bandwidth": bandwidth}
@@ -284,7 +286,7 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
     copy_seconds = sum(copy.ended_ns - copy.began_ns for copy in copies) / _SECOND
     bandwidth = sum(copy.nbytes for copy in copies) / copy_seconds if copy_seconds else None
     return {
-        "format": FORMAT,
+        "format": PROFILE_FORMAT,
         "trials": trials,
         "devices": [
             {"name": device.name, "memory_bytes": device.budget_bytes, "bandwidth": bandwidth}

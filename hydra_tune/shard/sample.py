@@ -1,0 +1,161 @@
+"""A step of a few samples, which is checked in place of a step of many where the host would take too long over that one.
+
+Note: why that is enough. A plan is checked against the eager step because a capture bakes in whatever Python has done on its
+way: and what it has baked in is in the graph. So the step is captured once more, with the first few samples of the batch. If
+both graphs call the same operators, in the same order, on the same values, with the same numbers, and with sizes that are the
+same or in the ratio of the batches, Python took the same way both times, and what holds of the small graph holds of the large
+one: it is the same arithmetic for more samples. Anything else that differs, and the large step itself is checked.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from hydra_tune.shard.analysis import Analysis
+from hydra_tune.shard.batch import Leaves, flatten
+from hydra_tune.shard.capture import Captured
+from hydra_tune.shard.outcome import UnitSeconds
+from hydra_tune.shard.pilot import Pilot
+from hydra_tune.shard.plan import Plan, build_plan
+
+_COUNT = 2  # samples; with one, BatchNorm refuses to train, and a dimension of 1 takes other operators
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A plan's step for a few samples.
+
+    Attributes:
+        batch: the samples.
+        plan: cut as the plan of the whole batch, recomputing its activations.
+        kept: the same, keeping what the other keeps.
+        size: samples in the whole batch.
+    """
+
+    batch: Any
+    plan: Plan
+    kept: Plan
+    size: int
+
+    def for_all(self, seconds: UnitSeconds) -> UnitSeconds:
+        """What the units of the whole batch take, if those of the few have taken this."""
+        factor = self.size / _COUNT
+        return UnitSeconds(
+            forward=tuple(value * factor for value in seconds.forward),
+            backward=tuple(value * factor for value in seconds.backward),
+        )
+
+
+def sample_of(
+    captured: Captured,
+    plan: Plan,
+    kept: Plan,
+    leaves: Leaves,
+    capture_again: Callable[[Any], Captured],
+    measure: Callable[[Captured, tuple[Tensor, ...]], tuple[Analysis, Pilot]],
+) -> Sample | None:
+    """The step for the first samples of a batch.
+
+    Args:
+        captured: the step of the whole batch.
+        plan: recomputes activations.
+        kept: the same plan with activations kept, or `plan` itself.
+        leaves: of the whole batch.
+        capture_again: captures the step of another batch.
+        measure: analyses a captured step.
+
+    Returns:
+        The sample; None if nothing shows that both are one step, or if there are not twice as many samples in the batch.
+    """
+    batch = _first_samples(leaves)
+    if batch is None:
+        return None
+    size = leaves.tensors[0].shape[0]
+    small = capture_again(batch)
+    if not _is_one_step(captured, small, size):
+        return None
+    analysis, pilot = measure(small, flatten(batch).tensors)
+    if not set(plan.cuts) <= set(analysis.cuts):
+        return None
+    small_plan = build_plan(small, analysis, pilot, [0, *plan.cuts, len(small.nodes)])
+    small_kept = small_plan if kept is plan else _keeping_like(kept, small_plan, pilot)
+    return None if small_kept is None else Sample(batch=batch, plan=small_plan, kept=small_kept, size=size)
+
+
+def _first_samples(leaves: Leaves) -> Any | None:
+    sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in leaves.tensors}
+    if len(sizes) != 1 or min(sizes) < 2 * _COUNT:
+        return None  # not every tensor has one entry for each sample, as far as can be told, or little would be saved
+    return leaves.rebuild(tuple(tensor[:_COUNT].clone() for tensor in leaves.tensors))
+
+
+def _keeping_like(kept: Plan, plan: Plan, pilot: Pilot) -> Plan | None:
+    shards = []
+    for model, shard in zip(kept.shards, plan.shards, strict=True):
+        if model.keeps_activations:
+            cost = pilot.cost_keeping(shard.graph.first, shard.graph.last)
+            if cost is None:
+                return None
+            shards.append(replace(shard, cost=cost, activations=model.activations))
+        else:
+            shards.append(shard)
+    return replace(plan, shards=tuple(shards))
+
+
+class _Comparison:
+    """Goes through two graphs side by side.
+
+    Args:
+        size: samples that the first was captured with; the second was with a few.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._numbers: dict[fx.Node, int] = {}
+
+    def is_same(self, large: fx.Graph, small: fx.Graph) -> bool:
+        """Whether node by node they do the same."""
+        nodes, others = list(large.nodes), list(small.nodes)
+        if len(nodes) != len(others):
+            return False
+        for number, (one, other) in enumerate(zip(nodes, others, strict=True)):
+            self._numbers[one] = self._numbers[other] = number
+            if one.op == "get_attr" or one.op != other.op or one.target != other.target:
+                return False
+            if not self._is_alike((one.args, one.kwargs), (other.args, other.kwargs)):
+                return False
+        return True
+
+    def _is_alike(self, one: Any, other: Any) -> bool:
+        """Whether two nodes' arguments are the same but for sizes."""
+        (leaves, tree), (others, other_tree) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+        return tree == other_tree and all(map(self._is_same_argument, leaves, others))
+
+    def _is_same_argument(self, one: Any, other: Any) -> bool:
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, fx.Node):
+            return self._numbers[one] == self._numbers[other]
+        if isinstance(one, float):
+            return bool(one.hex() == other.hex())
+        is_size = isinstance(one, int) and not isinstance(one, bool)
+        return bool(one == other) or (is_size and one * _COUNT == other * self._size)
+
+
+def _is_one_step(large: Captured, small: Captured, size: int) -> bool:
+    constants = large.constants, small.constants
+    return (
+        (large.state, large.inputs, large.outputs, large.names)
+        == (small.state, small.inputs, small.outputs, small.names)
+        and constants[0].keys() == constants[1].keys()
+        and all(_is_equal(tensor, constants[1][name]) for name, tensor in constants[0].items())
+        and _Comparison(size).is_same(large.module.graph, small.module.graph)
+    )
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
