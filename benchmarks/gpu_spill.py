@@ -226,7 +226,7 @@ def show(options: argparse.Namespace, arguments: list[str]) -> int:
         f"{whole['parameters']:,} parameters, {options.batch} x {options.length} tokens; large pinned copies "
         f"{whole['up'] / 1e9:.1f} GB/s up, {whole['down'] / 1e9:.1f} GB/s down"
     )
-    columns = ("arm", "shards", "first step over after", "s a step", "speed", "GB in", "GB out", "overlap", "roofline s", "of it",
+    columns = ("arm", "shards", "first step at", "s a step", "speed", "GB in", "GB out", "overlap", "roofline s", "of it",
                "peak GiB", "allocated GiB", "loss")  # fmt: skip
     table = Table(*columns)
     table.add_row(
