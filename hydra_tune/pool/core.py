@@ -1,0 +1,244 @@
+"""The core of a pool: what the scheduler is told, what it commands, and how jobs end.
+
+Drivers, workers and the preparer hand their events to the state machine here, under one lock, and what it commands is passed
+on from here: units go to the workers' inboxes, jobs to the preparer's. Memory is given back after the lock is free. Knows
+nothing of how a unit is run, or a model prepared.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from hydra_tune.errors import HydraTuneError
+from hydra_tune.pool.ahead import NextUnits
+from hydra_tune.pool.job import Failed, Finished, Job, Result
+from hydra_tune.pool.record import Record
+from hydra_tune.pool.recorder import Recorder
+from hydra_tune.schedule import (
+    Admit,
+    Command,
+    Event,
+    JobStopped,
+    Policy,
+    Run,
+    Scheduler,
+    ShardMoved,
+    Unit,
+    UnitFinished,
+)
+
+
+class Core:
+    """Decides, carries out, and lets jobs end.
+
+    Args:
+        policy, max_concurrent, admission: of the scheduler; see `Scheduler`.
+        devices: their names.
+        recorder: keeps what happens; None: nothing is kept.
+        sends_ahead: whether anybody asks what a device does next.
+
+    Attributes:
+        changed: the lock that everything here is under; notified when a job ends or memory is given back.
+        records: the jobs that are not over, by name.
+        next_units: says what a device does next; None: nobody asks.
+        inboxes: by device, the units that its worker is to run; None ends it.
+        to_prepare: jobs that are admitted; None ends the preparer.
+        is_closed: whether no job is taken any more.
+        error: what the pool has broken down with.
+        abandoned: jobs that it has broken down under; their memory is given back at shutdown.
+        failing: threads that end jobs whose bytes could not be kept.
+        scheduler_seconds: CPU time spent deciding.
+        units_saved: that pruned and cancelled jobs would still have run.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        max_concurrent: int,
+        admission: str,
+        devices: Sequence[str],
+        recorder: Recorder | None,
+        sends_ahead: bool,
+    ) -> None:
+        self.scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
+        self.changed = threading.Condition()
+        self.records: dict[str, Record] = {}
+        self.inboxes: dict[str, queue.SimpleQueue[tuple[Record, Unit] | None]] = {
+            name: queue.SimpleQueue() for name in devices
+        }
+        self.to_prepare: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self.next_units: NextUnits | None = None
+        if sends_ahead:
+            self.next_units = NextUnits(policy, self.scheduler, devices, self.records, self.changed)
+        self.is_closed = False
+        self.error: BaseException | None = None
+        self.abandoned: list[Record] = []
+        self.failing: list[threading.Thread] = []
+        self.scheduler_seconds = 0.0
+        self.units_saved = 0
+        self._recorder = recorder
+        self._moves: deque[tuple[str, int, str | None]] = deque()
+        self._to_release: deque[Record] = deque()
+
+    # The state machine.
+
+    def tell(self, *events: Event) -> None:
+        """Hand events to the machine, and carry out what it commands.
+
+        Raises:
+            HydraTuneError: the pool has broken down before.
+        """
+        with self.changed:
+            self.decide(*events)
+        self.release_all()
+
+    def decide(self, *events: Event) -> None:
+        """The same under the lock; when it is free `release_all` has to follow.
+
+        Raises:
+            HydraTuneError: the pool has broken down before.
+        """
+        if self.error is not None:
+            raise HydraTuneError(f"the pool has stopped after an error: {self.error}") from self.error
+        start, now = time.thread_time(), time.perf_counter_ns()
+        moves = self._shard_moves(events)
+        try:
+            commands = self.scheduler.handle(*moves, *events)
+        except BaseException as error:
+            self.break_down(error)
+            raise
+        if self.next_units is not None:
+            self.next_units.decided((*moves, *events), commands)
+        self.scheduler_seconds += time.thread_time() - start
+        if self._recorder is not None:
+            self._recorder.decided(now, [*moves, *events], commands)
+        for command in commands:
+            self._carry_out(command)
+
+    def moved(self, key: str, shard: int, device: str | None) -> None:
+        """A shard of a job has been loaded, or has left a device (None). On any thread, under a block's lock."""
+        self._moves.append((key, shard, device))
+
+    def release_all(self) -> None:
+        """Not under the lock: give back the memory of jobs that are over, whichever thread's event ended them."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._release(self._to_release.popleft())
+
+    def _shard_moves(self, events: tuple[Event, ...]) -> list[ShardMoved]:
+        """Loads and spills since the last call, as far as they are about a unit that a device may be given now."""
+        concerned: dict[str, Record] = {}
+        with contextlib.suppress(IndexError):
+            while True:
+                key, shard, device = self._moves.popleft()
+                if key in self.records:
+                    concerned[key] = self.records[key]
+                    concerned[key].places[shard] = device
+        for event in events:
+            if isinstance(event, UnitFinished) and event.job in self.records:
+                concerned[event.job] = self.records[event.job]
+        told = [(key, record.news()) for key, record in concerned.items()]
+        return [ShardMoved(job=key, shard=news[0], device=news[1]) for key, news in told if news is not None]
+
+    def _carry_out(self, command: Command) -> None:
+        """Under the lock, where a command is no more than a word to another thread."""
+        record = self.records[command.job]
+        if isinstance(command, Run):
+            self.inboxes[command.device].put((record, command.unit))
+        elif isinstance(command, Admit):
+            record.job.enter("preparing")
+            self.to_prepare.put(record)
+        else:
+            record.is_released = True
+            self._to_release.append(record)
+
+    # Ends.
+
+    def stop_completed(self, record: Record) -> None:
+        """The job has no further unit: it ends with the unit that is finishing now."""
+        with self.changed:
+            if record.outcome is None:
+                assert record.trial is not None
+                record.outcome = record.trial.outcome
+                self.decide(JobStopped(job=record.job.key))
+        self.release_all()
+
+    def fail(self, record: Record, error: BaseException, event: Event) -> None:
+        """The job's own code, or a unit of it, has raised; `event` is what the scheduler is told."""
+        with self.changed:
+            record.fail(error)
+            self.decide(event)
+        self.release_all()
+
+    def failure(self, key: str) -> Callable[[BaseException], None]:
+        """What is to be called when bytes of a job could not be kept, as another's unit has found.
+
+        That unit holds a block, so a thread of its own ends the job.
+        """
+
+        def fail_beside(error: BaseException) -> None:
+            thread = threading.Thread(target=self._end_failed, args=(key, error), name="hydra-fail", daemon=True)
+            with self.changed:  # or a shutdown could come between the two, and wait for a thread that has not begun
+                self.failing.append(thread)
+                thread.start()
+
+        return fail_beside
+
+    def _end_failed(self, key: str, error: BaseException) -> None:
+        with contextlib.suppress(HydraTuneError):  # the pool has broken down, which ends all jobs as well
+            with self.changed:
+                record = self.records.get(key)
+                if record is None or record.outcome is not None:
+                    return
+                record.fail(error)
+                self.decide(JobStopped(job=key))
+                self.changed.notify_all()
+            self.release_all()
+
+    def _release(self, record: Record) -> None:
+        """The job is over and nothing of it runs: give its memory back and say so."""
+        result = Result(status="failed", error=HydraTuneError("interrupted while the job's memory was given back"))
+        try:
+            recorded = contextlib.nullcontext() if self._recorder is None else self._recorder.release(record.job.key)
+            with recorded, record.tenant.at_work():
+                result = record.finish()
+        finally:
+            # Whatever happens, Ctrl-C in a driver's thread included: a job that is over must say so.
+            self._say_over(record.job, result)
+
+    def _say_over(self, job: Job, result: Result) -> None:
+        with self.changed:
+            if self.records.pop(job.key, None) is None:
+                return  # the pool has broken down meanwhile, and has said so
+            self.units_saved += result.units_saved
+            job.end(result)
+            self.changed.notify_all()
+        if job.events is not None:
+            job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))
+
+    @contextlib.contextmanager
+    def breaking(self) -> Iterator[None]:
+        """Around a thread's life: an error of the pool itself, or of a policy, fails all jobs and leaves none waiting."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - it goes into every job's result
+            self.break_down(error)
+
+    def break_down(self, error: BaseException) -> None:
+        """Fail all jobs and take no others."""
+        with self.changed:
+            self.is_closed = True
+            self.error = self.error or error
+            records = list(self.records.values())
+            self.records.clear()
+            self.abandoned += records  # their units may still run: their memory is given back at shutdown
+            self.changed.notify_all()
+        for record in records:
+            result = Result(status="failed", error=error)
+            record.job.end(result)
+            if record.job.events is not None:
+                record.job.events.put(Failed(record.job, result))

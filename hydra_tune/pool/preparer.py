@@ -1,0 +1,91 @@
+"""The preparer: one thread that builds, captures and cuts the models of jobs that are admitted, one at a time."""
+
+import torch
+
+from hydra_tune.devices.device import Device
+from hydra_tune.memory.host import HostTier
+from hydra_tune.pool.core import Core
+from hydra_tune.pool.lending import JobHelpers, Lender
+from hydra_tune.pool.record import Record, unit_of
+from hydra_tune.pool.room import has_room
+from hydra_tune.schedule import JobAdmitted, JobRejected
+from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.trial import Trial
+
+
+class Preparer:
+    """Makes jobs ready to run.
+
+    Args:
+        core: of the pool.
+        library: where plans come from.
+        device: any device of the pool, for host memory.
+        lender: asked by trials whose steps could be split.
+        host: sends to disk what is beyond `host_bytes`; None: the host has to have room for all.
+        host_bytes: host memory for the state of all admitted jobs.
+    """
+
+    def __init__(
+        self, core: Core, library: PlanLibrary, device: Device, lender: Lender, host: HostTier | None, host_bytes: int
+    ) -> None:
+        self._core = core
+        self._library = library
+        self._device = device
+        self._lender = lender
+        self._host = host
+        self._host_bytes = host_bytes
+
+    def work(self) -> None:
+        """The thread's life."""
+        torch.set_num_threads(1)
+        with self._core.breaking():
+            while (record := self._core.to_prepare.get()) is not None:
+                with record.tenant.at_work():
+                    self._prepare(record)
+                del record  # or the last job's model would live until the next one comes
+
+    def _prepare(self, record: Record) -> None:
+        """Build, capture and cut a job's model, and wait until the host has room for its state."""
+        core, job = self._core, record.job
+        try:
+            if record.outcome is not None:
+                core.tell(JobRejected(job=job.key))
+                return
+            helpers = JobHelpers(self._lender, record)
+            trial = Trial(job.task, self._library, self._device, helpers, self._host, record.tenant)
+            record.trial = trial
+            unit = record.advance(report_is_free=True)
+            if trial.state is not None:
+                trial.state.watch(lambda shard, device: core.moved(job.key, shard, device))
+            self._await_host_memory(record)
+        except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
+            core.fail(record, error, JobRejected(job=job.key))
+            return
+        assert isinstance(unit, PendingUnit | None), "a first step has one unit at a time"
+        if unit is None:
+            core.stop_completed(record)
+            core.tell(JobRejected(job=job.key))
+            return
+        with core.changed:
+            job.enter("running")
+            core.decide(
+                JobAdmitted(
+                    job=job.key,
+                    unit=unit_of(unit),
+                    remaining_seconds=trial.remaining_seconds,
+                    step_seconds=trial.step_seconds,
+                )
+            )
+        core.release_all()
+
+    def _await_host_memory(self, record: Record) -> None:
+        core = self._core
+        with core.changed:
+            core.changed.wait_for(
+                lambda: (
+                    record.outcome is not None or has_room(record, core.records.values(), self._host_bytes, self._host)
+                )
+            )
+        assert record.trial is not None
+        record.trial.reserve_host()

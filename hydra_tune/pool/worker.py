@@ -1,0 +1,173 @@
+"""The worker of one device: runs the units it is sent, each with what comes right after it, and says what is due next."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from hydra_tune.devices.device import Device
+from hydra_tune.memory.pager import Pager
+from hydra_tune.memory.prefetch import Need, Prefetch
+from hydra_tune.observe.turns import current_turn
+from hydra_tune.pool.core import Core
+from hydra_tune.pool.job import Reported
+from hydra_tune.pool.record import Following, Record
+from hydra_tune.pool.recorder import Recorder
+from hydra_tune.pool.stats import DeviceStats
+from hydra_tune.schedule import Unit, UnitFailed, UnitFinished
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.trial import Report, Trial, run_unit
+
+Instrument = Callable[[], AbstractContextManager[Any]]
+
+RESUME = Unit(kind="resume", shard=0, seconds=0.0)  # a trial goes on after a report: its own code, no shard unit
+
+
+class Worker:
+    """Runs units on one device.
+
+    Args:
+        core: of the pool.
+        device: whose thread this is.
+        pager: of the device.
+        instrument: returns a context manager, entered around every unit.
+        recorder: keeps what happens; None: nothing is kept.
+
+    Attributes:
+        busy_seconds: time spent in units.
+        units: units run.
+    """
+
+    def __init__(
+        self, core: Core, device: Device, pager: Pager, instrument: Instrument | None, recorder: Recorder | None
+    ) -> None:
+        self.busy_seconds = 0.0
+        self.units = 0
+        self._core = core
+        self._device = device
+        self._pager = pager
+        self._instrument = instrument
+        self._recorder = recorder
+        self._prefetch = None if core.next_units is None else Prefetch(pager)
+
+    def work(self) -> None:
+        """The thread's life."""
+        inbox = self._core.inboxes[self._device.name]
+        with self._core.breaking(), self._device.worker():
+            while (item := inbox.get()) is not None:
+                with self._turn(item[0]):
+                    self._run(*item)
+                del item  # or the last job's model would live until the next one comes
+
+    def stats(self) -> DeviceStats:
+        """Figures since the pool began."""
+        pager = self._pager
+        return DeviceStats(
+            budget_bytes=self._device.budget_bytes,
+            peak_bytes=pager.ledger.peak_bytes,
+            resident_bytes=pager.resident_bytes,
+            busy_seconds=self.busy_seconds,
+            bytes_in_by_kind={kind.value: count for kind, count in pager.bytes_in.items()},
+            bytes_out_by_kind={kind.value: count for kind, count in pager.bytes_out.items()},
+            units=self.units,
+            bytes_ahead=pager.bytes_ahead,
+            bytes_in_vain=pager.bytes_in_vain,
+            waiting_seconds=pager.waiting_ns / 1e9,
+            copying_seconds=pager.copying_ns / 1e9,
+        )
+
+    @contextlib.contextmanager
+    def _turn(self, record: Record) -> Iterator[None]:
+        recorder = self._recorder
+        recorded = contextlib.nullcontext() if recorder is None else recorder.turn(record.job.key, self._device.name)
+        with recorded, record.tenant.at_work():
+            yield
+
+    def _run(self, record: Record, unit: Unit) -> None:
+        """Run a unit and go on to the job's next one."""
+        job = record.job
+        assert record.trial is not None
+        trial = record.trial
+        seconds = 0.0
+        following: Following | None = None
+        try:
+            if unit.kind != RESUME.kind:
+                seconds = self._run_pending(record, trial, unit)
+            following = self._go_on(record, unit)
+            while _is_update(following.step, unit.shard):
+                # Just in time, while parameters and gradients are here: a backward's update is no decision of its own.
+                seconds += self._run_pending(record, trial, unit)
+                following = self._go_on(record, unit)
+        except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
+            following = None  # the error's traceback keeps this frame, and a unit keeps its trial
+            self._core.fail(record, error, UnitFailed(job=job.key, device=self._device.name))
+            return
+        if following.is_end and record.outcome is None:
+            self._core.stop_completed(record)
+        self._finish_unit(record, seconds, following)
+
+    def _go_on(self, record: Record, unit: Unit) -> Following:
+        if record.outcome is not None:
+            return Following()
+        return record.go_on(unit, self._device.name, report_is_free=record.job.events is None)
+
+    def _run_pending(self, record: Record, trial: Trial, unit: Unit) -> float:
+        pending = record.take(unit)
+        prefetch = self._prefetch
+        if prefetch is not None:
+            prefetch.asks = lambda: self._next_needs(record, pending)
+        try:
+            seconds = self._timed_unit(pending)
+        finally:
+            if prefetch is not None:
+                prefetch.asks = None
+        trial.finished(pending, seconds)
+        return seconds
+
+    def _next_needs(self, record: Record, pending: PendingUnit) -> list[Need]:
+        """What comes after a unit that begins to compute now; a question to the scheduler, and counted as such."""
+        core = self._core
+        assert core.next_units is not None
+        start = time.thread_time()
+        found = core.next_units.needs(record, pending, self._device.name)
+        taken = time.thread_time() - start
+        with core.changed:
+            core.scheduler_seconds += taken
+        return found
+
+    def _timed_unit(self, pending: PendingUnit) -> float:
+        start, turn = time.perf_counter(), current_turn()
+        try:
+            with contextlib.nullcontext() if turn is None else turn.unit(pending.kind, pending.shard):
+                return run_unit(pending, self._device, self._pager, self._instrument)
+        finally:
+            self.units += 1
+            self.busy_seconds += time.perf_counter() - start
+
+    def _finish_unit(self, record: Record, seconds: float, following: Following) -> None:
+        core, job, trial = self._core, record.job, record.trial
+        assert trial is not None
+        report = following.step if isinstance(following.step, Report) else None
+        units = following.units
+        with core.changed:
+            if report is not None and record.outcome is None:
+                job.enter("waiting")
+            done = UnitFinished(
+                job=job.key,
+                device=self._device.name,
+                seconds=seconds,
+                unit=units[0] if units else None,
+                remaining_seconds=trial.remaining_seconds,
+                step_seconds=trial.step_seconds,
+                others=units[1:],
+            )
+            if report is not None and job.events is not None:
+                # Under the lock: a job that is cancelled meanwhile must not be over before its report is out.
+                job.events.put(Reported(job, report.step, report.metrics))
+            core.decide(done)
+        core.release_all()
+
+
+def _is_update(step: PendingUnit | Report | None, shard: int) -> bool:
+    return isinstance(step, PendingUnit) and (step.kind, step.shard) == ("update", shard)
