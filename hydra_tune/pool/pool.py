@@ -242,6 +242,7 @@ class Pool:
                     busy_seconds=self._counts[name].busy_seconds,
                     bytes_in_by_kind={kind.value: count for kind, count in self._pagers[name].bytes_in.items()},
                     bytes_out_by_kind={kind.value: count for kind, count in self._pagers[name].bytes_out.items()},
+                    bytes_across_by_kind={kind.value: count for kind, count in self._pagers[name].bytes_across.items()},
                     units=self._counts[name].units,
                     bytes_ahead=self._pagers[name].bytes_ahead,
                     bytes_in_vain=self._pagers[name].bytes_in_vain,
