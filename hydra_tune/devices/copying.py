@@ -35,16 +35,8 @@ class CopyThread:
         self._pool = ThreadPoolExecutor(1, f"hydra-copy-{name}", initializer=_start, initargs=(setup,))
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run a function on the thread; returns its result or raises its exception.
-
-        What the function holds, tensors for one, the thread has let go of by then.
-        """
-        held = [function]
-
-        def run() -> T:
-            return held.pop()()
-
-        return self._pool.submit(run).result()
+        """Run a function on the thread; returns its result or raises its exception."""
+        return self._pool.submit(function).result()
 
     def close(self) -> None:
         """Finish what was asked for and end the thread."""
