@@ -42,7 +42,8 @@ class HydraExecutor:
     serve several studies, one after another or at once.
 
     Args:
-        devices: "auto" for every GPU, or one CPU device per core where there is none; "cuda", "cuda:0,1", "cpu:2".
+        devices: "auto" for every GPU, or one CPU device per core where there is none; "cuda", "cuda:0,1", "cpu:2"; "cuda:0,0"
+            makes two devices of one GPU, each with `device_memory`.
         device_memory: memory the pool may use on each device, e.g. "11GiB"; None for what is free, less a reserve.
         host_memory: host memory for the state of all trials in flight; None for 80% of what is free at the start.
         spill_dir: a folder on disk for what goes beyond `host_memory`; None: trials wait until the host has room for them.

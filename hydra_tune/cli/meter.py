@@ -42,6 +42,7 @@ def _views(stats: PoolStats, since: PoolStats | None) -> tuple[DeviceView, ...]:
                 budget_bytes=device.budget_bytes,
                 bytes_in_by_kind=dict(device.bytes_in_by_kind),
                 bytes_out_by_kind=dict(device.bytes_out_by_kind),
+                bytes_across_by_kind=dict(device.bytes_across_by_kind),
                 units=device.units,
             )
         )

@@ -1,17 +1,23 @@
 """`CpuDevice`: a virtual accelerator on the CPU, with a memory budget of its own and copies that really copy.
 
 Everything above devices is the same code as on a GPU, so the whole system runs, and is tested, without one.
+
+Note: links. A device whose link is slowed down has one link for all of its copies. A copy from another device goes out on that
+one's link and comes in on its own, at the same time: it has both for as long as the slower one needs. Links are taken in one
+order everywhere, so that two devices that copy from each other do not wait for each other.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, Link, Pairs
+from hydra_tune.devices.device import Device, Reach
 
 T = TypeVar("T")
 
@@ -52,6 +58,10 @@ class DefaultCpuGenerator:
         else:
             own.set_state(state)
 
+    def in_turn(self) -> AbstractContextManager[object]:
+        """Nothing to wait for: threads that draw from the default one take turns by another lock (`train/streams.py`)."""
+        return nullcontext()
+
 
 class CpuDevice:
     """One CPU core as a device.
@@ -60,6 +70,9 @@ class CpuDevice:
         index: the number in its name.
         budget_bytes: memory the pool may use on it.
         link_bandwidth: bytes a second that its copies take, both ways together; None: as fast as they are.
+
+    Attributes:
+        link: what slows its copies down, if anything does.
     """
 
     shares_generator = True
@@ -70,7 +83,7 @@ class CpuDevice:
         self.budget_bytes = budget_bytes
         self.alignment = CPU_ALIGNMENT
         self.generator = DefaultCpuGenerator()
-        self._link = None if link_bandwidth is None else Link(link_bandwidth)
+        self.link = None if link_bandwidth is None else Link(link_bandwidth)
         self._copies = CopyThread(self.name)
         self._ahead = BackgroundCopies(self.name)
 
@@ -108,6 +121,16 @@ class CpuDevice:
         """Copy device to host, in the background."""
         return self._ahead.start(pairs, lambda found: self._send(found, is_waited_for=False))
 
+    def reach(self, source: Device) -> Reach:
+        """Memory is memory: no nearer than the host's."""
+        return Reach.LINK if isinstance(source, CpuDevice) else Reach.NONE
+
+    def take_over(self, source: Device, pairs: Pairs) -> None:
+        """Copy from another CPU device's memory, over both links at once."""
+        assert isinstance(source, CpuDevice), "not in reach"
+        links = sorted({link for link in (source.link, self.link) if link is not None}, key=id)
+        self._copies.run(lambda: _over(links, pairs, is_waited_for=True))
+
     def synchronize(self) -> None:
         """Nothing is ever pending: CPU operators are done when they return."""
 
@@ -117,11 +140,15 @@ class CpuDevice:
         self._copies.close()
 
     def _send(self, pairs: Pairs, *, is_waited_for: bool) -> None:
-        if self._link is None:
-            _copy(pairs)
-            return
-        nbytes = sum(target.nbytes for _, target in pairs)
-        self._link.send(lambda: _copy(pairs), nbytes, is_waited_for=is_waited_for)
+        _over(() if self.link is None else (self.link,), pairs, is_waited_for=is_waited_for)
+
+
+def _over(links: Sequence[Link], pairs: Pairs, *, is_waited_for: bool) -> None:
+    """Copy, and have all of these links meanwhile, taken in their order."""
+    copy, nbytes = partial(_copy, pairs), sum(target.nbytes for _, target in pairs)
+    for link in reversed(links):
+        copy = partial(link.send, copy, nbytes, is_waited_for=is_waited_for)
+    copy()
 
 
 def _copy(pairs: Pairs) -> None:

@@ -1,4 +1,4 @@
-"""`CudaDevice`: one GPU.
+"""`CudaDevice`: one GPU, or a part of one: several devices may lie on one GPU, each with streams and a budget of its own.
 
 Note: stream order. The worker thread computes on one stream, loads run on another and spills on a third, so that both go on
 beside what computes. Events alone put them in order; nobody waits for the whole device. Each copy, made on a copy thread,
@@ -13,20 +13,36 @@ compute stream, and the allocator may give it to that stream's next work as soon
 on it too, unknown to the allocator: so a copy refers to its tensors until it is over (`Copy`), and the pager frees a block
 that is on its way only when its copy is over or was never begun. No `record_stream` is needed, and none is wanted: with it
 memory would come back at a time that nobody can tell. Host memory is pinned; it is referred to in the same way.
+
+Note: from GPU to GPU. What is taken over from another GPU is copied by the GPUs themselves, over NVLink or PCIe, where they can
+access each other's memory. Torch makes such a copy on the stream that is current for the source's GPU, with a barrier before
+and after it to the one that is current for the target's: the source's outward stream and the target's inward stream, so that
+it is in line with what leaves the one and what comes to the other. Before it both wait for the compute streams of both devices:
+the source may still be written there, and the memory of the target still be read. It is waited for on the host, by the target's
+copy thread, so that neither the source nor the target is given up before it is over. Between devices on one GPU it is a copy
+within its memory, on the target's inward stream alone.
+
+Note: several devices on one GPU. They have the caching allocator in common, whose cap is the sum of their budgets; each one's
+memory belongs to its own compute stream. They also have the GPU's default generator in common: whoever sets it, draws, and
+reads it again does so in turn.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, Pairs
+from hydra_tune.devices.device import Device, Reach
 
 T = TypeVar("T")
 
 CUDA_ALIGNMENT = 512  # bytes; what torch's caching allocator gives
+
+_TURNS: dict[int, threading.Lock] = {}  # by GPU: who draws from its default generator
 
 
 class CudaGenerator:
@@ -34,6 +50,7 @@ class CudaGenerator:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._turn = _TURNS.setdefault(device.index, threading.Lock())
 
     def get_state(self) -> Tensor:
         """The state, as a host tensor."""
@@ -43,26 +60,34 @@ class CudaGenerator:
         """Set the state."""
         torch.cuda.set_rng_state(state, self._device)
 
+    def in_turn(self) -> AbstractContextManager[object]:
+        """One at a time on a GPU."""
+        return self._turn
+
 
 class CudaDevice:
-    """One GPU.
+    """One GPU, or a part of one.
 
     Args:
         index: as CUDA counts them.
         budget_bytes: memory the pool may use on it; the caching allocator is held to it.
+        part: its number among several devices on this GPU; None: it is the only one.
+
+    Attributes:
+        outward: the stream of copies that leave its memory.
     """
 
-    shares_generator = False
+    shares_generator = False  # each draws from its GPU's, in turn
 
-    def __init__(self, index: int, budget_bytes: int) -> None:
-        self.name = f"cuda:{index}"
+    def __init__(self, index: int, budget_bytes: int, part: int | None = None) -> None:
+        self.name = cuda_name(index, part)
         self.torch_device = torch.device("cuda", index)
         self.budget_bytes = budget_bytes
         self.alignment = CUDA_ALIGNMENT
         self.generator = CudaGenerator(self.torch_device)
         self._compute = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._inward = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._outward = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self.outward = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._copies = CopyThread(self.name, self._choose)
         self._loads = BackgroundCopies(f"{self.name}-in", self._choose)
         self._spills = BackgroundCopies(f"{self.name}-out", self._choose)
@@ -89,23 +114,38 @@ class CudaDevice:
 
     def load(self, pairs: Pairs) -> None:
         """Copy host to device."""
-        ready = self._computed()
+        ready = self.computed()
         self._copies.run(lambda: _copy(pairs, self._inward, ready))
 
     def spill(self, pairs: Pairs) -> None:
         """Copy device to host."""
-        ready = self._computed()
-        self._copies.run(lambda: _copy(pairs, self._outward, ready))
+        ready = self.computed()
+        self._copies.run(lambda: _copy(pairs, self.outward, ready))
 
     def start_load(self, pairs: Pairs) -> Copy:
         """Copy host to device, in the background."""
-        ready = self._computed()
+        ready = self.computed()
         return self._loads.start(pairs, lambda found: _copy(found, self._inward, ready))
 
     def start_spill(self, pairs: Pairs) -> Copy:
         """Copy device to host, in the background."""
-        ready = self._computed()
-        return self._spills.start(pairs, lambda found: _copy(found, self._outward, ready))
+        ready = self.computed()
+        return self._spills.start(pairs, lambda found: _copy(found, self.outward, ready))
+
+    def reach(self, source: Device) -> Reach:
+        """Near is where a GPU, here the source's, can write to the other one's memory itself."""
+        if not isinstance(source, CudaDevice):
+            return Reach.NONE
+        here, there = self.torch_device, source.torch_device
+        is_near = here == there or torch.cuda.can_device_access_peer(there, here)
+        return Reach.NEAR if is_near else Reach.NONE
+
+    def take_over(self, source: Device, pairs: Pairs) -> None:
+        """Copy from another device's memory, GPU to GPU."""
+        assert isinstance(source, CudaDevice), "not in reach"
+        ready = [source.computed(), self.computed()]
+        beside = () if source.torch_device == self.torch_device else (source.outward,)
+        self._copies.run(lambda: _copy(pairs, self._inward, *ready, beside=beside))
 
     def synchronize(self) -> None:
         """Wait for the compute stream."""
@@ -119,18 +159,35 @@ class CudaDevice:
     def _choose(self) -> None:
         torch.cuda.set_device(self.torch_device)
 
-    def _computed(self) -> torch.cuda.Event:
+    def computed(self) -> torch.cuda.Event:
         """What is queued on the compute stream by now."""
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(self._compute)
         return ready
 
 
-def _copy(pairs: Pairs, stream: torch.cuda.Stream, ready: torch.cuda.Event) -> None:
-    """Copy on a stream, behind an event, and wait for it."""
+def cuda_name(index: int, part: int | None) -> str:
+    """What a device is called."""
+    return f"cuda:{index}" if part is None else f"cuda:{index}/{part}"
+
+
+def _copy(
+    pairs: Pairs, stream: torch.cuda.Stream, *ready: torch.cuda.Event, beside: Sequence[torch.cuda.Stream] = ()
+) -> None:
+    """Copy on a stream, behind events, and wait for it.
+
+    Args:
+        pairs: what to copy.
+        stream: on which.
+        ready: what it waits for.
+        beside: streams to be current on other GPUs meanwhile.
+    """
     copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        stream.wait_event(ready)
+    with ExitStack() as current:
+        for one in (*beside, stream):
+            current.enter_context(torch.cuda.stream(one))
+            for event in ready:
+                one.wait_event(event)
         for source, target in pairs:
             target.copy_(source, non_blocking=True)
         copied.record(stream)

@@ -4,10 +4,15 @@ Note: who allocates what. Device memory is allocated by the device's worker thre
 `on_host`). On a CPU device both are ordinary memory, and the thread is what tells them apart: whatever the worker thread
 allocates while a unit runs is device memory and lies under the device's budget. So what is filled in the background is
 allocated by the worker before its unit computes.
+
+Note: what goes across. Bytes that are on one device and wanted on another can be copied there in one go (`take_over`), where
+the two can do that; `reach` says whether they can, and what it is worth. A copy across takes the links of both devices for as
+long as one copy takes, where the way over the host takes each of them in turn.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Protocol, TypeVar
 
 import torch
@@ -18,6 +23,14 @@ from hydra_tune.devices.copying import Copy, Pairs
 T = TypeVar("T")
 
 
+class Reach(Enum):
+    """How bytes come to a device from another one."""
+
+    NONE = "over the host only"
+    LINK = "in one copy, over the links that copies from the host take as well"
+    NEAR = "in one copy, faster than from the host"
+
+
 class RandomGenerator(Protocol):
     """A device's default random generator."""
 
@@ -26,6 +39,9 @@ class RandomGenerator(Protocol):
 
     def set_state(self, state: Tensor) -> None:
         """Set the state."""
+
+    def in_turn(self) -> AbstractContextManager[object]:
+        """Entered around draws for which the state was set, where other threads may do the same."""
 
 
 class Device(Protocol):
@@ -76,6 +92,20 @@ class Device(Protocol):
 
     def start_spill(self, pairs: Pairs) -> Copy:
         """Begin to copy device tensors to host tensors, as the work asked for so far leaves them; otherwise as `start_load`."""
+
+    def reach(self, source: "Device") -> Reach:
+        """How bytes of another device come here; the same whenever it is asked."""
+
+    def take_over(self, source: "Device", pairs: Pairs) -> None:
+        """Copy tensors of another device to tensors of this one, pairs of (source, target); done when it returns.
+
+        On this device's worker thread. Nobody may touch the tensors until it is done. Sources are copied as the work that was
+        asked of their device so far leaves them.
+
+        Args:
+            source: the other device, which is in reach.
+            pairs: what to copy.
+        """
 
     def synchronize(self) -> None:
         """Wait until everything started on the device is done."""

@@ -1,10 +1,13 @@
 """Which devices there are, and what of them the pool may use.
 
-`"auto"` takes every visible GPU, or one CPU device per core where there is none.
+`"auto"` takes every visible GPU, or one CPU device per core where there is none. A GPU that is named several times is several
+devices, each with a budget of its own, so that what needs several GPUs can be tried on one.
 """
 
 import os
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -30,8 +33,9 @@ def open_devices(
     """Open the devices a text names.
 
     Args:
-        devices: "auto"; "cuda" for all GPUs; "cuda:0,2" for some; "cpu:2" for two CPU devices.
-        device_memory: budget of each, e.g. "11GiB"; None for what is free, less a reserve.
+        devices: "auto"; "cuda" for all GPUs; "cuda:0,2" for some; "cuda:0,0" for two devices, "cuda:0/0" and "cuda:0/1", on
+            one GPU; "cpu:2" for two CPU devices.
+        device_memory: budget of each, e.g. "11GiB"; None for what is free, less a reserve, shared by the devices on a GPU.
         link_bandwidth: what the copies of CPU devices are slowed down to, e.g. "200MB/s"; None: not at all.
 
     Raises:
@@ -94,19 +98,42 @@ def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:
     for index in indices:
         if index >= found:
             raise ConfigError(f"devices names GPU {index}, but there are {found}, numbered from 0")
-    if len(set(indices)) < len(indices):
-        raise ConfigError(f"devices='cuda:{wanted}' names a GPU twice")
-    return [_open_gpu(index, budget) for index in indices]
+    budgets: dict[int, int] = {}
+    for index, count in Counter(indices).items():
+        free, total = gpu_memory(index)
+        budgets[index], fraction = gpu_share(index, count, budget, free, total)
+        torch.cuda.set_per_process_memory_fraction(fraction, index)
+    return [CudaDevice(index, budgets[index], part) for index, part in gpu_parts(indices)]
 
 
-def _open_gpu(index: int, budget: int | None) -> Device:
-    free, total = gpu_memory(index)
-    if budget is not None and budget > total:
-        raise ConfigError(f"device_memory is {format_bytes(budget)}, but cuda:{index} has {format_bytes(total)}")
-    device = CudaDevice(index, budget or int(free * (1 - _RESERVE)))
-    fraction = min(1.0, device.budget_bytes / total * (1 + _RESERVE))
-    torch.cuda.set_per_process_memory_fraction(fraction, index)
-    return device
+def gpu_parts(indices: Sequence[int]) -> list[tuple[int, int | None]]:
+    """The devices that a list of GPUs names: each with its number among those on its GPU, or None if it is the only one."""
+    counts, seen = Counter(indices), Counter[int]()
+    found: list[tuple[int, int | None]] = []
+    for index in indices:
+        found.append((index, seen[index] if counts[index] > 1 else None))
+        seen[index] += 1
+    return found
+
+
+def gpu_share(index: int, count: int, budget: int | None, free: int, total: int) -> tuple[int, float]:
+    """What each of some devices on one GPU may use, and the part of its memory to which the allocator is held for all of them.
+
+    Args:
+        index: of the GPU.
+        count: of devices on it.
+        budget: what each is to have; None: their share of what is free.
+        free: bytes of the GPU that nobody uses.
+        total: all of its bytes.
+
+    Raises:
+        ConfigError: that is more than there is.
+    """
+    if budget is not None and budget * count > total:
+        asked = format_bytes(budget) if count == 1 else f"{format_bytes(budget)} for each of {count} devices"
+        raise ConfigError(f"device_memory is {asked}, but cuda:{index} has {format_bytes(total)}")
+    each = budget or int(free * (1 - _RESERVE)) // count
+    return each, min(1.0, each * count / total * (1 + _RESERVE))
 
 
 def gpu_memory(index: int) -> tuple[int, int]:

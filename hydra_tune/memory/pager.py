@@ -1,7 +1,8 @@
 """The pager: brings blocks to its device before a unit runs, and makes room by spilling what is needed last.
 
 Every resident block and every running unit's workspace is on the ledger, so that their sum never exceeds the budget. A clean
-block is dropped to make room, a dirty one written back first. A block is on one device at most.
+block is dropped to make room, a dirty one written back first. A block is on one device at most; one that is on another device
+is taken over from there in one copy, where the devices can do that and the host's copy is not as good.
 
 Note: what is needed last. A trial uses its shards forth and back, so what it has not used for longest it needs last; but its
 optimizer state it uses once a step, always in the same order, so what it has used just now it needs last. A trial that runs
@@ -14,8 +15,15 @@ sent ahead goes last.
 Note: locks. A unit pins its blocks, then makes room, then loads. Pinning waits for a block's lock and holds only that one;
 making room locks one victim at a time and skips those pinned for this device; loading locks one block and needs no room any
 more. Nobody waits for one block's lock while holding another's. A block that is pinned for another device but still here may be
-spilled like any other, for that device loads it from the host as well: so two units that want each other's blocks cannot wait
-for each other's room. What a pager still waits for is a block being fetched from it at this moment.
+spilled like any other, for that device can load it from the host as well: so two units that want each other's blocks cannot
+wait for each other's room. What a pager still waits for is a block being fetched from it at this moment.
+
+Note: taken over. A block that only another device has is copied from there to here; it stays as it was, dirty with a stale
+host copy or none, and no byte of it passes the host. Room here is taken before, as for a load, and room there given back when
+the copy is over; meanwhile the block's lock is held, so that nobody moves or frees the source. A write-back that has begun is
+let finish first, one that has not is called off. A block that the host has as well comes from there, unless the other device
+is nearer (`Reach`): else that one's link would be taken for nothing. A disk tier changes nothing of this: whether there is a
+host copy, or a file, and of which bytes, is as before.
 
 Note: bytes under way. Copies in the background (`memory/prefetch.py`) end by themselves: a thread that copies takes no lock.
 So whoever holds a block's lock may wait for that block's copy, and nobody can wait for him in turn but those who want that
@@ -33,7 +41,7 @@ from typing import Self
 
 from torch import Tensor
 
-from hydra_tune.devices.device import Device
+from hydra_tune.devices.device import Device, Reach
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Coming, Kind, whole_storage
 from hydra_tune.memory.host import HostTier
@@ -57,7 +65,8 @@ class Pager:
         host: counts host copies and sends some to disk; None: the host has room for all.
 
     Attributes:
-        bytes_in, bytes_out: bytes loaded and spilled.
+        bytes_in, bytes_out: bytes loaded from and spilled to the host.
+        bytes_across: bytes taken over from other devices.
         bytes_ahead, bytes_in_vain: bytes loaded in the background, and those of them that no unit came for.
         waiting_ns, copying_ns: nanoseconds that units waited for copies, and that copies took.
         begins: called on the worker's thread when a unit's blocks are there and it begins to compute.
@@ -72,6 +81,7 @@ class Pager:
         self.ledger = Ledger(device.name, device.budget_bytes)
         self.bytes_in: Counter[Kind] = Counter()
         self.bytes_out: Counter[Kind] = Counter()
+        self.bytes_across: Counter[Kind] = Counter()
         self.link = LinkMeter()
         self.bytes_ahead = 0
         self.bytes_in_vain = 0
@@ -81,6 +91,7 @@ class Pager:
         self.num_leases = 0
         self.last_short = -_SHORT_LEASES
         self.owner: int | None = None
+        self._reaches: dict[str, Reach] = {}  # by name: how blocks come from other devices
         self._resident: OrderedDict[int, Block] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
@@ -181,28 +192,68 @@ class Pager:
     def _fetch(self, block: Block) -> None:
         """Move a pinned block here, from the host or from another device; its room is taken already."""
         with block.lock:
-            other = block.home
             if block.coming is not None:
                 block.coming.home.discard(block)
+            other = block.home
             if isinstance(other, Pager):
-                other.write_back(block)
-                other.release(block)
-            if block.tier is not None:
-                block.tier.recall(block, self.device)
-            start = time.perf_counter_ns()
-            assert block.host is not None, "a block that is nowhere"
-            data = self.device.empty(block.size)
-            begun = time.perf_counter()
-            self.device.load([(block.host, data)])
-            self.link.copied(block.size, time.perf_counter() - begun)
-            if block.tier is not None:
-                block.tier.loaded(block)
-            self.bytes_in[block.kind] += block.size
-            block.data, block.home, block.dirty = data, self, False
-            block.moved()
-            self._waited("in", block, start)
+                self._fetch_from(other, block)
+            else:
+                self._load(block)
         with self._lock:
             self._resident[id(block)] = block
+
+    def _load(self, block: Block) -> None:
+        """Copy a block from the host. Under its lock."""
+        if block.tier is not None:
+            block.tier.recall(block, self.device)
+        start = time.perf_counter_ns()
+        assert block.host is not None, "a block that is nowhere"
+        data = self.device.empty(block.size)
+        begun = time.perf_counter()
+        self.device.load([(block.host, data)])
+        self.link.copied(block.size, time.perf_counter() - begun)
+        if block.tier is not None:
+            block.tier.loaded(block)
+        self.bytes_in[block.kind] += block.size
+        block.data, block.home, block.dirty = data, self, False
+        block.moved()
+        self._waited("in", block, start)
+
+    def _fetch_from(self, other: "Pager", block: Block) -> None:
+        """Move a block here from another device, by the way that is the shortest (see the note). Under its lock."""
+        name = other.device.name
+        reach = self._reaches.get(name)
+        if reach is None:
+            reach = self._reaches[name] = self.device.reach(other.device)
+        if reach is not Reach.NONE and block.leaving is not None:
+            other.finish_leaving(block, keep=True)
+        if reach is Reach.NEAR or (reach is Reach.LINK and (block.dirty or block.host is None)):
+            self._take_over(other, block, reach)
+        else:
+            other.write_back(block)
+            other.release(block)
+            self._load(block)
+
+    def _take_over(self, other: "Pager", block: Block, reach: Reach) -> None:
+        """Copy a block from another device, which has it no longer then. Under its lock."""
+        start = time.perf_counter_ns()
+        assert block.data is not None, "a block is on its home"
+        data = self.device.empty(block.size)
+        begun = time.perf_counter()
+        self.device.take_over(other.device, [(block.data, data)])
+        if reach is Reach.LINK:
+            self.link.copied(block.size, time.perf_counter() - begun)
+        self.bytes_across[block.kind] += block.size
+        block.data, block.home = data, self
+        block.moved()
+        other.part_with(block)
+        self._waited("across", block, start)
+
+    def part_with(self, block: Block) -> None:
+        """Another device has taken a block over. Call under the block's lock."""
+        with self._lock:
+            self._resident.pop(id(block), None)
+        self.ledger.give_back(block.nbytes)
 
     # What is under way in the background.
 

@@ -64,8 +64,9 @@ class DeviceView:
         resident_bytes: bytes on the device now.
         peak_bytes: the most bytes there were.
         budget_bytes: bytes there may be.
-        bytes_in_by_kind: bytes loaded.
-        bytes_out_by_kind: bytes spilled.
+        bytes_in_by_kind: bytes loaded from the host.
+        bytes_out_by_kind: bytes spilled to the host.
+        bytes_across_by_kind: bytes taken over from another device.
         units: shard units it ran.
     """
 
@@ -76,6 +77,7 @@ class DeviceView:
     budget_bytes: int
     bytes_in_by_kind: Mapping[str, int] = field(default_factory=dict)
     bytes_out_by_kind: Mapping[str, int] = field(default_factory=dict)
+    bytes_across_by_kind: Mapping[str, int] = field(default_factory=dict)
     units: int = 0
 
 

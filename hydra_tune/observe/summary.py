@@ -114,7 +114,7 @@ def _error_lines(view: SweepView) -> list[str]:
 def _device_table(devices: tuple[DeviceView, ...]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("device", no_wrap=True)
-    for name in ("busy", "peak / budget", "bytes in", "bytes out", "units"):
+    for name in ("busy", "peak / budget", "bytes in", "bytes out", "across", "units"):
         table.add_column(name, justify="right", no_wrap=True)
     for device in devices:
         table.add_row(
@@ -123,6 +123,7 @@ def _device_table(devices: tuple[DeviceView, ...]) -> Table:
             f"{format_bytes(device.peak_bytes)} / {format_bytes(device.budget_bytes)}",
             format_bytes(sum(device.bytes_in_by_kind.values())),
             format_bytes(sum(device.bytes_out_by_kind.values())),
+            format_bytes(sum(device.bytes_across_by_kind.values())),
             str(device.units),
         )
     return table

@@ -21,7 +21,8 @@ class Action(NamedTuple):
         what: one of
             "lease": blocks are pinned, `nbytes` of workspace asked for;
             "grow": `nbytes` more workspace;
-            "in", "out": a block was copied to the device, or from it to the host;
+            "in", "out": a block was copied to the device from the host, or from it to the host;
+            "across": a block was copied to the device from another one, which has it no longer;
             "free": a block that the host has as well made room;
             "adopt": a unit made a block of `nbytes`;
             "end": of the lease; `blocks` are those whose bytes only the device has;
@@ -145,7 +146,7 @@ class Turn:
         return [
             Sent(a.what, a.blocks[0], a.nbytes, a.at_ns - a.copy_ns, a.at_ns)
             for a in self.actions
-            if a.what in ("in", "out") and a.copy_ns
+            if a.what in ("in", "out", "across") and a.copy_ns
         ]
 
     def follow(self, what: str, block: AnyBlock, copy: AnyCopy) -> None:

@@ -12,13 +12,14 @@ class DeviceStats:
         peak_bytes: most that the ledger has ever held.
         resident_bytes: parameters, optimizer state and values on it now.
         busy_seconds: time spent in units, their loads and spills included.
-        bytes_in_by_kind, bytes_out_by_kind: bytes loaded and spilled, as parameters, buffers, optimizer, activations,
-            gradients and inputs.
+        bytes_in_by_kind, bytes_out_by_kind: bytes loaded from and spilled to the host, as parameters, buffers, optimizer,
+            activations, gradients and inputs.
+        bytes_across_by_kind: bytes taken over from another device, which are not among the others; counted where they come to.
         units: shard units run.
         bytes_ahead: of the bytes loaded, those that were sent while an earlier unit computed.
         bytes_in_vain: of these, those that no unit came for.
-        waiting_seconds: time that units waited for loads and spills.
-        copying_seconds: time that loads and spills took, those that nobody waited for included.
+        waiting_seconds: time that units waited for loads and spills, and for what came from another device.
+        copying_seconds: time that all these took, those that nobody waited for included.
     """
 
     budget_bytes: int
@@ -28,6 +29,7 @@ class DeviceStats:
     bytes_in_by_kind: dict[str, int]
     bytes_out_by_kind: dict[str, int]
     units: int
+    bytes_across_by_kind: dict[str, int] = field(default_factory=dict)
     bytes_ahead: int = 0
     bytes_in_vain: int = 0
     waiting_seconds: float = 0.0
@@ -40,13 +42,18 @@ class DeviceStats:
 
     @property
     def bytes_in(self) -> int:
-        """Bytes loaded."""
+        """Bytes loaded from the host."""
         return sum(self.bytes_in_by_kind.values())
 
     @property
     def bytes_out(self) -> int:
-        """Bytes spilled."""
+        """Bytes spilled to the host."""
         return sum(self.bytes_out_by_kind.values())
+
+    @property
+    def bytes_across(self) -> int:
+        """Bytes taken over from other devices."""
+        return sum(self.bytes_across_by_kind.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,7 @@ class Worker:
             busy_seconds=self.busy_seconds,
             bytes_in_by_kind={kind.value: count for kind, count in pager.bytes_in.items()},
             bytes_out_by_kind={kind.value: count for kind, count in pager.bytes_out.items()},
+            bytes_across_by_kind={kind.value: count for kind, count in pager.bytes_across.items()},
             units=self.units,
             bytes_ahead=pager.bytes_ahead,
             bytes_in_vain=pager.bytes_in_vain,

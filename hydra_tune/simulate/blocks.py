@@ -3,6 +3,10 @@
 Follows `hydra_tune.memory.pager` rule by rule: blocks are pinned, room is made by spilling what is needed last,
 what is missing is loaded, clean blocks leave without a copy, a block is on one device at most.
 
+What another device has and the host has not is taken over from there, as it was in the run. A block that was brought from a
+device by the way over the host in the run is so here; and where a run has taken nothing over, how long that takes is taken from
+its loads.
+
 What was sent ahead in the run, or written back in the background, is so here as well, where that is possible; a unit waits for
 it as long as it did in the run, or until the copy would be over.
 
@@ -50,6 +54,7 @@ class _Device:
     resident: OrderedDict[int, _Block] = field(default_factory=OrderedDict)  # least recently used first
     bytes_in: int = 0
     bytes_out: int = 0
+    bytes_across: int = 0
     owner: str = ""  # the job whose unit runs, or ran last
     num_leases: int = 0
 
@@ -84,7 +89,8 @@ class Blocks:
         self._of_job: dict[str, list[_Block]] = {}
         for block in self._blocks.values():
             self._of_job.setdefault(block.facts.job, []).append(block)
-        self._ns_per_byte = {what: _pace(recording, what) for what in ("in", "out")}
+        self._ns_per_byte = {what: _pace(recording, what) for what in ("in", "out", "across")}
+        self._ns_per_byte["across"] = self._ns_per_byte["across"] or self._ns_per_byte["in"]
 
     @property
     def bytes_in(self) -> int:
@@ -95,6 +101,11 @@ class Blocks:
     def bytes_out(self) -> int:
         """Bytes spilled."""
         return sum(device.bytes_out for device in self._devices.values())
+
+    @property
+    def bytes_across(self) -> int:
+        """Bytes taken over from another device."""
+        return sum(device.bytes_across for device in self._devices.values())
 
     def act(self, name: str, action: Action, copies: Copies) -> Iterator[int]:
         """Do what a turn does with a device's memory.
@@ -257,12 +268,23 @@ class Blocks:
         """The room is taken already."""
         yield from _until_next(copies)
         yield from self._wait_for(block)
-        if block.place is not None:
-            yield from self._write_back(block, copies)
+        known, is_dirty = {copy.what for copy in copies if copy.block == block.number}, False
+        is_elsewhere = block.place is not None and not block.is_coming
+        if is_elsewhere and "out" not in known:
+            yield from self._await(block, copies)
+        # As in the run; where that is not known, what only a device has.
+        if is_elsewhere and ("across" in known or (block.dirty and "in" not in known)):
+            device.bytes_across += block.facts.nbytes
+            yield from self._copy("across", block, copies)
+            is_dirty = block.dirty
             self._release(block)
-        device.bytes_in += block.facts.nbytes
-        yield from self._copy("in", block, copies)
-        block.place = device.name
+        else:
+            if block.place is not None:
+                yield from self._write_back(block, copies)
+                self._release(block)
+            device.bytes_in += block.facts.nbytes
+            yield from self._copy("in", block, copies)
+        block.place, block.dirty = device.name, is_dirty
         device.resident[block.number] = block
         self._say(block)
 

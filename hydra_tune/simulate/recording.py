@@ -16,6 +16,7 @@ DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 _FORMAT = 2
 _KEY = "hydra_tune"
+_TITLES = {"in": "load", "out": "spill", "across": "take over"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ class Recording:
             for copy in (*turn.copies, *turn.sent):
                 facts = self.blocks.get(copy.block) or BlockFacts("", "", 0, None)  # it may have had no unit
                 what = {"job": facts.job, "kind": facts.kind, "shard": facts.shard, "bytes": copy.nbytes}
-                title = f"{'load' if copy.what == 'in' else 'spill'} {facts.kind}"
+                title = f"{_TITLES[copy.what]} {facts.kind}"
                 yield _bar(title, row + 1, copy.began_ns - start, copy.ended_ns - start, what)
 
 

@@ -45,6 +45,7 @@ class Replay:
         policy, recorded_policy: who decided in the simulation, and in the run.
         recorded, simulated: all calls of the scheduler.
         bytes_in, bytes_out: loaded and spilled in the simulation.
+        bytes_across: taken over from another device in the simulation.
         leaves_out_ahead: whether the run sent bytes ahead, and the simulation did not: with another policy it is not known
             what would have been sent, so units wait for all that they load, and the time is one without double buffering.
     """
@@ -55,6 +56,7 @@ class Replay:
     simulated: tuple[Decision, ...] = field(repr=False)
     bytes_in: int
     bytes_out: int
+    bytes_across: int = 0
     leaves_out_ahead: bool = False
 
     @property
@@ -104,6 +106,7 @@ class Replay:
             "same_order": self.is_same_order,
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
+            "bytes_across": self.bytes_across,
             "leaves_out_ahead": self.leaves_out_ahead,
         }
 
@@ -170,6 +173,7 @@ class _Player:
             simulated=tuple(self._decisions),
             bytes_in=self._blocks.bytes_in,
             bytes_out=self._blocks.bytes_out,
+            bytes_across=self._blocks.bytes_across,
             leaves_out_ahead=not self._sends_ahead and any(turn.sent for turn in self._recording.turns),
         )
 

@@ -30,14 +30,14 @@ _RELEASE = Unit(kind="release", shard=0, seconds=0.0)
 STOP = "stop"
 """An action of a turn that is not one of memory: the job is told to stop while its unit runs."""
 
-_CAUSED = ("in", "out", "free", "await", "keep")
+_CAUSED = ("in", "out", "across", "free", "await", "keep")
 
 
 class Copy(NamedTuple):
     """What an action of a turn caused.
 
     Args:
-        what: "in", "out", "free", "await" or "keep".
+        what: "in", "out", "across", "free", "await" or "keep".
         block: which.
         wait_ns: before it began, from what was done before.
         copy_ns: of the copy, or of the wait for it.

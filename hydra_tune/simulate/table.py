@@ -47,7 +47,10 @@ def print_replay(console: Console, played: Replay) -> None:
         ("run", format_seconds(played.recorded_seconds)),
         ("simulated", f"{format_seconds(played.simulated_seconds)} ({ratio:.3f} of the run)"),
         ("order", order if played.is_same_order else f"{order} until the first that differs"),
-        ("moved", format_bytes(played.bytes_in + played.bytes_out)),
+        (
+            "moved",
+            f"{format_bytes(played.bytes_in + played.bytes_out)}, and {format_bytes(played.bytes_across)} between devices",
+        ),
     ]
     if played.leaves_out_ahead:
         rows.append(("sent ahead", "nothing, unlike in the run: what another policy would have sent is not known"))

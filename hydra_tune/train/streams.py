@@ -142,12 +142,13 @@ class RandomStreams:
     def _drawing_on_gpu(self, device: Device, *, keep: bool) -> Iterator[None]:
         if self._gpu_state is None:
             self._gpu_state = torch.Generator(device.torch_device).manual_seed(self._seed).get_state()
-        device.generator.set_state(self._gpu_state)
-        try:
-            yield
-        finally:
-            if keep:
-                self._gpu_state = device.generator.get_state()
+        with device.generator.in_turn():
+            device.generator.set_state(self._gpu_state)
+            try:
+                yield
+            finally:
+                if keep:
+                    self._gpu_state = device.generator.get_state()
 
     def _swap_in(self) -> None:
         torch.set_rng_state(self._torch.get_state())

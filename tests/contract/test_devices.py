@@ -8,10 +8,12 @@ import torch
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.cuda import CudaDevice
+from hydra_tune.devices.device import Reach
 
 BUDGET_BYTES = 64 << 20
 
 DEVICES = {"cpu": lambda: CpuDevice(0, BUDGET_BYTES), "cuda": lambda: CudaDevice(0, BUDGET_BYTES)}
+OTHERS = {"cpu": lambda: CpuDevice(1, BUDGET_BYTES), "cuda": lambda: CudaDevice(0, BUDGET_BYTES, part=1)}
 
 
 @pytest.fixture(params=DEVICES)
@@ -24,6 +26,14 @@ def device(request):
         yield made
     made.close()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def other(device):
+    """A second device of the same kind."""
+    made = OTHERS[device.torch_device.type]()
+    yield made
+    made.close()
 
 
 def host(device, values):
@@ -69,6 +79,37 @@ def test_what_is_loaded_and_spilled_comes_back(device):
     assert [tensor.tolist() for tensor in back] == [[11, 12, 13], [14, 15]]
     assert [tensor.tolist() for tensor in sources] == [[1, 2, 3], [4, 5]], "a copy, and not the same memory"
     device.load([])
+
+
+def test_what_is_taken_over_is_copied_as_the_other_devices_work_leaves_it(device, other):
+    size = 1 << 16
+    taken, back = device.empty(size), host(device, [0] * size)
+    assert device.reach(other) is not Reach.NONE
+    for turn in range(1, 4):
+        with other.worker():
+            data = other.empty(size)
+            data.zero_()
+            for _ in range(20 * turn):
+                data.add_(1)
+        taken.zero_()
+        device.take_over(other, [(data, taken)])
+        taken.add_(1)
+        device.spill([(taken, back)])
+        assert back.unique().tolist() == [1 + 20 * turn]
+        assert data.unique().tolist() == [20 * turn], "a copy, and not the same memory"
+    device.take_over(other, [])
+
+
+def test_what_cannot_be_taken_over_comes_to_the_caller(device, other):
+    with pytest.raises(RuntimeError):
+        device.take_over(other, [(other.empty(2), device.empty(3))])
+
+
+def test_what_is_of_another_kind_is_out_of_reach(device):
+    class Alien:
+        torch_device = torch.device("meta")
+
+    assert device.reach(Alien()) is Reach.NONE
 
 
 def test_copies_are_ordered_with_the_work_of_the_worker(device):
@@ -198,3 +239,39 @@ def test_a_slow_link_lets_copies_that_are_waited_for_go_first():
     for copy in reversed(ahead):
         copy.cancel()
     slow.close()
+
+
+def test_a_copy_across_has_both_links_at_the_same_time():
+    size, bandwidth = 4000, 100_000
+    slow, slower = CpuDevice(0, BUDGET_BYTES, bandwidth), CpuDevice(1, BUDGET_BYTES, bandwidth / 2)
+    source, data = slower.empty(size).fill_(7), slow.empty(size)
+    start = time.perf_counter()
+    slow.take_over(slower, [(source, data)])
+    taken = time.perf_counter() - start
+    assert data.tolist() == [7] * size
+    assert taken >= 2 * size / bandwidth, "as long as the slower of the two needs"
+    begun = [device.start_load([(host(device, [1] * size), device.empty(size))]) for device in (slow, slower)]
+    slow.take_over(slower, [(source, data)])
+    for copy in begun:
+        assert copy.wait_quietly()
+    for device in (slow, slower):
+        device.close()
+
+
+def test_devices_that_take_over_from_each_other_do_not_wait_for_each_other():
+    devices = [CpuDevice(index, BUDGET_BYTES, 1_000_000) for index in range(3)]
+    data = [device.empty(100) for device in devices]
+
+    def work(number):
+        for turn in range(50):
+            source = (number + 1 + turn % 2) % 3
+            devices[number].take_over(devices[source], [(data[source], torch.empty(100, dtype=torch.uint8))])
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    for device in devices:
+        device.close()

@@ -252,10 +252,10 @@ def test_copies_that_are_late_change_no_number(monkeypatch, cycles):
     """Every copy stream is held up before each copy; what is sent ahead arrives when its unit should long have begun."""
     copy = cuda._copy
 
-    def late(pairs, stream, ready):
+    def late(pairs, stream, *ready, **options):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(cycles)
-        copy(pairs, stream, ready)
+        copy(pairs, stream, *ready, **options)
 
     if cycles:
         monkeypatch.setattr(cuda, "_copy", late)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.device import Reach
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind
 from hydra_tune.memory.pager import Pager, bring_home, drop
@@ -15,12 +16,19 @@ BUDGET_BYTES = 10 * 64
 SIZES = (1, 64, 100, 130, 200, 250)
 
 
+class Near(CpuDevice):
+    """Has other devices nearer than the host."""
+
+    def reach(self, source):
+        return Reach.NEAR
+
+
 class TwoDevices(RuleBasedStateMachine):
     """A model of the pagers: what each block should hold, by value."""
 
     def __init__(self):
         super().__init__()
-        self.devices = [CpuDevice(index, BUDGET_BYTES) for index in range(2)]
+        self.devices = [CpuDevice(0, BUDGET_BYTES), Near(1, BUDGET_BYTES)]
         self.pagers = [Pager(device) for device in self.devices]
         self.blocks: dict[Block, int] = {}
         for value, size in enumerate(SIZES):

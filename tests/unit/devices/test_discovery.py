@@ -4,7 +4,8 @@ import psutil
 import pytest
 import torch
 
-from hydra_tune.devices.discovery import open_devices
+from hydra_tune.devices.cuda import cuda_name
+from hydra_tune.devices.discovery import gpu_parts, gpu_share, open_devices
 from hydra_tune.errors import ConfigError
 
 
@@ -65,3 +66,41 @@ def test_other_texts_are_refused(text):
 def test_budgets_that_make_no_sense_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         open_devices(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("indices", "names"),
+    [
+        ([0], ["cuda:0"]),
+        ([0, 2], ["cuda:0", "cuda:2"]),
+        ([0, 0], ["cuda:0/0", "cuda:0/1"]),
+        ([1, 0, 1, 2, 1], ["cuda:1/0", "cuda:0", "cuda:1/1", "cuda:2", "cuda:1/2"]),
+    ],
+)
+def test_a_gpu_that_is_named_several_times_is_several_devices(indices, names):
+    found = gpu_parts(indices)
+    assert [index for index, _ in found] == indices
+    assert [cuda_name(*one) for one in found] == names
+
+
+def test_devices_on_one_gpu_share_it_and_the_allocator_is_held_to_what_they_have_together():
+    gib = 1 << 30
+    assert gpu_share(0, 1, 4 * gib, free=8 * gib, total=16 * gib) == (4 * gib, pytest.approx(0.25 * 1.08))
+    assert gpu_share(0, 2, 4 * gib, free=8 * gib, total=16 * gib) == (4 * gib, pytest.approx(0.5 * 1.08))
+    alone, half = (gpu_share(0, count, None, free=8 * gib, total=16 * gib) for count in (1, 2))
+    assert alone[0] == pytest.approx(8 * gib * 0.92, abs=1)
+    assert half[0] == alone[0] // 2
+    assert half[1] == pytest.approx(alone[1])
+    assert gpu_share(0, 2, 8 * gib, free=8 * gib, total=16 * gib)[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (1, "device_memory is 17.0 GiB, but cuda:3 has 16.0 GiB"),
+        (2, "device_memory is 17.0 GiB for each of 2 devices, but cuda:3 has 16.0 GiB"),
+    ],
+)
+def test_more_memory_than_a_gpu_has_is_refused(count, message):
+    with pytest.raises(ConfigError, match=message):
+        gpu_share(3, count, 17 << 30, free=8 << 30, total=16 << 30)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.device import Reach
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind
 from hydra_tune.memory.pager import Pager, bring_home, drop
@@ -249,7 +250,100 @@ def test_a_block_moves_between_devices_with_its_present_bytes(pagers, dirty):
         assert made.place == "cpu:1"
     assert one.ledger.used_bytes == one.resident_bytes == 0
     assert other.ledger.used_bytes == other.resident_bytes == SIZE
-    assert one.bytes_out == ({Kind.INPUTS: SIZE} if dirty else {})
+    assert (one.bytes_out, other.bytes_out) == ({}, {})
+    bytes_in = {Kind.INPUTS: SIZE}
+    assert (one.bytes_in, other.bytes_in) == (bytes_in, {} if dirty else bytes_in)
+    assert (one.bytes_across, other.bytes_across) == ({}, bytes_in if dirty else {})
+
+
+def changed(pager, made, value):
+    """A unit that changes a block."""
+    with pager.lease([made], 0):
+        made.data.fill_(value)
+        made.dirty = True
+
+
+def test_what_only_a_device_has_is_taken_over_and_the_host_copy_stays_as_it_was(pagers):
+    one, other = pagers
+    made = block(1)
+    changed(one, made, 8)
+    with other.lease([made], 0):
+        assert holds(made, 8)
+        assert made.dirty
+        assert bool((made.host == 1).all()), "stale"
+    with one.lease([made], 0):
+        assert holds(made, 8)
+    assert one.bytes_across == other.bytes_across == {Kind.INPUTS: SIZE}
+    with one.lease([block(), block()], 0):
+        assert made.home is None
+    assert holds(made, 8), "written back at last"
+    assert one.bytes_out == {Kind.INPUTS: SIZE}
+
+
+def test_a_block_that_was_never_on_the_host_is_not_there_after_it_has_moved(pagers):
+    one, other = pagers
+    with one.lease([], SIZE) as lease:
+        made = lease.block_of(Kind.ACTIVATIONS, torch.full((SIZE,), 4, dtype=torch.uint8))
+    with other.lease([made], 0):
+        assert made.host is None
+        assert holds(made, 4)
+
+
+def test_room_is_there_before_a_block_is_taken_over_and_given_back_when_it_is(pagers, monkeypatch):
+    one, other = pagers
+    made, victim = block(1), block(2, 2 * SIZE)
+    changed(one, made, 8)
+    changed(other, victim, 9)
+    seen = []
+    take_over = other.device.take_over
+
+    def watching(source, pairs):
+        seen.append((one.ledger.used_bytes, other.ledger.used_bytes, victim.home, made.place))
+        take_over(source, pairs)
+        seen.append((one.ledger.used_bytes, other.ledger.used_bytes))
+
+    monkeypatch.setattr(other.device, "take_over", watching)
+    with other.lease([made], 64):
+        pass
+    assert seen == [(SIZE, SIZE + 64, None, "cpu:0"), (SIZE, SIZE + 64)]
+    assert (one.ledger.used_bytes, other.ledger.used_bytes) == (0, SIZE)
+    assert other.bytes_out == {Kind.INPUTS: 2 * SIZE}, "the victim"
+
+
+def test_a_block_that_could_not_be_taken_over_stays_where_it_was(pagers, monkeypatch):
+    one, other = pagers
+    made = block(1)
+    changed(one, made, 8)
+
+    def fail(source, pairs):
+        raise RuntimeError("the copy failed")
+
+    monkeypatch.setattr(other.device, "take_over", fail)
+    with pytest.raises(RuntimeError, match="the copy failed"), other.lease([made], 0):
+        pass
+    assert (made.home, made.dirty, made.pinned_for) == (one, True, None)
+    assert holds(made, 8)
+    assert balanced(one)
+    assert balanced(other)
+    assert (one.resident_bytes, other.resident_bytes) == (SIZE, 0)
+
+
+@pytest.mark.parametrize("dirty", [False, True])
+@pytest.mark.parametrize("reach", Reach)
+def test_a_block_comes_the_way_that_is_in_reach(pagers, monkeypatch, reach, dirty):
+    one, other = pagers
+    monkeypatch.setattr(other.device, "reach", lambda source: reach)
+    made = block(1)
+    with one.lease([made], 0):
+        made.dirty = dirty
+    with other.lease([made], 0):
+        assert holds(made, 1)
+    is_taken_over = reach is Reach.NEAR or (reach is Reach.LINK and dirty)
+    assert bool(other.bytes_across) == is_taken_over
+    assert bool(other.bytes_in) == (not is_taken_over)
+    assert bool(one.bytes_out) == (dirty and not is_taken_over)
+    assert made.dirty == (dirty and is_taken_over)
+    assert one.ledger.used_bytes == one.resident_bytes == 0
 
 
 def test_a_block_made_on_one_device_is_used_on_the_other(pagers):

@@ -208,6 +208,44 @@ def test_a_write_back_that_has_not_begun_is_given_up_when_the_block_is_used_agai
         assert holds(made, value)
 
 
+def test_a_write_back_that_has_not_begun_is_given_up_when_another_device_takes_the_block_over(pagers, prefetch):
+    pager, other = pagers
+    one, later, running = block(1), block(2), block(3)
+    visit(pager, one, write=8)
+    visit(pager, later, write=9)
+    with pager.lease([running], 0):
+        pager.device.gate.clear()
+        prefetch.send([Need([block(4), block(5)])])
+        assert pager.device.begun.wait(PATIENCE_SECONDS)
+        assert later.leaving is not None
+    visit(other, later)
+    assert later.leaving is None
+    assert later.dirty, "the gate is shut still"
+    assert holds(later, 9)
+    assert (pager.bytes_out, other.bytes_in, other.bytes_across) == ({}, {}, {Kind.INPUTS: SIZE})
+    pager.device.gate.set()
+
+
+def test_a_write_back_that_is_under_way_is_over_before_another_device_has_the_block(pagers, prefetch):
+    pager, other = pagers
+    changed, running, kept = block(1), block(2), block(3)
+    visit(pager, changed, write=9)
+    with pager.lease([running, kept], 0):
+        pager.device.gate.clear()
+        prefetch.send([Need([block(4)])])
+        assert pager.device.begun.wait(PATIENCE_SECONDS)
+        threading.Timer(0.02, pager.device.gate.set).start()
+    with other.lease([changed], 0):
+        assert changed.leaving is None, "what is copied must not change under the copy"
+        assert holds(changed, 9)
+        changed.data.fill_(11)
+        changed.dirty = True
+    assert (pager.bytes_out, other.bytes_in) == ({Kind.INPUTS: SIZE}, {Kind.INPUTS: SIZE}), "the host had it by then"
+    bring_home(changed)
+    assert holds(changed, 11)
+    assert pager.ledger.used_bytes == pager.resident_bytes
+
+
 def test_a_unit_waits_for_its_own_block_and_for_no_other(pager, prefetch):
     first, second = block(1), block(2)
     pager.device.gate.clear()

@@ -79,6 +79,25 @@ def test_two_devices_are_replayed_in_order_where_nothing_has_to_leave():
     assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=1e-6)
 
 
+def test_what_one_device_takes_over_from_another_is_in_the_recording_and_in_the_replay():
+    """A job that goes on where it had not been: its values and what it has changed come from the other device."""
+    pool = record("round_robin")
+    recording, devices = pool.recording(), pool.stats().devices.values()
+    taken = [copy for turn in recording.turns for copy in turn.copies if copy.what == "across"]
+    assert sum(copy.nbytes for copy in taken) == sum(device.bytes_across for device in devices) > 0
+    home = {a.blocks[0] for turn in recording.turns for a in turn.actions if a.what == "home"}
+    assert {copy.block for turn in recording.turns for copy in turn.copies if copy.what == "out"} <= home, "at the end"
+    played = replay(recording)
+    assert played.simulated_orders == played.recorded_orders
+    assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=0.05)
+    assert played.bytes_across == pytest.approx(sum(copy.nbytes for copy in taken), rel=0.5)
+    assert played.bytes_across >= sum(copy.nbytes for copy in taken)
+    assert played.to_json()["bytes_across"] == played.bytes_across
+    assert replay(recording, "fair").bytes_across > 0
+    named = {bar["name"].split()[0] for bar in recording.to_json()["traceEvents"] if bar["name"].startswith("take")}
+    assert named == {"take"}
+
+
 def test_two_devices_that_race_for_memory_are_replayed_within_five_per_cent():
     played = replay(record(**TIGHT).recording())
     assert sorted(order[:2] for order in played.simulated_orders) == sorted(o[:2] for o in played.recorded_orders)
