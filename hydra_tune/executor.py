@@ -292,7 +292,7 @@ class HydraExecutor:
             recorder=Recorder(devices, self._policy_name, self._width, self._admission) if self._record else None,
             only_way=self._only_way,
             host=host,
-            sends_ahead=self._buffer_fraction > 0 and host is None,
+            sends_ahead=self._buffer_fraction > 0,
         )
         _shut_down_at_exit(pool)
         return pool

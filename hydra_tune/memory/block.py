@@ -41,6 +41,9 @@ class Home(Protocol):
     def discard(self, block: "Block") -> None:
         """What is on its way there is not wanted any more."""
 
+    def settle(self, block: "Block") -> None:
+        """Have what is under way of a block there, or from there, over: somebody wants the room of its host copy."""
+
 
 @dataclass(slots=True)
 class Coming:

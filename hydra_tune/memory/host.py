@@ -32,7 +32,7 @@ import contextlib
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hydra_tune.devices.device import Device
@@ -224,13 +224,32 @@ class HostTier:
                 entry = self._entries.get(block.number)
                 if entry is not None:
                     entry.uses.add(now)
-            asks, self._is_looking_ahead = not self._is_looking_ahead, True
-        if asks:
-            self.disk.start(self._look_ahead)
+        self._ask_ahead()
+
+    def expect(self, blocks: Sequence[Block]) -> None:
+        """The next units use these blocks, those needed first at the front: what is on disk of them is read now."""
+        with self._lock:
+            for block in blocks:
+                entry = self._entries.get(block.number)
+                if entry is not None:
+                    entry.uses.expect(self._now + 1)
+        self._ask_ahead()
 
     def provide(self, block: Block, device: Device) -> None:
         """Give a block an empty host copy. Under its lock."""
         self.take(block.nbytes)
+        self._place(block, device)
+
+    def offer(self, block: Block, device: Device) -> bool:
+        """As `provide`, if neither the disk nor anybody else has to be waited for; False: not now. Under its lock."""
+        while not self.ledger.try_take(block.nbytes):
+            if not self._give_up_one(_costs_nothing).has_given:
+                return False
+        self._place(block, device)
+        return True
+
+    def _place(self, block: Block, device: Device) -> None:
+        """Make the host copy; its bytes are taken."""
         try:
             device.on_host(lambda: block.put_host(device.host_empty(block.size)))
         except BaseException:
@@ -305,17 +324,21 @@ class HostTier:
         with self._lock:
             self._is_looking_ahead = False
         if self._keep_room() or self._read_ahead():
-            with self._lock:
-                asks, self._is_looking_ahead = not self._is_looking_ahead, True
-            if asks:
-                self.disk.start(self._look_ahead)
+            self._ask_ahead()
+
+    def _ask_ahead(self) -> None:
+        """Have the disk's thread look ahead, if it is not about to."""
+        with self._lock:
+            asks, self._is_looking_ahead = not self._is_looking_ahead, True
+        if asks:
+            self.disk.start(self._look_ahead)
 
     def _keep_room(self) -> bool:
         """Have room for a copy that comes from a device; False if there is, or if all are needed soon."""
         with self._lock:
             largest = max((entry.block.nbytes for entry in self._entries.values()), default=0)
         free = self.ledger.budget_bytes - self.ledger.used_bytes
-        return free < largest and self._give_up_one(beyond=AHEAD).has_given
+        return free < largest and self._give_up_one(_is_far).has_given
 
     def _read_ahead(self) -> bool:
         """Read a block that is needed soon; False if there is none, or no room that others need less."""
@@ -330,7 +353,7 @@ class HostTier:
                 if block.tier is not self or not entry.is_on_disk:
                     continue
                 while not self.ledger.try_take(block.nbytes):
-                    if not self._give_up_one(beyond=AHEAD).has_given:
+                    if not self._give_up_one(_is_far).has_given:
                         return False
                 with contextlib.suppress(SpillError):  # the unit that needs it will see for itself
                     self._read(entry, self._device)
@@ -341,8 +364,8 @@ class HostTier:
 
     # Giving up.
 
-    def _give_up_one(self, beyond: int | None = None) -> _Search:
-        """Give up the host copy that is needed last; with `beyond`, one that is needed later than in so many units."""
+    def _give_up_one(self, may_go: Callable[[_Entry, int], bool] | None = None) -> _Search:
+        """Give up the host copy that is needed last, of those that may go."""
         search = _Search()
         with self._lock:
             now = self._now
@@ -351,14 +374,12 @@ class HostTier:
         found = [entry for entry in on_host if not entry.holds]
         # Bytes that are neither are of copies that are just being made, or have just been given up.
         search.is_busy = len(found) < len(on_host) or self.ledger.used_bytes > counted
-        if beyond is not None:
-            found = [
-                e for e in found if not e.is_refused and (e.block.data is not None or e.uses.distance(now) > beyond)
-            ]
+        may_go = may_go or _may_always
+        found = [entry for entry in found if may_go(entry, now)]
         found.sort(key=lambda entry: _worth(entry, now))
         for entry in found:
             try:
-                if self._give_up(entry, search):
+                if self._give_up(entry, search, may_go):
                     search.has_given = True
                     break
             except SpillError as error:
@@ -366,7 +387,7 @@ class HostTier:
                 search.failed.append((entry.block, error))
         return search
 
-    def _give_up(self, entry: _Entry, search: _Search) -> bool:
+    def _give_up(self, entry: _Entry, search: _Search, may_go: Callable[[_Entry, int], bool]) -> bool:
         block = entry.block
         if not block.lock.acquire(blocking=False):
             search.is_busy = True
@@ -374,6 +395,9 @@ class HostTier:
         try:
             if not entry.on_host or entry.holds or block.host is None or block.tier is not self:
                 search.is_busy = True  # it has gone, or been asked for, only just now
+                return False
+            if not self._has_settled(entry, may_go):
+                search.is_busy = True
                 return False
             if not entry.is_wanted:
                 self._free(entry, is_wanted=False)
@@ -386,6 +410,17 @@ class HostTier:
         finally:
             block.lock.release()
         return True
+
+    def _has_settled(self, entry: _Entry, may_go: Callable[[_Entry, int], bool]) -> bool:
+        """Have no copy in the background read the host copy any more, or write to it; False: it may not go. Under the lock."""
+        block = entry.block
+        if not may_go(entry, self._now):
+            return False
+        home = block.home if block.coming is None else block.coming.home
+        if home is None or not _is_moving(block):
+            return True
+        home.settle(block)
+        return may_go(entry, self._now)  # a copy that has failed has left the block elsewhere
 
     def _store(self, entry: _Entry) -> None:
         block = entry.block
@@ -447,6 +482,36 @@ def _blame(failed: Sequence[tuple[Block, SpillError]]) -> None:
     tenant.fail(error)
 
 
-def _worth(entry: _Entry, now: int) -> tuple[bool, bool, bool, int]:
+def _worth(entry: _Entry, now: int) -> tuple[bool, bool, int, int]:
     """The lowest goes first: a copy of what a device has costs nothing to give up; one the disk has refused is tried last."""
-    return entry.is_wanted, entry.is_refused, entry.block.data is None, -entry.uses.distance(now)
+    rank = 0 if _is_on_device(entry.block) else 2 if _is_moving(entry.block) else 1
+    return entry.is_wanted, entry.is_refused, rank, -entry.uses.distance(now)
+
+
+def _is_on_device(block: Block) -> bool:
+    """Whether a device has the same bytes, and is not just giving them to the host."""
+    coming = block.coming
+    return (block.data is not None and block.leaving is None) or (coming is not None and coming.copy.is_over)
+
+
+def _is_moving(block: Block) -> bool:
+    """Whether a copy in the background reads the host copy or writes to it, or nobody has seen yet that it is over."""
+    return block.leaving is not None or block.coming is not None
+
+
+def _may_always(entry: _Entry, now: int) -> bool:
+    """For a unit that waits."""
+    del entry, now
+    return True
+
+
+def _is_far(entry: _Entry, now: int) -> bool:
+    """For what is done ahead: nothing that is needed as soon has to go for it, and no write-back is made in vain."""
+    if entry.is_refused:
+        return False
+    return _is_on_device(entry.block) or (not _is_moving(entry.block) and entry.uses.distance(now) > AHEAD)
+
+
+def _costs_nothing(entry: _Entry, now: int) -> bool:
+    """For what must not wait for the disk."""
+    return _is_far(entry, now) and (entry.is_stored or _is_on_device(entry.block))

@@ -168,6 +168,12 @@ class Pager:
         self.bytes_out[block.kind] += block.size
         block.dirty = False
 
+    def offered_host(self, block: Block) -> Tensor | None:
+        """Host memory for a block to be written back to in the background; None if there is none now. Call under its lock."""
+        if block.host is None and self.host is not None and not self.host.offer(block, self.device):
+            return None
+        return self.host_of(block)
+
     def host_of(self, block: Block) -> Tensor:
         """Host memory for a block to be written back to. Call under its lock."""
         if block.host is None:
@@ -342,10 +348,29 @@ class Pager:
                 self.discard(block)
                 raise
             self.copying_ns += coming.copy.ended_ns - coming.copy.began_ns
-        block.coming = None
-        block.data, block.home, block.dirty = coming.data, self, False
-        block.moved()
+        self._take_in(block, coming)
         self._awaited(block, start)  # noted when the block has said where it is
+
+    def _take_in(self, block: Block, coming: Coming) -> None:
+        """What was sent ahead is there."""
+        block.data, block.home, block.dirty = coming.data, self, False
+        block.coming = None  # last: whoever looks without the lock finds it on its way, or here
+        block.moved()
+
+    def settle(self, block: Block) -> None:
+        """Have what is under way of a block over, on any thread and under its lock: its host copy is wanted for room.
+
+        What comes is here before its unit asks, what leaves is written back; where a copy has failed nothing has changed.
+        """
+        coming = block.coming
+        if coming is None:
+            if block.leaving is not None:
+                self.finish_leaving(block, is_noted=False)
+        elif coming.copy.wait_quietly():
+            self.copying_ns += coming.copy.ended_ns - coming.copy.began_ns
+            self._take_in(block, coming)
+        else:
+            self.discard(block)
 
     def finish_leaving(self, block: Block, *, keep: bool = False, is_noted: bool = True) -> None:
         """Have a write-back in the background over; one that has failed, or never began, leaves the block dirty.
@@ -566,6 +591,10 @@ class _OnHost:
 
     def discard(self, block: Block) -> None:
         """Nothing is ever on its way here."""
+        raise AssertionError(block.number)
+
+    def settle(self, block: Block) -> None:
+        """As `discard`."""
         raise AssertionError(block.number)
 
 

@@ -55,7 +55,10 @@ class Prefetch:
 
     def send(self, needs: Sequence[Need]) -> None:
         """Send blocks, as far as there is room for them beside the unit that runs, and beside those that come before theirs."""
-        journey = _Journey(self._pager, [block for need in needs for block in need.blocks])
+        wanted = [block for need in needs for block in need.blocks]
+        if self._pager.host is not None:
+            self._pager.host.expect(wanted)
+        journey = _Journey(self._pager, wanted)
         room, sent = self._pager.ledger.budget_bytes, set[Block]()
         for need in needs:
             for block in dict.fromkeys(need.blocks):
@@ -129,7 +132,8 @@ class _Journey:
             try:
                 if victim.pinned_for is None and victim.home is self._pager:
                     self._clean(victim)
-                    short -= victim.nbytes
+                    if victim.leaving is not None or not victim.dirty:
+                        short -= victim.nbytes
             finally:
                 victim.lock.release()
 
@@ -153,7 +157,7 @@ class _Journey:
                     return 0
                 pager.discard(victim)
             elif not self._is_clean(victim):
-                return victim.nbytes
+                return 0 if victim.leaving is None else victim.nbytes
             else:
                 pager.release(victim)
             self._note("shed", victim)
@@ -170,12 +174,17 @@ class _Journey:
         return not victim.dirty
 
     def _clean(self, victim: Block) -> None:
-        """Begin to write a block back, if it has to be. Under its lock."""
+        """Begin to write a block back, if it has to be and the host has room for it now. Under its lock."""
         if not victim.dirty or victim.leaving is not None:
             return
         assert victim.data is not None, "a dirty block is on its device"
         pager = self._pager
-        victim.leaving = copy = pager.device.start_spill([(victim.data, pager.host_of(victim))])
+        host = pager.offered_host(victim)
+        if host is None:
+            return
+        if victim.tier is not None:
+            victim.tier.written(victim)  # from now on, and not only when it is over
+        victim.leaving = copy = pager.device.start_spill([(victim.data, host)])
         self._note("clean", victim, copy)
 
     def _note(self, what: str, block: Block, copy: Copy | None = None) -> None:

@@ -1,4 +1,4 @@
-"""When a block is needed next, told from when it was used.
+"""When a block is needed next, told from when it was used, or by whoever knows.
 
 Note: a training step repeats itself. Optimizer state is used once in a step, parameters two or three times at distances that
 come again in the next step. So the distances between a block's last uses tell the next one. Times are counted in units of the
@@ -21,22 +21,34 @@ class Uses:
         now: it has just been made, which counts as a use.
     """
 
-    __slots__ = ("_times",)
+    __slots__ = ("_expected", "_times")
 
     def __init__(self, now: int) -> None:
         self._times = deque([now], maxlen=_KEPT)
+        self._expected: int | None = None  # when, by whoever knows; until it comes true, or has not for long
 
     def add(self, now: int) -> None:
         """It is used now."""
         self._times.append(now)
+        self._expected = None
+
+    def expect(self, time: int) -> None:
+        """It will be used then, says who knows more than its last uses tell."""
+        self._expected = time
 
     def distance(self, now: int) -> int:
         """In how many units it is needed next, as far as can be told."""
-        return abs(self._times[-1] + self._gap() - now)
+        expected = self._told(now)
+        return abs((self._times[-1] + self._gap() if expected is None else expected) - now)
 
     def is_soon(self, now: int) -> bool:
         """Whether it is known to be needed soon."""
-        return self._gap() > 0 and self.distance(now) <= AHEAD
+        return self._told(now) is not None or (self._gap() > 0 and self.distance(now) <= AHEAD)
+
+    def _told(self, now: int) -> int | None:
+        """When somebody has said that it will be used, as long as that may still come true."""
+        expected = self._expected
+        return expected if expected is not None and now - expected <= AHEAD else None
 
     def _gap(self) -> int:
         return _next_gap([b - a for a, b in itertools.pairwise(self._times)])

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
+from hydra_tune.devices import discovery
+from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError, SpillError
 from hydra_tune.memory.block import Block, Group, Kind
 from tests.parity.exact import differences, without_seconds
@@ -130,8 +133,10 @@ def test_a_trial_several_times_host_memory_is_exact(tmp_path, devices):
 
     with pool(tmp_path, devices=devices, instrument=instrument) as executor:
         (result,) = executor.run([task()])
-        disk = executor.stats().disk
+        disk, devices_stats = executor.stats().disk, executor.stats().devices.values()
     assert against_plain(one_thread(lambda: train_plain(task())), result) == []
+    assert sum(device.bytes_ahead for device in devices_stats) > 0, "double buffering goes on with a disk"
+    assert sum(device.bytes_in_vain for device in devices_stats) < sum(device.bytes_in for device in devices_stats) / 4
     assert result.num_shards == DEPTH
     settled = open_now[len(open_now) // 3 :]
     assert max(settled)[0] <= min(settled)[0] + 1, "the disk's thread has one file open at a time"
@@ -141,6 +146,29 @@ def test_a_trial_several_times_host_memory_is_exact(tmp_path, devices):
     assert disk.bytes_written > state_bytes()
     assert disk.stored_bytes == 0, "a completed trial leaves nothing on disk"
     assert ours(tmp_path) == []
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_delays_of_copies_in_the_background_change_no_bit(tmp_path, monkeypatch, seed):
+    """Late or early, what is sent ahead, written back and read from disk meanwhile are the same bytes."""
+    drawn = random.Random(seed)
+
+    class Delayed(CpuDevice):
+        def _send(self, pairs, *, is_waited_for):
+            if not is_waited_for:
+                time.sleep(drawn.choice([0, 0, 1e-4, 2e-3]))
+            super()._send(pairs, is_waited_for=is_waited_for)
+
+    monkeypatch.setattr(discovery, "CpuDevice", Delayed)
+    tasks = [task(seed, epochs=2), task(seed + 1, epochs=2, max_grad_norm=0.5)]
+    with pool(tmp_path, devices="cpu:2", max_concurrent=2) as executor:
+        results = executor.run(tasks)
+        devices = executor.stats().devices.values()
+        assert executor._pool._host.ledger.used_bytes == 0
+    for described, result in zip(tasks, results, strict=True):
+        assert against_plain(one_thread(lambda d=described: train_plain(d)), result) == []
+    assert sum(device.bytes_ahead for device in devices) > 0
+    assert all(device.resident_bytes == 0 and device.peak_bytes <= device.budget_bytes for device in devices)
 
 
 def test_trials_share_host_memory_and_disk(tmp_path):

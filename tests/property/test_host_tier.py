@@ -1,7 +1,6 @@
 """Any sequence of units on two devices with a small host: both ledgers are what is there, and no byte is lost on the way."""
 
 import tempfile
-import threading
 from pathlib import Path
 
 import torch
@@ -14,7 +13,9 @@ from hydra_tune.memory.block import Block, Group, Kind
 from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager, bring_home, drop
+from hydra_tune.memory.prefetch import Need, Prefetch
 from hydra_tune.memory.spill_dir import SpillFolder
+from tests.support.gated import settle
 
 DEVICE_BYTES = 10 * 64
 HOST_BYTES = 6 * 64
@@ -39,17 +40,8 @@ class SmallHost(RuleBasedStateMachine):
             self.host.enter(group)
             self.blocks[group], self.tensors[group] = value, tensor
 
-    def settle(self):
-        """Wait until the disk's thread looks ahead no more."""
-        quiet = 0
-        while quiet < 2:  # once might be while it looks
-            idle = threading.Event()
-            self.host.disk.start(idle.set)
-            assert idle.wait(20)
-            quiet = 0 if self.host._is_looking_ahead else quiet + 1
-
     def teardown(self):
-        self.settle()
+        settle(self.host)
         for block in self.blocks:
             drop(block)
         assert self.host.ledger.used_bytes == self.host.disk.stored_bytes == 0
@@ -64,12 +56,19 @@ class SmallHost(RuleBasedStateMachine):
         known = list(self.blocks)
         return list(dict.fromkeys(known[number % len(known)] for number in numbers)) if known else []
 
-    @rule(where=st.integers(0, 1), numbers=st.lists(st.integers(0, 20), max_size=3), write=st.booleans())
-    def unit(self, where, numbers, write):
+    @rule(
+        where=st.integers(0, 1),
+        numbers=st.lists(st.integers(0, 20), max_size=3),
+        write=st.booleans(),
+        ahead=st.lists(st.integers(0, 20), max_size=4),
+    )
+    def unit(self, where, numbers, write, ahead):
+        """A unit reads its blocks, perhaps writes the first; others are sent ahead, or read, while it does."""
         pager, wanted = self.pagers[where], self.pick(numbers)
         if sum(block.nbytes for block in wanted) > DEVICE_BYTES:
             return
         with pager.lease(wanted, 0):
+            Prefetch(pager).send([Need(self.pick(ahead))])
             for block in wanted:
                 assert block.data.unique().tolist() == [self.blocks[block]]
             if write and wanted:
@@ -107,9 +106,12 @@ class SmallHost(RuleBasedStateMachine):
 
     @invariant()
     def the_ledger_is_what_is_there(self):
-        self.settle()
+        settle(self.host)
         there = sum(block.nbytes for block in self.blocks if block.host is not None)
         assert self.host.ledger.used_bytes == there <= HOST_BYTES
+        for pager in self.pagers:
+            here = sum(block.nbytes for block in self.blocks if pager.has(block))
+            assert pager.ledger.used_bytes == pager.resident_bytes == here
         stored = sum(path.stat().st_size for path in Path(self.folder.name).glob("hydra-tune-*/block-*.bin"))
         assert self.host.disk.stored_bytes == stored
 
@@ -120,6 +122,9 @@ class SmallHost(RuleBasedStateMachine):
                 assert self.tensors[block].unique().tolist() == [value], "wherever it is, the tensor is right"
             if block.data is not None and block.host is not None and not block.dirty:
                 assert block.host.equal(block.data), "clean means that the host has it too"
+            if block.coming is not None:
+                assert block.home is None
+                assert block.host.unique().tolist() == [value], "what is on its way stays on the host"
 
 
 TestSmallHost = SmallHost.TestCase

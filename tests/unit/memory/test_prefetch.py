@@ -5,32 +5,12 @@ import threading
 import pytest
 import torch
 
-from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.block import Block, Kind
 from hydra_tune.memory.pager import Pager, bring_home, drop
 from hydra_tune.memory.prefetch import Need, Prefetch
+from tests.support.gated import PATIENCE_SECONDS, GatedDevice
 
 SIZE = 640
-PATIENCE_SECONDS = 20
-
-
-class GatedDevice(CpuDevice):
-    """Copies in the background wait at a gate, or fail."""
-
-    def __init__(self, index, budget_bytes):
-        super().__init__(index, budget_bytes)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.begun = threading.Event()
-        self.error = None
-
-    def _send(self, pairs, *, is_waited_for):
-        if not is_waited_for:
-            self.begun.set()
-            assert self.gate.wait(PATIENCE_SECONDS)
-            if self.error is not None:
-                raise self.error
-        super()._send(pairs, is_waited_for=is_waited_for)
 
 
 @pytest.fixture
