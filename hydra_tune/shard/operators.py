@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hydra_tune.errors import TaskError
@@ -110,28 +110,34 @@ class SplitOperators:
         return self._by_whole.get(id(value)) if isinstance(value, nn.Parameter) else None
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that would train the pieces otherwise than the whole.
+        """Refuse an optimizer that would train the pieces otherwise than the whole; the model is whole again then.
 
         Raises:
             TaskError: it holds a whole parameter, or parts its pieces, or does not update each element by itself.
         """
+        try:
+            check_elementwise(optimizer, list(self._members(optimizer)))
+        except TaskError:
+            self.restore(optimizer)
+            raise
+
+    def _members(self, optimizer: Optimizer) -> Iterator[tuple[str, int, int, Tensor]]:
+        """What is trained in pieces: name, parameter group, dimension, and a piece."""
         group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        members = []
         for parameter in self._parameters:
             if id(parameter.whole) in group_of:
                 raise TaskError(
                     f"the optimizer holds the whole {parameter.name!r}, which split_operators has cut; let optimizer= build "
                     "it from what it is given, and param_groups= return lists, or dicts with a list under 'params'"
                 )
-            groups = {group_of.get(id(piece)) for piece in parameter.pieces}
-            if len(groups) > 1:
+            first, *others = (group_of.get(id(piece)) for piece in parameter.pieces)
+            if any(other != first for other in others):
                 raise TaskError(
                     f"the optimizer puts the pieces of {parameter.name!r} into different groups; let param_groups= make the "
                     "groups"
                 )
-            if (group := groups.pop()) is not None and parameter.whole.requires_grad:
-                members.append((parameter.name, group, parameter.cut.dim, parameter.pieces[0]))
-        check_elementwise(optimizer, members)
+            if first is not None and parameter.whole.requires_grad:
+                yield parameter.name, first, parameter.cut.dim, parameter.pieces[0]
 
     def restore(self, optimizer: Optimizer) -> None:
         """Make the model whole again, and the optimizer one of the whole parameters, as if nothing had been cut."""
