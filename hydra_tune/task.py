@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hydra_tune.errors import TaskError
+from hydra_tune.errors import ConfigError, TaskError
+from hydra_tune.quantities import parse_bytes
 
 Batch = Any
 """What a data handle yields: any nesting of tuples, lists, dicts, tensors and plain Python values."""
@@ -56,6 +57,11 @@ class TrainTask:
             do; each piece's loss is weighted by its share of the batch's samples. For a loss that is the mean over samples
             and a model whose forward does not mix them; anything else is refused. What it gives depends on this number, and
             not on the devices. 1 for whole batches.
+        split_operators: `nn.Linear` and `nn.Embedding` modules whose weights are trained in pieces, each a parameter of its
+            own, so that a device needs room for one piece at a time: `{"head": 4}`, names of modules and pieces of each; or a
+            size such as `"64MiB"`, for as many pieces as it takes that no operator has more bytes of parameters at once. The
+            module that comes out is whole again. What it gives may depend on the pieces in the last digits, and not on the
+            devices; see docs/training.md. None for whole operators.
         max_grad_norm: clips the norm of all gradients of the optimizer's parameters together to this, as
             `torch.nn.utils.clip_grad_norm_` does; None for no clipping.
         precision: what matrix products are computed in: `"float32"` as the model is, or under `torch.autocast` to
@@ -92,6 +98,7 @@ class TrainTask:
     batch_size: int | None = None
     accumulate: int = 1
     split_batches: int = 1
+    split_operators: Mapping[str, int] | str | None = None
     max_grad_norm: float | None = None
     precision: Precision = "float32"
     compile: str | None = None
@@ -111,6 +118,7 @@ class TrainTask:
         _check_positive("epochs", self.epochs)
         _check_positive("accumulate", self.accumulate)
         _check_positive("split_batches", self.split_batches)
+        _check_operators(self.split_operators)
         _check_norm(self.max_grad_norm)
         if self.batch_size is not None:
             _check_positive("batch_size", self.batch_size)
@@ -162,6 +170,24 @@ def _check_factories(task: TrainTask) -> None:
 def _check_positive(name: str, value: object, *, instead: str = "a whole number of at least 1") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise TaskError(f"{name} must be {instead}, not {value!r}")
+
+
+def _check_operators(wanted: object) -> None:
+    if wanted is None:
+        return
+    if isinstance(wanted, str):
+        try:
+            parse_bytes(wanted, what="split_operators")
+        except ConfigError as error:
+            raise TaskError(str(error)) from None
+        return
+    if not isinstance(wanted, Mapping) or not all(isinstance(path, str) for path in wanted):
+        raise TaskError(
+            "split_operators must be {module name: pieces}, a size such as '64MiB', or None for whole operators, not "
+            f"{wanted!r}"
+        )
+    for path, count in wanted.items():
+        _check_positive(f"split_operators[{path!r}]", count)
 
 
 def _check_norm(norm: object) -> None:

@@ -49,6 +49,7 @@ class Analysis:
         stochastic: positions of the nodes that draw random numbers.
         draws: what stands for these where they draw from a generator of the trial.
         layers: for each position the name of the module the node came from ("" outside any).
+        classes: for each position the class of that module, as `module.name`.
     """
 
     values: dict[str, Value]
@@ -59,6 +60,7 @@ class Analysis:
     stochastic: frozenset[int]
     draws: Draws
     layers: list[str]
+    classes: list[str]
 
 
 @dataclass(slots=True)
@@ -158,6 +160,7 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
         stochastic=frozenset(position for position, node in enumerate(nodes) if draws_random_numbers(node)),
         draws=draws,
         layers=[_layer(node) for node in nodes],
+        classes=[_class(node) for node in nodes],
     )
 
 
@@ -290,3 +293,9 @@ def _layer(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return paths[-1].removeprefix("model").removeprefix(".") if paths else ""
+
+
+def _class(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    kinds = [kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}" for _, kind in stack.values()]
+    return kinds[-1] if kinds else ""

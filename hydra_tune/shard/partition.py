@@ -14,6 +14,7 @@ from hydra_tune.errors import BudgetError, ConfigError
 from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.shard.analysis import Analysis
 from hydra_tune.shard.pilot import Pilot, ShardCost
+from hydra_tune.shard.remedy import in_pieces
 
 NumShards = int | Literal["layer"] | None
 
@@ -174,11 +175,13 @@ class Partitioner:
         return [position for position in starts if position in allowed]
 
     def _refusal(self, first: int, last: int, enough: int) -> BudgetError:
+        edges = [0, *self._analysis.cuts, self._end]
+        pieces = in_pieces(self._analysis, [(span, self._cost(*span)) for span in pairwise(edges)], self._capacity)
         return BudgetError(
             f"{self._name(first, last)} needs {format_bytes(self._cost(first, last).peak_bytes)} at once, but a shard may take "
             f"{format_bytes(self._capacity)}: the smallest device has a budget of {format_bytes(self._budget)}, of which "
-            f"{format_bytes(self._budget - self._capacity)} are kept for loading; lower batch_size, or raise device_memory "
-            f"to at least {format_bytes_up(enough)}"
+            f"{format_bytes(self._budget - self._capacity)} are kept for loading; lower batch_size, {pieces}or raise "
+            f"device_memory to at least {format_bytes_up(enough)}"
         )
 
     def _name(self, first: int, last: int) -> str:

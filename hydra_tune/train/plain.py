@@ -1,7 +1,8 @@
 """`train_plain`: what a `TrainTask` means, as the loop anyone would write.
 
 This is the reference that the pool's numbers are held against, so it shares nothing with the engine but how batches are
-drawn. Runs on the CPU, one task at a time, with as many intra-op threads as torch is set to; the pool uses one.
+drawn and cut, and operators cut. Runs on the CPU, one task at a time, with as many intra-op threads as torch is set to; the
+pool uses one.
 """
 
 import importlib.util
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.errors import BadLossError, MetricError, TaskError
+from hydra_tune.shard.operators import split_operators
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.data import make_loader, no_batch, num_samples
 from hydra_tune.train.pieces import check_pieces, pieces
@@ -69,8 +71,10 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
     _seed(task.seed)
     module = task.model()
     groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
+    operators, groups = split_operators(module, groups, task.split_operators)
     optimizer = task.optimizer(groups)
     scheduler = None if task.scheduler is None else task.scheduler(optimizer)
+    operators.check(optimizer)
     run = _Run(
         task=task,
         module=module,
@@ -85,6 +89,7 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
         if task.on_bad_loss == "fail":
             raise
         finished = False
+    operators.restore(optimizer)
     return PlainResult(
         status="completed" if finished else "pruned",
         metrics=run.metrics,

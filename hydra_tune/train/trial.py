@@ -24,6 +24,7 @@ from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.operators import SplitOperators, split_operators
 from hydra_tune.task import TrainTask
 from hydra_tune.train.arrange import arrange
 from hydra_tune.train.clock import Progress, UnitTimes
@@ -108,6 +109,7 @@ class Trial:
         self._gradients = Gradients(task)
         self._feed = Feed(task.batch_size, self._own_code)
         self._scheduler: Any = None
+        self._operators = SplitOperators()
         self._share = HostShare(host, tenant)
         self._plans = TrialPlans(task, library, self._streams, device, self._share)
         self._interval = Mean()
@@ -204,6 +206,7 @@ class Trial:
     def _hand_over(self, state: ModelState) -> None:
         try:
             state.hand_over()
+            self._operators.restore(state.optimizer)
         except BaseException:  # a disk that cannot be read: nothing of the trial must stay behind
             state.drop()
             raise
@@ -366,11 +369,13 @@ class Trial:
             _refuse_lazy(module)
             self._claim(module)
             groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
+            self._operators, groups = split_operators(module, groups, task.split_operators)
             optimizer = task.optimizer(groups)
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise TaskError(
                     f"optimizer= must build a torch.optim.Optimizer, but returned {type(optimizer).__name__}"
                 )
+            self._operators.check(optimizer)
             check_optimizer(optimizer, module)
             self._scheduler = None if task.scheduler is None else task.scheduler(optimizer)
             refuse_gradient_hooks(module)

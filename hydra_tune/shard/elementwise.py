@@ -1,0 +1,127 @@
+"""Whether an optimizer trains a tensor in pieces as it trains it whole: whether it updates each element by itself.
+
+Tried on small stand-ins rather than known by name, like `separable.py`, so that it holds for a user's class.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hydra_tune.errors import TaskError
+from hydra_tune.shard.split_modules import Cut
+from hydra_tune.shard.streams import preserved_streams
+from hydra_tune.shard.update_pilot import stand_in_for
+from hydra_tune.shard.verify import same_bits
+
+_STEPS = 3
+_SHAPES = {1: (128,), 2: (8, 16)}  # halves of which are whole vectors of any processor
+_UNEQUAL = 100.0
+_RATE = 0.1  # for a schedule that begins with a rate of 0, at which nothing would differ
+
+
+class _ApartError(Exception):
+    """The state of pieces is not that of one tensor."""
+
+
+def whole_state(states: Sequence[Mapping[str, Any]], cut: Cut) -> dict[str, Any]:
+    """The optimizer's state of a whole parameter, from that of its pieces.
+
+    Args:
+        states: of each piece, in order.
+        cut: where the parameter is cut.
+
+    Raises:
+        TaskError: they are not those of one tensor: made by an optimizer that does not update each element by itself.
+    """
+    try:
+        return _joined(states, cut)
+    except _ApartError as error:
+        raise TaskError(f"the optimizer's state of the pieces of a parameter differs: {error}") from None
+
+
+def _joined(states: Sequence[Mapping[str, Any]], cut: Cut) -> dict[str, Any]:
+    if any(state.keys() != states[0].keys() for state in states):
+        raise _ApartError("some have entries that others have not")
+    return {key: _one(key, [state[key] for state in states], cut) for key in states[0]}
+
+
+def _one(key: str, values: list[Any], cut: Cut) -> Any:
+    """One entry: side by side where it is as long as the pieces, else what all of them have."""
+    first = values[0]
+    if isinstance(first, Tensor) and first.dim() > cut.dim:
+        if [value.shape[cut.dim] for value in values] != list(cut.sizes):
+            raise _ApartError(f"{key!r} is not of the pieces' shape")
+        return torch.cat(values, cut.dim)
+    if not all(_is_same(first, value) for value in values[1:]):
+        raise _ApartError(f"{key!r} is not the same")
+    return first
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return same_bits(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def check_elementwise(optimizer: Optimizer, members: Sequence[tuple[str, int, int, Tensor]]) -> None:
+    """Refuse an optimizer that would train pieces otherwise than the whole.
+
+    Args:
+        optimizer: a trial's optimizer; it is only read.
+        members: of each of its parameters that are cut: name, parameter group, dimension, and one of the pieces.
+
+    Raises:
+        TaskError: an update of an element depends on others.
+    """
+    tried: set[object] = set()
+    for name, group, dim, piece in members:
+        kind = (group, dim, piece.dim(), piece.dtype)
+        if kind not in tried and not _updates_alike(optimizer, group, dim, piece):
+            raise TaskError(
+                f"{type(optimizer).__name__} does not update each element by itself, so training {name!r} in the pieces that "
+                "split_operators asks for would not be training it whole; leave split_operators out, or use an optimizer whose "
+                "update is per element (SGD, Adam, AdamW, RMSprop, ...)"
+            )
+        tried.add(kind)
+
+
+def _updates_alike(optimizer: Optimizer, group: int, dim: int, piece: Tensor) -> bool:
+    """Whether some steps of a small tensor and of its halves leave the same bits."""
+    shape = _SHAPES[piece.dim()]
+    cut = Cut(dim=dim, sizes=(shape[dim] // 2,) * 2)
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64).to(piece.dtype)
+    whole = [values.clone().requires_grad_()]
+    halves = [part.clone().requires_grad_() for part in torch.split(values, list(cut.sizes), dim)]
+    # What goes by a norm goes by another one in halves of unequal size.
+    scale = torch.ones(shape, dtype=torch.float64)
+    scale.narrow(dim, 0, cut.sizes[0]).fill_(_UNEQUAL)
+    with preserved_streams():
+        steppers = [_small(optimizer, group, leaves) for leaves in (whole, halves)]
+        for _ in range(_STEPS):
+            gradient = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(piece.dtype)
+            _step(steppers[0], whole, [gradient])
+            _step(steppers[1], halves, list(torch.split(gradient, list(cut.sizes), dim)))
+    try:
+        joined = _joined([steppers[1].state[half] for half in halves], cut)
+        is_same = all(_is_same(joined[key], value) for key, value in steppers[0].state[whole[0]].items())
+    except (_ApartError, KeyError):
+        return False
+    return is_same and same_bits(whole[0], torch.cat(halves, dim))
+
+
+def _small(optimizer: Optimizer, group: int, leaves: list[Tensor]) -> Optimizer:
+    stand_in = stand_in_for(optimizer, [("", group)] * len(leaves), leaves)
+    for options in stand_in.param_groups:
+        if not options.get("lr", 1.0):
+            options["lr"] = type(options["lr"])(_RATE)
+    return stand_in
+
+
+def _step(optimizer: Optimizer, leaves: list[Tensor], gradients: list[Tensor]) -> None:
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.grad = gradient.clone(memory_format=torch.contiguous_format)
+    optimizer.step()

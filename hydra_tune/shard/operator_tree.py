@@ -1,0 +1,198 @@
+"""Which operators of a model are cut, and where, for `split_operators`; and those that cannot be, with the reason.
+
+Knows modules and their parameters; changes nothing.
+"""
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from hydra_tune.errors import TaskError
+from hydra_tune.quantities import format_bytes
+from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.split_modules import Cut
+
+_UNIT = 64  # rows: kernels round the same in pieces of so many as in the whole, wherever that was tried
+_MIN_UNITS = 4  # in each piece, so that none is much larger than another
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+Operator = nn.Linear | nn.Embedding
+
+
+class OperatorTree:
+    """What is asked of a model that is to be cut.
+
+    Attributes:
+        paths: module -> its first name.
+        names: id of a parameter or buffer -> its first name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.names = {id(tensor): name for name, tensor in named_state(model)}
+        self._by_path = dict(model.named_modules(remove_duplicate=False))
+        self._holders: dict[int, list[nn.Module]] = {}
+        for module in self.paths:
+            for parameter in module._parameters.values():  # noqa: SLF001 - its own, under each name that it has for them
+                self._holders.setdefault(id(parameter), []).append(module)
+        storages = Counter(tensor.untyped_storage()._cdata for _, tensor in named_state(model) if tensor.numel())  # noqa: SLF001
+        self._shared = {storage for storage, count in storages.items() if count > 1}
+
+    def named(self, path: str) -> Operator:
+        """The operator of this name.
+
+        Raises:
+            TaskError: there is none.
+        """
+        found = self._by_path.get(path)
+        if found is None:
+            operators = [name for name, module in self._by_path.items() if is_operator(module)]
+            close = difflib.get_close_matches(path, operators, n=1)
+            known = ", ".join(map(repr, operators)) or "nothing"
+            hint = f"did you mean {close[0]!r}?" if close else f"what can be cut: {known}"
+            raise TaskError(f"split_operators names {path!r}, which the model does not have; {hint}")
+        if not is_operator(found):
+            raise TaskError(
+                f"split_operators names {path!r}, which is a {_class_name(found)}; only nn.Linear and nn.Embedding "
+                "themselves can be cut, and no classes made of them, whose code may do something else"
+            )
+        return found
+
+    def larger_than(self, limit: int) -> dict[Operator, int]:
+        """Operators whose parameters take more bytes, and the fewest pieces of which none does.
+
+        Raises:
+            TaskError: a piece of one row or column takes more.
+        """
+        return {
+            module: self._count(module, limit)
+            for module in self.paths
+            if is_operator(module) and _num_bytes(module) > limit
+        }
+
+    def _count(self, module: Operator, limit: int) -> int:
+        nbytes, size = _num_bytes(module), self._size(module)
+        for count in range(-(-nbytes // limit), size + 1):
+            if max(self.cut(module, count).sizes) * nbytes <= limit * size:
+                return count
+        raise TaskError(
+            f"split_operators={format_bytes(limit)!r} is less than one of the {size} rows or columns of {self._label(module)}, "
+            f"{format_bytes(nbytes / size)}"
+        )
+
+    def add_tied(self, chosen: dict[Operator, int], *, may_differ: bool) -> None:
+        """Add the modules that hold parameters of chosen ones, in as many pieces.
+
+        Args:
+            chosen: module -> pieces.
+            may_differ: whether the largest number is meant where tied modules have several.
+
+        Raises:
+            TaskError: a module that cannot be cut, or several numbers.
+        """
+        queue = list(chosen)
+        while queue:
+            module = queue.pop()
+            tied = {other: p for p in module.parameters() for other in self._holders[id(p)] if other is not module}
+            for other, parameter in tied.items():
+                self._check_tie(module, other, parameter, chosen, may_differ=may_differ)
+                if is_operator(other) and chosen.get(other, 0) < chosen[module]:
+                    chosen[other] = chosen[module]
+                    queue.append(other)
+
+    def _check_tie(
+        self, module: Operator, other: nn.Module, tie: nn.Parameter, chosen: Mapping[Any, int], *, may_differ: bool
+    ) -> None:
+        name = self.names[id(tie)]
+        if not is_operator(other):
+            raise TaskError(
+                f"split_operators would cut {name!r}, which {self._label(other)} holds too, a {_class_name(other)}; only "
+                "nn.Linear and nn.Embedding themselves can be cut"
+            )
+        if chosen.get(other, chosen[module]) != chosen[module] and not may_differ:
+            raise TaskError(
+                f"split_operators cuts {self._label(module)} into {chosen[module]} and {self._label(other)} into "
+                f"{chosen[other]} pieces, which both hold {name!r}; give them the same number"
+            )
+
+    def cut(self, module: Operator, count: int) -> Cut:
+        """Where a module is cut.
+
+        Raises:
+            TaskError: it has fewer rows or columns than pieces.
+        """
+        size = self._size(module)
+        if count > size:
+            raise TaskError(
+                f"split_operators cuts {self._label(module)} into {count} pieces, but there are only {size} to make them of"
+            )
+        dim = self._dim(module)
+        return Cut(dim=dim, sizes=_sizes(size, count, 1 if dim else _UNIT))
+
+    def check(self, module: Operator) -> None:
+        """Refuse a module that its pieces would not stand for.
+
+        Raises:
+            TaskError: it is one; why.
+        """
+        why = _why_not(module)
+        if why is None and self._dim(module) == 0 and isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+            why = "is tied to a Linear and scales gradients by how often an index occurs (scale_grad_by_freq)"
+        if why is None and any(p.untyped_storage()._cdata in self._shared for p in module.parameters()):  # noqa: SLF001
+            why = "shares memory with another parameter or buffer without holding the same Parameter"
+        if why is not None:
+            raise TaskError(f"split_operators cannot cut {self._label(module)}, which {why}; leave it out")
+
+    def _dim(self, module: Operator) -> int:
+        """Rows for a Linear and what is tied to one; columns for an Embedding, which are exact."""
+        return int(not any(isinstance(other, nn.Linear) for other in self._holders.get(id(module.weight), ())))
+
+    def _size(self, module: Operator) -> int:
+        return module.weight.shape[self._dim(module)]
+
+    def _label(self, module: nn.Module) -> str:
+        return repr(self.paths[module]) if self.paths[module] else f"the {_class_name(module)}"
+
+
+def is_operator(module: nn.Module) -> TypeGuard[Operator]:
+    """Whether a module is what can be cut; a class made of it may do something else with its weight."""
+    return type(module) in (nn.Linear, nn.Embedding)
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__qualname__
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def _sizes(size: int, count: int, unit: int) -> tuple[int, ...]:
+    """Rows or columns of each piece: as equal as may be, in multiples of a unit where there are enough."""
+    unit = unit if size >= count * unit * _MIN_UNITS else 1
+    units = -(-size // unit)
+    ends = [min(size, unit * (units * index // count)) for index in range(count + 1)]
+    return tuple(stop - start for start, stop in pairwise(ends))
+
+
+def _why_not(module: Operator) -> str | None:
+    """Why a module cannot be cut, whatever else is in the model."""
+    names = {"weight", "bias"} if isinstance(module, nn.Linear) else {"weight"}
+    parameters = list(module.parameters())
+    reasons = {
+        "has other parameters than its class (a parametrization, or pruning)": set(module._parameters) != names  # noqa: SLF001
+        or any(type(p) is not nn.Parameter or not p.is_floating_point() for p in parameters),
+        "has hooks, or a forward of its own": "forward" in vars(module)
+        or any(getattr(module, name) for name in _HOOKS),
+        "has a hook on the gradient of a parameter": any(
+            getattr(p, name, None) for p in parameters for name in _PARAMETER_HOOKS
+        ),
+        "renormalizes rows in its forward (max_norm)": getattr(module, "max_norm", None) is not None,
+        "makes sparse gradients (sparse=True)": bool(getattr(module, "sparse", False)),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

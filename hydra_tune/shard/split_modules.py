@@ -1,0 +1,153 @@
+"""`nn.Linear` and `nn.Embedding` with their weights in pieces, each a parameter of its own.
+
+What stands in a model for an operator that is too large for a device: the captured graph may be cut between two pieces.
+A module becomes one of these by its class and its parameters, and stays the same object, so that whoever refers to it still
+does. How weights are cut, and what is refused, is in `operators.py`.
+
+Note: what is exact. An element of a weight meets the same numbers in the same order as in the whole one, so its gradient is
+the same. An output element is, too, in exact arithmetic; a matrix product rounds by its kernel, which goes by the shape. The
+gradient of a Linear's input is a sum over the pieces, which rounds otherwise than one product. See docs/training.md.
+
+Source: Harmony (Li et al., 2022), section 3, whose Task Decomposer splits operations for several devices. Differs: the pieces
+are fixed by the task, so that what is trained does not depend on the devices.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hydra_tune.errors import TaskError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Where a tensor is cut: along which dimension, and how long its pieces are."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
+def piece_name(name: str, index: int) -> str:
+    """What a piece of a parameter is called, within its module."""
+    return f"{name}_{index}"
+
+
+class _Split(nn.Module):
+    """What the classes below share.
+
+    Attributes:
+        split_path: the module's name in the model.
+        split_sizes: rows or columns of each piece.
+    """
+
+    split_path: str
+    split_sizes: tuple[int, ...]
+
+    def pieces(self, name: str) -> list[Tensor]:
+        """The pieces of a parameter, in order."""
+        return [getattr(self, piece_name(name, index)) for index in range(len(self.split_sizes))]
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise TaskError(
+            f"the step reads {name!r} of {self.split_path or 'the model'!r}, which split_operators has cut into "
+            f"{len(self.split_sizes)} pieces, so that there is no whole one while it trains; call the module instead, or leave "
+            "it out of split_operators"
+        )
+
+
+class SplitLinear(_Split, nn.Linear):
+    """`nn.Linear` in pieces by output features."""
+
+    # Overrides what the whole module keeps among its parameters.
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """There is none.
+
+        Raises:
+            TaskError: always.
+        """
+        self._refuse("weight")
+
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        """None, or nothing that could be given.
+
+        Raises:
+            TaskError: the module has a bias.
+        """
+        return self._refuse("bias") if self.has_bias else None
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is one."""
+        return piece_name("bias", 0) in self._parameters
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Linear calls it, for callers by name
+        """The outputs of the pieces side by side."""
+        biases = self.pieces("bias") if self.has_bias else [None] * len(self.split_sizes)
+        return torch.cat(
+            [functional.linear(input, w, b) for w, b in zip(self.pieces("weight"), biases, strict=True)], dim=-1
+        )
+
+    def extra_repr(self) -> str:
+        """As `nn.Linear`'s, and the pieces."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, "
+            f"pieces={len(self.split_sizes)}"
+        )
+
+
+class _SplitEmbedding(_Split, nn.Embedding):
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """There is none.
+
+        Raises:
+            TaskError: always.
+        """
+        self._refuse("weight")
+
+    def extra_repr(self) -> str:
+        """As `nn.Embedding`'s, and the pieces."""
+        return f"{super().extra_repr()}, pieces={len(self.split_sizes)}"
+
+
+class ColumnSplitEmbedding(_SplitEmbedding):
+    """`nn.Embedding` in pieces by columns: each index is looked up in every piece."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """What the pieces have, side by side."""
+        found = [
+            functional.embedding(input, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+            for weight in self.pieces("weight")
+        ]
+        return torch.cat(found, dim=-1)
+
+
+class RowSplitEmbedding(_SplitEmbedding):
+    """`nn.Embedding` in pieces by rows, as a Linear tied to it has them: each index is in one of the pieces."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Of each index what the piece has that it is in.
+
+        The first piece is asked for what is below it and the last for what is above, which they refuse as the whole would.
+        """
+        starts = list(accumulate(self.split_sizes, initial=0))
+        first, *others = self.pieces("weight")
+        result = self._found(input, first, input < starts[1], 0)
+        for index, weight in enumerate(others, start=1):
+            begun = input >= starts[index]
+            is_here = begun if index == len(others) else begun & (input < starts[index + 1])
+            result = torch.where(begun.unsqueeze(-1), self._found(input, weight, is_here, starts[index]), result)
+        return result
+
+    def _found(self, indices: Tensor, weight: Tensor, is_here: Tensor, start: int) -> Tensor:
+        """Rows of one piece; the first row for indices that are not here, which nobody takes."""
+        padding = self.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < start + len(weight) else None
+        return functional.embedding((indices - start).masked_fill(~is_here, 0), weight, padding)
