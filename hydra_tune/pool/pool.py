@@ -28,6 +28,7 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import Need, Prefetch
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.pool.ahead import NextUnits
+from hydra_tune.pool.forecast import Forecast, forecast
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Progress, Reported, Result
 from hydra_tune.pool.lending import JobHelpers, Lender
 from hydra_tune.pool.planned import planned_profile
@@ -110,6 +111,7 @@ class Pool:
         self._library = library
         self._host_bytes = host_bytes
         self._instrument = instrument
+        self._policy, self._max_concurrent, self._admission = policy, max_concurrent, admission
         self._scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
         self._changed = threading.Condition()
         self._records: dict[str, Record] = {}
@@ -283,6 +285,18 @@ class Pool:
             max_concurrent=max_concurrent,
             bandwidth=bandwidth,
             steps=steps,
+        )
+
+    def plan(self, tasks: Mapping[str, TrainTask]) -> Forecast:
+        """What tasks would do together; see `forecast`. They are no jobs of the pool."""
+        return forecast(
+            tasks,
+            self._library.budget,
+            list(self._devices.values()),
+            self._policy,
+            max_concurrent=self._max_concurrent,
+            admission=self._admission,
+            sends_ahead=self._next_units is not None,
         )
 
     def shutdown(self) -> None:

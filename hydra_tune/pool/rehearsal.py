@@ -1,12 +1,12 @@
 """Steps of several trials on several devices, rehearsed: what would be where, and what would move.
 
-The scheduler, the pagers, what is sent ahead and the steps themselves are those of a run. The devices copy nothing, a virtual clock
-has units take as long as their pilots say, and what is copied beside a unit is over when the unit is.
+The scheduler, the pagers, what is sent ahead and the steps themselves are those of a run. The devices copy nothing, a virtual
+clock has units take as long as their pilots say, and what is copied beside a unit is over when the unit is.
 """
 
 import heapq
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,29 +35,38 @@ from hydra_tune.train.step import PendingUnit
 
 _LEAST_SECONDS = 1e-6  # of a unit whose time nobody knows
 
+Moved = dict[tuple[str, str, str], int]
+"""Bytes by device, way ("in" or "out") and kind."""
+
 
 class _Player:
     """One trial, and what the scheduler has been told of it."""
 
     is_spread = False  # nobody helps
 
-    def __init__(self, key: str, rehearsal: Rehearsal, num_steps: int) -> None:
+    def __init__(self, key: str, rehearsal: Rehearsal, num_steps: int, on_step: Callable[[], None]) -> None:
         self.key = key
         self._units = rehearsal.steps(num_steps)
-        self._step_seconds = rehearsal.times.total
-        self._steps_left = num_steps
-        self._left_seconds = self._step_seconds  # of the present step
+        self._on_step = on_step
+        self.step_seconds = rehearsal.times.total
+        self._num_steps = num_steps
+        self._knows_length = rehearsal.knows_length
+        self._steps_done = 0
+        self._left_seconds = self.step_seconds  # of the present step
+        self._units_run = 0  # of the present step
+        self.units_per_step = 0
         self.pending: PendingUnit | None = None
         self.places: dict[int, str | None] = {}
         self._told: dict[int, str | None] = {}
-        self.units_run = 0
 
     def advance(self) -> None:
         """Go on to the next unit; None after the last."""
         self.pending = next(self._units, None)
-        while self.pending is None and self._steps_left > 1:
-            self._steps_left -= 1
-            self._left_seconds = self._step_seconds
+        while self.pending is None and self._steps_done < self._num_steps:
+            self._steps_done += 1
+            self._left_seconds = self.step_seconds
+            self.units_per_step, self._units_run = self._units_run, 0
+            self._on_step()
             self.pending = next(self._units, None)
 
     def run(self, stand: "_Stand", needs: Callable[["_Player", PendingUnit, str], list[Need]]) -> float:
@@ -70,7 +79,7 @@ class _Player:
                 stand.prefetch.asks = partial(needs, self, unit, stand.device.name)
             unit.run(stand.device, stand.pager)
             stand.device.moment += 1
-            self.units_run += 1
+            self._units_run += 1
             seconds += max(unit.seconds, _LEAST_SECONDS)
             self._left_seconds = max(0.0, self._left_seconds - unit.seconds)
             self.advance()
@@ -88,13 +97,9 @@ class _Player:
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds of compute to come."""
-        return self._left_seconds + (self._steps_left - 1) * self._step_seconds
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of a step."""
-        return self._step_seconds
+        """Seconds of compute to come, by what a run would know of its length."""
+        steps = self._num_steps - self._steps_done if self._knows_length else max(1, self._steps_done)
+        return self._left_seconds + max(0, steps - 1) * self.step_seconds
 
     @property
     def unit(self) -> Unit | None:
@@ -138,6 +143,7 @@ class Play:
     Attributes:
         pagers: of each device.
         seconds: until the last unit ends, copies not counted.
+        marks: what had been moved by the end of each step, of whichever trial.
     """
 
     def __init__(
@@ -155,7 +161,8 @@ class Play:
         self.seconds = 0.0
         self._stands = {device.name: _stand(device, self.pagers[device.name], sends_ahead) for device in devices}
         self._scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
-        self._players = {name: _Player(name, trial, num_steps) for name, trial in trials.items()}
+        self.marks: list[Moved] = []
+        self._players = {name: _Player(name, trial, num_steps, self._mark) for name, trial in trials.items()}
         self._next = NextUnits(policy, self._scheduler, self._stands, self._players, threading.Condition())
         self._moves: deque[tuple[str, int, str | None]] = deque()
         self._ends: list[tuple[float, int, UnitFinished]] = []
@@ -174,20 +181,22 @@ class Play:
                 self._tell(JobStopped(job=finished.job))
 
     @property
-    def moved(self) -> dict[str, Counter[tuple[str, str]]]:
-        """By device, bytes by way ("in" or "out") and kind."""
+    def moved(self) -> Moved:
+        """Bytes moved until now."""
         return {
-            name: Counter(
-                {("in", kind.value): count for kind, count in pager.bytes_in.items()}
-                | {("out", kind.value): count for kind, count in pager.bytes_out.items()}
-            )
+            (name, way, kind.value): count
             for name, pager in self.pagers.items()
+            for way, counts in (("in", pager.bytes_in), ("out", pager.bytes_out))
+            for kind, count in counts.items()
         }
 
     @property
-    def units_run(self) -> dict[str, int]:
-        """Units of each trial."""
-        return {name: player.units_run for name, player in self._players.items()}
+    def units_per_step(self) -> dict[str, int]:
+        """Units of each trial's last step."""
+        return {name: player.units_per_step for name, player in self._players.items()}
+
+    def _mark(self) -> None:
+        self.marks.append(self.moved)
 
     def _tell(self, *events: Event) -> None:
         moves = self._shard_moves(events)

@@ -1,9 +1,9 @@
 """A trial's steps on tensors that have sizes and no bytes: the same units, blocks and updates as in training, and no numbers.
 
-Note: what is the trial's own here. Everything that decides which bytes are where: its plan, its groups, the store of its values,
-the order of its units, its optimizer's code, and whatever pager it is run on. So what is counted in a rehearsal is counted by the
-very lines that count in a run, and there is no second account of them that could differ. Only the tensors are fakes (as in the
-pilot), and whoever reads a value of one is told 1.
+Note: what is the trial's own here. Everything that decides which bytes are where: its plan, its groups, the store of its
+values, the order of its units, its optimizer's code, and whatever pager it is run on. So what is counted in a rehearsal is
+counted by the very lines that count in a run, and there is no second account of them that could differ. Only the tensors are
+fakes (as in the pilot), and whoever reads a value of one is told 1.
 """
 
 import copy
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.devices.device import Device
+from hydra_tune.memory.block import Kind
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.plan import Plan
@@ -71,6 +72,7 @@ class Rehearsal:
         kept: the plan of its first batch.
         leaves: that batch.
         device: where host memory is made; the trial may run on others like it.
+        knows_length: whether its data tells how many steps it has.
     """
 
     def __init__(
@@ -81,7 +83,10 @@ class Rehearsal:
         kept: Kept,
         leaves: Leaves,
         device: Device,
+        *,
+        knows_length: bool = True,
     ) -> None:
+        self.knows_length = knows_length
         self._task = task
         self._device = device
         twin, stand_in = _doubles(module, optimizer)
@@ -93,6 +98,12 @@ class Rehearsal:
         self.state = ModelState(twin, stand_in, self.plan, device)
         self._streams = RandomStreams(task.seed)
         self._gradients = _FiniteGradients(task)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters."""
+        groups = self.state.groups(self.plan.used_state())
+        return sum(group.size for group in groups if group.kind is Kind.PARAMETERS)
 
     def steps(self, count: int) -> Generator[PendingUnit | None, None, None]:
         """The units of so many optimizer steps, and None after each step."""
