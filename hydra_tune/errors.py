@@ -26,7 +26,15 @@ class CaptureError(HydraTuneError):
 
 
 class BudgetError(HydraTuneError):
-    """Device or host memory that cannot hold what must be held at once."""
+    """Device or host memory that cannot hold what must be held at once.
+
+    Attributes:
+        enough_bytes: a budget of each device that would do; None where that is not known, or not what is short.
+    """
+
+    def __init__(self, message: str, *, enough_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.enough_bytes = enough_bytes
 
 
 class SpillError(HydraTuneError):

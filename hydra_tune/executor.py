@@ -19,6 +19,7 @@ from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
+from hydra_tune.pool.forecast import Forecast
 from hydra_tune.pool.job import EventStream, Job, Result, check_priority
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import Recorder
@@ -231,6 +232,32 @@ class HydraExecutor:
         named = {f"trial{number}": task for number, task in enumerate(tasks)}
         loads = parse_bandwidth(bandwidth, what="bandwidth")
         return self._started().profile(named, bandwidth=loads, steps=steps, max_concurrent=self.width)
+
+    def plan(self, tasks: Iterable[TrainTask]) -> Forecast:
+        """What these tasks would do in the pool together: shards, units, memory, and bytes moved in a step by kind.
+
+        Each model is built, captured, cut and checked on the host with its first batch, as `submit` would have it. Then some
+        steps are rehearsed on tensors without bytes, by the scheduler and pagers of a run; nothing is trained, and nothing
+        touches the devices. The bytes are those of `stats()`, in a step once all optimizer state is there; what is sent ahead
+        is taken to arrive while a unit computes, and all trials to have as many steps to go. Left out are evaluation, the
+        shorter last batch of an epoch, the disk of `spill_dir`, and the batches of a step that run side by side when devices
+        have nothing else to do.
+
+        Args:
+            tasks: the trials; at least one.
+
+        Returns:
+            The figures.
+
+        Raises:
+            BudgetError: a model that the devices have no room for; its `enough_bytes` says how much would do.
+            ConfigError: no tasks.
+            HydraTuneError: a task that the pool would refuse.
+        """
+        named = {f"trial{number}": task for number, task in enumerate(tasks)}
+        if not named:
+            raise ConfigError("there is no task to plan; give at least one")
+        return self._started().plan(named)
 
     def shutdown(self) -> None:
         """Cancel what is not over, wait for the running units, end all threads. May be called again."""

@@ -8,8 +8,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra_tune.cli.board import Board
 from hydra_tune.cli.build import TaskBuilder
@@ -30,6 +31,8 @@ DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes; 130 is what shells give a program that Ctrl-C ended."""
 
 _TUNER = "optuna"
+
+Pool = TypeVar("Pool", bound=HydraExecutor)
 
 
 class _WatchedExecutor(HydraExecutor):
@@ -66,7 +69,7 @@ def run_sweep(spec: SweepSpec, display: Display, *, timeout_seconds: float | Non
     try:
         with output.quiet():
             function, tuner = load_task(spec), find_tuner(_TUNER)
-            pool = _pool(spec, board, record=timeline is not None)
+            pool = opened(spec, partial(_WatchedExecutor, board.submitted, record=timeline is not None))
         request = SweepRequest(
             spec=spec,
             executor=pool,
@@ -109,9 +112,18 @@ def _written(pool: _WatchedExecutor, path: Path) -> bool:
     return True
 
 
-def _pool(spec: SweepSpec, board: Board, *, record: bool) -> _WatchedExecutor:
+def opened(spec: SweepSpec, make: Callable[..., Pool]) -> Pool:
+    """The pool that a sweep file describes, with its devices opened.
+
+    Args:
+        spec: the sweep.
+        make: is given the options of the file.
+
+    Raises:
+        SweepFileError: the devices are not there, or not as large; the message begins with the place in the file.
+    """
     try:
-        pool = _WatchedExecutor(board.submitted, **spec.engine, record=record)
+        pool = make(**spec.engine)
         pool.width  # noqa: B018 - opens the devices, which may not be there or not be as large
     except ConfigError as error:
         named = next((key for key in spec.engine if str(error).startswith(key)), None)

@@ -24,7 +24,8 @@ Exit codes:
 """
 
 
-def _bytes(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+def check_size(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Refuse an option that is no size."""
     if value is not None:
         try:
             parse_bytes(value, what="it")
@@ -45,7 +46,7 @@ def _policy(context: click.Context, parameter: click.Parameter, value: str | Non
 @click.command(epilog=_EXIT_CODES)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--devices", metavar="NAMES", help="Devices to use, e.g. auto, cpu:2, cuda, cuda:0,1.")
-@click.option("--device-memory", metavar="SIZE", callback=_bytes, help="Bytes to use on each device, e.g. 11GiB.")
+@click.option("--device-memory", metavar="SIZE", callback=check_size, help="Bytes to use on each device, e.g. 11GiB.")
 @click.option("--max-concurrent", type=click.IntRange(min=1), metavar="N", help="Trials in flight at once.")
 @click.option(
     "--admission", type=click.Choice(ADMISSIONS), help="Whether all trials in flight advance, or the oldest first."

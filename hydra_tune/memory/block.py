@@ -247,9 +247,14 @@ class Geometry:
         """A tensor's geometry."""
         return Geometry(int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
 
-    def view(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor in a storage of the same contents."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+    def view(self, storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:
+        """The tensor in a storage of the same contents.
+
+        Args:
+            storage: the storage.
+            device: where it is; None: as it says itself, which is wrong of a fake tensor's.
+        """
+        empty = torch.empty(0, dtype=self.dtype, device=device or storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
@@ -266,14 +271,14 @@ class Value:
         """The value on the device its block is on."""
         data = self.block.data
         assert data is not None, "the block is not on a device"
-        return self._geometry.view(data.untyped_storage())
+        return self._geometry.view(data.untyped_storage(), data.device)
 
     def host_tensor(self) -> Tensor:
         """The value on the host, where its block is."""
         host = self.block.host
         assert host is not None, "the block is not on the host"
         assert self.block.home is None, "the block is on a device"
-        return self._geometry.view(host.untyped_storage())
+        return self._geometry.view(host.untyped_storage(), host.device)
 
 
 def whole_storage(tensor: Tensor) -> Tensor:

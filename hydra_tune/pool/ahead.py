@@ -6,11 +6,39 @@ device is short of memory nobody asks, and a decision costs no more than taking 
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from hydra_tune.memory.prefetch import Need
-from hydra_tune.pool.record import Record
 from hydra_tune.schedule import Ahead, Command, Event, JobView, Policy, Release, Run, Scheduler, Unit
 from hydra_tune.train.step import Expected, PendingUnit
+
+
+class Ongoing(Protocol):
+    """What has to be known of a job."""
+
+    @property
+    def key(self) -> str:
+        """What the scheduler calls it."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it will want a further unit, as far as is known."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether units of it run side by side now."""
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Seconds of compute to come."""
+
+    @property
+    def places(self) -> Mapping[int, str | None]:
+        """Device of each shard that is on one."""
+
+    @property
+    def pending(self) -> PendingUnit | None:
+        """Its next unit, where that is the only one and does not run yet."""
 
 
 class NextUnits:
@@ -20,7 +48,7 @@ class NextUnits:
         policy: of the scheduler.
         scheduler: of the pool.
         devices: their names.
-        records: of the pool's jobs, by name.
+        records: the pool's jobs, by name.
         lock: of the pool; held by whoever calls `decided`.
     """
 
@@ -29,7 +57,7 @@ class NextUnits:
         policy: Policy,
         scheduler: Scheduler,
         devices: Iterable[str],
-        records: Mapping[str, Record],
+        records: Mapping[str, Ongoing],
         lock: threading.Condition,
     ) -> None:
         self._scheduler = scheduler
@@ -55,7 +83,7 @@ class NextUnits:
             elif type(command) is Release:
                 self._forget(command.job)
 
-    def needs(self, record: Record, pending: PendingUnit, device: str) -> list[Need]:
+    def needs(self, record: Ongoing, pending: PendingUnit, device: str) -> list[Need]:
         """What is needed after a unit that begins to compute.
 
         Args:
@@ -66,7 +94,7 @@ class NextUnits:
         Returns:
             What the next units need, in their order.
         """
-        following = pending.following() if record.spread is None else []
+        following = [] if record.is_spread else pending.following()
         due: list[PendingUnit | Expected] = []
         if following and (following[0].kind, following[0].shard) == ("update", pending.shard):
             due.append(following.pop(0))  # it comes along with this one, whatever the scheduler says
@@ -77,27 +105,27 @@ class NextUnits:
         return [Need(one.blocks(), one.workspace_bytes) for one in due]
 
     def _next_unit(
-        self, record: Record, pending: PendingUnit, following: Sequence[Expected], device: str
+        self, record: Ongoing, pending: PendingUnit, following: Sequence[Expected], device: str
     ) -> PendingUnit | Expected | None:
         self._catch_up()
         own = self._own_view(record, pending, following[0]) if following else None
         job = self._ahead.choose(device, own)
         if job is None:
             return None
-        if job == record.job.key:
+        if job == record.key:
             return following[0] if following else None
         other = self._records.get(job)
         return None if other is None else other.pending
 
-    def _own_view(self, record: Record, pending: PendingUnit, expected: Expected) -> JobView | None:
+    def _own_view(self, record: Ongoing, pending: PendingUnit, expected: Expected) -> JobView | None:
         """The job that runs, as it will be when its unit is over; None if it does not go on."""
-        if record.outcome is not None or record.job.paused or record.trial is None:
+        if not record.goes_on:
             return None
         return self._scheduler.view_after(
-            record.job.key,
+            record.key,
             unit=Unit(kind=expected.kind, shard=expected.shard, seconds=expected.seconds),
             seconds=pending.seconds,
-            remaining_seconds=max(0.0, record.trial.remaining_seconds - pending.seconds),
+            remaining_seconds=max(0.0, record.remaining_seconds - pending.seconds),
             shard_device=record.places.get(expected.shard),
         )
 

@@ -21,6 +21,7 @@ from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.core import Core
+from hydra_tune.pool.forecast import Forecast, forecast
 from hydra_tune.pool.job import EventStream, Job, Progress
 from hydra_tune.pool.lending import Lender
 from hydra_tune.pool.planned import planned_profile
@@ -80,6 +81,8 @@ class Pool:
         self._host = host
         self._recorder = recorder
         self._library = library
+        self._policy, self._max_concurrent, self._admission = policy, max_concurrent, admission
+        self._sends_ahead = sends_ahead
         self._numbers = itertools.count()
         self._ended = False
         self._started = time.perf_counter()
@@ -228,6 +231,18 @@ class Pool:
             max_concurrent=max_concurrent,
             bandwidth=bandwidth,
             steps=steps,
+        )
+
+    def plan(self, tasks: Mapping[str, TrainTask]) -> Forecast:
+        """What tasks would do together; see `forecast`. They are no jobs of the pool."""
+        return forecast(
+            tasks,
+            self._library.budget,
+            list(self._devices.values()),
+            self._policy,
+            max_concurrent=self._max_concurrent,
+            admission=self._admission,
+            sends_ahead=self._sends_ahead,
         )
 
     def shutdown(self) -> None:

@@ -79,6 +79,26 @@ class Record:
         self.places: dict[int, str | None] = {}
         self.told: dict[int, str | None] = {}
 
+    @property
+    def key(self) -> str:
+        """What the scheduler calls the job."""
+        return self.job.key
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it will want a further unit, as far as is known."""
+        return self.outcome is None and not self.job.paused and self.trial is not None
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether units of it run side by side now."""
+        return self.spread is not None
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Seconds of compute to come; 0 before it is being prepared."""
+        return 0.0 if self.trial is None else self.trial.remaining_seconds
+
     def take(self, unit: Unit) -> PendingUnit:
         """A unit that is due, to run it now."""
         if self.spread is not None:

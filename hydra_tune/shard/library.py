@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,11 +95,14 @@ class Prepared:
         plan: the step cut into shards.
         seconds: of each unit; None for an eager plan, which was not run in units.
         guard: what the step's Python asked of the batch's values; None if nothing.
+        smallest_budget: finds the bytes of a device with which the step could still be cut, to a per mille; None where the
+            library keeps no pilots.
     """
 
     plan: Plan
     seconds: UnitSeconds | None
     guard: Guard | None = None
+    smallest_budget: Callable[[], int] | None = None
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it is for a batch with these tensors, which has the signature that it was prepared for."""
@@ -155,10 +159,12 @@ class PlanLibrary:
 
     Args:
         budget: what to cut for.
+        keeps_pilots: whether plans can be asked for their `smallest_budget`; what that takes lives as long as they do.
     """
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, *, keeps_pilots: bool = False) -> None:
         self.budget = budget
+        self._keeps_pilots = keeps_pilots
         self._plans: OrderedDict[Hashable, list[_Entry]] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
 
@@ -271,7 +277,8 @@ class PlanLibrary:
             plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
             with GATE.exclusive():  # the first run compiles
                 seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
-        return Prepared(plan=plan, seconds=seconds, guard=request.guard)
+        smallest = partial(partitioner.smallest_budget, self.budget.num_shards) if self._keeps_pilots else None
+        return Prepared(plan=plan, seconds=seconds, guard=request.guard, smallest_budget=smallest)
 
     def _measured(self, request: _Request, captured: Captured, tensors: tuple[Tensor, ...]) -> tuple[Analysis, Pilot]:
         """Where a captured step may be cut, and what its parts would need."""
@@ -339,7 +346,7 @@ class PlanLibrary:
                 updates_on_host=self.budget.updates_on_host,
                 reason=reason,
             )
-        return Prepared(plan=plan, seconds=None)
+        return Prepared(plan=plan, seconds=None, smallest_budget=lambda: plan.peak_bytes)
 
     def _update_pilot(self, request: _Request, specs: dict[str, StateSpec]) -> UpdatePilot | None:
         if request.mode != "train":

@@ -181,7 +181,8 @@ class Partitioner:
             f"{self._name(first, last)} needs {format_bytes(self._cost(first, last).peak_bytes)} at once, but a shard may take "
             f"{format_bytes(self._capacity)}: the smallest device has a budget of {format_bytes(self._budget)}, of which "
             f"{format_bytes(self._budget - self._capacity)} are kept for loading; lower batch_size, {pieces}or raise "
-            f"device_memory to at least {format_bytes_up(enough)}"
+            f"device_memory to at least {format_bytes_up(enough)}",
+            enough_bytes=enough,
         )
 
     def _name(self, first: int, last: int) -> str:

@@ -137,7 +137,8 @@ def _spilled(
     raise BudgetError(
         f"the model cannot be cut ({reason}), and whole it needs {format_bytes(kept.peak_bytes)} at once, more than the "
         f"smallest device's budget of {format_bytes(budget_bytes)}{outcome}; make it capturable, lower batch_size, or raise "
-        f"device_memory to at least {format_bytes_up(least)}"
+        f"device_memory to at least {format_bytes_up(least)}",
+        enough_bytes=least,
     ) from reason
 
 

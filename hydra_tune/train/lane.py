@@ -120,4 +120,5 @@ def _copied(leaves: Leaves) -> Leaves:
 
 def _copy(tensor: Tensor) -> Tensor:
     """The tensor on a storage of its own, laid out as it was."""
-    return Geometry.of(tensor).view(whole_storage(tensor.detach()).clone().untyped_storage())
+    flat = whole_storage(tensor.detach()).clone()
+    return Geometry.of(tensor).view(flat.untyped_storage(), flat.device)

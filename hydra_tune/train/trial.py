@@ -128,6 +128,23 @@ class Trial:
         """
         return next(self._program, None)
 
+    def prepare(self) -> tuple[Kept, batches.Leaves]:
+        """Build the model, draw the first batch and make its plan, and no more: for whoever wants to know what would run.
+
+        Returns:
+            The plan, and the batch or its first piece.
+        """
+        for handle in (self.task.train, self.task.validate):
+            self._feed.check(handle)
+        module, optimizer = self._build()
+        for batch in self._draw(self.task.train, shuffle=True):
+            self._check_pieces(module, batch)
+            piece = next(pieces(batch, self.task.split_batches))
+            leaves = batches.flatten(piece.batch)
+            kept = self._plans.find(module, optimizer, None, piece.batch, leaves, "train")
+            return kept, leaves
+        raise no_batch("train", self.task.train, 0)
+
     def finished(self, unit: PendingUnit, seconds: float) -> None:
         """A unit took so long."""
         with self._lock:

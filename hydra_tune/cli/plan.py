@@ -1,0 +1,55 @@
+"""`hydra-tune plan`: its arguments. What happens then is in `hydra_tune.cli.planning`."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from hydra_tune.cli.sweep import USAGE, check_size
+from hydra_tune.cli.sweep_file import read_sweep_file
+from hydra_tune.errors import ConfigError
+
+_EXIT_CODES = """\b
+Exit codes:
+  0    done
+  1    a configuration does not fit, or its task cannot be made
+  2    the command or FILE makes no sense
+  130  interrupted by Ctrl-C
+"""
+_MOST = 8
+
+
+@click.command(epilog=_EXIT_CODES)
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--trials", type=click.IntRange(min=1), metavar="N", help=f"Configurations to plan.  [run_cap, at most {_MOST}]"
+)
+@click.option("--seed", type=int, metavar="N", help="Of the draws.  [the file's, or 0]")
+@click.option("--devices", metavar="NAMES", help="Devices to plan for, e.g. auto, cpu:2, cuda, cuda:0,1.")
+@click.option("--device-memory", metavar="SIZE", callback=check_size, help="Bytes to use on each device, e.g. 11GiB.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
+def plan(
+    *,
+    file: Path,
+    trials: int | None,
+    seed: int | None,
+    devices: str | None,
+    device_memory: str | None,
+    as_json: bool,
+) -> None:
+    """Show what trials of the sweep that FILE describes would do, without training.
+
+    Draws configurations from all over the space. For each: shards, units, memory, the smallest budget that would do, and
+    the bytes that a step moves, by kind.
+    """
+    try:
+        spec = read_sweep_file(file)
+    except ConfigError as error:
+        click.echo(str(error), err=True)
+        sys.exit(USAGE)
+    # torch takes seconds to import; help, version and a wrong file do not wait for it.
+    from hydra_tune.cli.planning import run_plan  # noqa: PLC0415
+
+    count = trials or min(spec.run_cap or _MOST, _MOST)
+    given = {"devices": devices, "device_memory": device_memory}
+    sys.exit(run_plan(spec, given, count=count, seed=spec.seed or 0 if seed is None else seed, as_json=as_json))

@@ -1,0 +1,107 @@
+"""What `hydra-tune plan` has found, as tables and as plain data."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hydra_tune.cli.domains import Scalar
+from hydra_tune.pool.forecast import Forecast
+from hydra_tune.quantities import format_bytes, format_bytes_up, format_seconds
+
+_NOTHING = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """One configuration.
+
+    Attributes:
+        number: from 0.
+        params: what was drawn.
+        forecast: of the trial alone in the pool; None if it cannot be planned.
+        error: why not.
+        enough_bytes: where memory is short, a budget that would do.
+    """
+
+    number: int
+    params: Mapping[str, Scalar]
+    forecast: Forecast | None
+    error: str | None = None
+    enough_bytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        found: dict[str, Any] = {"number": self.number, "params": dict(self.params), "error": self.error}
+        if self.forecast is None:
+            return found | {"smallest_budget_bytes": self.enough_bytes}
+        plain = self.forecast.to_json()
+        (trial,) = plain.pop("trials")
+        del trial["name"]
+        return found | trial | plain
+
+
+def print_planned(console: Console, planned: Sequence[Planned]) -> None:
+    """Print what was found.
+
+    Args:
+        console: where to.
+        planned: the configurations.
+    """
+    for one in planned:
+        console.print(Text(f"trial {one.number}: {', '.join(f'{k}={v}' for k, v in one.params.items())}"))
+    found = [(one.number, one.forecast) for one in planned if one.forecast is not None]
+    if found:
+        console.print()
+        console.print(_shape(found))
+        console.print()
+        console.print(_traffic(found))
+    for one in planned:
+        if one.error is not None:
+            remedy = "" if one.enough_bytes is None else f" (device_memory: {format_bytes_up(one.enough_bytes)})"
+            console.print(Text(f"\ntrial {one.number} cannot be trained{remedy}: {one.error}"))
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _shape(found: Sequence[tuple[int, Forecast]]) -> Table:
+    table = _table("trial", "shards", "units", "activations", "peak", "smallest budget", "step")
+    for number, forecast in found:
+        (trial,) = forecast.trials
+        table.add_row(
+            str(number),
+            "whole" if trial.is_whole else str(trial.num_shards),
+            str(trial.units_per_step),
+            _counted(trial.activations),
+            format_bytes(max(device.peak_bytes for device in forecast.devices.values())),
+            format_bytes_up(trial.smallest_budget_bytes),
+            format_seconds(trial.step_seconds) if trial.step_seconds else _NOTHING,
+        )
+    return table
+
+
+def _counted(activations: Sequence[str]) -> str:
+    counts = Counter(activations)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or _NOTHING
+
+
+def _traffic(found: Sequence[tuple[int, Forecast]]) -> Table:
+    """One column for each kind that anything moves of."""
+    kinds = list(dict.fromkeys(kind for _, forecast in found for kind in forecast.bytes_by_kind))
+    table = _table("moved in a step", *kinds, "parameters, times")
+    for number, forecast in found:
+        moved = forecast.bytes_by_kind
+        sizes = [format_bytes(moved[kind]) if kind in moved else _NOTHING for kind in kinds]
+        table.add_row(f"trial {number}", *sizes, f"{forecast.parameter_traffic:.2f}")
+    return table

@@ -1,0 +1,88 @@
+"""Plans configurations of a checked sweep file, one after the other, each as if it were alone in the pool."""
+
+import json
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rich.console import Console
+
+from hydra_tune.cli.build import TaskBuilder
+from hydra_tune.cli.domains import Domain, Scalar
+from hydra_tune.cli.options import Display
+from hydra_tune.cli.output import Output
+from hydra_tune.cli.plan_table import Planned, print_planned
+from hydra_tune.cli.run import DONE, FAILED, INTERRUPTED, USAGE, opened
+from hydra_tune.cli.sampling import sample
+from hydra_tune.cli.spec import SweepSpec
+from hydra_tune.cli.task_ref import load_task
+from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, SweepFileError
+from hydra_tune.executor import HydraExecutor
+
+
+def run_plan(spec: SweepSpec, given: Mapping[str, str | None], *, count: int, seed: int, as_json: bool) -> int:
+    """Plan some configurations of a sweep and show what was found.
+
+    Args:
+        spec: the sweep.
+        given: options of the executor that go before those of the file; None where they were not given.
+        count: configurations.
+        seed: of the draws.
+        as_json: one JSON object on standard output, and nothing else.
+
+    Returns:
+        The exit code of the program.
+    """
+    output = Output(Display(as_json=as_json, live=False))
+    stdout = sys.stdout
+    try:
+        with output.quiet():
+            parameters = _parameters(spec)
+            build = TaskBuilder(spec=spec, function=load_task(spec))
+            with opened(_overridden(spec, given), HydraExecutor) as pool:
+                found = [
+                    _planned(number, params, build, pool)
+                    for number, params in enumerate(sample(parameters, count, seed))
+                ]
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - it is output
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if as_json:
+        json.dump({"file": spec.file, "task": spec.task, "trials": [one.to_json() for one in found]}, stdout)
+        stdout.write("\n")
+    else:
+        print_planned(Console(file=stdout, highlight=False), found)
+    return FAILED if any(one.forecast is None for one in found) else DONE
+
+
+def _parameters(spec: SweepSpec) -> Mapping[str, Domain]:
+    if spec.parameters is None:
+        raise SweepFileError(
+            f"{spec.at('task')}: {spec.task} draws its parameters from a tuner's trial, and plan has no tuner; list them "
+            "under parameters:"
+        )
+    return spec.parameters
+
+
+def _overridden(spec: SweepSpec, given: Mapping[str, str | None]) -> SweepSpec:
+    """What the command line says goes before the file, and is no error of the file."""
+    said = {name: value for name, value in given.items() if value is not None}
+    places = {path: place for path, place in spec.places.items() if path.removeprefix("hydra.") not in said}
+    return replace(spec, engine={**spec.engine, **said}, places=places)
+
+
+def _planned(number: int, params: dict[str, Scalar], build: TaskBuilder, pool: HydraExecutor) -> Planned:
+    forecast, error, enough = None, None, None
+    try:
+        forecast = pool.plan([build(**params)])
+    except BudgetError as refusal:
+        error, enough = str(refusal), refusal.enough_bytes
+    except HydraTuneError as refusal:
+        error = str(refusal)
+    except Exception as fault:  # noqa: BLE001 - the user's code may raise anything
+        traceback.print_exception(fault, file=sys.stderr)
+        error = f"{type(fault).__name__}: {fault}"
+    return Planned(number=number, params=params, forecast=forecast, error=error, enough_bytes=enough)

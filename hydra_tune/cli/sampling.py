@@ -1,0 +1,51 @@
+"""Points of a sweep's space without a tuner: spread evenly, so that a few of them show what there is."""
+
+import math
+import random
+from collections.abc import Mapping
+
+from hydra_tune.cli.domains import Choice, Domain, IntRange, Scalar
+
+
+def sample(parameters: Mapping[str, Domain], count: int, seed: int) -> list[dict[str, Scalar]]:
+    """Draw points such that each parameter's values are spread over all it may be (a Latin hypercube).
+
+    Args:
+        parameters: what each may be.
+        count: points.
+        seed: of the draws; the same gives the same points.
+
+    Returns:
+        The points; each value of a choice comes as often as any other, give or take one.
+    """
+    source = random.Random(seed)  # noqa: S311 - not for secrets
+    columns = {name: _column(domain, count, source) for name, domain in parameters.items()}
+    return [{name: column[number] for name, column in columns.items()} for number in range(count)]
+
+
+def _column(domain: Domain, count: int, source: random.Random) -> list[Scalar]:
+    """One value from each of `count` equal parts of a domain, in random order."""
+    places = [(number + source.random()) / count for number in range(count)]
+    source.shuffle(places)
+    return [_at(domain, place) for place in places]
+
+
+def _at(domain: Domain, place: float) -> Scalar:
+    """The value at a place from 0 to below 1."""
+    if isinstance(domain, Choice):
+        return domain.values[int(place * len(domain.values))]
+    if isinstance(domain, IntRange) and not domain.log:
+        values = domain.grid()
+        return values[int(place * len(values))]
+    if isinstance(domain, IntRange):
+        return min(domain.high, max(domain.low, round(_between(domain.low, domain.high, place, log=True))))
+    steps = domain.grid()
+    if steps is not None:
+        return steps[int(place * len(steps))]
+    return domain.settle(_between(domain.low, domain.high, place, log=domain.log))
+
+
+def _between(low: float, high: float, place: float, *, log: bool) -> float:
+    if log:
+        return min(high, math.exp(math.log(low) + place * (math.log(high) - math.log(low))))
+    return low + place * (high - low)

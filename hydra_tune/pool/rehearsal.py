@@ -1,0 +1,252 @@
+"""Steps of several trials on several devices, rehearsed: what would be where, and what would move.
+
+The scheduler, the pagers, what is sent ahead and the steps themselves are those of a run. The devices copy nothing, a virtual
+clock has units take as long as their pilots say, and what is copied beside a unit is over when the unit is.
+"""
+
+import heapq
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from hydra_tune.devices.weightless import WeightlessDevice
+from hydra_tune.memory.pager import Pager
+from hydra_tune.memory.prefetch import Need, Prefetch
+from hydra_tune.pool.ahead import NextUnits
+from hydra_tune.schedule import (
+    Admit,
+    Command,
+    DeviceAdded,
+    Event,
+    JobAdmitted,
+    JobStopped,
+    JobSubmitted,
+    Policy,
+    Run,
+    Scheduler,
+    ShardMoved,
+    Unit,
+    UnitFinished,
+)
+from hydra_tune.train.rehearsal import Rehearsal
+from hydra_tune.train.step import PendingUnit
+
+_LEAST_SECONDS = 1e-6  # of a unit whose time nobody knows
+
+Moved = dict[tuple[str, str, str], int]
+"""Bytes by device, way ("in" or "out") and kind."""
+
+
+class _Player:
+    """One trial, and what the scheduler has been told of it."""
+
+    is_spread = False  # nobody helps
+
+    def __init__(self, key: str, rehearsal: Rehearsal, num_steps: int, on_step: Callable[[], None]) -> None:
+        self.key = key
+        self._units = rehearsal.steps(num_steps)
+        self._on_step = on_step
+        self.step_seconds = rehearsal.times.total
+        self._num_steps = num_steps
+        self._knows_length = rehearsal.knows_length
+        self._steps_done = 0
+        self._left_seconds = self.step_seconds  # of the present step
+        self._units_run = 0  # of the present step
+        self.units_per_step = 0
+        self.pending: PendingUnit | None = None
+        self.places: dict[int, str | None] = {}
+        self._told: dict[int, str | None] = {}
+
+    def advance(self) -> None:
+        """Go on to the next unit; None after the last."""
+        self.pending = next(self._units, None)
+        while self.pending is None and self._steps_done < self._num_steps:
+            self._steps_done += 1
+            self._left_seconds = self.step_seconds
+            self.units_per_step, self._units_run = self._units_run, 0
+            self._on_step()
+            self.pending = next(self._units, None)
+
+    def run(self, stand: "_Stand", needs: Callable[["_Player", PendingUnit, str], list[Need]]) -> float:
+        """Run the unit that is due, and an update of its shard that comes with it; returns their seconds."""
+        shard, seconds = self._unit().shard, 0.0
+        while True:
+            unit = self._unit()
+            self.pending = None
+            if stand.prefetch is not None:
+                stand.prefetch.asks = partial(needs, self, unit, stand.device.name)
+            unit.run(stand.device, stand.pager)
+            stand.device.moment += 1
+            self._units_run += 1
+            seconds += max(unit.seconds, _LEAST_SECONDS)
+            self._left_seconds = max(0.0, self._left_seconds - unit.seconds)
+            self.advance()
+            if self.pending is None or (self.pending.kind, self.pending.shard) != ("update", shard):
+                return seconds
+
+    def _unit(self) -> PendingUnit:
+        assert self.pending is not None
+        return self.pending
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it will want a further unit."""
+        return True
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Seconds of compute to come, by what a run would know of its length."""
+        steps = self._num_steps - self._steps_done if self._knows_length else max(1, self._steps_done)
+        return self._left_seconds + max(0, steps - 1) * self.step_seconds
+
+    @property
+    def unit(self) -> Unit | None:
+        """What is due, as the scheduler sees it."""
+        due = self.pending
+        return None if due is None else Unit(kind=due.kind, shard=due.shard, seconds=due.seconds)
+
+    def news(self) -> tuple[int, str | None] | None:
+        """Shard and place of the next unit, if the scheduler has not been told."""
+        if self.pending is None:
+            return None
+        shard = self.pending.shard
+        place = self.places.get(shard)
+        if self._told.get(shard) == place:
+            return None
+        self._told[shard] = place
+        return shard, place
+
+
+@dataclass(slots=True)
+class _Stand:
+    """One device."""
+
+    device: WeightlessDevice
+    pager: Pager
+    prefetch: Prefetch | None
+
+
+class Play:
+    """Rehearses some steps of each trial, to their end.
+
+    Args:
+        trials: by name, in the order in which they are submitted.
+        devices: without bytes.
+        policy: who decides.
+        max_concurrent: trials in flight.
+        admission: as of the scheduler.
+        num_steps: of each trial.
+        sends_ahead: whether what a device does next is sent to it while it computes.
+
+    Attributes:
+        pagers: of each device.
+        seconds: until the last unit ends, copies not counted.
+        marks: what had been moved by the end of each step, of whichever trial.
+    """
+
+    def __init__(
+        self,
+        trials: Mapping[str, Rehearsal],
+        devices: Sequence[WeightlessDevice],
+        policy: Policy,
+        *,
+        max_concurrent: int,
+        admission: str,
+        num_steps: int,
+        sends_ahead: bool,
+    ) -> None:
+        self.pagers = {device.name: Pager(device) for device in devices}
+        self.seconds = 0.0
+        self._stands = {device.name: _stand(device, self.pagers[device.name], sends_ahead) for device in devices}
+        self._scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
+        self.marks: list[Moved] = []
+        self._players = {name: _Player(name, trial, num_steps, self._mark) for name, trial in trials.items()}
+        self._next = NextUnits(policy, self._scheduler, self._stands, self._players, threading.Condition())
+        self._moves: deque[tuple[str, int, str | None]] = deque()
+        self._ends: list[tuple[float, int, UnitFinished]] = []
+        self._num_ends = 0
+        for name, trial in trials.items():
+            trial.state.watch(lambda shard, place, name=name: self._moves.append((name, shard, place)))  # type: ignore[misc]
+
+    def run(self) -> None:
+        """Run all units."""
+        self._tell(*(DeviceAdded(device=name) for name in self._stands))
+        self._tell(*(JobSubmitted(job=name) for name in self._players))
+        while self._ends:
+            self.seconds, _, finished = heapq.heappop(self._ends)
+            self._tell(finished)
+            if finished.unit is None:
+                self._tell(JobStopped(job=finished.job))
+
+    @property
+    def moved(self) -> Moved:
+        """Bytes moved until now."""
+        return {
+            (name, way, kind.value): count
+            for name, pager in self.pagers.items()
+            for way, counts in (("in", pager.bytes_in), ("out", pager.bytes_out))
+            for kind, count in counts.items()
+        }
+
+    @property
+    def units_per_step(self) -> dict[str, int]:
+        """Units of each trial's last step."""
+        return {name: player.units_per_step for name, player in self._players.items()}
+
+    def _mark(self) -> None:
+        self.marks.append(self.moved)
+
+    def _tell(self, *events: Event) -> None:
+        moves = self._shard_moves(events)
+        commands = self._scheduler.handle(*moves, *events)
+        self._next.decided((*moves, *events), commands)
+        for command in commands:
+            self._carry_out(command)
+
+    def _shard_moves(self, events: Sequence[Event]) -> list[ShardMoved]:
+        """As the pool tells them: of units that a device may be given now."""
+        concerned: dict[str, None] = {}
+        while self._moves:
+            name, shard, place = self._moves.popleft()
+            concerned[name] = None
+            self._players[name].places[shard] = place
+        concerned |= dict.fromkeys(event.job for event in events if isinstance(event, UnitFinished))
+        found = [(name, self._players[name].news()) for name in concerned]
+        return [ShardMoved(job=name, shard=news[0], device=news[1]) for name, news in found if news is not None]
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, Admit):
+            self._admit(command.job)
+        elif isinstance(command, Run):
+            self._run(command.job, command.device)
+
+    def _admit(self, name: str) -> None:
+        player = self._players[name]
+        player.advance()
+        unit = player.unit
+        assert unit is not None, "a step has a unit"
+        self._tell(
+            JobAdmitted(
+                job=name, unit=unit, remaining_seconds=player.remaining_seconds, step_seconds=player.step_seconds
+            )
+        )
+
+    def _run(self, name: str, device: str) -> None:
+        player = self._players[name]
+        seconds = player.run(self._stands[device], self._next.needs)
+        self._num_ends += 1
+        finished = UnitFinished(
+            job=name,
+            device=device,
+            seconds=seconds,
+            unit=player.unit,
+            remaining_seconds=player.remaining_seconds,
+            step_seconds=player.step_seconds,
+        )
+        heapq.heappush(self._ends, (self.seconds + seconds, self._num_ends, finished))
+
+
+def _stand(device: WeightlessDevice, pager: Pager, sends_ahead: bool) -> _Stand:
+    return _Stand(device, pager, Prefetch(pager) if sends_ahead else None)

@@ -1,0 +1,174 @@
+"""A trial's steps on tensors that have sizes and no bytes: the same units, blocks and updates as in training, and no numbers.
+
+Note: what is the trial's own here. Everything that decides which bytes are where: its plan, its groups, the store of its
+values, the order of its units, its optimizer's code, and whatever pager it is run on. So what is counted in a rehearsal is
+counted by the very lines that count in a run, and there is no second account of them that could differ. Only the tensors are
+fakes (as in the pilot), and whoever reads a value of one is told 1.
+"""
+
+import copy
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hydra_tune.devices.device import Device
+from hydra_tune.memory.block import Kind
+from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.update_pilot import stand_in_for
+from hydra_tune.shard.whole import EagerStep
+from hydra_tune.task import TrainTask
+from hydra_tune.train import grouped
+from hydra_tune.train.gradients import Gradients
+from hydra_tune.train.helpers import Arrangement
+from hydra_tune.train.plans import Kept
+from hydra_tune.train.spread import Spread
+from hydra_tune.train.state import ModelState
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.training import OptimizerStep
+from hydra_tune.train.training_batch import Part
+from hydra_tune.train.ways import GROUPED
+
+_READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what item(), float() and bool() come down to
+
+
+class Stage(FakeTensorMode):
+    """Tensors made within have sizes and no bytes. Rehearsals are made and run inside of one.
+
+    Whoever reads a value is told 1: losses and norms are finite, and an optimizer's counters can be divided by.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _READ:
+            dtype = args[0].dtype
+            return dtype == torch.bool or (1.0 if dtype.is_floating_point else 1)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _FiniteGradients(Gradients):
+    """Finds no gradient that is not finite, whatever is read."""
+
+    def _unscale(self, gradients: Any, scale: Tensor) -> None:
+        del gradients, scale
+
+
+class Rehearsal:
+    """One trial, inside a `Stage`.
+
+    Args:
+        task: the trial's.
+        module, optimizer: the trial's own, on the host; they are left alone.
+        kept: the plan of its first batch.
+        leaves: that batch.
+        device: where host memory is made; the trial may run on others like it.
+        knows_length: whether its data tells how many steps it has.
+    """
+
+    def __init__(
+        self,
+        task: TrainTask,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        kept: Kept,
+        leaves: Leaves,
+        device: Device,
+        *,
+        knows_length: bool = True,
+    ) -> None:
+        self.knows_length = knows_length
+        self._task = task
+        self._device = device
+        twin, stand_in = _doubles(module, optimizer)
+        self._leaves = replace(leaves, tensors=tuple(_like(tensor) for tensor in leaves.tensors), copies=())
+        self.plan = _plan(kept.plan, task, twin, self._leaves)
+        self.times = kept.times
+        self.num_parts = task.accumulate * task.split_batches
+        self.together = self._num_together(kept.plan)
+        self.state = ModelState(twin, stand_in, self.plan, device)
+        self._streams = RandomStreams(task.seed)
+        self._gradients = _FiniteGradients(task)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters."""
+        groups = self.state.groups(self.plan.used_state())
+        return sum(group.size for group in groups if group.kind is Kind.PARAMETERS)
+
+    def steps(self, count: int) -> Generator[PendingUnit | None, None, None]:
+        """The units of so many optimizer steps, and None after each step."""
+        for _ in range(count):
+            yield from self._step()
+            yield None
+        self.state.drop()
+
+    def _num_together(self, plan: Plan) -> int:
+        """Batches that go through each shard together."""
+        counted = self._device.shares_generator or not plan.is_stochastic
+        worth_it = counted and plan.may_be_pipelined and grouped.is_worth_it(plan)
+        return self.num_parts if worth_it else 1
+
+    def _step(self) -> Iterator[PendingUnit]:
+        how = None
+        if self.together > 1:
+            how = Arrangement(way=GROUPED, width=self.together, plan=self.plan)
+        step = OptimizerStep(self._task.accumulate, self.state, self._streams, self._device, self._gradients, how)
+        try:
+            for number in range(self.num_parts):
+                is_last = (number + 1) % self._task.split_batches == 0
+                share = 1 / self._task.split_batches
+                part = Part(plan=self.plan, times=self.times, leaves=self._leaves, share=share, ends_batch=is_last)
+                if step.takes(self.plan):
+                    step.draw_ahead(part, 0)
+                else:
+                    yield from step.batch(part)
+            for unit in step.together():
+                assert not isinstance(unit, Spread), "nobody helps in a rehearsal"
+                yield unit
+            yield from step.finish()
+        finally:
+            step.close()
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """A tensor of the same geometry, on a storage of the same size."""
+    with torch.no_grad():
+        flat = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _doubles(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Module and optimizer over tensors without bytes; names, ties and options are those of the originals."""
+    memo: dict[int, Any] = {}
+    doubles: dict[int, Tensor] = {}
+    for _, tensor in named_state(module):
+        double = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        if isinstance(tensor, nn.Parameter):
+            double = nn.Parameter(double, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = doubles[id(tensor)] = double
+    twin = copy.deepcopy(module, memo)
+    placed = [(id(p), index) for index, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    members = [("", index) for _, index in placed]
+    return twin, stand_in_for(optimizer, members, [doubles[key] for key, _ in placed])
+
+
+def _plan(plan: Plan, task: TrainTask, twin: nn.Module, leaves: Leaves) -> Plan:
+    """The plan for tensors without bytes: nothing is drawn, and the user's own code runs on the double."""
+    shards = []
+    for shard in plan.shards:
+        module: Any = shard.graph.module
+        if isinstance(module, EagerStep):
+            module = EagerStep(task, twin, plan.mode, leaves, len(shard.graph.state))
+        shards.append(replace(shard, graph=replace(shard.graph, module=module, stochastic=False)))
+    constants = {name: _like(tensor) for name, tensor in plan.constants.items()}
+    return replace(plan, shards=tuple(shards), constants=constants)

@@ -1,0 +1,196 @@
+"""What `HydraExecutor.plan` says a step moves, against what a run counts."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune.errors import BudgetError, ConfigError
+from tests.unit.pool.tasks import running, task
+
+WIDTH, LAYERS = 64, 8
+LINEAR_BUDGET = "117KiB"  # about what one unit needs, so that next to nothing stays
+PARAMETER_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
+STEPS = 2
+Make = Callable[[int], TrainTask]
+
+
+def linear(steps: int, accumulate: int = 1, **changes: Any) -> TrainTask:
+    """Equal layers; steps of 16 samples."""
+    inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(5))
+    return task(
+        model=lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]),
+        train=torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(dim=1)),
+        batch_size=16 // accumulate,
+        accumulate=accumulate,
+        epochs=steps,
+        **changes,
+    )
+
+
+class Noisy(nn.Module):
+    """Buffers that forwards overwrite, random numbers, a tied weight, and activations that are worth keeping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+        blocks = [(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+        self.blocks = nn.Sequential(*[layer for block in blocks for layer in block])
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(values)))
+
+
+def noisy(steps: int, **changes: Any) -> TrainTask:
+    """Steps of 64 samples."""
+    inputs = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(6))
+    data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
+    return task(model=Noisy, train=data, batch_size=64 // changes.get("accumulate", 1), epochs=steps, **changes)
+
+
+class Asking(nn.Module):
+    """Cannot be cut: its code depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 64), nn.Linear(64, 4)])
+
+    def forward(self, values: Tensor) -> Tensor:
+        for layer in self.layers:
+            values = layer(values)
+            while float(values.abs().max()) > 1e6:
+                values = values / 2
+        return values
+
+
+def counted(make: Make, **options: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes in and out of one step by kind; the first steps, which make optimizer state, do not count."""
+    totals = []
+    for steps in (2, 2 + STEPS):
+        with running(**options) as pool:
+            (result,) = pool.run([make(steps)])
+            if result.error is not None:
+                raise result.error
+            (device,) = pool.stats().devices.values()
+        totals.append((Counter(device.bytes_in_by_kind), Counter(device.bytes_out_by_kind)))
+    (first_in, first_out), (last_in, last_out) = totals
+    last_in.subtract(first_in)
+    last_out.subtract(first_out)
+    return _per_step(last_in), _per_step(last_out)
+
+
+def _per_step(total: Counter[str]) -> dict[str, float]:
+    return {kind: nbytes / STEPS for kind, nbytes in total.items() if nbytes}
+
+
+CASES: dict[str, tuple[Make, dict[str, Any]]] = {
+    "one batch": (linear, {}),
+    "grouped": (partial(linear, accumulate=4), {}),
+    "clipped": (partial(linear, accumulate=4, max_grad_norm=1.0), {}),
+    "scaled": (partial(linear, precision="float16"), {"device_memory": "160KiB"}),
+    "updates on the host": (partial(linear, accumulate=4), {"optimizer_placement": "host"}),
+    "in pieces": (partial(noisy, split_batches=2), {"device_memory": "260KiB"}),
+    "recomputed": (partial(noisy, activations="recompute"), {"device_memory": "260KiB"}),
+    "kept": (partial(noisy, activations="keep"), {"device_memory": "260KiB"}),
+    "spilled": (partial(noisy, activations="spill"), {"device_memory": "260KiB"}),
+    "accumulated": (partial(noisy, activations="keep", accumulate=2), {"device_memory": "260KiB"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_sending_ahead_it_is_what_is_counted_to_the_byte(case):
+    make, changes = CASES[case]
+    shards = {"num_shards": LAYERS} if make is linear or getattr(make, "func", None) is linear else {}
+    options = {"device_memory": LINEAR_BUDGET, "buffer_fraction": 0.0, **shards, **changes}
+    bytes_in, bytes_out = counted(make, **options)
+    with running(**options) as pool:
+        planned = pool.plan([make(5)])
+    assert (planned.bytes_in, planned.bytes_out) == (bytes_in, bytes_out)
+    assert sum(bytes_out.values()) > 0
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+def test_with_it_about_that(activations):
+    """What is sent ahead depends on how fast copies are, by some percent; left out of the plan, far more would be missing."""
+    options = {"device_memory": "300KiB"}
+    make = partial(noisy, activations=activations)
+    bytes_in, bytes_out = counted(make, **options)
+    with running(**options) as pool:
+        planned = pool.plan([make(5)])
+    assert sum(planned.bytes_by_kind.values()) == pytest.approx(
+        sum(bytes_in.values()) + sum(bytes_out.values()), rel=0.1
+    )
+
+
+def test_it_says_how_the_trial_would_run():
+    with running(num_shards=LAYERS, device_memory=LINEAR_BUDGET) as pool:
+        planned = pool.plan([linear(5, accumulate=4)])
+        (result,) = pool.run([linear(3, accumulate=4)])
+        (device,) = pool.stats().devices.values()
+    (trial,) = planned.trials
+    assert (trial.num_shards, trial.activations) == (result.num_shards, result.activations)
+    assert trial.units_per_step == result.units_run / 3
+    assert (trial.together, trial.parameter_bytes) == (4, PARAMETER_BYTES)
+    assert planned.parameter_traffic == pytest.approx(3, rel=0.05)
+    (forecast,) = planned.devices.values()
+    assert forecast.budget_bytes == device.budget_bytes
+    assert forecast.peak_bytes == pytest.approx(device.peak_bytes, rel=0.05)
+
+
+def test_the_smallest_budget_will_do_and_much_less_will_not():
+    with running(num_shards=LAYERS, device_memory=LINEAR_BUDGET) as pool:
+        (trial,) = pool.plan([linear(5)]).trials
+    enough = trial.smallest_budget_bytes
+    with running(num_shards=LAYERS, device_memory=enough) as pool:
+        (result,) = pool.run([linear(2)])
+    assert result.status == "completed"
+    with running(num_shards=LAYERS, device_memory=enough * 99 // 100) as pool, pytest.raises(BudgetError) as refusal:
+        pool.plan([linear(5)])
+    assert refusal.value.enough_bytes == pytest.approx(enough, rel=0.002)
+
+
+def test_a_model_that_runs_whole_is_planned_as_well():
+    with running(device_memory="64KiB") as pool:
+        (trial,) = pool.plan([task(model=Asking)]).trials
+        (result,) = pool.run([task(model=Asking)])
+    assert (trial.is_whole, trial.num_shards, trial.step_seconds) == (True, 1, 0.0)
+    assert trial.units_per_step == 2
+    assert result.status == "completed"
+
+
+def test_nothing_is_trained_and_nothing_is_left():
+    with running(device_memory=LINEAR_BUDGET, num_shards=LAYERS) as pool:
+        pool.plan([linear(5), linear(5)])
+        stats = pool.stats()
+    assert stats.units_run == 0
+    assert sum(device.bytes_in + device.bytes_out for device in stats.devices.values()) == 0
+
+
+def test_two_trials_on_two_devices():
+    """Each stays where it is, but for what goes through the host anyway."""
+    with running(devices="cpu:2", device_memory=LINEAR_BUDGET, num_shards=LAYERS, buffer_fraction=0.0) as pool:
+        both = pool.plan([linear(5), linear(5)])
+        alone = pool.plan([linear(5)])
+    assert len(both.trials) == 2
+    assert sum(both.bytes_by_kind.values()) == pytest.approx(sum(alone.bytes_by_kind.values()), rel=0.02)
+    shares = [sum(device.bytes_in.values()) for device in both.devices.values()]
+    assert min(shares) == pytest.approx(max(shares), rel=0.1)
+
+
+def test_no_task_is_refused():
+    with running() as pool, pytest.raises(ConfigError, match="no task to plan"):
+        pool.plan([])
+
+
+def test_an_error_of_the_task_is_the_callers():
+    def broken() -> nn.Module:
+        raise RuntimeError("no such model")
+
+    with HydraExecutor("cpu:1") as pool, pytest.raises(RuntimeError, match="no such model"):
+        pool.plan([task(model=broken)])
