@@ -28,8 +28,8 @@ those that went from one device to the other (`across`), which no host memory se
   the figure varies from run to run.
 
 Counts, not times; what is sent ahead makes the second decimal vary. Exits with 1 if the first row is above 1.02 times 3|W|, or
-the last of one device below 0.9 times (4m + 2)|W|. What is missing there is the last shard's forward, which is its backward, and
-the shards that forward units, which need the least, leave on the device for the backward units that follow.
+the last of one device below 0.9 times (4m + 2)|W|. What is missing there is the last shard's forward, which is its backward,
+and the shards that forward units, which need the least, leave on the device for the backward units that follow.
 """
 
 import argparse
