@@ -1,6 +1,7 @@
 """Bytes that one optimizer step moves, counted: what each of the ways to move fewer of them is worth.
 
     python benchmarks/traffic.py
+    python benchmarks/traffic.py --devices 2    # only the tables of a step split over two devices
 
 A model of equal layers, one shard each, on one CPU device whose memory holds what one unit needs, so that next to nothing stays
 from one unit to the next. |W| is the bytes of its parameters. Each table but the second takes one more thing
@@ -15,9 +16,20 @@ away:
 
 Harmony (Li et al.), section 2, has (4m + 2)|W| for a runtime that swaps by memory pressure alone, and section 3 has 3|W|.
 
+Two more tables split a step over two devices, each with memory as above. There bytes to and from the host are shown beside
+those that went from one device to the other (`across`), which no host memory sees:
+
+* data-parallel: a shard's parameters are loaded for each unit of each batch, for the one update they are loaded again and
+  written back: (2m + 2)|W|, which with a batch on each of N devices is 2N|W| + 2|W|. Harmony has 3N|W| for replicas that are
+  updated on each device; here there is one copy that is updated, so that from N = 3 on it is less.
+* pipelined: each shard is loaded once for all forwards, once for all backwards, and once for its update, and written back:
+  4|W|. Harmony has 3|W|, with updates right after the backward; here the updates of a split step follow when all of it has run.
+  A unit that becomes due just before its device is told to be idle runs on the other one, which loads the shard once more; so
+  the figure varies from run to run.
+
 Counts, not times; what is sent ahead makes the second decimal vary. Exits with 1 if the first row is above 1.02 times 3|W|, or
-the last below 0.9 times (4m + 2)|W|. What is missing there is the last shard's forward, which is its backward, and the shards
-that forward units, which need the least, leave on the device for the backward units that follow.
+the last of one device below 0.9 times (4m + 2)|W|. What is missing there is the last shard's forward, which is its backward,
+and the shards that forward units, which need the least, leave on the device for the backward units that follow.
 """
 
 import argparse
@@ -42,8 +54,10 @@ from hydra_tune.memory.block import Block  # noqa: E402
 from hydra_tune.memory.pager import Pager  # noqa: E402
 from hydra_tune.train import grouped  # noqa: E402
 from hydra_tune.train.gradients import Gradients  # noqa: E402
+from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED  # noqa: E402
 
 WIDTH, LAYERS, STEPS = 96, 48, 3
+MEMORY = "272KiB"
 PARAMETER_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 ROWS = ("all", "updates on the host", "no groups", "no updates in time", "no dropping")
@@ -90,7 +104,7 @@ def moved(row: str, batches: int) -> Counter[str]:
     for steps in (2, 2 + STEPS):
         placement = "host" if row == "updates on the host" else "device"
         ahead = 0.0 if row == "no dropping" else 0.15  # what is sent ahead makes its room by dropping
-        pool = HydraExecutor("cpu:1", "272KiB", num_shards=LAYERS, optimizer_placement=placement, buffer_fraction=ahead)
+        pool = HydraExecutor("cpu:1", MEMORY, num_shards=LAYERS, optimizer_placement=placement, buffer_fraction=ahead)
         with without(row), pool:
             (result,) = pool.run([task(batches, steps)])
             if result.error is not None:
@@ -100,11 +114,61 @@ def moved(row: str, batches: int) -> Counter[str]:
     return Counter({kind: (nbytes - totals[0][kind]) // STEPS for kind, nbytes in totals[1].items()})
 
 
+def split(way: str, batches: int, num_devices: int) -> dict[str, Counter[str]]:
+    """Bytes of one step by kind, to and from the host and across, where it is split this way over devices."""
+    totals: list[dict[str, Counter[str]]] = []
+    for steps in (2, 2 + STEPS):
+        executor = HydraExecutor(f"cpu:{num_devices}", MEMORY, num_shards=LAYERS)
+        executor._only_way = way  # noqa: SLF001 - an option for measurements alone
+        with executor as pool:
+            (result,) = pool.run([task(batches, steps)])
+            if result.error is not None:
+                raise result.error
+            stats = pool.stats()
+        if set(stats.steps_by_way) != {way}:
+            raise SystemExit(f"steps were to run {way}, but ran {stats.steps_by_way}")
+        found = {"host": Counter[str](), "across": Counter[str]()}
+        for device in stats.devices.values():
+            found["host"].update(device.bytes_in_by_kind)
+            found["host"].update(device.bytes_out_by_kind)
+            found["across"].update(device.bytes_across_by_kind)
+        totals.append(found)
+    first, last = totals
+    return {
+        where: Counter({kind: (nbytes - first[where][kind]) // STEPS for kind, nbytes in last[where].items()})
+        for where in first
+    }
+
+
+def show_split(console: Console, num_devices: int) -> None:
+    """Tables of steps split over devices."""
+    for way, harmony in ((DATA_PARALLEL, 3.0 * num_devices), (PIPELINED, 3.0)):
+        columns = [*KINDS, "parameters across", "gradients across", "activations across", "ours", "Harmony's"]
+        table = Table("m", *columns, title=f"{way} on {num_devices} devices: bytes moved in a step, over |W|")
+        for batches in (num_devices, 2 * num_devices):
+            counted = split(way, batches, num_devices)
+            found = [counted["host"][kind] for kind in KINDS]
+            found += [counted["across"][kind] for kind in ("parameters", "gradients", "activations")]
+            ours = 2 * batches + 2 if way == DATA_PARALLEL else 4
+            shown = f"{harmony:.0f}" if batches == num_devices or way == PIPELINED else ""
+            table.add_row(str(batches), *(f"{nbytes / PARAMETER_BYTES:.2f}" for nbytes in found), str(ours), shown)
+        console.print(table)
+
+
 def main() -> int:
-    """Print the table; 0 if the figures are as expected."""
+    """Print the tables; 0 if the figures are as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    console, missed = Console(width=120), 0
+    parser.add_argument("--devices", type=int, default=0, help="only steps split over so many devices")
+    options = parser.parse_args()
+    console = Console(width=150)
+    missed = 0 if options.devices else show_rows(console)
+    show_split(console, options.devices or 2)
+    return 1 if missed else 0
+
+
+def show_rows(console: Console) -> int:
+    """The tables of one device; returns how many figures are not as expected."""
+    missed = 0
     for row in ROWS:
         table = Table("m", *KINDS, "expected, parameters", title=f"{row}: bytes moved in a step, over |W|")
         for batches in (1, 2, 4, 8):
@@ -115,7 +179,7 @@ def main() -> int:
             missed += row == "all" and over["parameters"] > MOST * 3
             missed += expected is not None and row != "all" and over["parameters"] < LEAST * expected
         console.print(table)
-    return 1 if missed else 0
+    return missed
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Seconds of units are the trial's own, measured; bytes are the pilot's; the bandwidth of a link is that of the pool's copies so
 far. Devices are taken to be alike. A device computes or copies, one after the other, for units of a split step are not sent
-ahead. A value that goes from one device to another passes two links.
+ahead. What goes from one device to another has the links of both at the same time, and so counts once.
 
 Note: what is copied in a step of m batches. Let W be the bytes of parameters, G of their gradients, O of optimizer state, all
 of them over all shards, m' the batches that one of D devices runs, m / D rounded up.
@@ -11,10 +11,10 @@ of them over all shards, m' the batches that one of D devices runs, m / D rounde
   each forward and each backward unit, and the sums of gradients come and go with each backward: m (2W + 2G). Where the batches
   go through each shard together, it is 2W, and what crosses the cuts comes and goes once more.
 * **Data-parallel**: parameters go to the host and to each other device, 2W, and each batch that does not run where the one
-  before did has its sums fetched, 2G for each of the m - m' that help. Where they do not fit: m' (2W + 4G) on each device at
+  before did takes its sums over, G for each of the m - m' that help. Where they do not fit: m' (2W + 4G) on each device at
   the same time, that is 2m W of parameters in all; with a batch on each of N devices 2N of Harmony's 3N|W|, whose third N are
   the updates of the replicas. Here there is one, as below.
-* **Pipelined**: parameters and sums stay. What crosses the cuts between devices goes over two links, forward and back. Where a
+* **Pipelined**: parameters and sums stay. What crosses the cuts between devices is taken over, forward and back. Where a
   device's shards fit it, its shards are neighbours, and a step takes one batch's way through all devices and m - 1 times the
   slowest of them. Where they do not, shards are *dealt* to the devices in turn and each runs all batches back to back, so it is
   loaded twice: 2W in all (with what the update writes back, Harmony's 3|W|), the gradients leave once, and every cut is one
@@ -155,7 +155,7 @@ def data_parallel(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) 
     copied, loaded = _of_updates(shards, offer, split=True)
     if fits(shards, offer.budget_bytes):
         loaded += (num_devices - 1) * _state(shards)
-        copied += 2 * _state(shards) + 2 * _gradients(shards) * (num_batches - each)
+        copied += 2 * _state(shards) + _gradients(shards) * (num_batches - each)
     else:
         loaded += 2 * num_batches * _state(shards)
         copied += each * (2 * _state(shards) + 4 * _gradients(shards) + 2 * sum(_crossing(shards)))
@@ -217,7 +217,7 @@ def _in_runs(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, ends:
     crossing = _crossing(shards)
     runs = [slice(first, last) for first, last in pairwise([0, *ends])]
     stages = [
-        _seconds(shards[run]) + (2 * crossing[run.start] if run.start else 0) / offer.bytes_per_second for run in runs
+        _seconds(shards[run]) + (crossing[run.start] if run.start else 0) / offer.bytes_per_second for run in runs
     ]
     for run in runs:
         # A device has its own shards' state in the update too.

@@ -11,8 +11,12 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.devices import cuda
+from hydra_tune.devices import cuda, discovery
 from hydra_tune.devices.cuda import CudaDevice
+from hydra_tune.devices.device import Reach
+from hydra_tune.memory.block import Block, Kind
+from hydra_tune.memory.pager import Pager, bring_home
+from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -65,13 +69,13 @@ def plain_losses(described):
     module = described.model().cuda()
     optimizer = described.optimizer(list(module.parameters()))
     scaler = torch.amp.GradScaler("cuda", enabled=described.precision == "float16")
-    losses = []
-    for number, (inputs, target) in enumerate(described.train(), start=1):
+    losses, drawn = [], described.train()
+    for number, (inputs, target) in enumerate(drawn, start=1):
         with autocast(described.precision):
             loss = described.loss(module(inputs.cuda()), target.cuda())
         scaler.scale(loss / described.accumulate).backward()
         losses.append(loss.item())
-        if number % described.accumulate and number < NUM_BATCHES:
+        if number % described.accumulate and number < len(drawn):
             continue
         scaler.unscale_(optimizer)
         if described.max_grad_norm is not None:
@@ -282,3 +286,128 @@ def test_everything_is_given_back():
     torch.cuda.synchronize()
     # What is left is cuBLAS workspaces.
     assert torch.cuda.memory_allocated(0) <= 32 * MIB
+
+
+# Several devices: on two GPUs where there are two, and always as two devices on one.
+
+PAIRS = ["cuda:0,0"] + (["cuda:0,1"] if torch.cuda.device_count() > 1 else [])
+
+
+def pair(text, budget=1 << 30):
+    """Two devices, closed by whoever opened them."""
+    return discovery.open_devices(text, budget)
+
+
+@pytest.mark.parametrize("text", PAIRS)
+def test_what_is_taken_over_is_what_the_other_device_has_computed(text):
+    """Its work is queued still when the copy is asked for, and the memory it comes to is still read by queued work."""
+    one, other = pair(text)
+    try:
+        if other.reach(one) is Reach.NONE:
+            pytest.skip("these GPUs cannot access each other's memory")
+        size = 16 * MIB
+        with one.worker():
+            data = one.empty(size)
+            torch.cuda._sleep(int(1e8))
+            data.fill_(7)
+            with other.worker():
+                target, seen = other.empty(size).fill_(1), other.empty(size)
+                torch.cuda._sleep(int(1e8))
+                seen.copy_(target)
+                other.take_over(one, [(data, target)])
+                assert (int(target.min()), int(target.max())) == (7, 7)
+                assert (int(seen.min()), int(seen.max())) == (1, 1), "it had been read before"
+    finally:
+        for device in (one, other):
+            device.close()
+
+
+@pytest.mark.parametrize("text", PAIRS)
+def test_a_block_moves_between_devices_without_the_host(text):
+    one, other = pair(text)
+    pagers = [Pager(device) for device in (one, other)]
+    try:
+        near = other.reach(one) is Reach.NEAR
+        block = Block(Kind.INPUTS, MIB, one.alignment)
+        block.host = one.on_host(lambda: one.host_empty(MIB))
+        block.host.fill_(1)
+        for turn in range(20):
+            pager = pagers[turn % 2]
+            with pager.device.worker(), pager.lease([block], 0):
+                block.data.add_(1)
+                block.dirty = True
+        with pagers[0].device.worker():
+            bring_home(block)
+        assert block.host.unique().tolist() == [21]
+        if near:
+            assert sum(pager.bytes_across[Kind.INPUTS] for pager in pagers) == 19 * MIB
+            assert sum(pager.bytes_in[Kind.INPUTS] for pager in pagers) == MIB
+        assert all(pager.ledger.used_bytes == 0 for pager in pagers)
+    finally:
+        for device in (one, other):
+            device.close()
+
+
+@pytest.mark.parametrize("text", PAIRS)
+@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+def test_a_step_split_over_two_devices_gives_the_plain_numbers(text, way):
+    described = task(train=lambda: batches() * 4, accumulate=NUM_BATCHES)
+    _, state = plain_losses(described)
+    pool = HydraExecutor(devices=text, device_memory="1GiB", num_shards=3)
+    pool._only_way = way
+    with pool:
+        (result,) = pool.run([described])
+        stats = pool.stats()
+    losses_of(result)
+    assert all(tensor.cpu().equal(state[name]) for name, tensor in result.state_dict().items())
+    assert stats.steps_by_way[way] > 0
+    assert all(device.units for device in stats.devices.values())
+
+
+@pytest.mark.parametrize("text", PAIRS)
+def test_trials_on_two_devices_give_the_plain_numbers_within_both_budgets(text):
+    budget = 48 * MIB
+    tasks = [task(seed) for seed in range(4)]
+    expected = [plain_losses(described) for described in tasks]
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(0)
+    torch.cuda.reset_peak_memory_stats(0)
+    with HydraExecutor(devices=text, device_memory=budget, max_concurrent=4, policy="round_robin") as pool:
+        results = pool.run(tasks)
+        devices = pool.stats().devices
+    on_first = sum(name.startswith("cuda:0") for name in devices)
+    peak = torch.cuda.max_memory_allocated(0) - before
+    for result, (losses, state) in zip(results, expected, strict=True):
+        assert losses_of(result) == losses
+        assert all(tensor.cpu().equal(state[name]) for name, tensor in result.state_dict().items())
+    assert all(device.peak_bytes <= budget and device.units for device in devices.values())
+    assert peak <= on_first * (budget + 32 * MIB)
+    assert sum(device.bytes_across for device in devices.values()) > 0
+
+
+def test_masks_do_not_depend_on_what_another_device_on_the_same_gpu_draws():
+    def dropped():
+        return nn.Sequential(
+            nn.Linear(256, 256), nn.Dropout(0.5), nn.Linear(256, 256), nn.Dropout(0.5), nn.Linear(256, 16)
+        )
+
+    tasks = [task(seed, dropped) for seed in range(4)]
+    with HydraExecutor(devices="cuda:0", device_memory="1GiB", num_shards=3, max_concurrent=1) as pool:
+        alone = [losses_of(result) for result in pool.run(tasks)]
+    with HydraExecutor(devices="cuda:0,0", device_memory="1GiB", num_shards=3, max_concurrent=4) as pool:
+        beside = [losses_of(result) for result in pool.run(tasks)]
+    assert beside == alone
+
+
+def test_devices_on_one_gpu_have_their_own_budgets_and_the_allocator_the_sum():
+    free, _ = discovery.gpu_memory(0)
+    devices = pair("cuda:0,0", free // 4)
+    try:
+        assert [device.name for device in devices] == ["cuda:0/0", "cuda:0/1"]
+        assert [device.budget_bytes for device in devices] == [free // 4] * 2
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            devices[0].empty(int(free // 2 * 1.09) + 32 * MIB)
+    finally:
+        for device in devices:
+            device.close()

@@ -1,6 +1,7 @@
 """Bytes moved in a step, where a device has room for one shard and nothing stays."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from hydra_tune import TrainTask
 from hydra_tune.devices import cpu
 from hydra_tune.train import grouped
+from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED
 from tests.unit.pool.tasks import against_plain, running, task
 
 WIDTH, LAYERS = 64, 8
@@ -18,11 +20,11 @@ BUDGET = "117KiB"
 STEPS = 5
 
 
-def wide(accumulate: int, steps: int, **changes: Any) -> TrainTask:
+def wide(accumulate: int, steps: int, layers: int = LAYERS, **changes: Any) -> TrainTask:
     """Steps of 16 samples, in as many batches as wanted."""
     inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(5))
     return task(
-        model=lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]),
+        model=lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(layers)]),
         train=torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(dim=1)),
         batch_size=16 // accumulate,
         accumulate=accumulate,
@@ -66,16 +68,75 @@ def test_nothing_moves_but_the_batches_where_all_fits():
     assert {kind for kind, nbytes in counted.items() if nbytes} == {"inputs"}
 
 
-def test_the_figures_are_what_is_copied(monkeypatch):
-    """Counted where tensors are copied, in the background too."""
-    copied: list[int] = []
+MANY, STEEP, TIGHT = 16, partial(torch.optim.SGD, lr=0.1), "68KiB"  # so that few of the shards stay on a device
+
+
+def moved_on_two(way: str, accumulate: int) -> tuple[float, float]:
+    """Parameters moved in one step split over two devices, over |W|: to and from the host, and between the devices."""
+    found: list[tuple[int, int]] = []
+    for steps in (2, 4):
+        described = wide(accumulate, steps, MANY, optimizer=STEEP)
+        with running(devices="cpu:2", num_shards=MANY, device_memory=TIGHT) as pool:
+            pool._only_way = way
+            result = pool.submit(described).result(60.0)
+            stats = pool.stats()
+        assert against_plain(described, result) == []
+        assert stats.steps_by_way == {way: steps - 1}
+        kinds = [(d.bytes_in_by_kind, d.bytes_out_by_kind, d.bytes_across_by_kind) for d in stats.devices.values()]
+        counts = [[kind.get("parameters", 0) for kind in device] for device in kinds]
+        found.append((sum(into + out for into, out, _ in counts), sum(across for *_, across in counts)))
+    step = 2 * PARAMETER_BYTES * MANY / LAYERS
+    return (found[1][0] - found[0][0]) / step, (found[1][1] - found[0][1]) / step
+
+
+def test_data_parallel_on_two_devices_moves_parameters_twice_for_each_batch_and_twice_for_the_update():
+    """With a batch on each of N = 2 devices Harmony's 3N|W|, by another sum: 2N|W|, and |W| there and back for one update."""
+    host, across = moved_on_two(DATA_PARALLEL, 2)
+    assert 0.75 * 6 <= host <= 1.02 * 6
+    assert across == 0, "parameters are copied, and do not move"
+
+
+def test_a_pipeline_on_two_devices_does_not_move_parameters_for_each_batch():
+    """Harmony's 3|W|, |W| more because updates are units of their own, and what of a shard runs on the other device."""
+    batches = 4
+    host, across = moved_on_two(PIPELINED, batches)
+    assert 0.75 * 4 <= host + across <= 0.65 * (2 * batches + 2)
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """The bytes of each copy that a CPU device makes, counted where tensors are copied, in the background too."""
+    counts: list[int] = []
     copy = cpu._copy
 
     def counting(pairs: Any) -> None:
         copy(pairs)
-        copied.append(sum(target.nbytes for _, target in pairs))
+        counts.append(sum(target.nbytes for _, target in pairs))
 
     monkeypatch.setattr(cpu, "_copy", counting)
+    return counts
+
+
+@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+def test_what_goes_between_devices_is_counted_apart_and_passes_no_host(copied, way):
+    """Where all fits: gradients' sums and values go from device to device, and parameters come and go once."""
+    with running(devices="cpu:2", num_shards=LAYERS) as pool:
+        pool._only_way = way
+        described = wide(4, 3, optimizer=STEEP, activations="recompute")  # which no copies are tried for
+        assert pool.submit(described).result(60.0).status == "completed"
+        devices = pool.stats().devices.values()
+    assert sum(device.bytes_in + device.bytes_out + device.bytes_across for device in devices) == sum(copied)
+    across = sum((Counter(device.bytes_across_by_kind) for device in devices), Counter())
+    host = sum((Counter(d.bytes_in_by_kind) + Counter(d.bytes_out_by_kind) for d in devices), Counter())
+    assert across["gradients"] > 0
+    assert host["gradients"] == host["activations"] == 0
+    if way == PIPELINED:
+        assert across["activations"] > 0
+        assert across["parameters"] < PARAMETER_BYTES, "those whose home is not where the first step was"
+        assert host["parameters"] <= 3 * PARAMETER_BYTES, "to the devices, and home at the end"
+
+
+def test_the_figures_are_what_is_copied(copied):
     with running(num_shards=LAYERS, device_memory=BUDGET) as pool:
         assert pool.submit(wide(4, 3, max_grad_norm=1.0, activations="recompute")).result(60.0).status == "completed"
         (device,) = pool.stats().devices.values()

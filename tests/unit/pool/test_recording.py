@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hydra_tune import HydraExecutor, Reported
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.device import Reach
 from hydra_tune.errors import ConfigError, HydraTuneError, ScheduleError
 from hydra_tune.schedule import POLICIES, LRTFPaper, Run, UnitFinished, make_policy
 from hydra_tune.schedule.journal import decide_again
@@ -96,6 +98,19 @@ def test_what_one_device_takes_over_from_another_is_in_the_recording_and_in_the_
     assert replay(recording, "fair").bytes_across > 0
     named = {bar["name"].split()[0] for bar in recording.to_json()["traceEvents"] if bar["name"].startswith("take")}
     assert named == {"take"}
+
+
+@pytest.mark.parametrize("reach", [Reach.NONE, Reach.NEAR])
+def test_blocks_take_the_way_in_the_replay_that_they_took_in_the_run(monkeypatch, reach):
+    monkeypatch.setattr(CpuDevice, "reach", lambda *_: reach)
+    pool = record("round_robin")
+    recording, played = pool.recording(), replay(pool.recording())
+    taken = [copy.nbytes for turn in recording.turns for copy in turn.copies if copy.what == "across"]
+    written = [copy.nbytes for turn in recording.turns for copy in turn.copies if copy.what == "out"]
+    assert bool(taken) == (reach is Reach.NEAR)
+    assert played.simulated_orders == played.recorded_orders
+    assert sum(taken) <= played.bytes_across <= 1.5 * sum(taken)
+    assert played.bytes_out >= sum(written)
 
 
 def test_two_devices_that_race_for_memory_are_replayed_within_five_per_cent():
