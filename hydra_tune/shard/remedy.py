@@ -32,7 +32,8 @@ def in_pieces(analysis: Analysis, parts: Sequence[tuple[tuple[int, int], ShardCo
         if not operators or not count:
             return ""  # this would not help
         for position in operators:
-            kind = (analysis.layers[position], analysis.classes[position])
+            layer = analysis.layers[position].partition("@")[0]  # where export numbers the calls of a module
+            kind = (layer, analysis.classes[position])
             found[kind] = max(found.get(kind, 0), count)
     if not found:
         return ""
