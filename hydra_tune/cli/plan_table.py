@@ -68,7 +68,7 @@ def print_planned(console: Console, planned: Sequence[Planned]) -> None:
 
 
 def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     return table
@@ -104,5 +104,5 @@ def _traffic(found: Sequence[tuple[int, Forecast]]) -> Table:
     for number, forecast in found:
         moved = forecast.bytes_by_kind
         sizes = [format_bytes(moved[kind]) if kind in moved else _NOTHING for kind in kinds]
-        table.add_row(f"trial {number}", *sizes, f"{forecast.parameter_traffic:.2f}")
+        table.add_row(str(number), *sizes, f"{forecast.parameter_traffic:.2f}")
     return table

@@ -80,11 +80,11 @@ def test_tables_at_80_columns(folder):
     lines = [line for line in done.stdout.splitlines() if line != "built"]
     assert max(map(len, lines)) <= 80
     first, second = (
-        next(i for i, line in enumerate(lines) if line.startswith(word)) for word in ("trial  ", "moved  ")
+        next(i for i, line in enumerate(lines) if line.startswith(word)) for word in ("trial shards", "moved ")
     )
     assert lines[first].split() == ["trial", "shards", "units", "activations", "peak", "least", "budget", "step"]
     assert [line.split()[:2] for line in lines[first + 1 : first + 3]] == [["0", "1"], ["1", "3"]]
-    assert lines[second].split()[1:] == ["parameters", "optimizer", "activations", "inputs", "over", "|W|"]
+    assert lines[second].split()[1:] == ["parameters", "optimizer", "inputs", "boundaries", "over", "|W|"]
     assert len(lines) == second + 3
 
 
