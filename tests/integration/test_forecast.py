@@ -164,10 +164,44 @@ def test_a_model_that_runs_whole_is_planned_as_well():
     assert result.status == "completed"
 
 
+class Masking(Asking):
+    """How large its tensors are depends on values, too."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values) + values[values > 0].sum()
+
+
+def test_one_whose_code_wants_values_is_refused():
+    with (
+        running(device_memory="64KiB") as pool,
+        pytest.raises(ConfigError, match="trial0 cannot be planned: its code wants"),
+    ):
+        pool.plan([task(model=Masking)])
+
+
+def test_a_compiled_model_is_planned_as_it_was_before():
+    with running(device_memory=LINEAR_BUDGET, num_shards=LAYERS) as pool:
+        compiled = pool.plan([linear(5, compile="eager")])
+        plain = pool.plan([linear(5, activations="recompute")])
+    assert compiled.bytes_by_kind == plain.bytes_by_kind
+
+
+def test_what_crosses_cuts_is_apart_from_what_is_kept():
+    options = {"device_memory": "260KiB", "buffer_fraction": 0.0}
+    with running(**options) as pool:
+        recomputed = pool.plan([noisy(5, activations="recompute")]).bytes_by_kind
+        kept = pool.plan([noisy(5, activations="keep")]).bytes_by_kind
+    assert recomputed["boundaries"] > 0
+    assert recomputed.get("activations", 0) < recomputed["boundaries"] < kept["activations"]
+
+
 def test_nothing_is_trained_and_nothing_is_left():
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
     with running(device_memory=LINEAR_BUDGET, num_shards=LAYERS) as pool:
         pool.plan([linear(5), linear(5)])
         stats = pool.stats()
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.get_num_threads() == threads
     assert stats.units_run == 0
     assert sum(device.bytes_in + device.bytes_out for device in stats.devices.values()) == 0
 
