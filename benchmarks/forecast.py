@@ -3,12 +3,13 @@
     python benchmarks/forecast.py            # all cases, some minutes
     python benchmarks/forecast.py gpt        # those whose names begin so
 
-Counts, not times. Each case is planned, and run twice with numbers of steps that differ, so that beginnings and ends cancel. A row
-is one kind of bytes, or all: planned, counted, and how far apart they are, in percent of the kind, and of all bytes of the case. Each
-case is there with what is sent ahead and without it; what is sent ahead depends on how fast copies are.
+Counts, not times. Each case is planned, and run twice with numbers of steps that differ, so that beginnings and ends cancel. A
+row is one kind of bytes, or all: planned, counted, and how far apart they are, in percent of the kind, and of all bytes of the
+case. Each case is there with what is sent ahead and without it; what is sent ahead depends on how fast copies are. Exits with 1
+if anything is off by more than 2% of all bytes where nothing is sent ahead.
 
-`linear`: the model of `traffic.py`, a step of m batches. `gpt`: a GPT of vocabulary 512, width 64 and 5 layers, with 40% and 15%
-of a plain loop's peak. `two`: two trials of it on one device, and three on two.
+`linear`: the model of `traffic.py`, a step of m batches. `gpt`: a GPT of vocabulary 512, width 64 and 5 layers, with 40% and
+15% of a plain loop's peak. `two`: two trials of it on one device, and three on two.
 """
 
 import argparse

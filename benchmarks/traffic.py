@@ -59,7 +59,7 @@ from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED  # noqa: E402
 WIDTH, LAYERS, STEPS = 96, 48, 3
 MEMORY = "272KiB"
 PARAMETER_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
-KINDS = ("parameters", "gradients", "optimizer", "activations")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "boundaries")
 ROWS = ("all", "updates on the host", "no groups", "no updates in time", "no dropping")
 MOST, LEAST = 1.02, 0.9
 

@@ -251,7 +251,7 @@ class HydraExecutor:
 
         Raises:
             BudgetError: a model that the devices have no room for; its `enough_bytes` says how much would do.
-            ConfigError: no tasks.
+            ConfigError: no tasks, or a model that runs whole and whose code wants the values of its tensors.
             HydraTuneError: a task that the pool would refuse.
         """
         named = {f"trial{number}": task for number, task in enumerate(tasks)}

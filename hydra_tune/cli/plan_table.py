@@ -53,7 +53,8 @@ def print_planned(console: Console, planned: Sequence[Planned]) -> None:
         planned: the configurations.
     """
     for one in planned:
-        console.print(Text(f"trial {one.number}: {', '.join(f'{k}={v}' for k, v in one.params.items())}"))
+        params = ", ".join(f"{name}={value}" for name, value in one.params.items())
+        console.print(Text(f"trial {one.number}: {params}"), soft_wrap=True)
     found = [(one.number, one.forecast) for one in planned if one.forecast is not None]
     if found:
         console.print()
@@ -63,18 +64,18 @@ def print_planned(console: Console, planned: Sequence[Planned]) -> None:
     for one in planned:
         if one.error is not None:
             remedy = "" if one.enough_bytes is None else f" (device_memory: {format_bytes_up(one.enough_bytes)})"
-            console.print(Text(f"\ntrial {one.number} cannot be trained{remedy}: {one.error}"))
+            console.print(Text(f"\ntrial {one.number} cannot be trained{remedy}: {one.error}"), soft_wrap=True)
 
 
 def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
 def _shape(found: Sequence[tuple[int, Forecast]]) -> Table:
-    table = _table("trial", "shards", "units", "activations", "peak", "smallest budget", "step")
+    table = _table("trial", "shards", "units", "activations", "peak", "least budget", "step")
     for number, forecast in found:
         (trial,) = forecast.trials
         table.add_row(
@@ -97,11 +98,11 @@ def _counted(activations: Sequence[str]) -> str:
 
 
 def _traffic(found: Sequence[tuple[int, Forecast]]) -> Table:
-    """One column for each kind that anything moves of."""
+    """Bytes of a step, both ways together: one column for each kind that anything moves of."""
     kinds = list(dict.fromkeys(kind for _, forecast in found for kind in forecast.bytes_by_kind))
-    table = _table("moved in a step", *kinds, "parameters, times")
+    table = _table("moved", *kinds, "over |W|")
     for number, forecast in found:
         moved = forecast.bytes_by_kind
         sizes = [format_bytes(moved[kind]) if kind in moved else _NOTHING for kind in kinds]
-        table.add_row(f"trial {number}", *sizes, f"{forecast.parameter_traffic:.2f}")
+        table.add_row(str(number), *sizes, f"{forecast.parameter_traffic:.2f}")
     return table

@@ -20,12 +20,17 @@ from hydra_tune.memory.tenant import Tenant
 
 
 class Kind(StrEnum):
-    """What a block holds; bytes moved are counted by it."""
+    """What a block holds; bytes moved are counted by it.
+
+    Boundaries are what crosses cuts: values forward, and their gradients backward. A value that is kept for its own shard's
+    backward as well is one of the activations. Gradients are those of parameters.
+    """
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
     OPTIMIZER = "optimizer"
     ACTIVATIONS = "activations"
+    BOUNDARIES = "boundaries"
     GRADIENTS = "gradients"
     INPUTS = "inputs"
 

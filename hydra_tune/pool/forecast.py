@@ -7,7 +7,7 @@ Each task's model is built, captured, cut and checked as the pool would. Then so
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -169,6 +169,10 @@ class _Company:
             self._parts[name] = self._part(task)
 
     def _part(self, task: TrainTask) -> _Part:
+        if (
+            task.compile is not None
+        ):  # what a compiler makes cannot be rehearsed; it is cut and updated alike, and keeps nothing
+            task = replace(task, compile=None, activations="recompute")
         trial = Trial(task, self._library, self._host)
         try:
             kept, leaves = trial.prepare()

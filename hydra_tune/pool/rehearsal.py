@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hydra_tune.devices.weightless import WeightlessDevice
+from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import Need, Prefetch
 from hydra_tune.pool.ahead import NextUnits
@@ -235,7 +236,15 @@ class Play:
 
     def _run(self, name: str, device: str) -> None:
         player = self._players[name]
-        seconds = player.run(self._stands[device], self._next.needs)
+        try:
+            seconds = player.run(self._stands[device], self._next.needs)
+        except HydraTuneError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{name} cannot be planned: its code wants more of its tensors than sizes ({type(error).__name__}: {error}); "
+                "train some steps of it, and look at stats()"
+            ) from error
         self._num_ends += 1
         finished = UnitFinished(
             job=name,

@@ -8,10 +8,13 @@ from torch import Tensor
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block, Kind, Value, whole_storage
 from hydra_tune.memory.pager import Lease, bring_home, drop
+from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.plan import Plan
 from hydra_tune.train.state import ModelState
 
 _STATE_KINDS = (Kind.PARAMETERS, Kind.BUFFERS, Kind.OPTIMIZER)
+_PARAMETER_GRADIENTS = (parameter_gradient_key(""), earlier_gradient_key(""))
+_WITHIN_SHARDS = ("saved:", "kept:")  # as `shard/chain.py` begins the keys of what stays within a shard
 
 
 class BlockStore:
@@ -73,8 +76,7 @@ class BlockStore:
         assert self.lease is not None, "values are made by running units"
         if self.lease.owns(tensor, _STATE_KINDS):
             tensor = tensor.clone()
-        kind = Kind.GRADIENTS if "gradient:" in key else Kind.ACTIVATIONS
-        block = self.lease.block_of(kind, tensor)
+        block = self.lease.block_of(_kind_of(key), tensor)
         block.tenant = self._state.tenant
         block.owner = self._state.number
         self._uses[block] += 1
@@ -155,6 +157,13 @@ class BlockStore:
                 blocks[storage._cdata] = block  # noqa: SLF001
             self._uses[block] += 1
             self._values[key] = Value(block, tensor)
+
+
+def _kind_of(key: str) -> Kind:
+    """What is kept under a key of the chain; names of values have no colon."""
+    if key.startswith(_PARAMETER_GRADIENTS):
+        return Kind.GRADIENTS
+    return Kind.ACTIVATIONS if key.startswith(_WITHIN_SHARDS) else Kind.BOUNDARIES
 
 
 def _named(constants: dict[str, Tensor]) -> dict[str, Tensor]:

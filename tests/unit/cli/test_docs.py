@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hydra_tune.cli.distributions import DISTRIBUTIONS
+from hydra_tune.cli.plan import plan
 from hydra_tune.cli.simulate import simulate_command
 from hydra_tune.cli.sweep import sweep
 from hydra_tune.cli.sweep_file import read_sweep_file
@@ -43,7 +44,12 @@ def test_the_defaults_of_early_termination_are_the_documented_ones(kind):
 
 @pytest.mark.parametrize(
     "option",
-    [name for option in (*sweep.params, *simulate_command.params) for name in option.opts if name.startswith("--")],
+    [
+        name
+        for option in (*sweep.params, *plan.params, *simulate_command.params)
+        for name in option.opts
+        if name.startswith("--")
+    ],
 )
 def test_every_option_is_documented(option):
     assert f"`{option}" in CLI

@@ -1,0 +1,144 @@
+"""`hydra-tune plan`: shapes and bytes of configurations, and those that do not fit."""
+
+import json
+import sys
+from textwrap import dedent
+
+import pytest
+from click.testing import CliRunner
+
+from hydra_tune.cli import main
+from hydra_tune.quantities import parse_bytes
+
+MODULE = "model_to_plan"
+MODEL = """
+from functools import partial
+
+import torch
+from torch import nn
+
+from hydra_tune import TrainTask
+
+
+def one(number):
+    torch.manual_seed(number)
+    yield torch.randn(16, 32), torch.randn(16, 1)
+    raise AssertionError("a plan draws one batch")
+
+
+def net(width):
+    print("built")
+    return nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def build(lr, width):
+    if width < 0:
+        raise RuntimeError("no such width")
+    return TrainTask(
+        model=partial(net, width),
+        optimizer=partial(torch.optim.AdamW, lr=lr),
+        loss=nn.functional.mse_loss,
+        train=partial(one, 0),
+    )
+
+
+def from_trial(trial):
+    return build(0.1, 8)
+"""
+SPACE = """
+task: model_to_plan:build
+metric: {name: train_loss}
+parameters:
+  lr: {distribution: log_uniform_values, min: 1e-5, max: 0.1}
+  width: {values: [16, 256]}
+hydra: {devices: "cpu:1", device_memory: 1100KiB}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / f"{MODULE}.py").write_text(MODEL)
+    (tmp_path / "space.yaml").write_text(dedent(SPACE).lstrip())
+    yield tmp_path
+    sys.modules.pop(MODULE, None)
+
+
+def run(folder, *arguments):
+    return CliRunner().invoke(main, ["plan", str(folder / "space.yaml"), *arguments])
+
+
+def change(folder, old, new):
+    path = folder / "space.yaml"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_tables_at_80_columns(folder):
+    done = run(folder, "--trials", "2")
+    assert done.exit_code == 0, done.output
+    lines = [line for line in done.stdout.splitlines() if line != "built"]
+    assert max(map(len, lines)) <= 80
+    first, second = (
+        next(i for i, line in enumerate(lines) if line.startswith(word)) for word in ("trial shards", "moved ")
+    )
+    assert lines[first].split() == ["trial", "shards", "units", "activations", "peak", "least", "budget", "step"]
+    assert [line.split()[:2] for line in lines[first + 1 : first + 3]] == [["0", "1"], ["1", "3"]]
+    assert lines[second].split()[1:] == ["parameters", "optimizer", "inputs", "boundaries", "over", "|W|"]
+    assert len(lines) == second + 3
+
+
+def test_json_is_alone_on_standard_output_and_has_it_all(folder):
+    done = run(folder, "--json", "--trials", "2", "--seed", "1")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "built" in done.stderr
+    trials = {trial["params"]["width"]: trial for trial in found["trials"]}
+    assert set(trials) == {16, 256}
+    assert (trials[16]["num_shards"], trials[16]["error"]) == (1, None)
+    assert sum(trials[16]["bytes_out"].values()) == 0
+    large = trials[256]
+    assert large["num_shards"] > 1
+    assert large["parameter_bytes"] == 4 * (32 * 256 + 256 + 256 * 256 + 256 + 256 + 1 + 15)
+    assert large["bytes_in"]["optimizer"] > large["parameter_bytes"]
+    assert large["smallest_budget_bytes"] < parse_bytes("1100KiB")
+    (device,) = large["devices"].values()
+    assert device["peak_bytes"] <= device["budget_bytes"] == parse_bytes("1100KiB")
+
+
+def test_what_does_not_fit_says_how_much_would_do_and_the_others_are_planned(folder):
+    done = run(folder, "--json", "--trials", "2", "--device-memory", "600KiB")
+    assert done.exit_code == 1
+    trials = {trial["params"]["width"]: trial for trial in json.loads(done.stdout)["trials"]}
+    assert trials[16]["error"] is None
+    assert "raise device_memory to at least" in trials[256]["error"]
+    enough = trials[256]["smallest_budget_bytes"]
+    assert enough > parse_bytes("600KiB")
+    assert run(folder, "--trials", "2", "--device-memory", str(enough)).exit_code == 0
+
+
+def test_a_task_that_cannot_be_made_is_told_and_the_others_are_planned(folder):
+    change(folder, "[16, 256]", "[16, -1]")
+    done = run(folder, "--trials", "2")
+    assert done.exit_code == 1
+    assert "cannot be trained: RuntimeError: no such width" in done.stdout
+    assert "over |W|" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("cpu:1", "cuda:99", ":6:18: hydra.devices: "),
+        ("build", "from_trial", "takes no argument"),
+        ("parameters:\n  lr", "seed: 0\n#", "plan has no tuner; list them under parameters:"),
+    ],
+)
+def test_what_makes_no_sense_is_code_2_with_its_place(folder, old, new, told):
+    change(folder, old, new)
+    if new.endswith("#"):
+        change(folder, "  width: {values: [16, 256]}\n", "")
+        change(folder, "build", "from_trial")
+    done = run(folder)
+    assert done.exit_code == 2, done.output
+    assert told in done.stderr
+    assert done.stdout == ""
