@@ -111,6 +111,7 @@ def counted(make: Make, trials: int, steps: int, options: dict[str, Any]) -> dic
         for device in devices:
             total.update({f"{kind} in": nbytes for kind, nbytes in device.bytes_in_by_kind.items()})
             total.update({f"{kind} out": nbytes for kind, nbytes in device.bytes_out_by_kind.items()})
+            total.update({f"{kind} across": nbytes for kind, nbytes in device.bytes_across_by_kind.items()})
         totals.append(total)
     moved = {key: (nbytes - totals[0][key]) / steps / trials for key, nbytes in totals[1].items()}
     return {key: nbytes for key, nbytes in moved.items() if nbytes}
@@ -120,7 +121,7 @@ def planned(make: Make, trials: int, options: dict[str, Any]) -> dict[str, float
     """The same, from the plan."""
     with HydraExecutor(**options) as pool:
         found = pool.plan([make(1000) for _ in range(trials)])
-    ways = {"in": found.bytes_in, "out": found.bytes_out}
+    ways = {"in": found.bytes_in, "out": found.bytes_out, "across": found.bytes_across}
     return {f"{kind} {way}": nbytes for way, kinds in ways.items() for kind, nbytes in kinds.items()}
 
 

@@ -42,7 +42,8 @@ class Planned:
         plain = self.forecast.to_json()
         (trial,) = plain.pop("trials")
         del trial["name"]
-        return found | trial | plain
+        found |= trial | plain
+        return found
 
 
 def print_planned(console: Console, planned: Sequence[Planned]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hydra_tune.devices.copying import Copy, Pairs
 from hydra_tune.devices.cpu import DefaultCpuGenerator
-from hydra_tune.devices.device import Device
+from hydra_tune.devices.device import Device, Reach
 
 T = TypeVar("T")
 
@@ -59,6 +59,7 @@ class WeightlessDevice:
         self.shares_generator = like.shares_generator
         self.generator = DefaultCpuGenerator()
         self.moment = 0
+        self._like = like
 
     @contextmanager
     def worker(self) -> Iterator[None]:
@@ -92,6 +93,13 @@ class WeightlessDevice:
         """There is nothing to copy, and that takes as long as the unit that runs."""
         del pairs
         return _Passing(self)
+
+    def reach(self, source: Device) -> Reach:
+        """As between those that both are like."""
+        return self._like.reach(source._like) if isinstance(source, WeightlessDevice) else Reach.NONE
+
+    def take_over(self, source: Device, pairs: Pairs) -> None:
+        """There is nothing to copy."""
 
     def synchronize(self) -> None:
         """Nothing is ever pending."""

@@ -64,13 +64,16 @@ class DeviceForecast:
     Attributes:
         budget_bytes: memory it may use.
         peak_bytes: the most of it that is taken.
-        bytes_in, bytes_out: loaded and spilled in one optimizer step of a trial (the mean, if there are several), by kind.
+        bytes_in, bytes_out: loaded from the host and spilled to it in one optimizer step of a trial (the mean, if there are
+            several), by kind.
+        bytes_across: taken over from other devices in such a step, by kind.
     """
 
     budget_bytes: int
     peak_bytes: int
     bytes_in: dict[str, float]
     bytes_out: dict[str, float]
+    bytes_across: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +99,18 @@ class Forecast:
         return _sum([device.bytes_out for device in self.devices.values()])
 
     @property
+    def bytes_across(self) -> dict[str, float]:
+        """Copied from device to device in one optimizer step of a trial, by kind."""
+        return _sum([device.bytes_across for device in self.devices.values()])
+
+    @property
     def bytes_by_kind(self) -> dict[str, float]:
-        """Both together."""
-        return _sum([self.bytes_in, self.bytes_out])
+        """All three together."""
+        return _sum([self.bytes_in, self.bytes_out, self.bytes_across])
 
     @property
     def parameter_traffic(self) -> float:
-        """Bytes of parameters that a step moves, both ways, over the bytes of all parameters."""
+        """Bytes of parameters that a step moves, every way, over the bytes of all parameters."""
         mean = sum(trial.parameter_bytes for trial in self.trials) / len(self.trials)
         return self.bytes_by_kind.get(Kind.PARAMETERS.value, 0.0) / mean
 
@@ -111,6 +119,7 @@ class Forecast:
         return asdict(self) | {
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
+            "bytes_across": self.bytes_across,
             "parameter_traffic": self.parameter_traffic,
         }
 
@@ -247,6 +256,7 @@ def _of_device(device: Device, play: Play, before: Moved, after: Moved, count: i
         peak_bytes=play.pagers[device.name].ledger.peak_bytes,
         bytes_in=by_kind("in"),
         bytes_out=by_kind("out"),
+        bytes_across=by_kind("across"),
     )
 
 

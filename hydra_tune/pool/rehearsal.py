@@ -84,8 +84,13 @@ class _Player:
             seconds += max(unit.seconds, _LEAST_SECONDS)
             self._left_seconds = max(0.0, self._left_seconds - unit.seconds)
             self.advance()
-            if self.pending is None or (self.pending.kind, self.pending.shard) != ("update", shard):
+            if not self._is_followed_by_update(shard):
                 return seconds
+
+    def _is_followed_by_update(self, shard: int) -> bool:
+        """Whether an update comes next, which runs along with its shard's last backward."""
+        pending = self.pending
+        return pending is not None and (pending.kind, pending.shard) == ("update", shard)
 
     def _unit(self) -> PendingUnit:
         assert self.pending is not None
@@ -187,7 +192,7 @@ class Play:
         return {
             (name, way, kind.value): count
             for name, pager in self.pagers.items()
-            for way, counts in (("in", pager.bytes_in), ("out", pager.bytes_out))
+            for way, counts in (("in", pager.bytes_in), ("out", pager.bytes_out), ("across", pager.bytes_across))
             for kind, count in counts.items()
         }
 

@@ -38,7 +38,7 @@ from hydra_tune.train.ways import GROUPED
 _READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what item(), float() and bool() come down to
 
 
-class Stage(FakeTensorMode):
+class Stage(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Tensors made within have sizes and no bytes. Rehearsals are made and run inside of one.
 
     Whoever reads a value is told 1: losses and norms are finite, and an optimizer's counters can be divided by.
@@ -47,9 +47,7 @@ class Stage(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _READ:
             dtype = args[0].dtype
             return dtype == torch.bool or (1.0 if dtype.is_floating_point else 1)
