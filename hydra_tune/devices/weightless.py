@@ -48,6 +48,7 @@ class WeightlessDevice:
         like: that one; it is left alone.
 
     Attributes:
+        like: the device it stands for.
         moment: units that have ended here; to be counted by whoever runs them.
     """
 
@@ -59,7 +60,7 @@ class WeightlessDevice:
         self.shares_generator = like.shares_generator
         self.generator = DefaultCpuGenerator()
         self.moment = 0
-        self._like = like
+        self.like = like
 
     @contextmanager
     def worker(self) -> Iterator[None]:
@@ -96,7 +97,7 @@ class WeightlessDevice:
 
     def reach(self, source: Device) -> Reach:
         """As between those that both are like."""
-        return self._like.reach(source._like) if isinstance(source, WeightlessDevice) else Reach.NONE
+        return self.like.reach(source.like) if isinstance(source, WeightlessDevice) else Reach.NONE
 
     def take_over(self, source: Device, pairs: Pairs) -> None:
         """There is nothing to copy."""
