@@ -215,7 +215,7 @@ def deep() -> nn.Module:
 
 
 def loaded(way: str, **options: Any) -> list[int]:
-    """Bytes of parameters loaded until the end of the second step, and in the two after it."""
+    """Bytes of parameters that came to a device until the end of the second step, and in the two after it."""
     found = []
     for epochs in (2, 4):
         with splitting(way, devices="cpu:2", **options) as pool:
@@ -223,7 +223,8 @@ def loaded(way: str, **options: Any) -> list[int]:
             stats = pool.stats()
         assert result.num_shards > 2
         assert stats.steps_by_way == {way: epochs - 1}
-        found.append(sum(device.bytes_in_by_kind["parameters"] for device in stats.devices.values()))
+        counts = [c for d in stats.devices.values() for c in (d.bytes_in_by_kind, d.bytes_across_by_kind)]
+        found.append(sum(count.get("parameters", 0) for count in counts))
     return [found[0], found[1] - found[0]]
 
 

@@ -38,7 +38,7 @@ def view():
             DeviceView(
                 name="cpu:0", busy_share=0.93, resident_bytes=3 << 20, peak_bytes=5 << 20, budget_bytes=5 << 20,
                 bytes_in_by_kind={"parameters": 1 << 29, "activations": 1 << 29},
-                bytes_out_by_kind={"parameters": 1 << 20}, units=500,
+                bytes_out_by_kind={"parameters": 1 << 20}, bytes_across_by_kind={"activations": 1 << 21}, units=500,
             ),
             DeviceView(name="cpu:1", busy_share=0.5, resident_bytes=0, peak_bytes=4 << 20, budget_bytes=5 << 20),
         ),

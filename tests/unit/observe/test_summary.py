@@ -44,7 +44,8 @@ def test_the_table_and_the_totals(view):
     assert lines[best + 1 : best + 4] == ["  lr: 0.00123456", "  width: 128", "  act: relu"]
     assert "1 trial failed: RuntimeError: boom (train.py:6)" in lines
     device = next(line for line in lines if line.startswith("cpu:0"))
-    assert device.split() == ["cpu:0", "93%", "5.0", "MiB", "/", "5.0", "MiB", "1.0", "GiB", "1.0", "MiB", "500"]
+    figures = "93% 5.0 MiB / 5.0 MiB 1.0 GiB 1.0 MiB 2.0 MiB 500"
+    assert device.split() == ["cpu:0", *figures.split()]
     assert "sweep vit: done after 1m32s" in lines
     assert "units run: 900" in lines
     assert "units saved by pruning: 100 (10% of what was planned)" in lines
