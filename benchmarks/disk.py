@@ -1,18 +1,19 @@
 """What training costs when host memory holds half of a trial's state: against all of it on the host, and against the disk.
 
-    python benchmarks/disk.py [FOLDER]
+    python benchmarks/disk.py [FOLDER] [--rows 64 --rows 256] [--link 1GB/s]
 
-A step of one trial with its state on the host, the same with half of it on disk, and what the disk alone takes for the bytes
-that this moved: files of one layer, read and written in turn in the same pieces and past the page cache, with nothing else
+A step of one trial with its state on the host, the same with half of it on disk, first with nothing sent ahead, so that units
+wait for copies between host and device (the disk's thread reads ahead all the same), and what the disk alone takes for the
+bytes that this moved: files of one layer, read and written in turn in the same pieces, past the page cache, with nothing else
 running, right before and right after. "reached" is the slower of computing and of the disk alone, divided by the step: 1 would
 be all of one behind the other. The kernel's own count of what the process has read from the device is beside ours, so that the
 page cache cannot have helped. CPU seconds are of all threads: the disk's thread needs a core of its own, or part of one.
 Steps are medians, for a disk whose speed changes, as virtual ones do; times are worth little on a machine that does other work.
 """
 
+import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class Mark:
     written: int
     disk_seconds: float
     device_read: int
+    waiting: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Step:
     written: float
     disk_seconds: float
     device_read: float
+    waiting: float
 
 
 def _model() -> nn.Module:
@@ -72,16 +75,18 @@ def _device_read() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), 0)
 
 
-def _run(rows: int, folder: Path | None) -> Step:
+def _run(rows: int, folder: Path | None, link: str | None, *, ahead: bool = True) -> Step:
     marks: list[Mark] = []
     x = torch.randn(rows, WIDTH)
 
     def mark() -> None:
-        disk = pool.stats().disk
+        stats = pool.stats()
+        disk, (device,) = stats.disk, stats.devices.values()
         read, written, seconds = (
             (0, 0, 0.0) if disk is None else (disk.bytes_read, disk.bytes_written, disk.busy_seconds)
         )
-        marks.append(Mark(time.perf_counter(), sum(os.times()[:2]), read, written, seconds, _device_read()))
+        cpu = sum(os.times()[:2])
+        marks.append(Mark(time.perf_counter(), cpu, read, written, seconds, _device_read(), device.waiting_seconds))
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for _ in range(WARM_UP + STEPS):
@@ -94,7 +99,13 @@ def _run(rows: int, folder: Path | None) -> Step:
     )
     host = STATE_BYTES // 2 if folder else 2**33
     with HydraExecutor(
-        devices="cpu:1", device_memory=DEVICE_BYTES, host_memory=host, spill_dir=folder, num_shards="layer"
+        devices="cpu:1",
+        device_memory=DEVICE_BYTES,
+        host_memory=host,
+        spill_dir=folder,
+        num_shards="layer",
+        link_bandwidth=link,
+        buffer_fraction=0.15 if ahead else 0,
     ) as pool:
         (result,) = pool.run([task])
         if result.error is not None:
@@ -106,7 +117,7 @@ def _run(rows: int, folder: Path | None) -> Step:
         wall,
         *(
             (getattr(last, name) - getattr(first, name)) / STEPS
-            for name in ("cpu", "read", "written", "disk_seconds", "device_read")
+            for name in ("cpu", "read", "written", "disk_seconds", "device_read", "waiting")
         ),
     )
 
@@ -130,23 +141,31 @@ def _alone(folder: Path, read: float, written: float) -> tuple[float, bool]:
         disk.close()
 
 
-def main(parent: str | None = None) -> None:
+def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder", nargs="?", help="where the files lie; default: the system's folder for temporary files"
+    )
+    parser.add_argument("--rows", type=int, action="append", help=f"samples of a batch; default: {ROWS}")
+    parser.add_argument("--link", help="bandwidth of the device's link; default: as fast as it is")
+    given = parser.parse_args()
     print(f"state {STATE_BYTES / 1e6:.0f} MB, of which the host holds half; {os.cpu_count()} cores")
     print(
-        "rows | step on host | of it CPU | step, half on disk | of it CPU | read MB (kernel's count) | written MB | "
-        "disk's thread | disk alone | reached"
+        "rows | step on host | of it CPU | half on disk, nothing ahead | of it waiting | step, half on disk | of it waiting | "
+        "of it CPU | read MB (kernel's count) | written MB | disk's thread | disk alone | reached"
     )
-    with tempfile.TemporaryDirectory(dir=parent) as name:
+    with tempfile.TemporaryDirectory(dir=given.folder) as name:
         folder = Path(name)
-        for rows in ROWS:
-            host, spilled = _run(rows, None), _run(rows, folder)
-            before, is_direct = _alone(folder, spilled.read, spilled.written)
-            spilled = _run(rows, folder)
+        for rows in given.rows or ROWS:
+            host, waiting = _run(rows, None, given.link), _run(rows, folder, given.link, ahead=False)
+            before, is_direct = _alone(folder, waiting.read, waiting.written)
+            spilled = _run(rows, folder, given.link)
             after, _ = _alone(folder, spilled.read, spilled.written)
             alone = (before + after) / 2
             print(
-                f"{rows:4} | {host.wall:.3f} s | {host.cpu:.3f} s | {spilled.wall:.3f} s | {spilled.cpu:.3f} s | "
+                f"{rows:4} | {host.wall:.3f} s | {host.cpu:.3f} s | {waiting.wall:.3f} s | {waiting.waiting:.3f} s | "
+                f"{spilled.wall:.3f} s | {spilled.waiting:.3f} s | {spilled.cpu:.3f} s | "
                 f"{spilled.read / 1e6:.0f} ({spilled.device_read / 1e6:.0f}) | {spilled.written / 1e6:.0f} | "
                 f"{spilled.disk_seconds:.3f} s | {alone:.3f} s ({'O_DIRECT' if is_direct else 'buffered'}) | "
                 f"{max(host.wall, alone) / spilled.wall:.2f}",
@@ -155,4 +174,4 @@ def main(parent: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -51,6 +51,10 @@ class SpillError(HydraTuneError):
         self.errno = errno
 
 
+class BlockStateError(HydraTuneError):
+    """A block of memory in a state that cannot follow the one it was in: a fault of hydra-tune; the message has its story."""
+
+
 class ScheduleError(HydraTuneError):
     """An event the scheduler cannot accept in its present state; the message carries the job's story."""
 

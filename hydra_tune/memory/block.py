@@ -6,6 +6,7 @@ the new place. A *value* is a view of a block that lives for a step: an activati
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hydra_tune.devices.copying import Copy
 from hydra_tune.devices.device import Device
+from hydra_tune.memory.states import FOLLOWING, NUM_KEPT, State, impossible
 from hydra_tune.memory.tenant import Tenant
 
 
@@ -101,14 +103,19 @@ class Block:
         kind: what it holds.
         size: its bytes.
         alignment: of the device; the ledger counts whole multiples.
+        state: what it is at first.
+
+    Attributes:
+        state: what it is now (`memory/states.py`).
+        past: what it was before, the last last.
     """
 
     __slots__ = (
-        "coming", "data", "dirty", "home", "host", "kind", "leaving", "lock", "nbytes", "number", "owner", "pinned_for",
-        "size", "tenant", "tier",
+        "coming", "data", "dirty", "home", "host", "kind", "leaving", "lock", "nbytes", "number", "owner", "past", "pinned_for",
+        "size", "state", "tenant", "tier",
     )  # fmt: skip
 
-    def __init__(self, kind: Kind, size: int, alignment: int) -> None:
+    def __init__(self, kind: Kind, size: int, alignment: int, state: State = State.HOST) -> None:
         self.number = next(_NUMBERS)  # for records of a run
         self.kind = kind
         self.owner: int | None = None  # the trial
@@ -124,6 +131,19 @@ class Block:
         self.coming: Coming | None = None
         self.leaving: Copy | None = None
         self.lock = threading.RLock()
+        self.state = state
+        self.past: deque[State] = deque(maxlen=NUM_KEPT)
+
+    def enter(self, state: State) -> None:
+        """It is in another state now. Called under `lock`.
+
+        Raises:
+            BlockStateError: that cannot be.
+        """
+        if state not in FOLLOWING[self.state]:
+            raise impossible(self.kind, self.number, self.owner, [*self.past, self.state], state)
+        self.past.append(self.state)
+        self.state = state
 
     def moved(self) -> None:
         """Called under `lock` after `data` or `host` changed."""

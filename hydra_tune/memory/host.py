@@ -17,6 +17,9 @@ Note: who waits for what. All waiting for room is in `take`, and it ends, becaus
   is on the ledger. Others' locks are only tried. So a lock that `take` finds taken is held for a copy or a transfer that needs
   no room, or by another `take` under a block that has nothing to give.
 * The disk's thread waits for nobody's lock and nobody's room; it may wait for the copy thread, which waits for nobody.
+* A copy in the background ends by itself, whoever waits for it. What it reads or writes on the host is on the ledger and is
+  given up last: whoever does, under the block's lock, waits for the copy, and then a device has the bytes as well. So a block
+  on its way never keeps another from room. Room for a write-back in the background is only offered (`offer`), at once or not.
 * What cannot be given up is what trials have reserved (`admit`), and what is wanted whole. Each trial says the most it reserves
   and the largest block it will have before it has one, and is let in only if the largest of all fits beside all that is
   reserved. A trial that is not let in yet may have to wait for reservations of others; it holds no lock then, and is told when
@@ -39,9 +42,11 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, SpillError
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.entries import Entry, costs_nothing, is_far, is_moving, may_always, worth
 from hydra_tune.memory.ledger import Ledger
+from hydra_tune.memory.states import State
 from hydra_tune.memory.tenant import Tenant, check_tenant, tenant_at_work
-from hydra_tune.memory.uses import AHEAD, Uses
+from hydra_tune.memory.uses import Uses
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
 _PATIENCE_SECONDS = 0.05  # between looks at copies that are being moved at this moment
@@ -55,36 +60,6 @@ class HostLedger(Ledger):
         with self._changed:
             self.used_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-
-
-@dataclass(slots=True)
-class _Entry:
-    """What is known of one block.
-
-    Attributes:
-        uses: when it was used.
-        on_host: its copy is on the ledger.
-        is_stored: its file has the host copy's bytes, or had them when it was given up.
-        is_refused: the disk has not taken it.
-        holds: by how many it is held on the host.
-    """
-
-    block: Block
-    uses: Uses
-    on_host: bool = False
-    is_stored: bool = False
-    is_refused: bool = False
-    holds: int = 0
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether its bytes are there only."""
-        return self.is_stored and not self.on_host and self.block.host is None and self.block.data is None
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether its trial goes on, as far as is known here."""
-        return self.block.tenant is None or self.block.tenant.failure is None
 
 
 @dataclass(slots=True)
@@ -123,7 +98,7 @@ class HostTier:
         self.ledger = HostLedger("host", budget_bytes)
         self.disk = disk
         self._device = device
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, Entry] = {}
         self._shares: dict[Tenant, _Share] = {}
         self._reserved: dict[Tenant, int] = {}
         self._lock = threading.Lock()
@@ -243,7 +218,7 @@ class HostTier:
     def offer(self, block: Block, device: Device) -> bool:
         """As `provide`, if neither the disk nor anybody else has to be waited for; False: not now. Under its lock."""
         while not self.ledger.try_take(block.nbytes):
-            if not self._give_up_one(_costs_nothing).has_given:
+            if not self._give_up_one(costs_nothing).has_given:
                 return False
         self._place(block, device)
         return True
@@ -338,7 +313,7 @@ class HostTier:
         with self._lock:
             largest = max((entry.block.nbytes for entry in self._entries.values()), default=0)
         free = self.ledger.budget_bytes - self.ledger.used_bytes
-        return free < largest and self._give_up_one(_is_far).has_given
+        return free < largest and self._give_up_one(is_far).has_given
 
     def _read_ahead(self) -> bool:
         """Read a block that is needed soon; False if there is none, or no room that others need less."""
@@ -353,7 +328,7 @@ class HostTier:
                 if block.tier is not self or not entry.is_on_disk:
                     continue
                 while not self.ledger.try_take(block.nbytes):
-                    if not self._give_up_one(_is_far).has_given:
+                    if not self._give_up_one(is_far).has_given:
                         return False
                 with contextlib.suppress(SpillError):  # the unit that needs it will see for itself
                     self._read(entry, self._device)
@@ -364,7 +339,7 @@ class HostTier:
 
     # Giving up.
 
-    def _give_up_one(self, may_go: Callable[[_Entry, int], bool] | None = None) -> _Search:
+    def _give_up_one(self, may_go: Callable[[Entry, int], bool] | None = None) -> _Search:
         """Give up the host copy that is needed last, of those that may go."""
         search = _Search()
         with self._lock:
@@ -374,9 +349,9 @@ class HostTier:
         found = [entry for entry in on_host if not entry.holds]
         # Bytes that are neither are of copies that are just being made, or have just been given up.
         search.is_busy = len(found) < len(on_host) or self.ledger.used_bytes > counted
-        may_go = may_go or _may_always
+        may_go = may_go or may_always
         found = [entry for entry in found if may_go(entry, now)]
-        found.sort(key=lambda entry: _worth(entry, now))
+        found.sort(key=lambda entry: worth(entry, now))
         for entry in found:
             try:
                 if self._give_up(entry, search, may_go):
@@ -387,7 +362,7 @@ class HostTier:
                 search.failed.append((entry.block, error))
         return search
 
-    def _give_up(self, entry: _Entry, search: _Search, may_go: Callable[[_Entry, int], bool]) -> bool:
+    def _give_up(self, entry: Entry, search: _Search, may_go: Callable[[Entry, int], bool]) -> bool:
         block = entry.block
         if not block.lock.acquire(blocking=False):
             search.is_busy = True
@@ -411,25 +386,25 @@ class HostTier:
             block.lock.release()
         return True
 
-    def _has_settled(self, entry: _Entry, may_go: Callable[[_Entry, int], bool]) -> bool:
+    def _has_settled(self, entry: Entry, may_go: Callable[[Entry, int], bool]) -> bool:
         """Have no copy in the background read the host copy any more, or write to it; False: it may not go. Under the lock."""
         block = entry.block
         if not may_go(entry, self._now):
             return False
         home = block.home if block.coming is None else block.coming.home
-        if home is None or not _is_moving(block):
+        if home is None or not is_moving(block):
             return True
         home.settle(block)
         return may_go(entry, self._now)  # a copy that has failed has left the block elsewhere
 
-    def _store(self, entry: _Entry) -> None:
+    def _store(self, entry: Entry) -> None:
         block = entry.block
         assert block.host is not None
         if not entry.is_stored:
             self.disk.write(block.number, block.host)
             entry.is_stored, entry.is_refused = True, False
 
-    def _free(self, entry: _Entry, *, is_wanted: bool) -> None:
+    def _free(self, entry: Entry, *, is_wanted: bool) -> None:
         """Give up a host copy; where its bytes are wanted, the file has them."""
         block = entry.block
         mapped = (lambda: self.disk.mapped(block.number, block.size)) if is_wanted else None
@@ -439,20 +414,22 @@ class HostTier:
             entry.is_stored = False  # the file is gone, or cannot be opened: it is to be written once more
             raise
         entry.on_host = False
+        if block.data is None:
+            block.enter(State.DISK if is_wanted else State.DROPPED)
         self.ledger.give_back(block.nbytes)
 
     # Files.
 
-    def _entry(self, block: Block) -> _Entry:
+    def _entry(self, block: Block) -> Entry:
         """A block's entry, made as if it had just been used. Under the lock."""
         entry = self._entries.get(block.number)
         if entry is None:
-            entry = self._entries[block.number] = _Entry(block, Uses(self._now))
+            entry = self._entries[block.number] = Entry(block, Uses(self._now))
             block.tier = self
         entry.on_host = True
         return entry
 
-    def _read(self, entry: _Entry, device: Device) -> None:
+    def _read(self, entry: Entry, device: Device) -> None:
         """Make a host copy of a file; its bytes are taken. The block is as before until all has been read."""
         block = entry.block
         try:
@@ -463,6 +440,7 @@ class HostTier:
             raise
         device.on_host(lambda: block.put_host(flat))
         block.moved()
+        block.enter(State.HOST)
         entry.on_host = True
 
 
@@ -480,38 +458,3 @@ def _blame(failed: Sequence[tuple[Block, SpillError]]) -> None:
     if tenant is None or tenant is tenant_at_work():
         raise error
     tenant.fail(error)
-
-
-def _worth(entry: _Entry, now: int) -> tuple[bool, bool, int, int]:
-    """The lowest goes first: a copy of what a device has costs nothing to give up; one the disk has refused is tried last."""
-    rank = 0 if _is_on_device(entry.block) else 2 if _is_moving(entry.block) else 1
-    return entry.is_wanted, entry.is_refused, rank, -entry.uses.distance(now)
-
-
-def _is_on_device(block: Block) -> bool:
-    """Whether a device has the same bytes, and is not just giving them to the host."""
-    coming = block.coming
-    return (block.data is not None and block.leaving is None) or (coming is not None and coming.copy.is_over)
-
-
-def _is_moving(block: Block) -> bool:
-    """Whether a copy in the background reads the host copy or writes to it, or nobody has seen yet that it is over."""
-    return block.leaving is not None or block.coming is not None
-
-
-def _may_always(entry: _Entry, now: int) -> bool:
-    """For a unit that waits."""
-    del entry, now
-    return True
-
-
-def _is_far(entry: _Entry, now: int) -> bool:
-    """For what is done ahead: nothing that is needed as soon has to go for it, and no write-back is made in vain."""
-    if entry.is_refused:
-        return False
-    return _is_on_device(entry.block) or (not _is_moving(entry.block) and entry.uses.distance(now) > AHEAD)
-
-
-def _costs_nothing(entry: _Entry, now: int) -> bool:
-    """For what must not wait for the disk."""
-    return _is_far(entry, now) and (entry.is_stored or _is_on_device(entry.block))

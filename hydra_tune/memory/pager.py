@@ -48,6 +48,7 @@ from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.ledger import Ledger
 from hydra_tune.memory.meter import LinkMeter
 from hydra_tune.memory.saved import SavedTensors
+from hydra_tune.memory.states import State
 from hydra_tune.memory.tenant import check_tenant
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.quantities import format_bytes
@@ -129,6 +130,7 @@ class Pager:
             for block in missing:
                 self._fetch(block)
                 taken += block.nbytes
+                _enter(block, State.RESIDENT)
         except BaseException:
             self.ledger.give_back(sum(block.nbytes for block in missing) + workspace_bytes - taken)
             raise
@@ -139,7 +141,7 @@ class Pager:
     def adopt(self, kind: Kind, tensor: Tensor) -> Block:
         """A block of the storage a unit made; its bytes must already be on the ledger."""
         flat = whole_storage(tensor)
-        block = Block(kind, flat.numel(), self.device.alignment)
+        block = Block(kind, flat.numel(), self.device.alignment, State.RESIDENT)
         block.data, block.home, block.dirty = flat, self, True
         with self._lock:
             self._resident[id(block)] = block
@@ -193,6 +195,9 @@ class Pager:
         with self._lock:
             self._resident.pop(id(block), None)
         block.data, block.home, block.dirty = None, None, False
+        if block.state is not State.DROPPED:
+            has_gone = block.host is None and block.tier is not None and block.tier is self.host
+            block.enter(State.DISK if has_gone else State.HOST)
         block.moved()
 
     def _fetch(self, block: Block) -> None:
@@ -269,6 +274,7 @@ class Pager:
 
     def expect(self, block: Block, coming: Coming) -> None:
         """A block is on its way here, to memory that is on the ledger. Call under its lock."""
+        block.enter(State.LOADING)
         block.coming = coming
         self.bytes_in[block.kind] += block.size
         self.bytes_ahead += block.size
@@ -280,6 +286,7 @@ class Pager:
         """A block on its way here is not wanted any more. Call under its lock."""
         coming, block.coming = block.coming, None
         assert coming is not None
+        block.enter(State.HOST)
         if coming.copy.cancel():
             self.bytes_in[block.kind] -= block.size
             self.bytes_ahead -= block.size
@@ -353,6 +360,7 @@ class Pager:
 
     def _take_in(self, block: Block, coming: Coming) -> None:
         """What was sent ahead is there."""
+        block.enter(State.RESIDENT)
         block.data, block.home, block.dirty = coming.data, self, False
         block.coming = None  # last: whoever looks without the lock finds it on its way, or here
         block.moved()
@@ -382,6 +390,7 @@ class Pager:
         """
         leaving, block.leaving = block.leaving, None
         assert leaving is not None
+        block.enter(State.RESIDENT)
         if leaving.cancel():
             if keep:
                 _note("keep", [block])
@@ -483,6 +492,8 @@ class Lease:
         except BaseException:
             self._unpin()
             raise
+        for block in self._blocks:
+            _enter(block, State.COMPUTING)
         self._storages = {_identity(block.data): block for block in self._blocks if block.data is not None}
         try:
             if self._pager.begins is not None:
@@ -515,6 +526,7 @@ class Lease:
             self._workspace_bytes -= nbytes
             block = self._pager.adopt(kind, tensor)
             block.pinned_for = self._pager  # until the unit ends, like all it works on
+            _enter(block, State.COMPUTING)
             _note("adopt", [block], nbytes)
             self._blocks.append(block)
             self._storages[_identity(tensor)] = block
@@ -528,6 +540,7 @@ class Lease:
                 return
             _note("drop", [block])
             del self._storages[_identity(block.data)]
+            block.enter(State.DROPPED)
             self._pager.vacate(block)
             if block.tier is not None:
                 block.tier.forget(block)
@@ -569,6 +582,8 @@ class Lease:
         for block in self._blocks:
             with block.lock:
                 block.pinned_for = None
+                if block.state is State.COMPUTING:
+                    block.enter(State.RESIDENT)
 
 
 def drop(block: Block) -> None:
@@ -577,6 +592,10 @@ def drop(block: Block) -> None:
         _note("drop", [block])
         if block.coming is not None:
             block.coming.home.discard(block)
+        if isinstance(block.home, Pager) and block.leaving is not None:
+            block.home.finish_leaving(block)
+        if block.state is not State.DROPPED:
+            block.enter(State.DROPPED)
         if isinstance(block.home, Pager):
             block.home.release(block)
         if block.tier is not None:
@@ -627,6 +646,12 @@ def bring_home(block: Block) -> None:
             pager.release(block)
         if block.tier is not None:
             block.tier.recall(block)
+
+
+def _enter(block: Block, state: State) -> None:
+    """What a pinned block is now."""
+    with block.lock:
+        block.enter(state)
 
 
 def _note(what: str, blocks: Sequence[Block] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:

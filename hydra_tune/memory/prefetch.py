@@ -6,6 +6,9 @@ victims are the blocks that the next unit itself would choose. A clean one is dr
 the background and gives its room the next time, when it is clean; so are those that will have to go for the room that the next
 unit works in.
 
+With a host tier, what is on disk of those blocks is read now, to be sent when the next unit begins; what is on its way keeps
+its host copy; and a dirty block is written back only if the host has room for it without waiting (`memory/host.py`).
+
 Nothing of this binds anybody. What was sent for nothing is dropped like any clean block, a unit that comes too early waits for
 just the copies of its own blocks, and another device that wants a block does not wait at all if its copy has not begun. As long
 as everything fits nobody is asked and nothing is sent.
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 from hydra_tune.devices.copying import Copy
 from hydra_tune.memory.block import Block, Coming
 from hydra_tune.memory.pager import Pager
+from hydra_tune.memory.states import State
 from hydra_tune.observe.turns import current_turn
 
 
@@ -185,6 +189,7 @@ class _Journey:
         if victim.tier is not None:
             victim.tier.written(victim)  # from now on, and not only when it is over
         victim.leaving = copy = pager.device.start_spill([(victim.data, host)])
+        victim.enter(State.SPILLING)
         self._note("clean", victim, copy)
 
     def _note(self, what: str, block: Block, copy: Copy | None = None) -> None:

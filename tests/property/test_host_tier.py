@@ -15,7 +15,8 @@ from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager, bring_home, drop
 from hydra_tune.memory.prefetch import Need, Prefetch
 from hydra_tune.memory.spill_dir import SpillFolder
-from tests.support.gated import settle
+from hydra_tune.memory.states import State
+from tests.support.gated import settle, state_of
 
 DEVICE_BYTES = 10 * 64
 HOST_BYTES = 6 * 64
@@ -71,6 +72,7 @@ class SmallHost(RuleBasedStateMachine):
             Prefetch(pager).send([Need(self.pick(ahead))])
             for block in wanted:
                 assert block.data.unique().tolist() == [self.blocks[block]]
+                assert block.state is State.COMPUTING
             if write and wanted:
                 self.blocks[wanted[0]] = (self.blocks[wanted[0]] + 1) % 256
                 wanted[0].data.fill_(self.blocks[wanted[0]])
@@ -86,6 +88,7 @@ class SmallHost(RuleBasedStateMachine):
     def forget(self, number):
         for block in self.pick([number]):
             drop(block)
+            assert block.state is State.DROPPED
             del self.blocks[block]
             self.tensors.pop(block, None)
 
@@ -114,6 +117,14 @@ class SmallHost(RuleBasedStateMachine):
             assert pager.ledger.used_bytes == pager.resident_bytes == here
         stored = sum(path.stat().st_size for path in Path(self.folder.name).glob("hydra-tune-*/block-*.bin"))
         assert self.host.disk.stored_bytes == stored
+
+    @invariant()
+    def states_are_what_is_there(self):
+        settle(self.host)
+        for block in self.blocks:
+            assert block.state is state_of(block)
+            assert (block.leaving is None) or block.dirty
+            assert (block.data is None) == (block.home is None)
 
     @invariant()
     def no_byte_is_lost(self):

@@ -11,6 +11,7 @@ from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind
 from hydra_tune.memory.pager import Pager, bring_home, drop
 from hydra_tune.memory.prefetch import Need, Prefetch
+from tests.support.gated import state_of
 
 BUDGET_BYTES = 10 * 64
 SIZES = (1, 64, 100, 130, 200, 250)
@@ -66,6 +67,7 @@ class TwoDevices(RuleBasedStateMachine):
                 assert pager.ledger.used_bytes == pager.resident_bytes + workspace
                 Prefetch(pager).send([Need(self.pick(ahead))])
                 assert all(block.home is pager for block in wanted)
+                assert all(block.state is state_of(block) for block in self.blocks)
                 assert pager.ledger.used_bytes == pager.resident_bytes + workspace
                 if write and wanted:
                     self.blocks[wanted[0]] = (self.blocks[wanted[0]] + 1) % 256
@@ -102,6 +104,13 @@ class TwoDevices(RuleBasedStateMachine):
             there = sum(block.nbytes for block in self.blocks if pager.has(block))
             assert pager.ledger.used_bytes == pager.resident_bytes == there
             assert pager.ledger.peak_bytes <= BUDGET_BYTES
+
+    @invariant()
+    def states_are_what_is_there(self):
+        for block in self.blocks:
+            assert block.state is state_of(block)
+            assert (block.leaving is None) or block.dirty
+            assert (block.data is None) == (block.home is None)
 
     @invariant()
     def no_byte_is_lost(self):

@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import Future
 
 from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.memory.states import State
 
 PATIENCE_SECONDS = 20
 
@@ -25,6 +26,16 @@ class GatedDevice(CpuDevice):
             if self.error is not None:
                 raise self.error
         super()._send(pairs, is_waited_for=is_waited_for)
+
+
+def state_of(block):
+    """The state that a block of a pager must be in, told from where its bytes are."""
+    if block.home is None:
+        elsewhere = State.HOST if block.host is not None else State.DISK
+        return elsewhere if block.coming is None else State.LOADING
+    if block.leaving is not None:
+        return State.SPILLING
+    return State.COMPUTING if block.pinned_for is block.home else State.RESIDENT
 
 
 def settle(host):

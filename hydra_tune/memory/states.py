@@ -1,0 +1,68 @@
+"""The states of a block, and which may follow which.
+
+                             taken in, or loaded while a unit waits
+                     +-----------------------------------------------+
+                     |                                               v
+    on disk <----> on host ----> loading ----------------------> resident <----> computing
+       ^             ^   ^          |                             |  |  ^
+       |             |   +----------+ called off, or failed       |  |  |
+       |             |                                            |  v  |
+       |             +--------------------------------------------+ spilling
+       +---------------- its host copy has gone before -----------+
+
+    dropped: from everywhere but loading and spilling, which end first; nothing follows
+
+"loading" and "spilling" are copies in the background; one that a unit waits for is made under the block's lock, and over when
+anybody can look. A block that one device takes over from another is resident before and after. A block may be resident, or
+computing, and on the host or on disk as well; its state says where it is used from.
+"""
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from hydra_tune.errors import BlockStateError
+
+NUM_KEPT = 8
+"""How many states a block remembers."""
+
+
+class State(StrEnum):
+    """Where a block is, and what is done with it."""
+
+    HOST = "on host"
+    LOADING = "loading"
+    RESIDENT = "resident"
+    COMPUTING = "computing"
+    SPILLING = "spilling"
+    DISK = "on disk"
+    DROPPED = "dropped"
+
+
+FOLLOWING: dict[State, frozenset[State]] = {
+    State.HOST: frozenset({State.LOADING, State.RESIDENT, State.DISK, State.DROPPED}),
+    State.LOADING: frozenset({State.RESIDENT, State.HOST}),
+    State.RESIDENT: frozenset({State.COMPUTING, State.SPILLING, State.HOST, State.DISK, State.RESIDENT, State.DROPPED}),
+    State.COMPUTING: frozenset({State.RESIDENT, State.DROPPED}),
+    State.SPILLING: frozenset({State.RESIDENT}),
+    State.DISK: frozenset({State.HOST, State.DROPPED}),
+    State.DROPPED: frozenset(),
+}
+
+
+def impossible(what: str, number: int, owner: int | None, states: Iterable[State], wanted: State) -> BlockStateError:
+    """The error of a change that cannot be.
+
+    Args:
+        what: the block holds.
+        number: of the block.
+        owner: the trial, if it is known.
+        states: what the block has been, the present state last.
+        wanted: what it was to be.
+    """
+    story = list(states)
+    whose = "no trial" if owner is None else f"trial {owner}"
+    allowed = ", ".join(sorted(FOLLOWING[story[-1]])) or "nothing"
+    return BlockStateError(
+        f"block {number} ({what} of {whose}) was to be {wanted!s}, but it is {story[-1]!s}, after which it can be {allowed}; "
+        f"it has been {' > '.join(story)}. This is a fault of hydra-tune, not of the trial: please report it with this message"
+    )
