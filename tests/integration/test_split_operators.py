@@ -2,6 +2,7 @@
 
 import ast
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from torch.nn import functional
 from hydra_tune import Result, TrainTask, train_plain
 from hydra_tune.errors import BudgetError, TaskError
 from hydra_tune.shard import library
+from tests.parity import registry
 from tests.parity.models import GPT2, build
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running
@@ -137,6 +139,15 @@ def test_pieces_with_all_else_that_a_task_may_ask_for(feature):
     assert against_plain(described, result) == []
     assert isinstance(result.module(), GPT2)
     assert result.num_shards == 6
+
+
+@pytest.mark.parametrize(("name", "operator"), [("hf_gpt2", "transformer.wte"), ("hf_t5", "shared")])
+def test_models_of_the_transformers_library_with_tied_embeddings(name, operator):
+    described = replace(registry.build(registry.Spec(name)), split_operators={operator: 3})
+    with running(devices="cpu:2", num_shards=3) as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+    assert against_plain(described, result) == []
+    assert result.num_shards == 3
 
 
 def test_a_refusal_is_the_trials_own():

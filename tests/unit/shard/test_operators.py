@@ -88,7 +88,8 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("count", [2, 5, 24])
 def test_training_an_embedding_by_columns_has_the_bits_of_training_it_whole(count, padding):
     model = partial(Net, padding_idx=padding, scale_grad_by_freq=padding is not None)
-    assert list(differences(trained(model=model), trained(model=model, split_operators={"embed": count}))) == []
+    of = partial(trained, model=model, train=lambda: [IDS % 9, IDS])  # some occur several times
+    assert list(differences(of(), of(split_operators={"embed": count}))) == []
 
 
 def test_training_a_linear_whose_input_needs_no_gradient_has_the_bits_of_training_it_whole():
