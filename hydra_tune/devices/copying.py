@@ -35,8 +35,16 @@ class CopyThread:
         self._pool = ThreadPoolExecutor(1, f"hydra-copy-{name}", initializer=_start, initargs=(setup,))
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run a function on the thread; returns its result or raises its exception."""
-        return self._pool.submit(function).result()
+        """Run a function on the thread; returns its result or raises its exception.
+
+        The thread has let go of the function by then, and of the tensors that it holds: whoever frees them frees them really.
+        """
+        held = [function]
+
+        def run() -> T:
+            return held.pop()()
+
+        return self._pool.submit(run).result()
 
     def close(self) -> None:
         """Finish what was asked for and end the thread."""
