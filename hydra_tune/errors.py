@@ -29,6 +29,10 @@ class BudgetError(HydraTuneError):
     """Device or host memory that cannot hold what must be held at once."""
 
 
+class OutOfMemoryError(BudgetError):
+    """A device that really had no memory left for a unit, though the ledger had: at its repeat, or where it has none."""
+
+
 class SpillError(HydraTuneError):
     """A file of `spill_dir` that could not be written or read.
 

@@ -19,6 +19,7 @@ class DeviceStats:
         bytes_in_vain: of these, those that no unit came for.
         waiting_seconds: time that units waited for loads and spills.
         copying_seconds: time that loads and spills took, those that nobody waited for included.
+        units_repeated: units run once more because the device had really run out of memory; each is logged as a warning.
     """
 
     budget_bytes: int
@@ -32,6 +33,7 @@ class DeviceStats:
     bytes_in_vain: int = 0
     waiting_seconds: float = 0.0
     copying_seconds: float = 0.0
+    units_repeated: int = 0
 
     @property
     def overlap(self) -> float:

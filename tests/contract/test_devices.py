@@ -198,3 +198,11 @@ def test_a_slow_link_lets_copies_that_are_waited_for_go_first():
     for copy in reversed(ahead):
         copy.cancel()
     slow.close()
+
+
+def test_memory_that_nobody_uses_goes_back_to_the_system(device):
+    data = device.empty(BUDGET_BYTES // 2)
+    del data
+    assert device.reclaim() > 0
+    if device.torch_device.type == "cuda":
+        assert torch.cuda.memory_reserved(device.torch_device) < BUDGET_BYTES // 2
