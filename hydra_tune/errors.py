@@ -37,6 +37,10 @@ class BudgetError(HydraTuneError):
         self.enough_bytes = enough_bytes
 
 
+class OutOfMemoryError(BudgetError):
+    """A device that really had no memory left for a unit, though the ledger had: at its repeat, or where it has none."""
+
+
 class SpillError(HydraTuneError):
     """A file of `spill_dir` that could not be written or read.
 

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TypeVar
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -133,6 +134,10 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """Nothing is ever pending: CPU operators are done when they return."""
+
+    def reclaim(self) -> int:
+        """Nothing is kept: what is free of the host's memory."""
+        return int(psutil.virtual_memory().available)
 
     def close(self) -> None:
         """Stop the copy threads."""

@@ -151,6 +151,13 @@ class CudaDevice:
         """Wait for the compute stream."""
         self._compute.synchronize()
 
+    def reclaim(self) -> int:
+        """Empty the caching allocator: segments that no tensor lies in go, and come back in other sizes."""
+        self._compute.synchronize()
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free
+
     def close(self) -> None:
         """Stop the copy threads."""
         for thread in (self._loads, self._spills, self._copies):

@@ -110,5 +110,12 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Wait until everything started on the device is done."""
 
+    def reclaim(self) -> int:
+        """Give memory that nobody uses back to the system, which an allocator may have kept; on the worker thread.
+
+        Returns:
+            Bytes that are free then, by what the system says.
+        """
+
     def close(self) -> None:
         """Stop the copy threads."""

@@ -102,6 +102,10 @@ class WeightlessDevice:
     def take_over(self, source: Device, pairs: Pairs) -> None:
         """There is nothing to copy."""
 
+    def reclaim(self) -> int:
+        """There is nothing to give back."""
+        return 0
+
     def synchronize(self) -> None:
         """Nothing is ever pending."""
 

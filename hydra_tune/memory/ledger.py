@@ -12,19 +12,24 @@ class Ledger:
     Args:
         name: the device's, for messages.
         budget_bytes: never exceeded.
+
+    Attributes:
+        limit_bytes: what is taken as long as anything else can go: less than the budget once that has proved too much.
+        used_bytes, peak_bytes: taken now, and at most so far.
     """
 
     def __init__(self, name: str, budget_bytes: int) -> None:
         self.name = name
         self.budget_bytes = budget_bytes
+        self.limit_bytes = budget_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
         self._changed = threading.Condition()
 
-    def try_take(self, nbytes: int) -> bool:
-        """Take bytes if they fit."""
+    def try_take(self, nbytes: int, *, to_the_last: bool = False) -> bool:
+        """Take bytes if they fit: the limit, or else the budget."""
         with self._changed:
-            if self.used_bytes + nbytes > self.budget_bytes:
+            if self.used_bytes + nbytes > (self.budget_bytes if to_the_last else self.limit_bytes):
                 return False
             self.used_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -36,7 +41,7 @@ class Ledger:
         Raises:
             BudgetError: they do not.
         """
-        if not self.try_take(nbytes):
+        if not self.try_take(nbytes, to_the_last=True):
             raise BudgetError(
                 f"{what} needs {format_bytes(nbytes)} on device {self.name}, where {format_bytes(self.used_bytes)} of "
                 f"{format_bytes(self.budget_bytes)} are taken; raise device_memory or lower batch_size"

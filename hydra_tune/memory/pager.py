@@ -35,7 +35,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -56,6 +56,7 @@ from hydra_tune.quantities import format_bytes
 _PATIENCE_SECONDS = 0.05  # between looks at blocks that another device is fetching from here
 _SENT_LEASES = 2  # units for which what was sent ahead is taken to be wanted: an update, and the next
 _SHORT_LEASES = 64  # units for which a device that had to make room is taken to be short of it
+_LEFT_OF, _LEFT_IN = 7, 8  # what is held on of the bytes that a device had no room for
 
 
 class Pager:
@@ -125,14 +126,13 @@ class Pager:
         if self.host is not None:
             self.host.used(blocks)
         self.make_room(sum(block.nbytes for block in missing) + workspace_bytes, blocks)
-        taken = 0
         try:
             for block in missing:
                 self._fetch(block)
-                taken += block.nbytes
                 _enter(block, State.RESIDENT)
         except BaseException:
-            self.ledger.give_back(sum(block.nbytes for block in missing) + workspace_bytes - taken)
+            left = sum(block.nbytes for block in missing if block.home is not self)
+            self.ledger.give_back(left + workspace_bytes)
             raise
         with self._lock:
             for block in blocks:
@@ -185,8 +185,10 @@ class Pager:
 
     def release(self, block: Block) -> None:
         """Give up the device copy, which must be clean or no longer wanted. Call under the block's lock."""
-        self.vacate(block)
-        self.ledger.give_back(block.nbytes)
+        try:
+            self.vacate(block)
+        finally:
+            self.ledger.give_back(block.nbytes)
 
     def vacate(self, block: Block) -> None:
         """As `release`, but the room stays taken."""
@@ -210,8 +212,6 @@ class Pager:
                 self._fetch_from(other, block)
             else:
                 self._load(block)
-        with self._lock:
-            self._resident[id(block)] = block
 
     def _load(self, block: Block) -> None:
         """Copy a block from the host. Under its lock."""
@@ -227,6 +227,7 @@ class Pager:
             block.tier.loaded(block)
         self.bytes_in[block.kind] += block.size
         block.data, block.home, block.dirty = data, self, False
+        self._list(block)
         block.moved()
         self._waited("in", block, start)
 
@@ -256,9 +257,15 @@ class Pager:
             self.link.copied(block.size, time.perf_counter() - begun)
         self.bytes_across[block.kind] += block.size
         block.data, block.home = data, self
+        self._list(block)
         block.moved()
         other.part_with(block)
         self._waited("across", block, start)
+
+    def _list(self, block: Block) -> None:
+        """It is here from now on."""
+        with self._lock:
+            self._resident[id(block)] = block
 
     def part_with(self, block: Block) -> None:
         """Another device has taken a block over. Call under the block's lock."""
@@ -444,10 +451,26 @@ class Pager:
                 continue
             victims = iter(self.victims())
             if not self._spill_one(victims):
+                if self.ledger.try_take(nbytes, to_the_last=True):
+                    return
                 if self.host is not None:
                     check_tenant()
                 # What is left here is being fetched by other devices' units at this moment.
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
+
+    def relieve(self) -> None:
+        """Have everything leave that is not pinned, what is on its way here included. On the worker's thread, between units."""
+        residents = self.victims()
+        clean = [block for block in residents if not block.dirty]
+        for block in (*clean, *residents):  # to write back may take host memory first
+            # What cannot go stays, and whoever needs its room hears why.
+            with suppress(Exception):
+                self._spill_one([block])
+
+    def shrink(self, used_bytes: int) -> None:
+        """So many bytes were too much for the device: hold less from now on, beside what a unit itself needs."""
+        ledger = self.ledger
+        ledger.limit_bytes = min(ledger.limit_bytes, used_bytes * _LEFT_OF // _LEFT_IN)
 
     def _spill_one(self, candidates: Iterable[Block]) -> bool:
         """Spill the first block that can be; False if there is none."""
@@ -520,11 +543,10 @@ class Lease:
         block = self._storages.get(_identity(tensor))
         if block is None:
             nbytes = self._pager.size_on_ledger(tensor)
-            if nbytes > self._workspace_bytes:
-                self._pager.ledger.take(nbytes - self._workspace_bytes, f"a {kind.value} block beyond the pilot's")
-                self._workspace_bytes = nbytes
-            self._workspace_bytes -= nbytes
+            if nbytes > self._workspace_bytes:  # more than the pilot has seen
+                self.grow(nbytes - self._workspace_bytes)
             block = self._pager.adopt(kind, tensor)
+            self._workspace_bytes -= nbytes
             block.pinned_for = self._pager  # until the unit ends, like all it works on
             _enter(block, State.COMPUTING)
             _note("adopt", [block], nbytes)

@@ -63,7 +63,7 @@ class Prefetch:
         if self._pager.host is not None:
             self._pager.host.expect(wanted)
         journey = _Journey(self._pager, wanted)
-        room, sent = self._pager.ledger.budget_bytes, set[Block]()
+        room, sent = self._pager.ledger.limit_bytes, set[Block]()
         for need in needs:
             for block in dict.fromkeys(need.blocks):
                 if block in sent:
@@ -74,7 +74,7 @@ class Prefetch:
                 sent.add(block)
                 if block.home is None:
                     journey.send(block)
-            room = min(room, self._pager.ledger.budget_bytes - need.nbytes)
+            room = min(room, self._pager.ledger.limit_bytes - need.nbytes)
         journey.make_ready(max((need.workspace_bytes for need in needs), default=0))
 
 
@@ -143,7 +143,7 @@ class _Journey:
 
     def _short_of(self, nbytes: int) -> int:
         ledger = self._pager.ledger
-        return nbytes + self._owed_bytes - (ledger.budget_bytes - ledger.used_bytes)
+        return nbytes + self._owed_bytes - (ledger.limit_bytes - ledger.used_bytes)
 
     def _victims(self) -> list[Block]:
         return [block for block in self._pager.victims() if block.pinned_for is None and id(block) not in self._keep]

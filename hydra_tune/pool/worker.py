@@ -12,6 +12,7 @@ from hydra_tune.memory.prefetch import Need, Prefetch
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.pool.core import Core
 from hydra_tune.pool.job import Reported
+from hydra_tune.pool.pressure import Pressure
 from hydra_tune.pool.record import Following, Record
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import DeviceStats
@@ -49,6 +50,7 @@ class Worker:
         self._pager = pager
         self._instrument = instrument
         self._recorder = recorder
+        self._pressure = Pressure(device, pager)
         self._prefetch = None if core.next_units is None else Prefetch(pager)
 
     def work(self) -> None:
@@ -76,6 +78,7 @@ class Worker:
             bytes_in_vain=pager.bytes_in_vain,
             waiting_seconds=pager.waiting_ns / 1e9,
             copying_seconds=pager.copying_ns / 1e9,
+            units_repeated=self._pressure.units_repeated,
         )
 
     @contextlib.contextmanager
@@ -115,14 +118,9 @@ class Worker:
 
     def _run_pending(self, record: Record, trial: Trial, unit: Unit) -> float:
         pending = record.take(unit)
-        prefetch = self._prefetch
-        if prefetch is not None:
-            prefetch.asks = lambda: self._next_needs(record, pending)
-        try:
-            seconds = self._timed_unit(pending)
-        finally:
-            if prefetch is not None:
-                prefetch.asks = None
+        if self._prefetch is not None:
+            self._prefetch.asks = lambda: self._next_needs(record, pending)
+        seconds = self._pressure.run(record.job.name, pending, lambda: self._timed_unit(pending))
         trial.finished(pending, seconds)
         return seconds
 
@@ -143,6 +141,8 @@ class Worker:
             with contextlib.nullcontext() if turn is None else turn.unit(pending.kind, pending.shard):
                 return run_unit(pending, self._device, self._pager, self._instrument)
         finally:
+            if self._prefetch is not None:
+                self._prefetch.asks = None  # and nothing is sent ahead beside a unit that is run once more
             self.units += 1
             self.busy_seconds += time.perf_counter() - start
 

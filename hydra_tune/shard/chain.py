@@ -6,6 +6,9 @@ autograd has saved as well; its graph waits here for the backward unit. Otherwis
 time, with gradients. For that to give the same values, a forward unit first saves the generator's state and the buffers it is
 about to overwrite; the recompute starts from these and what it overwrites is thrown away, so BatchNorm counts once.
 
+Note: what a unit is given stays as it is until the unit has all its results (`Store.settle`), but for what a graph has kept and
+its backward frees in passing. So a unit that fails before can be run again (`train/undo.py`), a backward unit by recomputing.
+
 Note: kept, and yet recomputed. An autograd graph belongs to the device it was made on: on another GPU its nodes would refuse
 their operands. The scheduler is free to place the backward unit there, because binding it would leave devices idle, so such a
 unit gives the graph up and recomputes. All CPU devices are one device to autograd, and there the graph serves anywhere. For
@@ -77,6 +80,9 @@ class Store(Protocol):
     def changed(self, key: str) -> None:
         """The value under a key was changed in place."""
 
+    def settle(self) -> None:
+        """A unit has put its results: from here on what it was given is overwritten and dropped."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
@@ -102,6 +108,7 @@ class Chain:
         self._store = store
         self._random_states: dict[int, Tensor] = {}
         self._tapes: dict[int, _Kept] = {}
+        self._before: dict[int, list[Tensor]] = {}
 
     def keys(self, kind: str, index: int) -> list[str]:
         """Keys of the values a unit reads, in any order; those never put are simply not there."""
@@ -123,6 +130,12 @@ class Chain:
     def has_forward(self, index: int) -> bool:
         """Whether a shard has a forward unit of its own."""
         return self.plan.mode != "train" or index < len(self.plan.shards) - 1
+
+    def buffers_before(self, index: int) -> list[Tensor | None]:
+        """The buffers that a shard's unit overwrites as they were before it; None for those it has not come to yet."""
+        if index in self._before:
+            return list(self._before[index])
+        return [self._store.get(saved_key(index, name)) for name in self.plan.shards[index].graph.written_state]
 
     def is_kept(self, index: int, place: torch.device) -> bool:
         """Whether a backward unit on this device would go on from the graph of its forward unit."""
@@ -150,12 +163,15 @@ class Chain:
                 self._random_states[index] = generator.get_state()
             for name, tensor in zip(shard.graph.saved_state, self._store.state(shard.graph.saved_state), strict=True):
                 self._store.put(saved_key(index, name), tensor.detach().clone())
+        else:
+            self._copy_buffers(index)
         if training and shard.keeps_activations:
             outputs = self._taped(index, shard)
         else:
             outputs = compute.forward(shard.graph, self._operands(shard), shard.needs_gradient if training else None)
         for name, tensor in outputs.items():
             self._store.put(name, tensor)
+        self._settle(index)
         if not training:
             for name in shard.graph.live_in:
                 if self.plan.last_use[name] == index:
@@ -167,16 +183,29 @@ class Chain:
         To those that are complete, what is under `earlier_gradient_key` is added.
         """
         shard = self.plan.shards[index]
+        if not self.has_forward(index):
+            self._copy_buffers(index)
         gradients = self._played(index, shard) if index in self._tapes else self._computed(index, shard, generator)
         for name, gradient in gradients.live_in.items():
             self._store.put(gradient_key(name), gradient)
         for name, gradient in gradients.parameters.items():
             self._store.put(parameter_gradient_key(name), gradient)
-        for name in shard.trained:
-            self.add_earlier(name)
         for name, tensor in gradients.outputs.items():
             self._store.put(name, tensor)
+        self._settle(index)
+        for name in shard.trained:
+            self.add_earlier(name)
         self._forget(shard, index)
+
+    def _copy_buffers(self, index: int) -> None:
+        """Buffers that are overwritten and that no recompute needs, for as long as the unit may have to be undone."""
+        names = self.plan.shards[index].graph.written_state
+        if names:
+            self._before[index] = [tensor.detach().clone() for tensor in self._store.state(names)]
+
+    def _settle(self, index: int) -> None:
+        self._before.pop(index, None)
+        self._store.settle()
 
     def add_earlier(self, name: str) -> None:
         """To what earlier batches have given a parameter, add what this one has, as autograd would add to `.grad`."""
@@ -191,7 +220,6 @@ class Chain:
 
     def skip_backward(self, index: int) -> None:
         """Nothing of a shard is trained and no gradient flows through it: its backward only lets values go."""
-        self._random_states.pop(index, None)
         self._forget(self.plan.shards[index], index)
 
     def _taped(self, index: int, shard: Shard) -> dict[str, Tensor]:
@@ -207,7 +235,6 @@ class Chain:
 
     def _played(self, index: int, shard: Shard) -> compute.Gradients:
         """A backward unit that goes on from its forward unit's graph."""
-        self._random_states.pop(index, None)
         return self._tapes[index].tape.backward(
             shard.graph,
             self._operands(shard),
@@ -220,7 +247,7 @@ class Chain:
         """A backward unit that computes its shard first."""
         recompute = self.has_forward(index)
         if recompute and shard.graph.stochastic:
-            generator.set_state(self._random_states.pop(index))
+            generator.set_state(self._random_states[index])
         return compute.backward(
             shard.graph,
             self._operands(shard, saved=index if recompute else None),
@@ -243,6 +270,7 @@ class Chain:
 
     def _forget(self, shard: Shard, index: int) -> None:
         """Drop what no later unit of the step reads."""
+        self._random_states.pop(index, None)
         for name in shard.graph.live_in:
             if self.plan.first_use[name] == index:
                 self._store.drop(name)
@@ -265,7 +293,10 @@ class Chain:
         state = self._store.state(shard.graph.state)
         if saved is not None:
             for position, name in enumerate(shard.graph.state):
-                if name in shard.graph.saved_state:
+                if name in shard.graph.written_state:
+                    # A copy of what was saved: this unit may have to start from it once more.
+                    state[position] = self._value(saved_key(saved, name)).clone()
+                elif name in shard.graph.saved_state:
                     state[position] = self._value(saved_key(saved, name))
         live_in = [self._store.get(name) for name in shard.graph.live_in]
         missing = [name for name, t in zip(shard.graph.live_in, live_in, strict=True) if t is None]

@@ -167,6 +167,9 @@ class HostStore:
     def changed(self, key: str) -> None:
         """Nothing to do: there is one copy."""
 
+    def settle(self) -> None:
+        """Nothing to do: no unit is run again."""
+
 
 def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: list[Guard] | None = None) -> Outcome:
     """Run the user's own code once.

@@ -272,7 +272,10 @@ class Pilot:
         training = self._captured.mode == "train"
         runs_forward = not training or shard.last < len(self._captured.nodes)
         forward = self._forward(shard, operands) if runs_forward else 0
-        written = sum(self._size(self._state[name]) for name in shard.saved_state) if runs_forward else 0
+        saved = sum(self._size(self._state[name]) for name in shard.saved_state)
+        copied = sum(
+            self._size(self._state[name]) for name in shard.written_state
+        )  # to go back to, or to recompute with
         backward, gradient_bytes = self._backward(shard, operands) if training else (0, 0)
         trained = self.trained_here(shard) if training else []
         trained_bytes = sum(self._size(self._state[name]) for name in trained)
@@ -288,8 +291,8 @@ class Pilot:
             value_bytes=self._storage_bytes(values),
             gradient_bytes=gradient_bytes,
             optimizer_bytes=state_bytes,
-            forward_workspace=forward + (written if training else 0),
-            backward_workspace=backward + (written if training else 0) + scratch,
+            forward_workspace=forward + (saved if training else copied) if runs_forward else 0,
+            backward_workspace=backward + (saved if runs_forward else 0) + copied + scratch if training else 0,
             update_workspace=later + scratch,
             first_update_workspace=first + scratch,
             trained_bytes=trained_bytes,

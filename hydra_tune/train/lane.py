@@ -12,6 +12,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.memory.block import Block, Geometry, Value, whole_storage
 from hydra_tune.memory.pager import Lease, Pager
+from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.gate import GATE
@@ -93,7 +94,11 @@ class Lane(DrawnBatch):
         def run(device: Device, pager: Pager) -> float:
             del device
             start = time.perf_counter()
-            with pager.lease(self._store.blocks(keys, (), ()), 0) as lease, GATE.shared():
+            with (
+                pager.lease(self._store.blocks(keys, (), ()), 0) as lease,
+                GATE.shared(),
+                not_repeatable("gradients were being summed in place"),
+            ):
                 waited = time.perf_counter() - start
                 self._leased(lease, lambda: self._add_earlier(names))
             return waited

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.pager import Lease, Pager, bring_home
+from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.chain import Chain
 from hydra_tune.shard.gate import GATE
@@ -21,6 +22,7 @@ from hydra_tune.train.room import RoomTracker
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.store import BlockStore
 from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.undo import Undo
 
 # What a unit does with the trial's random numbers: moves the stream on, draws what was drawn before, or draws none.
 _KEPT, _REPLAYED, _NONE = "kept", "replayed", "none"
@@ -222,7 +224,11 @@ class Step:
             draws = _KEPT if first else _NONE if played else _REPLAYED
             start = time.perf_counter()
             with self._lease(pager, graph.state, blocks, workspace) as lease:
-                with self._surroundings(shard, device, draws), self._room(shard, lease, workspace, device):
+                with (
+                    self._undo(index, is_first=first),
+                    self._surroundings(shard, device, draws),
+                    self._room(shard, lease, workspace, device),
+                ):
                     waited = time.perf_counter() - start
                     self._leased(lease, lambda: compute(device))
                     if self._plan.eager:
@@ -236,11 +242,16 @@ class Step:
 
         return self._unit(kind, index, run, lambda: self._blocks(kind, index), self._workspace(kind, index))
 
+    def _undo(self, index: int, *, is_first: bool) -> Undo:
+        graph, eager = self._plan.shards[index].graph, self._plan.eager
+        return Undo(graph, index, self._chain, self._store, self._streams, is_first=is_first, is_own_code=eager)
+
     def _spill(self, index: int) -> float:
         """Send what a forward unit has kept to the host; returns the seconds it took."""
         start = time.perf_counter()
-        for block in self._store.blocks(self._chain.kept_keys(index), (), ()):
-            bring_home(block)
+        with not_repeatable("its activations were being spilled"):
+            for block in self._store.blocks(self._chain.kept_keys(index), (), ()):
+                bring_home(block)
         return time.perf_counter() - start
 
     def _lease(

@@ -34,6 +34,7 @@ class BlockStore:
         self._values: dict[str, Value] = {}
         self._uses: Counter[Block] = Counter()
         self._given: set[Block] = set()
+        self._undo: list[tuple[str, Value | None]] | None = None
         self.lease: Lease | None = None
         self.stand_ins: Mapping[str, Tensor] = {}
         fixed = {**{_input_key(i): tensor for i, tensor in enumerate(batch)}, **_named(plan.constants)}
@@ -80,8 +81,35 @@ class BlockStore:
         block.tenant = self._state.tenant
         block.owner = self._state.number
         self._uses[block] += 1
-        self.drop(key)
+        if self._undo is None:
+            self.drop(key)
+        else:
+            self._undo.append((key, self._values.get(key)))
         self._values[key] = Value(block, tensor)
+
+    def begin(self) -> None:
+        """From here on, until `settle`, what is put in place of something can be taken back."""
+        self._undo = []
+
+    def settle(self) -> None:
+        """A unit has put its results; what they replace goes."""
+        undo, self._undo = self._undo, None
+        for _, replaced in undo or ():
+            if replaced is not None:
+                self._let_go(replaced)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing can be taken back."""
+        return self._undo is None
+
+    def take_back(self) -> None:
+        """What was put since `begin` goes, and what it has replaced is there again."""
+        undo, self._undo = self._undo, None
+        for key, replaced in reversed(undo or []):
+            self.drop(key)
+            if replaced is not None:
+                self._values[key] = replaced
 
     def set_apart(self, key: str) -> None:
         """Give a value memory of its own, if it shares any with other values."""
@@ -115,8 +143,11 @@ class BlockStore:
     def drop(self, key: str) -> None:
         """Forget a value."""
         value = self._values.pop(key, None)
-        if value is None:
-            return
+        if value is not None:
+            self._let_go(value)
+
+    def _let_go(self, value: Value) -> None:
+        """The block of a value that is forgotten goes, unless others lie on it."""
         self._uses[value.block] -= 1
         if not self._uses[value.block]:
             del self._uses[value.block]
@@ -142,6 +173,7 @@ class BlockStore:
 
     def clear(self) -> None:
         """Forget everything."""
+        self.settle()
         for key in list(self._values):
             self.drop(key)
 

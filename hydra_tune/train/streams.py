@@ -85,6 +85,15 @@ class RandomStreams:
         """Where the torch CPU stream stands."""
         return self._torch.get_state()
 
+    def mark(self) -> tuple[Tensor, Tensor | None]:
+        """Where the streams stand that captured units draw from, for `go_back`."""
+        return self._torch.get_state(), self._gpu_state
+
+    def go_back(self, mark: tuple[Tensor, Tensor | None]) -> None:
+        """Have these streams stand where they stood; not while anything draws."""
+        self._torch.set_state(mark[0])
+        self._gpu_state = mark[1]
+
     def skip(self, count: int) -> None:
         """Move the torch CPU stream on, as `draws_between` counts."""
         _skip(self._torch, count)

@@ -11,6 +11,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import BadLossError, TaskError
 from hydra_tune.memory.block import Block, Value
 from hydra_tune.memory.pager import Pager
+from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.gate import GATE
@@ -20,6 +21,8 @@ from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import Expected, PendingUnit, Step
 from hydra_tune.train.streams import RandomStreams
+
+_STEP = "the optimizer's step had begun, which changes parameters and state in place"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +184,11 @@ class TrainingBatch(Step):
             del device
             workspace = update.shard.cost.update_workspace
             start = time.perf_counter()
-            with pager.lease(self._store.blocks(keys, (), ()), workspace), GATE.shared():
+            with (
+                pager.lease(self._store.blocks(keys, (), ()), workspace),
+                GATE.shared(),
+                not_repeatable("gradients were being unscaled in place"),
+            ):
                 waited = time.perf_counter() - start
                 self._complete(update.names)
             return waited
@@ -208,7 +215,7 @@ class TrainingBatch(Step):
             blocks = self._update_blocks(names)
             workspace = cost.update_workspace if optimizer_groups else cost.first_update_workspace
             start = time.perf_counter()
-            with pager.lease(blocks, workspace):
+            with pager.lease(blocks, workspace), not_repeatable(_STEP):
                 gradients = self._present(names)
                 with GATE.shared():
                     waited = time.perf_counter() - start
@@ -228,13 +235,14 @@ class TrainingBatch(Step):
         keys = {name: parameter_gradient_key(name) for name in names}
         found = {name: self._store.bring_home(key) for name, key in keys.items()}
         gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-        with GATE.shared():
-            waited = time.perf_counter() - start
-            self._state.update_on_host(names, gradients, self._gradients, device)
-        gradients.clear()
-        found.clear()
-        for key in keys.values():
-            self._store.drop(key)
+        with not_repeatable(_STEP):
+            with GATE.shared():
+                waited = time.perf_counter() - start
+                self._state.update_on_host(names, gradients, self._gradients, device)
+            gradients.clear()
+            found.clear()
+            for key in keys.values():
+                self._store.drop(key)
         return waited
 
     def _backward(self, index: int, device: Device, completes: bool) -> None:

@@ -275,3 +275,11 @@ def test_devices_that_take_over_from_each_other_do_not_wait_for_each_other():
     assert not any(thread.is_alive() for thread in threads)
     for device in devices:
         device.close()
+
+
+def test_memory_that_nobody_uses_goes_back_to_the_system(device):
+    data = device.empty(BUDGET_BYTES // 2)
+    del data
+    assert device.reclaim() > 0
+    if device.torch_device.type == "cuda":
+        assert torch.cuda.memory_reserved(device.torch_device) < BUDGET_BYTES // 2

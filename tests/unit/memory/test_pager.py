@@ -201,9 +201,59 @@ def test_a_block_larger_than_the_workspace_takes_the_rest_from_the_budget(pager)
     assert pager.ledger.used_bytes == pager.resident_bytes == 256
 
 
+def test_a_block_larger_than_the_workspace_has_others_make_room(pager):
+    other = block(1)
+    with pager.lease([other], 0):
+        pass
+    with pager.lease([], 64) as lease:
+        lease.block_of(Kind.ACTIVATIONS, torch.zeros(pager.device.budget_bytes - 64, dtype=torch.uint8))
+        assert other.home is None
+    assert holds(other, 1)
+
+
+def test_all_that_is_not_pinned_leaves_a_device_in_need(pager):
+    clean, dirty, pinned = block(1), block(2), block(3)
+    with pager.lease([clean, dirty], 0):
+        dirty.data.fill_(9)
+        dirty.dirty = True
+    with pager.lease([pinned], 0):
+        pager.relieve()
+        assert (clean.home, dirty.home, pinned.home) == (None, None, pager)
+    assert holds(clean, 1)
+    assert holds(dirty, 9)
+    assert pager.ledger.used_bytes == SIZE
+
+
+def test_what_cannot_be_written_back_stays_on_a_device_in_need(pager, monkeypatch):
+    clean, dirty = block(1), block(2)
+    with pager.lease([dirty, clean], 0):
+        dirty.data.fill_(9)
+        dirty.dirty = True
+    with monkeypatch.context() as patch:
+        patch.setattr(pager.device, "spill", lambda pairs: torch.empty(2**60, dtype=torch.uint8))
+        pager.relieve()
+    assert (clean.home, dirty.home) == (None, pager)
+    assert dirty.dirty
+    assert holds(dirty, 9)
+
+
+def test_a_device_that_has_shrunk_holds_less_and_still_gives_a_unit_all_of_its_budget(pager):
+    first, second = block(1), block(2)
+    with pager.lease([first], 0):
+        pass
+    pager.shrink(SIZE + 128)
+    assert SIZE <= pager.ledger.limit_bytes < SIZE + 128
+    with pager.lease([second], 0):
+        assert first.home is None, "there would be room in the budget"
+    with pager.lease([first, second], 64):
+        assert pager.ledger.used_bytes == 2 * SIZE + 64
+    pager.shrink(10 * SIZE)
+    assert pager.ledger.limit_bytes < SIZE + 128, "it never grows"
+
+
 def test_a_block_beyond_the_budget_is_refused_and_not_kept(pager):
     with (
-        pytest.raises(BudgetError, match="a activations block beyond the pilot's needs"),
+        pytest.raises(BudgetError, match=r"a shard unit needs 4\.0 KiB at once, but device cpu:0 has"),
         pager.lease([], 64) as lease,
     ):
         lease.block_of(Kind.ACTIVATIONS, torch.zeros(4096, dtype=torch.uint8))
