@@ -7,8 +7,9 @@ fakes (as in the pilot), and whoever reads a value of one is told 1.
 """
 
 import copy
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,8 +38,10 @@ from hydra_tune.train.ways import GROUPED
 
 _READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what item(), float() and bool() come down to
 
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
-class Stage(FakeTensorMode):
+
+class Stage(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Tensors made within have sizes and no bytes. Rehearsals are made and run inside of one.
 
     Whoever reads a value is told 1: losses and norms are finite, and an optimizer's counters can be divided by.
@@ -48,7 +51,7 @@ class Stage(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NO_KEYWORDS
     ) -> Any:
         if func is _READ:
             dtype = args[0].dtype
