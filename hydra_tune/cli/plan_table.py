@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hydra_tune.cli.domains import Scalar
+from hydra_tune.memory.block import Kind
 from hydra_tune.pool.forecast import Forecast
 from hydra_tune.quantities import format_bytes, format_bytes_up, format_seconds
 
@@ -42,8 +43,7 @@ class Planned:
         plain = self.forecast.to_json()
         (trial,) = plain.pop("trials")
         del trial["name"]
-        found |= trial | plain
-        return found
+        return {**found, **trial, **plain}
 
 
 def print_planned(console: Console, planned: Sequence[Planned]) -> None:
@@ -100,7 +100,7 @@ def _counted(activations: Sequence[str]) -> str:
 
 def _traffic(found: Sequence[tuple[int, Forecast]]) -> Table:
     """Bytes of a step, both ways together: one column for each kind that anything moves of."""
-    kinds = list(dict.fromkeys(kind for _, forecast in found for kind in forecast.bytes_by_kind))
+    kinds = [kind.value for kind in Kind if any(kind.value in forecast.bytes_by_kind for _, forecast in found)]
     table = _table("moved", *kinds, "over |W|")
     for number, forecast in found:
         moved = forecast.bytes_by_kind

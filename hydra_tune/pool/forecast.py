@@ -241,7 +241,7 @@ class _Company:
             parameter_bytes=rehearsal.parameter_bytes,
             unit_bytes=plan.peak_bytes,
             smallest_budget_bytes=part.smallest_budget_bytes,
-            step_seconds=rehearsal.times.total,
+            step_seconds=0.0 if plan.eager else rehearsal.times.total,
         )
 
 

@@ -60,7 +60,7 @@ class _Player:
         self.places: dict[int, str | None] = {}
         self._told: dict[int, str | None] = {}
 
-    def advance(self) -> None:
+    def advance(self) -> PendingUnit | None:
         """Go on to the next unit; None after the last."""
         self.pending = next(self._units, None)
         while self.pending is None and self._steps_done < self._num_steps:
@@ -69,6 +69,7 @@ class _Player:
             self.units_per_step, self._units_run = self._units_run, 0
             self._on_step()
             self.pending = next(self._units, None)
+        return self.pending
 
     def run(self, stand: "_Stand", needs: Callable[["_Player", PendingUnit, str], list[Need]]) -> float:
         """Run the unit that is due, and an update of its shard that comes with it; returns their seconds."""
@@ -83,14 +84,9 @@ class _Player:
             self._units_run += 1
             seconds += max(unit.seconds, _LEAST_SECONDS)
             self._left_seconds = max(0.0, self._left_seconds - unit.seconds)
-            self.advance()
-            if not self._is_followed_by_update(shard):
+            following = self.advance()
+            if following is None or (following.kind, following.shard) != ("update", shard):
                 return seconds
-
-    def _is_followed_by_update(self, shard: int) -> bool:
-        """Whether an update comes next, which runs along with its shard's last backward."""
-        pending = self.pending
-        return pending is not None and (pending.kind, pending.shard) == ("update", shard)
 
     def _unit(self) -> PendingUnit:
         assert self.pending is not None

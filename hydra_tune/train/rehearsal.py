@@ -7,8 +7,9 @@ fakes (as in the pilot), and whoever reads a value of one is told 1.
 """
 
 import copy
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from hydra_tune.train.ways import GROUPED
 
 _READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what item(), float() and bool() come down to
 
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+
 
 class Stage(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Tensors made within have sizes and no bytes. Rehearsals are made and run inside of one.
@@ -47,7 +50,9 @@ class Stage(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NO_KEYWORDS
+    ) -> Any:
         if func is _READ:
             dtype = args[0].dtype
             return dtype == torch.bool or (1.0 if dtype.is_floating_point else 1)

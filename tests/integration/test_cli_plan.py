@@ -28,7 +28,8 @@ def one(number):
 
 def net(width):
     print("built")
-    return nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Linear(32, width), nn.ReLU(), *hidden, nn.Linear(width, 1))
 
 
 def build(lr, width):
@@ -51,7 +52,7 @@ metric: {name: train_loss}
 parameters:
   lr: {distribution: log_uniform_values, min: 1e-5, max: 0.1}
   width: {values: [16, 256]}
-hydra: {devices: "cpu:1", device_memory: 1100KiB}
+hydra: {devices: "cpu:1", device_memory: 2000KiB}
 """
 
 
@@ -83,8 +84,10 @@ def test_tables_at_80_columns(folder):
         next(i for i, line in enumerate(lines) if line.startswith(word)) for word in ("trial shards", "moved ")
     )
     assert lines[first].split() == ["trial", "shards", "units", "activations", "peak", "least", "budget", "step"]
-    assert [line.split()[:2] for line in lines[first + 1 : first + 3]] == [["0", "1"], ["1", "3"]]
-    assert lines[second].split()[1:] == ["parameters", "optimizer", "inputs", "boundaries", "over", "|W|"]
+    shards = dict(line.split()[:2] for line in lines[first + 1 : first + 3])
+    assert shards["0"] == "1"
+    assert int(shards["1"]) > 1
+    assert lines[second].split()[1:] == ["parameters", "optimizer", "inputs", "over", "|W|"]
     assert len(lines) == second + 3
 
 
@@ -99,11 +102,11 @@ def test_json_is_alone_on_standard_output_and_has_it_all(folder):
     assert sum(trials[16]["bytes_out"].values()) == 0
     large = trials[256]
     assert large["num_shards"] > 1
-    assert large["parameter_bytes"] == 4 * (32 * 256 + 256 + 256 * 256 + 256 + 256 + 1 + 15)
+    assert large["parameter_bytes"] == 4 * (32 * 256 + 256 + 3 * (256 * 256 + 256) + 256 + 16)
     assert large["bytes_in"]["optimizer"] > large["parameter_bytes"]
-    assert large["smallest_budget_bytes"] < parse_bytes("1100KiB")
+    assert large["smallest_budget_bytes"] < parse_bytes("2000KiB")
     (device,) = large["devices"].values()
-    assert device["peak_bytes"] <= device["budget_bytes"] == parse_bytes("1100KiB")
+    assert device["peak_bytes"] <= device["budget_bytes"] == parse_bytes("2000KiB")
 
 
 def test_what_does_not_fit_says_how_much_would_do_and_the_others_are_planned(folder):
