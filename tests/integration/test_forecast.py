@@ -126,8 +126,8 @@ def test_with_it_about_that(activations):
 
 def test_it_says_how_the_trial_would_run():
     with running(num_shards=LAYERS, device_memory=LINEAR_BUDGET) as pool:
-        planned = pool.plan([linear(5, accumulate=4)])
-        (result,) = pool.run([linear(3, accumulate=4)])
+        planned = pool.plan([linear(5, accumulate=4, activations="recompute")])
+        (result,) = pool.run([linear(3, accumulate=4, activations="recompute")])
         (device,) = pool.stats().devices.values()
     (trial,) = planned.trials
     assert (trial.num_shards, trial.activations) == (result.num_shards, result.activations)

@@ -65,8 +65,8 @@ def used_bytes(pool):
 @pytest.mark.parametrize(
     ("activations", "every"),
     [
-        ("recompute", 41),
-        ("keep", 41),
+        ("recompute", 97),
+        ("keep", 101),
         *(
             pytest.param(kind, 5, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
             for kind in ("recompute", "keep", "spill")
