@@ -5,7 +5,7 @@ BIN := .venv/bin
 # One intra-op thread per device: results must not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: sweep test check lint types imports parity models-table bench clean
+.PHONY: sweep test check lint types imports parity slow models-table bench clean
 
 .venv/.user: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "hydra-tune needs Python 3.11 or newer; set PYTHON=/path/to/python3"; exit 1; }
@@ -25,6 +25,9 @@ test: .venv/.dev            ## the whole test suite
 
 parity: .venv/.dev          ## the full product of models, cuts and devices
 	$(BIN)/python -m pytest -q -m slow tests/parity -n 2 --dist loadgroup
+
+slow: .venv/.dev            ## what else takes too long for every run of the tests
+	$(BIN)/python -m pytest -q -m slow tests --ignore tests/parity -n 2 --dist load
 
 models-table: .venv/.dev    ## trains the whole registry and writes what was seen into docs/models.md
 	$(BIN)/python -m tests.parity.table

@@ -119,7 +119,7 @@ def host_bytes_seen(since):
     return sum(block.host.untyped_storage().nbytes() for block in blocks if block.host is not None)
 
 
-@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
+@pytest.mark.parametrize("devices", [pytest.param("cpu:1", marks=pytest.mark.slow), "cpu:2"])
 def test_a_trial_several_times_host_memory_is_exact(tmp_path, devices):
     assert state_bytes() > 4 * HOST_BYTES
     seen, open_now, units, first = [], [], itertools.count(1), Block(Kind.INPUTS, 1, 1)
@@ -148,7 +148,7 @@ def test_a_trial_several_times_host_memory_is_exact(tmp_path, devices):
     assert ours(tmp_path) == []
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_delays_of_copies_in_the_background_change_no_bit(tmp_path, monkeypatch, seed):
     """Late or early, what is sent ahead, written back and read from disk meanwhile are the same bytes."""
     drawn = random.Random(seed)

@@ -73,7 +73,13 @@ def answer_all(pool, tasks):
 
 
 @pytest.mark.parametrize(
-    ("devices", "activations"), [("cpu:1", "recompute"), ("cpu:1", "keep"), ("cpu:2", "keep"), ("cpu:2", "spill")]
+    ("devices", "activations"),
+    [
+        pytest.param("cpu:1", "recompute", marks=pytest.mark.slow),
+        pytest.param("cpu:1", "keep", marks=pytest.mark.slow),
+        ("cpu:2", "keep"),
+        ("cpu:2", "spill"),
+    ],
 )
 def test_eight_trials_stay_within_the_budget_of_each_device(devices, activations):
     tracker = StorageTracker()

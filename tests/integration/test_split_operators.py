@@ -141,7 +141,9 @@ def test_pieces_with_all_else_that_a_task_may_ask_for(feature):
     assert result.num_shards == 6
 
 
-@pytest.mark.parametrize(("name", "operator"), [("hf_gpt2", "transformer.wte"), ("hf_t5", "shared")])
+@pytest.mark.parametrize(
+    ("name", "operator"), [pytest.param("hf_gpt2", "transformer.wte", marks=pytest.mark.slow), ("hf_t5", "shared")]
+)
 def test_models_of_the_transformers_library_with_tied_embeddings(name, operator):
     described = replace(registry.build(registry.Spec(name)), split_operators={operator: 3})
     with running(devices="cpu:2", num_shards=3) as pool:

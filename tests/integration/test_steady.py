@@ -57,7 +57,7 @@ def looked_at(num_steps, found):
     return task(train=draw, epochs=1)
 
 
-@pytest.mark.parametrize(("tier", "num_steps"), [("host", 1_000), ("disk", 300)])
+@pytest.mark.parametrize(("tier", "num_steps"), [("host", 1_000), pytest.param("disk", 1_000, marks=pytest.mark.slow)])
 def test_nothing_grows(tier, num_steps, tmp_path):
     found = []
     options = TIGHT if tier == "host" else TIGHT | {"host_memory": "16KiB", "spill_dir": tmp_path}
