@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
@@ -40,27 +39,11 @@ MOST = 2.0  # percent of all bytes
 Make = Callable[[int], TrainTask]
 
 
-class GPT(nn.Module):
-    """Predicts the next token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Parameter(torch.zeros(LENGTH, WIDTH))
-        self.blocks = nn.Sequential(*[transformer.Block(WIDTH, HEADS) for _ in range(DEPTH)])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits of each next token."""
-        return self.head(self.norm(self.blocks(self.tokens(ids) + self.position)))
-
-
 def gpt(steps: int, activations: str = "recompute") -> TrainTask:
     """One step an epoch."""
     ids = torch.randint(VOCABULARY, (BATCH_SIZE, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     return TrainTask(
-        model=GPT,
+        model=partial(transformer.Transformer, VOCABULARY, WIDTH, HEADS, DEPTH, LENGTH),
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
         loss=transformer.loss,
         train=TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()),

@@ -33,7 +33,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
@@ -46,22 +45,6 @@ VOCABULARY = 8192
 WARM_STEPS, NUM_STEPS = 3, 9
 GIB = 1 << 30
 LIMIT_SECONDS = 230  # of an arm
-
-
-class GPT(nn.Module):
-    """Predicts the next token."""
-
-    def __init__(self, width: int, heads: int, depth: int, length: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        self.position = nn.Parameter(torch.zeros(length, width))
-        self.blocks = nn.Sequential(*[transformer.Block(width, heads) for _ in range(depth)])
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits of each next token."""
-        return self.head(self.norm(self.blocks(self.tokens(ids) + self.position)))
 
 
 class Data:
@@ -102,13 +85,9 @@ def is_cuda(options: argparse.Namespace) -> bool:
     return bool(options.devices.startswith("cuda"))
 
 
-def build(options: argparse.Namespace) -> GPT:
+def build(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    return GPT(options.width, options.heads, options.depth, options.length)
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return transformer.Transformer(VOCABULARY, options.width, options.heads, options.depth, options.length)
 
 
 def resident(options: argparse.Namespace) -> dict[str, Any]:
@@ -120,7 +99,7 @@ def resident(options: argparse.Namespace) -> dict[str, Any]:
     losses: list[Tensor] = []
     for inputs, targets in data.draw():
         with torch.autocast(device.type, torch.bfloat16):
-            loss = loss_of(module(inputs.to(device)), targets.to(device))
+            loss = transformer.loss(module(inputs.to(device)), targets.to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -157,7 +136,7 @@ def capped(options: argparse.Namespace) -> dict[str, Any]:
     task = TrainTask(
         model=partial(build, options),
         optimizer=partial(torch.optim.AdamW, lr=1e-4),
-        loss=loss_of,
+        loss=transformer.loss,
         train=data.draw,
         precision="bfloat16",
         activations=options.activations,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
@@ -40,22 +40,6 @@ WARM_STEPS, NUM_STEPS = 2, 5
 BUDGETS = (100, 40, 15)  # percent of the plain loop's peak
 MODES = ("recompute", "keep", "spill", "auto")
 MB = 1e6
-
-
-class GPT(nn.Module):
-    """Predicts the next token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Parameter(torch.zeros(LENGTH, WIDTH))
-        self.blocks = nn.Sequential(*[transformer.Block(WIDTH, HEADS) for _ in range(DEPTH)])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits of each next token."""
-        return self.head(self.norm(self.blocks(self.tokens(ids) + self.position)))
 
 
 class Data:
@@ -83,9 +67,10 @@ class Data:
 
 
 def task(data: Data, activations: str = "auto") -> TrainTask:
+    model = partial(transformer.Transformer, VOCABULARY, WIDTH, HEADS, DEPTH, LENGTH)
     optimizer = partial(torch.optim.AdamW, lr=1e-3)
     return TrainTask(
-        model=GPT, optimizer=optimizer, loss=transformer.loss, train=data.draw, activations=activations, seed=1
+        model=model, optimizer=optimizer, loss=transformer.loss, train=data.draw, activations=activations, seed=1
     )
 
 

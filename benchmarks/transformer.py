@@ -1,4 +1,4 @@
-"""The trial of the benchmark: a transformer on synthetic sequences, no dropout, over 70 ms per step on one thread."""
+"""A transformer without dropout, of any size; and the trial of most benchmarks, over 70 ms per step on one thread."""
 
 from functools import partial
 
@@ -34,13 +34,20 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Predicts the next token."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        vocabulary: int = VOCABULARY,
+        width: int = WIDTH,
+        heads: int = HEADS,
+        depth: int = DEPTH,
+        length: int = LENGTH,
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Parameter(torch.zeros(LENGTH, WIDTH))
-        self.blocks = nn.Sequential(*[Block() for _ in range(DEPTH)])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.zeros(length, width))
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids):  # noqa: D102
         return self.head(self.norm(self.blocks(self.tokens(ids) + self.position)))

@@ -35,18 +35,19 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from torch import Tensor
 
 from hydra_tune.devices.device import Device, Reach
-from hydra_tune.errors import BudgetError
+from hydra_tune.errors import BlockStateError, BudgetError, HydraTuneError
 from hydra_tune.memory.block import Block, Coming, Kind, whole_storage
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.ledger import Ledger
 from hydra_tune.memory.meter import LinkMeter
+from hydra_tune.memory.pressure import is_out_of_memory
 from hydra_tune.memory.saved import SavedTensors
 from hydra_tune.memory.states import State
 from hydra_tune.memory.tenant import check_tenant
@@ -463,9 +464,11 @@ class Pager:
         residents = self.victims()
         clean = [block for block in residents if not block.dirty]
         for block in (*clean, *residents):  # to write back may take host memory first
-            # What cannot go stays, and whoever needs its room hears why.
-            with suppress(Exception):
+            try:
                 self._spill_one([block])
+            except Exception as error:
+                if not _keeps_it_here(error):
+                    raise
 
     def shrink(self, used_bytes: int) -> None:
         """So many bytes were too much for the device: hold less from now on, beside what a unit itself needs."""
@@ -674,6 +677,12 @@ def _enter(block: Block, state: State) -> None:
     """What a pinned block is now."""
     with block.lock:
         block.enter(state)
+
+
+def _keeps_it_here(error: Exception) -> bool:
+    """Whether a block cannot be written back for now, as when disk or host are full: whoever needs its room hears why."""
+    is_fault = isinstance(error, BlockStateError)
+    return not is_fault and (isinstance(error, HydraTuneError | OSError) or is_out_of_memory(error))
 
 
 def _note(what: str, blocks: Sequence[Block] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
