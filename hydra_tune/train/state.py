@@ -151,14 +151,16 @@ class ModelState:
         for name in names:
             entries = self.optimizer.state.get(self.tensors[name], {})
             for key, value in entries.items():
+                old = self._adopted.get((name, key))
+                if old is value:  # first of all, for that is so at every step but the first
+                    continue
                 if not isinstance(value, Tensor) or value.device.type != device.torch_device.type:
                     continue  # plain numbers, and the host-side step counters of GPU optimizers
-                old = self._adopted.get((name, key))
-                if old is not None and old is not value and _alike(old, value):
+                if old is not None and _alike(old, value):
                     # An optimizer that makes new state at each step: its place in the group is taken already.
                     old.copy_(value)
                     entries[key] = old
-                elif old is not value:
+                else:
                     fresh[name, key] = value
         if not fresh:
             return

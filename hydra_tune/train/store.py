@@ -26,7 +26,7 @@ class BlockStore:
         state: the trial's long-lived tensors.
         plan: whose constants the step uses.
         batch: the batch's tensors, on the host.
-        device: whose host memory to use for them.
+        device: whose alignment their blocks have.
     """
 
     def __init__(self, state: ModelState, plan: Plan, batch: Sequence[Tensor], device: Device) -> None:
@@ -38,7 +38,7 @@ class BlockStore:
         self.lease: Lease | None = None
         self.stand_ins: Mapping[str, Tensor] = {}
         fixed = {**{_input_key(i): tensor for i, tensor in enumerate(batch)}, **_named(plan.constants)}
-        device.on_host(lambda: self._take_over(fixed, device))
+        self._take_over(fixed, device)
 
     def blocks(self, keys: Sequence[str], constants: Sequence[str], inputs: Sequence[int]) -> list[Block]:
         """The blocks under the keys that are there. May be asked from any thread."""
@@ -146,6 +146,11 @@ class BlockStore:
         if value is not None:
             self._let_go(value)
 
+    def drop_all(self, keys: Iterable[str]) -> None:
+        """Forget several."""
+        for key in keys:
+            self.drop(key)
+
     def _let_go(self, value: Value) -> None:
         """The block of a value that is forgotten goes, unless others lie on it."""
         self._uses[value.block] -= 1
@@ -174,8 +179,7 @@ class BlockStore:
     def clear(self) -> None:
         """Forget everything."""
         self.settle()
-        for key in list(self._values):
-            self.drop(key)
+        self.drop_all(list(self._values))
 
     def _take_over(self, tensors: dict[str, Tensor], device: Device) -> None:
         """Blocks of tensors that are on the host; tensors that share a storage share a block."""

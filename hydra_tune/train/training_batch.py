@@ -165,12 +165,8 @@ class TrainingBatch(Step):
 
     def give_away(self, names: Iterable[str]) -> dict[str, Value]:
         """Take all gradients out, by parameter name; a parameter that this batch did not use has those of earlier ones."""
-        found: dict[str, Value] = {}
-        for name in names:
-            for key in (parameter_gradient_key(name), earlier_gradient_key(name)):
-                for value in self._store.give_away([key]).values():
-                    found[name] = value
-        return found
+        keys = {key: name for name in names for key in (parameter_gradient_key(name), earlier_gradient_key(name))}
+        return {keys[key]: value for key, value in self._store.give_away(keys).items()}
 
     def hold(self, gradients: dict[str, Value]) -> None:
         """Keep gradients to complete or update with."""
@@ -215,14 +211,13 @@ class TrainingBatch(Step):
             blocks = self._update_blocks(names)
             workspace = cost.update_workspace if optimizer_groups else cost.first_update_workspace
             start = time.perf_counter()
-            with pager.lease(blocks, workspace), not_repeatable(_STEP):
+            with pager.lease(blocks, workspace) as lease, not_repeatable(_STEP):
                 gradients = self._present(names)
                 with GATE.shared():
                     waited = time.perf_counter() - start
                     state.update(names, gradients, self._gradients)
                 gradients.clear()
-                for key in keys:
-                    self._store.drop(key)
+                self._leased(lease, lambda: self._store.drop_all(keys))
                 state.adopt_optimizer_state(names, device)
             return waited
 
@@ -241,8 +236,7 @@ class TrainingBatch(Step):
                 self._state.update_on_host(names, gradients, self._gradients, device)
             gradients.clear()
             found.clear()
-            for key in keys.values():
-                self._store.drop(key)
+            self._store.drop_all(keys.values())
         return waited
 
     def _backward(self, index: int, device: Device, completes: bool) -> None:

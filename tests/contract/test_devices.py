@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.cuda import CudaDevice
@@ -66,6 +67,26 @@ def test_memory_is_flat_aligned_and_where_it_should_be(device):
         assert kept.shape == (nbytes,)
         assert kept.device.type == "cpu"
     assert device.empty(0).numel() == 0
+
+
+def test_no_mode_sees_a_copy_that_is_waited_for(device, other):
+    """Or whatever follows a unit's operators would take the host's memory for the device's."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    source, data, across = host(device, [7, 8]), device.empty(2), other.empty(2)
+    with Mode():
+        device.load([(source, data)])
+        device.spill([(data, source)])
+        other.take_over(device, [(data, across)])
+        assert not seen
+        data + 1
+        assert seen, "it does see operators"
+    assert across.tolist() == [7, 8]
 
 
 def test_what_is_loaded_and_spilled_comes_back(device):
