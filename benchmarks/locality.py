@@ -8,7 +8,8 @@ each, N trials of S shards, loading a shard (parameters and optimizer state) tak
     python benchmarks/locality.py --quick    # one set of fewer steps
 
 For each: makespan over the bound of the measured times without copies; loads a unit, a unit being what one command runs and a
-load one that has to bring parameters or optimizer state; and loads a unit after each block's first.
+load one for which parameters or optimizer state have to come, from the host or another device, while it waits or ahead of it;
+and loads a unit after each block's first.
 
 Where all state fits the devices together and `lrtf_paper` loads more than 0.3 times a unit, `lrtf` must load 4 times less
 after the first loads. Exits with 1 if it does not.
@@ -27,6 +28,7 @@ import torch
 import waiting
 
 from hydra_tune.devices.discovery import open_devices
+from hydra_tune.observe.turns import Action
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.schedule import LRTFPaper, make_policy, makespan_bound
@@ -133,12 +135,13 @@ def figures(recording: Recording, jobs: set[str], num_devices: int) -> Figures:
     compute = dict.fromkeys(jobs, 0.0)
     begun, ended = [], []
     met: set[int] = set()
+    coming: set[int] = set()
     num_units = num_loads = num_later = 0
     for job, start_ns, end_ns, actions in units(recording, jobs):
         compute[job] += (end_ns - start_ns - sum(action.copy_ns for action in actions)) / SECOND
         begun.append(start_ns)
         ended.append(end_ns)
-        brought = [action.blocks[0] for action in actions if action.what == "in"]
+        brought = brought_for(actions, coming)
         state = [number for number in brought if recording.blocks[number].kind in STATE]
         num_units += 1
         num_loads += bool(state)
@@ -148,7 +151,28 @@ def figures(recording: Recording, jobs: set[str], num_devices: int) -> Figures:
     return Figures(span / makespan_bound(compute.values(), num_devices), num_loads / num_units, num_later / num_units)
 
 
-def units(recording: Recording, jobs: set[str]) -> Iterator[tuple[str, int, int, list]]:
+def brought_for(actions: list[Action], coming: set[int]) -> set[int]:
+    """Blocks that came to the device for a unit, from the host or another device, while it waited or ahead of it.
+
+    Args:
+        actions: of the unit.
+        coming: what was sent ahead and is not used yet; kept from unit to unit.
+    """
+    found: set[int] = set()
+    for action in actions:
+        if action.what in ("in", "across"):
+            found |= set(action.blocks)
+        elif action.what == "lease":
+            found |= coming & set(action.blocks)
+            coming -= found
+        elif action.what == "ahead":
+            coming |= set(action.blocks)
+        elif action.what == "shed":
+            coming -= set(action.blocks)
+    return found
+
+
+def units(recording: Recording, jobs: set[str]) -> Iterator[tuple[str, int, int, list[Action]]]:
     """Job, start, end and actions of each command's units."""
     for turn in recording.turns:
         if turn.job in jobs and turn.units:

@@ -50,7 +50,6 @@ class Core:
         error: what the pool has broken down with.
         abandoned: jobs that it has broken down under; their memory is given back at shutdown.
         failing: threads that end jobs whose bytes could not be kept.
-        scheduler_seconds: CPU time spent deciding.
         units_saved: that pruned and cancelled jobs would still have run.
     """
 
@@ -78,11 +77,16 @@ class Core:
         self.error: BaseException | None = None
         self.abandoned: list[Record] = []
         self.failing: list[threading.Thread] = []
-        self.scheduler_seconds = 0.0
         self.units_saved = 0
         self._recorder = recorder
+        self._deciding_seconds = 0.0
         self._moves: deque[tuple[str, int, str | None]] = deque()
         self._to_release: deque[Record] = deque()
+
+    @property
+    def scheduler_seconds(self) -> float:
+        """CPU time spent deciding what runs, and what is likely to run next."""
+        return self._deciding_seconds + (0.0 if self.next_units is None else self.next_units.seconds)
 
     # The state machine.
 
@@ -113,7 +117,7 @@ class Core:
             raise
         if self.next_units is not None:
             self.next_units.decided((*moves, *events), commands)
-        self.scheduler_seconds += time.thread_time() - start
+        self._deciding_seconds += time.thread_time() - start
         if self._recorder is not None:
             self._recorder.decided(now, [*moves, *events], commands)
         for command in commands:

@@ -125,15 +125,9 @@ class Worker:
         return seconds
 
     def _next_needs(self, record: Record, pending: PendingUnit) -> list[Need]:
-        """What comes after a unit that begins to compute now; a question to the scheduler, and counted as such."""
-        core = self._core
-        assert core.next_units is not None
-        start = time.thread_time()
-        found = core.next_units.needs(record, pending, self._device.name)
-        taken = time.thread_time() - start
-        with core.changed:
-            core.scheduler_seconds += taken
-        return found
+        """What comes after a unit that begins to compute now."""
+        assert self._core.next_units is not None
+        return self._core.next_units.needs(record, pending, self._device.name)
 
     def _timed_unit(self, pending: PendingUnit) -> float:
         start, turn = time.perf_counter(), current_turn()

@@ -97,6 +97,9 @@ def _table_violations(state: State) -> Iterator[str]:
     if state.num_eligible != views.total() or state.levels.counts != views:
         yield f"{state.num_eligible} jobs are eligible, by level {state.levels.counts}, expected {dict(views)}"
     yield from _front_violations(state)
+    homes = Counter(record.last_device for record in records if record.last_device is not None)
+    if state.homes != homes:
+        yield f"by device {dict(state.homes)} jobs have run last, expected {dict(homes)}"
     slots = sum(record.phase.takes_slot for record in records)
     if state.num_slots_taken != slots:
         yield f"{state.num_slots_taken} slots are counted, expected {slots}"

@@ -21,6 +21,7 @@ What it promises:
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import takewhile
 from types import MappingProxyType
 
 from hydra_tune.errors import ConfigError, ScheduleError
@@ -245,7 +246,10 @@ class Scheduler:
         return view
 
     def _place(self, view: JobView) -> str:
-        """The idle device that runs the chosen unit: the one it is meant for, or of the fastest that where least is moved."""
+        """The idle device that runs the chosen unit: the one it is meant for, or of the fastest that where least is moved.
+
+        A job that begins goes to the one where the fewest others have run last.
+        """
         state = self._state
         speed, _, asked = state.idle[0]
         near = state.devices.get(view.unit.near) if view.unit.near is not None else None
@@ -256,6 +260,10 @@ class Scheduler:
             place = state.devices[name].idle_place if name is not None else None
             if name is not None and place is not None and place[0] == speed:
                 return name
+        if view.shard_device is None and view.last_device is None and len(state.idle) > 1:
+            # What a job loads when it begins is likely to stay where that is.
+            equals = takewhile(lambda place: place[0] == speed, state.idle)
+            return min((name for _, _, name in equals), key=lambda name: state.homes[name])
         return asked
 
     def _admit(self, commands: list[Command]) -> None:

@@ -58,6 +58,7 @@ class JobRecord:
         is_counted: whether it is in `num_slots_taken`. Kept by `State.put`.
         age: under staggered admission, its place among the jobs in flight; None while it is not. Kept by `State.put`.
         is_front: whether it is in the front, which only staggered admission has. Kept by `State`.
+        home: the device at which it is counted in `homes`. Kept by `State.put`.
     """
 
     job: str
@@ -77,6 +78,7 @@ class JobRecord:
     is_counted: bool = False
     age: Age | None = None
     is_front: bool = False
+    home: str | None = None
 
     @property
     def is_in_flight(self) -> bool:

@@ -5,6 +5,7 @@ told) in step with them; `invariants.py` recomputes each.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
@@ -33,6 +34,7 @@ class State:
         num_devices_added: devices ever added: the next one's index.
         num_runs: units ever started.
         front: the jobs in flight by age; None where admission is not staggered.
+        homes: by device, the jobs of which a unit last ran there.
     """
 
     levels: Levels = field(repr=False)
@@ -46,6 +48,7 @@ class State:
     num_submitted: int = 0
     num_devices_added: int = 0
     num_runs: int = 0
+    homes: Counter[str] = field(default_factory=Counter)
     _queue: list[tuple[int, int, str]] = field(default_factory=list)  # a heap; jobs that left are dropped when on top
 
     def find(self, job: str) -> JobRecord | None:
@@ -81,6 +84,8 @@ class State:
             record.is_counted = counted
             self.num_slots_taken += 1 if counted else -1
         self._note_offers(record)
+        if record.home != record.last_device:
+            self._count_at(record, record.last_device)
         if phase is _QUEUED and not record.paused:
             heappush(self._queue, (-record.priority, record.order, record.job))
 
@@ -91,7 +96,7 @@ class State:
             old = None
         if old is not None:
             record.view, record.is_counted = old.view, old.is_counted
-            record.age, record.is_front = old.age, old.is_front
+            record.age, record.is_front, record.home = old.age, old.is_front, old.home
         self.jobs[record.job] = record
 
     def drop(self, job: str) -> None:
@@ -101,6 +106,7 @@ class State:
             self._withdraw(old)
         self.offering.pop(job, None)
         self.num_slots_taken -= old.is_counted
+        self._count_at(old, None)
         if self.front is not None and old.age is not None:
             self._cross(self.front.leave(old.age))
 
@@ -197,6 +203,14 @@ class State:
         record.is_front = not record.is_front
         if view is not None:
             self._offer(record, view)
+
+    def _count_at(self, record: JobRecord, device: str | None) -> None:
+        """A job has another home now, or none."""
+        if record.home is not None:
+            self.homes[record.home] -= 1
+        if device is not None:
+            self.homes[device] += 1
+        record.home = device
 
     def _take_from_idle(self, place: tuple[float, int, str]) -> None:
         del self.idle[bisect_left(self.idle, place)]

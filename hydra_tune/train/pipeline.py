@@ -20,6 +20,14 @@ Note: order within a queue. Where all shards of a home fit its device, the oldes
 soon as it can, and few are under way. Where they do not fit, a queue goes on with the shard that it has at hand for as long as
 batches come, so that each shard is loaded once for all forward units and once for all backward units (Harmony's input batch
 grouping).
+
+Note: updates. Where the step ends with these batches and nothing has to be known of all gradients first, a shard is updated
+right after its last backward unit, by its home, which has parameters and sums at hand. Nobody reads these parameters any more:
+all batches have had their backward there, so they have had all forwards, and the backward of every later shard; a parameter is
+updated with the first shard that uses it. All losses are known by then. The updates are units of the last batch, so no two of
+them run at once. But other batches' backward units of earlier shards run meanwhile, and their gradients must not be seen by
+the optimizer's step, which takes whatever parameter has one: so units of a lane compute on stand-ins for the parameters
+(`Replicas`).
 """
 
 from collections import Counter
@@ -76,6 +84,7 @@ class Pipeline(Spread):
         lanes, earlier, width, replicas: see `Spread`; the lanes' plans go with each other.
         homes: the device of each shard.
         goes_on_with_shard: whether a device prefers the shard that it has at hand to the oldest batch.
+        updates: whether shards are updated, because the step ends with these batches.
     """
 
     def __init__(
@@ -87,12 +96,16 @@ class Pipeline(Spread):
         *,
         homes: Sequence[str],
         goes_on_with_shard: bool,
+        updates: bool,
     ) -> None:
         super().__init__(lanes, earlier, width, replicas)
         self._homes = tuple(homes)
         self._queues = {home: _Queue(home) for home in homes}
         self._goes_on_with_shard = goes_on_with_shard
-        self._programs: list[Iterator[PendingUnit]] = [lane.units(is_last=False) for lane in lanes]
+        self._updating = len(lanes) - 1 if updates else None  # the batch whose units are followed by updates
+        self._programs: list[Iterator[PendingUnit]] = [
+            lane.units(is_last=rank == self._updating) for rank, lane in enumerate(lanes)
+        ]
         self._next: dict[int, PendingUnit] = {}  # by batch: what it does next, due or not
         self._running: dict[int, PendingUnit] = {}
         self._run: Counter[tuple[str, int]] = Counter()  # batches that have run a unit, by kind and shard
@@ -110,7 +123,7 @@ class Pipeline(Spread):
         queue = self._queues[self._homes[unit.shard]]
         queue.is_busy, queue.near, queue.shard = False, device, unit.shard
         self._run[unit.kind, unit.shard] += 1
-        if unit.kind == "backward":
+        if unit.kind == "backward" and rank != self._updating:
             self._take_sums(rank, unit.shard)
         self._advance(rank)
         return self._first()
@@ -140,7 +153,7 @@ class Pipeline(Spread):
         if not ranks:
             return None
         at_hand = queue.shard if self._goes_on_with_shard else None
-        rank = min(ranks, key=lambda rank: (at_hand is not None and self._next[rank].shard != at_hand, rank))
+        rank = min(ranks, key=lambda rank: self._urgency(rank, at_hand))
         unit = self._running[rank] = self._next.pop(rank)
         queue.is_busy = True
         if unit.kind == "backward":
@@ -148,10 +161,15 @@ class Pipeline(Spread):
             self._lanes[rank].take_in({name: self._sum.pop(name) for name in names if name in self._sum})
         return LaneUnit(rank=rank, pending=unit, near=queue.near)
 
-    def _may_run(self, rank: int) -> bool:
-        """Whether the batches before have run what this one runs next."""
+    def _urgency(self, rank: int, at_hand: int | None) -> tuple[bool, bool, int]:
+        """What is least goes first: updates, which make room, then what a device has at hand, then the oldest batch."""
         unit = self._next[rank]
-        return self._run[unit.kind, unit.shard] == rank
+        return unit.kind != "update", at_hand is not None and unit.shard != at_hand, rank
+
+    def _may_run(self, rank: int) -> bool:
+        """Whether the batches before have run what this one runs next; an update comes after the last one's backward."""
+        unit = self._next[rank]
+        return unit.kind == "update" or self._run[unit.kind, unit.shard] == rank
 
     def _take_sums(self, rank: int, shard: int) -> None:
         """A backward unit has run: its sums are for the next batch."""

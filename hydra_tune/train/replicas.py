@@ -2,9 +2,12 @@
 
 A block is on one device at most. So that units of one trial may run side by side, a device that finds a group elsewhere loads
 a copy of it, from the host: a block like any other, on that device's ledger, loaded and spilled as room allows. It is read
-only and lives until the trial's next update.
+only and lives until the batches have run; what is updated before that, nobody reads any more (`train/pipeline.py`).
 
 Where each shard is at home on one device, groups that only one shard uses are not copied: they move to where it runs.
+
+Whatever is read, units compute on *stand-ins*, tensors of their own in the memory of the copy or of the group. So a backward
+leaves no gradient on the trial's parameters, where an update of other parameters that runs at the same time would find it.
 
 Note: which device has the original. While units run side by side, a group that some device has, or is about to have, stays
 there or goes to the host, and other devices take copies. So two units never wait for each other's blocks, and none changes
@@ -79,7 +82,7 @@ class Replicas:
     """Read-only copies of one trial's groups, on any number of devices.
 
     Args:
-        state: the trial's long-lived tensors; nothing may change those that are copied until `close`.
+        state: the trial's long-lived tensors; whoever changes one that is copied reads no copy of it until `close`.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -143,8 +146,6 @@ class Replicas:
     def _stand_ins(self, names: Sequence[str], chosen: dict[Group, Block]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for group, block in chosen.items():
-            if block is group:
-                continue
             assert block.data is not None, "leased blocks are on the device"
             for tensor, view in zip(group.tensors, group.views(block.data), strict=True):
                 name = self._state.name_of(tensor)

@@ -5,8 +5,9 @@ Note: several batches. One after the other where little else is known; shard by 
 (`train/spread.py`). The result is the same.
 
 Note: the order. Where nothing has to be known of all gradients first, a shard is updated right after its last backward, while
-parameters and gradients are on the device. Otherwise, and for what an epoch leaves over, the updates come after all backward
-units, from the first shard on, whose parameters and gradients were the last on the device.
+parameters and gradients are on the device. Otherwise the updates come after all backward units, from the first shard on, whose
+parameters and gradients were the last on the device; and so they do where batches run one after the other and the data ends
+before the step is full, for then the last batch was not known to be the last.
 """
 
 import math
@@ -116,8 +117,11 @@ class OptimizerStep:
         most = 0 if how is None else how.width * (1 if self._is_grouped else AHEAD)
         return self._drawn_batches == self._accumulate - self.count or len(self._drawn) == most
 
-    def together(self) -> Iterator[PendingUnit | Spread]:
+    def together(self, *, ends: bool = False) -> Iterator[PendingUnit | Spread]:
         """Run the batches that were kept, if any; afterwards `losses` has their training losses.
+
+        Args:
+            ends: whether no further batch comes, though the step may not be full.
 
         Raises:
             BadLossError: as for `batch`.
@@ -128,10 +132,12 @@ class OptimizerStep:
             return
         self._let_go()
         held, self._held = self._held, {}
+        is_last = ends or self.count + self._drawn_batches == self._accumulate
         if self._is_grouped:
-            yield from self._shard_by_shard(batches, held)
+            yield from self._shard_by_shard(batches, held, is_last=is_last)
         else:
-            yield from self._side_by_side([batch for batch in batches if isinstance(batch, Lane)], held)
+            lanes = [batch for batch in batches if isinstance(batch, Lane)]
+            yield from self._side_by_side(lanes, held, is_last=is_last)
         self._batch = batches[-1]
         self.count += self._drawn_batches
         self._drawn_batches = 0
@@ -141,18 +147,20 @@ class OptimizerStep:
     def _is_grouped(self) -> bool:
         return self._arrangement is not None and self._arrangement.way == GROUPED
 
-    def _side_by_side(self, lanes: list[Lane], held: dict[str, Value]) -> Iterator[Spread]:
-        self._spread = spread = self._make_spread(lanes, held)
+    def _side_by_side(self, lanes: list[Lane], held: dict[str, Value], *, is_last: bool) -> Iterator[Spread]:
+        self._spread = spread = self._make_spread(lanes, held, is_last=is_last)
         yield spread
         sums = spread.result()
         self._spread = None
         lanes[-1].hold(sums)
 
-    def _shard_by_shard(self, batches: list[DrawnBatch], held: dict[str, Value]) -> Iterator[PendingUnit]:
+    def _shard_by_shard(
+        self, batches: list[DrawnBatch], held: dict[str, Value], *, is_last: bool
+    ) -> Iterator[PendingUnit]:
         self._grouped = batches
         batches[0].take_in(held)
         self._batch = None
-        yield from shard_by_shard(batches, is_last=self.count + self._drawn_batches == self._accumulate)
+        yield from shard_by_shard(batches, is_last=is_last)
         for batch in batches:
             batch.check_draws()
         last = batches[-1]
@@ -161,13 +169,21 @@ class OptimizerStep:
             batch.clear()
         self._grouped = []
 
-    def _make_spread(self, lanes: list[Lane], held: dict[str, Value]) -> Spread:
+    def _make_spread(self, lanes: list[Lane], held: dict[str, Value], *, is_last: bool) -> Spread:
         how = self._arrangement
         assert how is not None, "batches are only kept where they may run beside each other"
         if how.way != PIPELINED:
             return DataParallel(lanes, list(self._updates), held, how.width, self._replicas)
         self._replicas.moving = groups_of_one_shard(how.plan, self._state)
-        return Pipeline(lanes, held, how.width, self._replicas, homes=how.homes, goes_on_with_shard=how.is_dealt)
+        return Pipeline(
+            lanes,
+            held,
+            how.width,
+            self._replicas,
+            homes=how.homes,
+            goes_on_with_shard=how.is_dealt,
+            updates=is_last and not self._gradients.has_two_phases,
+        )
 
     def batch(self, part: Part) -> Iterator[PendingUnit]:
         """The units of one more batch or piece; afterwards `loss` is its training loss.

@@ -317,10 +317,10 @@ class Trial:
             kept.draws, kept.is_counted = draws_between(before, self._streams.position()), True
         self._interval.add(step.loss, piece.samples)
 
-    def _together(self, step: OptimizerStep) -> Generator[PendingUnit | Spread, None, None]:
-        """Run what was kept."""
+    def _together(self, step: OptimizerStep, *, ends: bool = False) -> Generator[PendingUnit | Spread, None, None]:
+        """Run what was kept; `ends` as of `OptimizerStep.together`."""
         samples, self._ahead = self._ahead, []
-        yield from step.together()
+        yield from step.together(ends=ends)
         for loss, weight in zip(step.losses, samples, strict=True):
             self._interval.add(loss, weight)
 
@@ -365,7 +365,7 @@ class Trial:
         """The end of an optimizer step, and what is due after it."""
         task = self.task
         try:
-            yield from self._together(step)
+            yield from self._together(step, ends=True)
             if step.is_arranged:
                 self._leave_helpers()
             yield from step.finish()

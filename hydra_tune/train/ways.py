@@ -17,10 +17,10 @@ of them over all shards, m' the batches that one of D devices runs, m / D rounde
 * **Pipelined**: parameters and sums stay. What crosses the cuts between devices is taken over, forward and back. Where a
   device's shards fit it, its shards are neighbours, and a step takes one batch's way through all devices and m - 1 times the
   slowest of them. Where they do not, shards are *dealt* to the devices in turn and each runs all batches back to back, so it is
-  loaded twice: 2W in all (with what the update writes back, Harmony's 3|W|), the gradients leave once, and every cut is one
-  between devices. The pipe fills in D - 1 units; with fewer batches than devices, these wait for each other.
-* **Updates**, one after the other whichever way: what of W, G and O is not on the device comes and changes go, where all that
-  does not fit the device: 2O + W where the update follows the backward, and in a step that was split W + G more.
+  loaded twice: 2W in all (with what the update writes back, Harmony's 3|W|), and every cut is one between devices. The pipe
+  fills in D - 1 units; with fewer batches than devices, these wait for each other.
+* **Updates**: what of W, G and O is not on the device comes and changes go, where all that does not fit the device: 2O + W
+  where the update follows the backward, and W + G more after data-parallel batches, whose sums are ready when all have run.
 """
 
 import math
@@ -221,7 +221,7 @@ def _in_runs(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, ends:
     ]
     for run in runs:
         # A device has its own shards' state in the update too.
-        more, again = _of_updates(shards[run], offer, split=True)
+        more, again = _of_updates(shards[run], offer, split=False)
         copied, loaded = copied + more, loaded + again
     seconds = sum(stages) + (num_batches - 1) * max(stages) + copied / offer.bytes_per_second
     homes = [device for device, run in zip(offer.devices, runs, strict=False) for _ in shards[run]]
@@ -230,13 +230,13 @@ def _in_runs(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, ends:
 
 def _dealt(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> Estimate:
     num_devices = min(len(offer.devices), len(shards))
-    copied, loaded = _of_updates(shards, offer, split=True)
+    copied, loaded = _of_updates(shards, offer, split=False)
     loaded += 2 * _state(shards)
     busiest = 0.0
     crossing = _crossing(shards)
     for number in range(num_devices):
         own = shards[number::num_devices]
-        own_bytes = 2 * _state(own) + _gradients(own) + num_batches * 2 * sum(crossing[number::num_devices])
+        own_bytes = 2 * _state(own) + num_batches * 2 * sum(crossing[number::num_devices])
         computing = num_batches * _seconds(own) * max(1.0, num_devices / num_batches)
         busiest = max(busiest, computing + own_bytes / offer.bytes_per_second)
     filling = (num_devices - 1) * max(shard.seconds for shard in shards)

@@ -97,10 +97,10 @@ def test_data_parallel_on_two_devices_moves_parameters_twice_for_each_batch_and_
 
 
 def test_a_pipeline_on_two_devices_does_not_move_parameters_for_each_batch():
-    """Harmony's 3|W|, |W| more because updates are units of their own, and what of a shard runs on the other device."""
+    """Harmony's 3|W|, and what of a shard runs on the other device: which is due just before that says it is idle."""
     batches = 4
     host, across = moved_on_two(PIPELINED, batches)
-    assert 0.75 * 4 <= host + across <= 0.65 * (2 * batches + 2)
+    assert 0.75 * 3 <= host + across <= 1.4 * 3
 
 
 @pytest.fixture

@@ -251,12 +251,71 @@ def test_behind_a_slow_link_large_parameters_are_not_copied():
 
 
 def test_a_pipeline_loads_parameters_that_do_not_fit_less_often():
-    """A shard is loaded for all forwards, for all backwards and for the update, not for each unit of five batches."""
+    """A shard is loaded for all forwards and for all backwards and the update, not for each unit of five batches."""
     memory = "160KiB"
     apart, piped = loaded(DATA_PARALLEL, device_memory=memory)[1], loaded(PIPELINED, device_memory=memory)[1]
     parameters = 2 * 8 * 4 * (64 * 64 + 64)  # in two steps
     assert piped <= 3 * parameters
     assert apart > 2 * piped
+
+
+@pytest.fixture
+def order(monkeypatch) -> list[tuple[str, int]]:
+    """Kinds and shards of the units that pipelines have run, in the order in which they ended."""
+    found: list[tuple[str, int]] = []
+    after = Pipeline._after
+
+    def noting(self: Pipeline, rank: int, device: str) -> list[LaneUnit]:
+        found.append((self._running[rank].kind, self._running[rank].shard))
+        return after(self, rank, device)
+
+    monkeypatch.setattr(Pipeline, "_after", noting)
+    return found
+
+
+def test_a_pipeline_updates_a_shard_as_soon_as_all_its_backwards_have_run(order):
+    result, _ = run(accumulating(model=deep, epochs=2, **wide()), PIPELINED, devices="cpu:2", num_shards=4)
+    assert result.status == "completed"
+    last = 0
+    for shard in reversed(range(4)):
+        backwards = [place for place, unit in enumerate(order) if unit == ("backward", shard)]
+        assert len(backwards) == 4
+        assert order.index(("update", shard)) > backwards[-1] > last
+        last = backwards[-1]
+    assert order.index(("update", 3)) < last, "while there is more to do"
+
+
+def test_a_pipeline_has_no_updates_before_all_gradients_are_known(order):
+    described = accumulating(model=deep, epochs=2, max_grad_norm=0.1, **wide())
+    assert run(described, PIPELINED, devices="cpu:2", num_shards=4)[0].status == "completed"
+    assert {kind for kind, _ in order} == {"forward", "backward"}
+
+
+class Watching(torch.optim.SGD):
+    """Looks again and again which parameters have a gradient while it steps; notes how often it saw something else."""
+
+    def __init__(self, params: Any, seen: list[int]) -> None:
+        super().__init__(params, lr=0.1)
+        self.seen = seen
+
+    def step(self, closure: Any = None) -> None:
+        looks = set()
+        for _ in range(20):
+            looks.add(tuple(p.grad is not None for group in self.param_groups for p in group["params"]))
+            time.sleep(0.0005)
+        self.seen.append(len(looks))
+        super().step(closure)
+
+
+def test_an_update_finds_no_gradients_of_what_runs_at_the_same_time():
+    """The optimizer steps whatever has a gradient, and the other device makes some meanwhile."""
+    seen: list[int] = []
+    options = wide() | {"activations": "recompute"}  # a graph that is kept has stand-ins of its own
+    described = accumulating(model=deep, optimizer=partial(Watching, seen=seen), **options)
+    result, _ = run(described, PIPELINED, devices="cpu:2", num_shards=8)
+    assert len(seen) > 8 * 4
+    assert set(seen) == {1}
+    assert against_plain(described, result) == []
 
 
 @pytest.mark.parametrize("name", ["normed and dropped", "tied", "float16"])

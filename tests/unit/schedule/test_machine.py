@@ -113,13 +113,13 @@ def test_a_waiting_job_holds_no_slot_and_goes_on_beyond_the_slots():
     submit(machine, "a", "b", "c")
     machine.handle(admitted("a"))
     assert machine.handle(finished("a", unit=None)) == [Admit(job="b")]
-    machine.handle(admitted("b"))
-    assert machine.handle(JobResumed(job="a", unit=SECOND, remaining_seconds=1.0)) == [run("a", SECOND, "cpu:1")]
+    assert machine.handle(admitted("b")) == [run("b", device="cpu:1")]
+    assert machine.handle(JobResumed(job="a", unit=SECOND, remaining_seconds=1.0)) == [run("a", SECOND, "cpu:0")]
     assert machine.num_slots_taken == 2
     # One of the two ends; only the second end makes room.
     machine.handle(JobStopped(job="a"))
-    assert machine.handle(finished("a", device="cpu:1")) == [Release(job="a")]
-    assert machine.handle(finished("b", unit=None)) == [Admit(job="c")]
+    assert machine.handle(finished("a")) == [Release(job="a")]
+    assert machine.handle(finished("b", unit=None, device="cpu:1")) == [Admit(job="c")]
 
 
 def test_memory_is_released_before_it_is_taken():
@@ -194,6 +194,20 @@ def test_the_chosen_job_goes_to_the_idle_device_that_has_its_shard():
     assert machine.handle(finished("a")) == [run("a", SECOND, "cpu:1")]
 
 
+def test_a_job_that_begins_goes_to_the_idle_device_where_the_fewest_ran_last():
+    """So that trials that come one by one are dealt out, and their state is not all on the first device."""
+    machine = scheduler(num_devices=2)
+    start(machine, "a")
+    machine.handle(finished("a", unit=None))  # it waits, and what it has loaded stays
+    assert start(machine, "b") == [run("b", device="cpu:1")]
+    machine.handle(finished("b", unit=None, device="cpu:1"))
+    assert start(machine, "c") == [run("c", device="cpu:0")]
+    machine.handle(finished("c", unit=None))
+    machine.handle(JobStopped(job="a"), JobStopped(job="c"))
+    assert start(machine, "d") == [run("d", device="cpu:0")]
+    machine.check()
+
+
 def test_a_shard_on_a_busy_device_does_not_keep_an_idle_one_waiting():
     machine = scheduler(num_devices=2)
     start(machine, "a", "b")
@@ -240,8 +254,8 @@ def test_a_paused_job_gives_its_slot_up_and_goes_on_beyond_the_slots():
     machine.handle(admitted("a"))
     assert machine.handle(JobPaused(job="a")) == []
     assert machine.handle(finished("a")) == [Admit(job="b")]
-    machine.handle(admitted("b"))
-    assert machine.handle(JobUnpaused(job="a")) == [run("a", SECOND, "cpu:1")]
+    assert machine.handle(admitted("b")) == [run("b", device="cpu:1")]
+    assert machine.handle(JobUnpaused(job="a")) == [run("a", SECOND, "cpu:0")]
     assert machine.num_slots_taken == 2
 
 
@@ -556,6 +570,7 @@ def test_check_finds_what_is_wrong():
     state.idle.append((-1.0, 7, "cpu:7"))
     state._queue.clear()
     state.num_slots_taken = 1
+    state.homes.clear()
     state.jobs["running"].view = state.jobs["ready"].view
     state.jobs["ready"].paused = True
     with pytest.raises(ScheduleError) as caught:
@@ -565,6 +580,7 @@ def test_check_finds_what_is_wrong():
         "the idle devices are [(-1.0, 7, 'cpu:7')]",
         "None would be admitted next, expected the first of ['queued']",
         "1 slots are counted",
+        "by device {} jobs have run last, expected {'cpu:0': 1}",
         "'running' is running, and the policy was told JobView",
         "1 jobs are eligible, by level {(0, False): 1}, expected {(0, False): 2}",
         "job 'ready' is ready, and the user's pause is True",
