@@ -16,6 +16,7 @@ after the first loads. Exits with 1 if it does not.
 """
 
 import argparse
+import math
 import os
 import random
 import statistics
@@ -197,7 +198,8 @@ def compare(setting: Setting, num_sets: int, num_steps: int) -> bool:
         means[name] = loads, later
         print(f"{setting!s:<22}{name:<24}{ratio:>8.3f}{loads:>8.3f}{later:>8.3f}", flush=True)
     loads, later = means["lrtf_paper"]
-    less = later / max(means["lrtf"][1], 1e-9)
+    least = means["lrtf"][1]
+    less = later / least if least else math.inf
     if not setting.all_fits or loads <= MUCH:
         return True
     print(f"{'':<22}lrtf loads {less:.1f} times less after the first loads{'' if less >= LESS else ': MISSED'}")
