@@ -77,7 +77,7 @@ def answer_all(pool, tasks):
     [
         pytest.param("cpu:1", "recompute", marks=pytest.mark.slow),
         pytest.param("cpu:1", "keep", marks=pytest.mark.slow),
-        ("cpu:2", "keep"),
+        pytest.param("cpu:2", "keep", marks=pytest.mark.slow),
         ("cpu:2", "spill"),
     ],
 )

@@ -66,7 +66,7 @@ def used_bytes(pool):
     ("activations", "every"),
     [
         pytest.param("recompute", 41, marks=pytest.mark.slow),
-        ("keep", 41),
+        pytest.param("keep", 41, marks=pytest.mark.slow),
         *(
             pytest.param(kind, 5, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
             for kind in ("recompute", "keep", "spill")

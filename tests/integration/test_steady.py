@@ -3,6 +3,7 @@
 import gc
 import threading
 from dataclasses import dataclass
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -11,7 +12,6 @@ import torch
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, running, task
 
 pytestmark = pytest.mark.timeout(240)
-SLACK_OBJECTS = 150  # of the interpreter's own
 TIGHT = {"num_shards": 3, "device_memory": "8KiB", "max_concurrent": 1}
 
 
@@ -57,7 +57,14 @@ def looked_at(num_steps, found):
     return task(train=draw, epochs=1)
 
 
-@pytest.mark.parametrize(("tier", "num_steps"), [("host", 1_000), pytest.param("disk", 1_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tier", "num_steps"),
+    [
+        ("host", 500),
+        pytest.param("host", 1_000, marks=pytest.mark.slow),
+        pytest.param("disk", 1_000, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_grows(tier, num_steps, tmp_path):
     found = []
     options = TIGHT if tier == "host" else TIGHT | {"host_memory": "16KiB", "spill_dir": tmp_path}
@@ -74,5 +81,6 @@ def test_nothing_grows(tier, num_steps, tmp_path):
         assert (look.threads, look.files) == (first.threads, first.files)
         assert abs(look.storages - first.storages) <= 4, "a copy in the background may be under way"
         assert look.storage_bytes <= first.storage_bytes + device.budget_bytes
-    growth = later[-1].objects - first.objects
-    assert growth < num_steps // 2 + SLACK_OBJECTS, f"{growth} objects more after {num_steps * 9 // 10} steps"
+    # What is left behind is left in every step; what the process loads once is not.
+    growth = min(after.objects - before.objects for before, after in pairwise(found))
+    assert growth < num_steps * 3 // 10 // 2, f"at least {growth} objects more in any {num_steps * 3 // 10} steps"

@@ -164,7 +164,12 @@ def run(described: TrainTask, way: str | None = None, **options: Any) -> tuple[R
     return result, sum(device.units > 0 for device in devices)
 
 
-@pytest.mark.parametrize("name", SPLIT)
+LARGE = {"tied"}  # takes seconds to capture; in every run of the tests it is pipelined, wherever units run
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in SPLIT]
+)
 def test_a_trial_on_several_devices_is_bitwise(name):
     for devices, cut in (("cpu:2", None), ("cpu:3", 3)):
         described = SPLIT[name]()
@@ -173,7 +178,9 @@ def test_a_trial_on_several_devices_is_bitwise(name):
         assert count > 1, "no device has helped"
 
 
-@pytest.mark.parametrize("name", [*SPLIT, "normed", "normed and dropped"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in (SPLIT | NORMED)]
+)
 def test_a_pipelined_trial_is_bitwise(name):
     for devices, cut in (("cpu:2", 2), ("cpu:3", "layer")):
         described = (SPLIT | NORMED)[name]()
