@@ -47,11 +47,12 @@ class Lender:
     def offer(self, record: Record) -> Offer | None:
         """The devices that could work for a job that runs a unit; None if it is over, or no device has nothing to do."""
         with self._changed:
+            # A device whose unit of the step before has just ended may not have said so yet, and is the job's own till then.
             own = [device for device, job in self._scheduler.running.items() if job == record.job.key]
             idle = self._scheduler.idle_devices
-            if record.outcome is not None or not own or not idle:
-                return None
             names = [name for name in self._devices if name in own or name in idle]
+            if record.outcome is not None or not own or not names[1:]:
+                return None
         return Offer(
             devices=tuple(names),
             budget_bytes=min(self._devices[name].budget_bytes for name in names),
