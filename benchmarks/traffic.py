@@ -149,7 +149,7 @@ def show_split(console: Console, num_devices: int) -> None:
             counted = split(way, batches, num_devices)
             found = [counted["host"][kind] for kind in KINDS]
             found += [counted["across"][kind] for kind in ("parameters", "gradients", "activations")]
-            ours = 2 * batches + 2 if way == DATA_PARALLEL else 4
+            ours = 2 * batches + 2 if way == DATA_PARALLEL else 3
             shown = f"{harmony:.0f}" if batches == num_devices or way == PIPELINED else ""
             table.add_row(str(batches), *(f"{nbytes / PARAMETER_BYTES:.2f}" for nbytes in found), str(ours), shown)
         console.print(table)
