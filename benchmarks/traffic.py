@@ -22,8 +22,8 @@ those that went from one device to the other (`across`), which no host memory se
 * data-parallel: a shard's parameters are loaded for each unit of each batch, for the one update they are loaded again and
   written back: (2m + 2)|W|, which with a batch on each of N devices is 2N|W| + 2|W|. Harmony has 3N|W| for replicas that are
   updated on each device; here there is one copy that is updated, so that from N = 3 on it is less.
-* pipelined: each shard is loaded once for all forwards, once for all backwards, and once for its update, and written back:
-  4|W|. Harmony has 3|W|, with updates right after the backward; here the updates of a split step follow when all of it has run.
+* pipelined: each shard is loaded once for all forwards and once for all backwards, updated right after them, and written back:
+  3|W|, as in Harmony.
   A unit that becomes due just before its device is told to be idle runs on the other one, which loads the shard once more; so
   the figure varies from run to run.
 
