@@ -6,8 +6,8 @@ only and lives until the batches have run; what is updated before that, nobody r
 
 Where each shard is at home on one device, groups that only one shard uses are not copied: they move to where it runs.
 
-Whatever is read, units compute on *stand-ins*, tensors of their own in the memory of the copy or of the group. So a backward
-leaves no gradient on the trial's parameters, where an update of other parameters that runs at the same time would find it.
+Whatever parameters are read, units compute on *stand-ins*, tensors of their own in the memory of the copy or of the group. So a
+backward leaves no gradient on the trial's parameters, where an update of others that runs at the same time would find it.
 
 Note: which device has the original. While units run side by side, a group that some device has, or is about to have, stays
 there or goes to the host, and other devices take copies. So two units never wait for each other's blocks, and none changes
@@ -146,6 +146,12 @@ class Replicas:
     def _stand_ins(self, names: Sequence[str], chosen: dict[Group, Block]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for group, block in chosen.items():
+            if block is group:
+                # Only what gets gradients. A view of the block would share its version with all others, and a graph that has
+                # saved one buffer would refuse it once another is overwritten.
+                own = (tensor for tensor in group.tensors if tensor.requires_grad)
+                found |= {self._state.name_of(tensor): tensor.detach().requires_grad_() for tensor in own}
+                continue
             assert block.data is not None, "leased blocks are on the device"
             for tensor, view in zip(group.tensors, group.views(block.data), strict=True):
                 name = self._state.name_of(tensor)
