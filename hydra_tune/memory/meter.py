@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable
 
-_LEAST_BYTES = (
-    64 * 1024
-)  # of a copy that says something of the link: a smaller one is mostly the way to the copy thread
+_LEAST_BYTES = 64 * 1024  # of a copy that says something of the link: a smaller one is mostly what is done around it
 _ENOUGH_BYTES = 1 << 20
 _UNKNOWN_BYTES_PER_SECOND = 2e9  # a careful guess until then
 
