@@ -121,7 +121,7 @@ class ShardCost:
     Attributes:
         state_bytes: parameters and buffers used.
         value_bytes: batch tensors, constants and live-ins, as they lie on the device during a unit.
-        gradient_bytes: gradients handed in by later shards.
+        handed_bytes: gradients of values, handed in by later shards.
         optimizer_bytes: optimizer state of the parameters whose update ends here.
         forward_workspace: bytes made during the forward unit, outputs included (0 for a shard that has none).
         backward_workspace: bytes made during the backward unit, parameter gradients included.
@@ -134,11 +134,12 @@ class ShardCost:
         kept_bytes: activations that the forward unit keeps for the backward unit; 0 if that recomputes them.
         kept_blocks: storages that these activations lie on.
         recompute_workspace: bytes made during the backward unit if it recomputes after all; 0 if it always does.
+        summed_bytes: gradients of these parameters that earlier batches of the step leave; 0 if it has one batch.
     """
 
     state_bytes: int
     value_bytes: int
-    gradient_bytes: int
+    handed_bytes: int
     optimizer_bytes: int
     forward_workspace: int
     backward_workspace: int
@@ -151,6 +152,12 @@ class ShardCost:
     kept_bytes: int = 0
     kept_blocks: int = 0
     recompute_workspace: int = 0
+    summed_bytes: int = 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients that come in backward: those of values, and the sums of parameters'."""
+        return self.handed_bytes + self.summed_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -276,11 +283,9 @@ class Pilot:
         copied = sum(
             self._size(self._state[name]) for name in shard.written_state
         )  # to go back to, or to recompute with
-        backward, gradient_bytes = self._backward(shard, operands) if training else (0, 0)
+        backward, handed_bytes = self._backward(shard, operands) if training else (0, 0)
         trained = self.trained_here(shard) if training else []
         trained_bytes = sum(self._size(self._state[name]) for name in trained)
-        if self._rules.accumulates:
-            gradient_bytes += trained_bytes  # those of the step's earlier batches
         scratch = self._rules.scratch_bytes(len(trained), self._alignment)
         state_bytes, later, first = self._update(trained) if self._update and trained else (0, 0, 0)
         if self._update and trained and self._groups:
@@ -289,7 +294,7 @@ class Pilot:
         return ShardCost(
             state_bytes=sum(self._spec_bytes(name) for name in self._loaded(shard.state)),
             value_bytes=self._storage_bytes(values),
-            gradient_bytes=gradient_bytes,
+            handed_bytes=handed_bytes,
             optimizer_bytes=state_bytes,
             forward_workspace=forward + (saved if training else copied) if runs_forward else 0,
             backward_workspace=backward + (saved if runs_forward else 0) + copied + scratch if training else 0,
@@ -298,6 +303,7 @@ class Pilot:
             trained_bytes=trained_bytes,
             phased=self._rules.has_two_phases or self._rules.accumulates,
             updates_on_host=self._updates_on_host,
+            summed_bytes=trained_bytes if self._rules.accumulates else 0,
         )
 
     def _loaded(self, names: Sequence[str]) -> list[str]:

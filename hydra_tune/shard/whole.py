@@ -177,7 +177,7 @@ def _cost(
     return ShardCost(
         state_bytes=sum(_state_bytes(spec, alignment) for spec in specs.values()),
         value_bytes=sum(aligned(batches.tensor_bytes(t), alignment) for t in leaves.tensors),
-        gradient_bytes=trained_bytes if rules.accumulates else 0,
+        handed_bytes=0,
         optimizer_bytes=optimizer_bytes,
         forward_workspace=0 if training else eager.workspace,
         backward_workspace=eager.workspace + scratch if training else 0,
@@ -186,6 +186,7 @@ def _cost(
         trained_bytes=trained_bytes,
         phased=rules.has_two_phases or rules.accumulates,
         spilled_bytes=eager.spilled_bytes,
+        summed_bytes=trained_bytes if rules.accumulates else 0,
     )
 
 

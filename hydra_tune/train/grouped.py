@@ -66,6 +66,6 @@ def is_worth_it(plan: Plan) -> bool:
     parameters = sum(shard.cost.state_bytes for shard in plan.shards)
     gradients = sum(shard.cost.trained_bytes for shard in plan.shards)
     values = sum(
-        shard.cost.value_bytes + 2 * (shard.cost.gradient_bytes + shard.cost.kept_bytes) for shard in plan.shards
+        shard.cost.value_bytes + 2 * (shard.cost.handed_bytes + shard.cost.kept_bytes) for shard in plan.shards
     )
     return values < 2 * parameters + 2 * gradients

@@ -55,7 +55,7 @@ def lane_bytes(plan: Plan, way: str) -> int:
     costs = [shard.cost for shard in plan.shards]
     drawn = 0 if way == GROUPED else drawn_bytes(plan, way)
     gradients = 0 if way in (PIPELINED, GROUPED) else sum(cost.trained_bytes for cost in costs)
-    return sum(cost.value_bytes + cost.gradient_bytes + cost.kept_bytes for cost in costs) + gradients + drawn
+    return sum(cost.value_bytes + cost.handed_bytes + cost.kept_bytes for cost in costs) + gradients + drawn
 
 
 def drawn_bytes(plan: Plan, way: str) -> int:

@@ -108,7 +108,7 @@ def shard_facts(plan: Plan, times: UnitTimes) -> list[ShardFacts]:
             gradient_bytes=shard.cost.trained_bytes,
             optimizer_bytes=shard.cost.optimizer_bytes,
             value_bytes=shard.cost.value_bytes,
-            handed_bytes=shard.cost.gradient_bytes,
+            handed_bytes=shard.cost.handed_bytes,
             work_bytes=max(shard.cost.forward_bytes, shard.cost.backward_bytes) - shard.cost.state_bytes,
         )
         for index, shard in enumerate(plan.shards)

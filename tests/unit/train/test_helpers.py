@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from hydra_tune.train.clock import UnitTimes
+from hydra_tune.train.grouped import is_worth_it
 from hydra_tune.train.helpers import lane_bytes
 from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED, shard_facts
 from tests.unit.shard.bench import Bench, bench, task_of, vectors
@@ -26,7 +27,7 @@ def test_a_plan_tells_of_its_shards(made):
     assert min(first.state_bytes, second.state_bytes) >= SHARD_BYTES
     assert first.gradient_bytes >= SHARD_BYTES
     assert second.value_bytes >= 4 * 4 * WIDTH, "what the first one makes"
-    assert first.handed_bytes >= 4 * 4 * WIDTH, "its gradient"
+    assert SHARD_BYTES > first.handed_bytes >= 4 * 4 * WIDTH, "its gradient, without sums of the parameters'"
     assert first.work_bytes >= first.gradient_bytes, "made during the backward unit"
 
 
@@ -34,4 +35,14 @@ def test_a_batch_under_way_needs_its_values_on_the_host_and_where_it_is_summed_l
     plan = made.plan()
     apart, piped = lane_bytes(plan, DATA_PARALLEL), lane_bytes(plan, PIPELINED)
     assert apart - piped >= 2 * SHARD_BYTES
-    assert piped > 0
+    assert 0 < piped < SHARD_BYTES, "no sums, which all batches have in common"
+
+
+@pytest.mark.parametrize(("rows", "is_worth"), [(4, True), (300, True), (1000, False)])
+def test_batches_are_grouped_while_their_values_are_less_than_parameters_and_sums(rows, is_worth):
+    """At 300 rows the values are more than the parameters loaded twice, and less than these and the sums that come and go."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    made = bench(task_of(model, train=lambda: [vectors(rows, width=WIDTH)], accumulate=4))
+    linears = [place for place, node in enumerate(made.captured.nodes) if "linear" in str(node.target)]
+    plan = made.plan(linears[0] + 1)
+    assert is_worth_it(plan) == is_worth
