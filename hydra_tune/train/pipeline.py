@@ -16,10 +16,13 @@ runs, and its home is either idle, and takes it, or works for another job for wh
 takes the unit, the parameters follow it, and that is the queue's home from now on. A device is never given the unit of a home
 that is about to be free: moving a shard costs its parameters and its sums, and the next step asks anew what devices there are.
 
-Note: order within a queue. Where all shards of a home fit its device, the oldest batch goes first, so a batch goes backward as
-soon as it can, and few are under way. Where they do not fit, a queue goes on with the shard that it has at hand for as long as
-batches come, so that each shard is loaded once for all forward units and once for all backward units (Harmony's input batch
-grouping).
+Note: order within a queue. Where all shards of a home fit its device, the oldest batch goes first, so a batch goes backward
+as soon as it can, and few are under way. Where they do not fit, a queue goes on with the shard that it has at hand until all
+batches have been there, so that each shard is loaded once for all forward units and once for all backward units (Harmony's
+input batch grouping). Where it has to wait for a batch, it waits: a batch that went on alone, shard after shard, would have
+the others' shards taken off the device and loaded again. That ends, because all queues have their shards in one order: of
+those at which batches are missing, the one that comes first misses none that another queue holds back. It is so only with all
+batches under way at once.
 
 Note: updates. Where the step ends with these batches and nothing has to be known of all gradients first, a shard is updated
 right after its last backward unit, by its home, which has parameters and sums at hand. Nobody reads these parameters any more:
@@ -74,7 +77,7 @@ class _Queue:
 
     near: str
     is_busy: bool = False
-    shard: int = -1  # of its last unit
+    at_hand: tuple[str, int] | None = None  # kind and shard of its last unit; an update belongs to its backward
 
 
 class Pipeline(Spread):
@@ -102,6 +105,7 @@ class Pipeline(Spread):
         self._homes = tuple(homes)
         self._queues = {home: _Queue(home) for home in homes}
         self._goes_on_with_shard = goes_on_with_shard
+        self._waits_for_batches = goes_on_with_shard and width >= len(lanes)
         self._updating = len(lanes) - 1 if updates else None  # the batch whose units are followed by updates
         self._programs: list[Iterator[PendingUnit]] = [
             lane.units(is_last=rank == self._updating) for rank, lane in enumerate(lanes)
@@ -121,7 +125,8 @@ class Pipeline(Spread):
     def _after(self, rank: int, device: str) -> list[LaneUnit]:
         unit = self._running.pop(rank)
         queue = self._queues[self._homes[unit.shard]]
-        queue.is_busy, queue.near, queue.shard = False, device, unit.shard
+        queue.is_busy, queue.near = False, device
+        queue.at_hand = ("backward" if unit.kind == "update" else unit.kind, unit.shard)
         self._run[unit.kind, unit.shard] += 1
         if unit.kind == "backward" and rank != self._updating:
             self._take_sums(rank, unit.shard)
@@ -152,8 +157,9 @@ class Pipeline(Spread):
         ranks = [rank for rank, unit in self._next.items() if self._homes[unit.shard] == home and self._may_run(rank)]
         if not ranks:
             return None
-        at_hand = queue.shard if self._goes_on_with_shard else None
-        rank = min(ranks, key=lambda rank: self._urgency(rank, at_hand))
+        rank = min(ranks, key=lambda rank: self._urgency(rank, queue))
+        if self._waits(rank, queue):
+            return None
         unit = self._running[rank] = self._next.pop(rank)
         queue.is_busy = True
         if unit.kind == "backward":
@@ -161,10 +167,17 @@ class Pipeline(Spread):
             self._lanes[rank].take_in({name: self._sum.pop(name) for name in names if name in self._sum})
         return LaneUnit(rank=rank, pending=unit, near=queue.near)
 
-    def _urgency(self, rank: int, at_hand: int | None) -> tuple[bool, bool, int]:
+    def _urgency(self, rank: int, queue: _Queue) -> tuple[bool, bool, int]:
         """What is least goes first: updates, which make room, then what a device has at hand, then the oldest batch."""
         unit = self._next[rank]
-        return unit.kind != "update", at_hand is not None and unit.shard != at_hand, rank
+        return unit.kind != "update", self._goes_on_with_shard and (unit.kind, unit.shard) != queue.at_hand, rank
+
+    def _waits(self, rank: int, queue: _Queue) -> bool:
+        """Whether a home rather does nothing than go on to another shard, because batches are to come to the one at hand."""
+        unit = self._next[rank]
+        if not self._waits_for_batches or queue.at_hand is None or unit.kind == "update":
+            return False
+        return (unit.kind, unit.shard) != queue.at_hand and self._run[queue.at_hand] < len(self._lanes)
 
     def _may_run(self, rank: int) -> bool:
         """Whether the batches before have run what this one runs next; an update comes after the last one's backward."""

@@ -16,9 +16,9 @@ of them over all shards, m' the batches that one of D devices runs, m / D rounde
   the updates of the replicas. Here there is one, as below.
 * **Pipelined**: parameters and sums stay. What crosses the cuts between devices is taken over, forward and back. Where a
   device's shards fit it, its shards are neighbours, and a step takes one batch's way through all devices and m - 1 times the
-  slowest of them. Where they do not, shards are *dealt* to the devices in turn and each runs all batches back to back, so it is
-  loaded twice: 2W in all (with what the update writes back, Harmony's 3|W|), and every cut is one between devices. The pipe
-  fills in D - 1 units; with fewer batches than devices, these wait for each other.
+  slowest of them. Where they do not, shards are *dealt* to the devices in turn, as evenly as they let themselves, and each runs
+  all batches back to back, so it is loaded twice: 2W in all (with what the update writes back, Harmony's 3|W|), and nearly
+  every cut is one between devices. The pipe fills in D - 1 units; with fewer batches than devices, these wait for each other.
 * **Updates**: what of W, G and O is not on the device comes and changes go, where all that does not fit the device: 2O + W
   where the update follows the backward, and W + G more after data-parallel batches, whose sums are ready when all have run.
 """
@@ -89,7 +89,7 @@ class Estimate:
         seconds: of the step, but for what all ways have in common.
         parameter_bytes: parameters and buffers loaded, by all devices.
         homes: where it is pipelined, the device of each shard.
-        is_dealt: where it is pipelined, whether shards are dealt in turn, because they do not fit.
+        is_dealt: where it is pipelined, whether shards are dealt one by one, because they do not fit.
     """
 
     way: str
@@ -230,19 +230,37 @@ def _in_runs(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, ends:
 
 def _dealt(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> Estimate:
     num_devices = min(len(offer.devices), len(shards))
-    copied, loaded = _of_updates(shards, offer, split=False)
-    loaded += 2 * _state(shards)
+    places = _deal(shards, num_batches, num_devices, offer)
+    loaded = 2 * _state(shards)
     busiest = 0.0
     crossing = _crossing(shards)
-    for number in range(num_devices):
-        own = shards[number::num_devices]
-        own_bytes = 2 * _state(own) + num_batches * 2 * sum(crossing[number::num_devices])
-        computing = num_batches * _seconds(own) * max(1.0, num_devices / num_batches)
-        busiest = max(busiest, computing + own_bytes / offer.bytes_per_second)
+    for device in range(num_devices):
+        own = [index for index, place in enumerate(places) if place == device]
+        facts = [shards[index] for index in own]
+        updating, again = _of_updates(facts, offer, split=False)
+        copied = 2 * _state(facts) + num_batches * 2 * sum(crossing[index] for index in own) + updating
+        computing = num_batches * _seconds(facts) * max(1.0, num_devices / num_batches)
+        busiest, loaded = max(busiest, computing + copied / offer.bytes_per_second), loaded + again
     filling = (num_devices - 1) * max(shard.seconds for shard in shards)
-    homes = tuple(offer.devices[index % num_devices] for index in range(len(shards)))
-    seconds = busiest + filling + copied / offer.bytes_per_second
-    return Estimate(way=PIPELINED, seconds=seconds, parameter_bytes=loaded, homes=homes, is_dealt=True)
+    homes = tuple(offer.devices[place] for place in places)
+    return Estimate(way=PIPELINED, seconds=busiest + filling, parameter_bytes=loaded, homes=homes, is_dealt=True)
+
+
+def _deal(shards: Sequence[ShardFacts], num_batches: int, num_devices: int, offer: Offer) -> list[int]:
+    """Each shard to the device that has the least to do so far, in turn where that is equal.
+
+    Small shards and large ones often alternate, attention and what follows it: dealt in turn, one device would have all large
+    ones.
+    """
+    busy = [0.0] * num_devices
+    places: list[int] = []
+    for shard in shards:
+        first = places[-1] + 1 if places else 0
+        place = min(range(num_devices), key=lambda device: (busy[device], (device - first) % num_devices))
+        copied = 3 * shard.state_bytes + 2 * shard.optimizer_bytes
+        busy[place] += num_batches * shard.seconds + copied / offer.bytes_per_second
+        places.append(place)
+    return places
 
 
 def _of_updates(shards: Sequence[ShardFacts], offer: Offer, *, split: bool) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """What a step would take one way or the other, and which way is chosen."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,6 +110,16 @@ def test_batches_that_go_through_each_shard_together_load_it_twice():
     assert together.seconds < alone.seconds / 2
     plenty = [on_one_device(large, count, offer(budget=100 * GIB), grouped=way).seconds for way in (False, True)]
     assert plenty[0] == plenty[1], "nothing is loaded where all fits"
+
+
+def test_shards_are_dealt_so_that_no_device_gets_all_the_large_ones():
+    small, large = (shards(1, seconds=0, weights=size, optimizer=2 * size)[0] for size in (MIB, 4 * MIB))
+    found = pipelined([small, large] * 6, 4, offer(budget=8 * MIB))
+    assert found.is_dealt
+    held = Counter()
+    for home, shard in zip(found.homes, [small, large] * 6, strict=True):
+        held[home] += shard.state_bytes
+    assert abs(held["cpu:0"] - held["cpu:1"]) <= large.state_bytes
 
 
 def test_dealt_shards_wait_for_each_other_where_batches_are_fewer_than_devices():
