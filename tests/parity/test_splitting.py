@@ -3,12 +3,10 @@
 import random
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -292,24 +290,6 @@ def test_a_pipeline_updates_a_shard_as_soon_as_all_its_backwards_have_run(order)
         assert order.index(("update", shard)) > backwards[-1] > last
         last = backwards[-1]
     assert order.index(("update", 3)) < last, "while there is more to do"
-
-
-def test_a_device_that_cannot_hold_its_shards_takes_all_batches_through_one_before_the_next(monkeypatch):
-    ran: defaultdict[tuple[Pipeline, str], list[tuple[str, int]]] = defaultdict(list)
-    after = Pipeline._after
-
-    def noting(self: Pipeline, rank: int, device: str) -> list[LaneUnit]:
-        unit = self._running[rank]
-        kind = "backward" if unit.kind == "update" else unit.kind  # which it belongs to
-        ran[self, self._homes[unit.shard]].append((kind, unit.shard))
-        return after(self, rank, device)
-
-    monkeypatch.setattr(Pipeline, "_after", noting)
-    loaded(PIPELINED, device_memory="160KiB")
-    assert len(ran) == 4 * 2, "four steps on two devices"
-    for units in ran.values():
-        stays = [unit for unit, _ in groupby(units)]
-        assert len(stays) == len(set(stays)) > 2
 
 
 def test_a_pipeline_has_no_updates_before_all_gradients_are_known(order):
