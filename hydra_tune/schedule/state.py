@@ -6,13 +6,13 @@ told) in step with them; `invariants.py` recomputes each.
 
 from bisect import bisect_left, insort
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from hydra_tune.schedule.front import Age, Front
 from hydra_tune.schedule.levels import Levels
 from hydra_tune.schedule.policy import JobView
-from hydra_tune.schedule.record import DeviceRecord, JobRecord, Phase
+from hydra_tune.schedule.record import DeviceRecord, JobRecord, Phase, copied
 
 # Looked up for every unit, and an enum's members are slow to look up.
 _QUEUED, _PREPARING, _READY, _RUNNING = Phase.QUEUED, Phase.PREPARING, Phase.READY, Phase.RUNNING
@@ -247,7 +247,7 @@ class Draft:
             record = self._state.devices.get(device)
             if record is None:
                 return None
-            self._devices[device] = replace(record)
+            self._devices[device] = copied(record)
         return self._devices[device]
 
     @property
