@@ -2,10 +2,12 @@
 
 A task describes a training run with factories and data handles and holds nothing live: it costs nothing while it waits,
 and two tasks can be compared without building their models. It is checked when it is made, so that a mistake shows where
-it was written and not hours later on a worker. This module knows nothing of shards, devices or tuners.
+it was written and not hours later on a worker. This module knows nothing of shards and devices, and of tuners only what to
+say where a task was returned to one that does not know it.
 """
 
 import difflib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,6 +25,8 @@ Batch = Any
 Precision = Literal["float32", "bfloat16", "float16"]
 
 Activations = Literal["auto", "keep", "recompute", "spill"]
+
+_LOGGER = logging.getLogger(__name__)
 
 DataHandle = Dataset[Any] | DataLoader[Any] | Callable[[], Iterable[Batch]]
 
@@ -141,6 +145,21 @@ class TrainTask:
         if self.metric is None:
             return ("train_loss",) if self.validate is None else ("val_loss",)
         return (self.metric,) if isinstance(self.metric, str) else self.metric
+
+    def __float__(self) -> float:
+        """What a stock Optuna study asks of everything that an objective returns.
+
+        Raises:
+            TypeError: always; with the line that the study lacks.
+        """
+        message = (
+            "a TrainTask is not a number: a study trains it if it has an executor and the objective returns the task by "
+            "itself; make the study with hydra_tune_optuna.create_study(..., executor=hydra_tune.HydraExecutor())"
+        )
+        # Optuna fails the trial with the value's repr, and drops what float() had to say. A log line is no warning on
+        # purpose: where warnings are errors it would end the search in Optuna's own assertion, the trial still running.
+        _LOGGER.warning(message)
+        raise TypeError(message)
 
 
 def _check_factories(task: TrainTask) -> None:

@@ -2,7 +2,7 @@
 
 Everything of Optuna under its own name, and `create_study` and `load_study` that also take `executor=`. A study made
 with an executor is a `PoolStudy`: its `optimize` trains the `TrainTask` that the objective returns in the executor's
-pool. Without an executor this is Optuna, unchanged.
+pool. Without an executor this is Optuna, unchanged. `install()` has `import optuna` itself take `executor=`.
 """
 
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ from optuna import (
 
 from hydra_tune_optuna import study
 from hydra_tune_optuna.errors import TrialCancelledError
+from hydra_tune_optuna.installation import install, uninstall
 from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.study import create_study, load_study
 
@@ -55,6 +56,7 @@ __all__ = [
     "get_all_study_names",
     "get_all_study_summaries",
     "importance",
+    "install",
     "integration",
     "load_study",
     "logging",
@@ -64,6 +66,7 @@ __all__ = [
     "storages",
     "study",
     "trial",
+    "uninstall",
     "version",
     "visualization",
 ]

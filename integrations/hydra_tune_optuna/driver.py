@@ -5,9 +5,10 @@ report. What Optuna's own `Study.optimize` does around an objective is done here
 order. This module knows nothing of shards and devices.
 """
 
+import copy
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from optuna.exceptions import TrialPruned
@@ -96,7 +97,7 @@ class Driver:
         build: Objective,
         limits: Limits,
         *,
-        callbacks: Sequence[Callback],
+        callbacks: Iterable[Callback] | None,
         progress_bar: private.ProgressBar,
     ) -> None:
         self._study = study
@@ -263,10 +264,12 @@ class Driver:
         if told == TrialState.FAIL and error is not None and not isinstance(error, self._limits.catch):
             self._error = self._error or error
             return told
-        for callback in self._callbacks:
-            frozen = private.frozen_copy(self._study, trial)
-            with let_interrupts_through():
-                callback(self._study, frozen)
+        if self._callbacks is not None:
+            stored = private.stored(self._study, trial)
+            for callback in self._callbacks:
+                frozen = copy.deepcopy(stored)  # a callback may change what it is given
+                with let_interrupts_through():
+                    callback(self._study, frozen)
         self._progress_bar.update(self._elapsed_seconds(), self._study)
         return told
 
@@ -275,10 +278,10 @@ class Driver:
     ) -> TrialState:
         try:
             told, values, unfit = private.tell(self._study, trial, value=value, state=state)
-        except Exception:  # a sampler may raise on what it is told; the trial has its state all the same
-            stored = private.frozen_copy(self._study, trial)
+        except Exception as refusal:  # a sampler may raise on what it is told; the trial has its state all the same
+            stored = private.stored(self._study, trial)
             if stored.state.is_finished():
-                self._log(trial, stored.state, stored.values, value=value, error=error, reason=reason)
+                self._log(trial, stored.state, stored.values, value=value, error=error, reason=reason or repr(refusal))
             raise
         self._log(trial, told, values, value=value, error=error, reason=reason or unfit)
         del self._untold[private.trial_id(trial)]
@@ -312,12 +315,14 @@ class Driver:
         jobs = [running.job for running in self._running.values()]
         for job in jobs:
             job.cancel()
-        reason = repr(error) if isinstance(error, KeyboardInterrupt) else f"the search was ended by {error!r}"
+        interrupt = error if isinstance(error, KeyboardInterrupt) else None
+        reason = f"the search was ended by {error!r}" if interrupt is None else repr(interrupt)
         for trial in self._untold.values():
             try:
-                if not private.frozen_copy(self._study, trial).state.is_finished():
+                if not private.stored(self._study, trial).state.is_finished():
                     private.tell(self._study, trial, state=TrialState.FAIL)
-                    private.log_failed(trial, reason)
+                    private.log_failed(trial, reason, error=interrupt)
+                    interrupt = None  # one traceback says where it was
             except Exception:
                 _logger.warning("Trial %d could not be told that it failed.", trial.number, exc_info=True)
         while any(job.state not in _ENDED for job in jobs):

@@ -106,8 +106,6 @@ class PoolStudy(Study):
         with optimizing(self):
             progress_bar = ProgressBar(show_progress_bar, n_trials, timeout)
             try:
-                Driver(
-                    self, self.executor, func, limits, callbacks=tuple(callbacks or ()), progress_bar=progress_bar
-                ).run()
+                Driver(self, self.executor, func, limits, callbacks=callbacks, progress_bar=progress_bar).run()
             finally:
                 progress_bar.close()

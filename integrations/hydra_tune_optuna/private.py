@@ -6,7 +6,6 @@ contract test over it says whether a release of Optuna still fits. Nothing here 
 """
 # ruff: noqa: SLF001 - that is what this module is for
 
-import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
@@ -39,7 +38,6 @@ __all__ = [
     "ask",
     "completed_needed",
     "fail_stale",
-    "frozen_copy",
     "heartbeat_of",
     "log_completed",
     "log_failed",
@@ -48,6 +46,7 @@ __all__ = [
     "optimizing",
     "stop_requested",
     "storage_of",
+    "stored",
     "tell",
     "trial_id",
 ]
@@ -83,9 +82,9 @@ def ask(study: Study) -> Trial:
     return trial
 
 
-def frozen_copy(study: Study, trial: Trial) -> FrozenTrial:
-    """The trial as the storage has it now, for whoever may change it."""
-    return copy.deepcopy(study._storage.get_trial(trial._trial_id))
+def stored(study: Study, trial: Trial) -> FrozenTrial:
+    """The trial as the storage has it now; to be copied for whoever may change it."""
+    return study._storage.get_trial(trial._trial_id)
 
 
 @contextmanager

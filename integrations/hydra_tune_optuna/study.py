@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 import optuna
+from optuna.logging import get_logger
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
@@ -38,6 +39,8 @@ __all__ = [
     "get_all_study_summaries",
     "load_study",
 ]
+
+_logger = get_logger("optuna.hydra_tune")  # shown and set like the lines of Optuna itself
 
 Direction = Literal["minimize", "maximize"] | StudyDirection
 
@@ -100,7 +103,7 @@ def create_study(
         ConfigError: `executor` is something else than a hydra-tune executor; before the study is created.
     """
     if executor is not None:
-        PoolStudy.check_executor(executor)
+        PoolStudy.check_executor(executor)  # before there is a study
     study = optuna.create_study(
         storage=storage,
         sampler=sampler,
@@ -110,7 +113,7 @@ def create_study(
         load_if_exists=load_if_exists,
         directions=directions,
     )
-    return study if executor is None else _with_executor(study, executor)
+    return study if executor is None else with_executor(study, executor, direction, directions)
 
 
 @overload
@@ -159,10 +162,24 @@ def load_study(
         ConfigError: `executor` is something else than a hydra-tune executor.
     """
     study = optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
-    return study if executor is None else _with_executor(study, executor)
+    return study if executor is None else with_executor(study, executor)
 
 
-def _with_executor(study: Study, executor: HydraExecutor) -> PoolStudy:
+def with_executor(
+    study: Study,
+    executor: HydraExecutor,
+    direction: Direction | None = None,
+    directions: Sequence[Direction] | None = None,
+) -> PoolStudy:
+    """The same study, with an executor.
+
+    Args:
+        study: of Optuna.
+        executor: the pool.
+        direction: what the study was asked to have; None where it was not asked to have one.
+        directions: the same, of several objectives.
+    """
+    _warn_of_other_directions(study, [direction] if direction is not None else directions)
     return PoolStudy(
         study_name=study.study_name,
         storage=storage_of(study),
@@ -170,6 +187,25 @@ def _with_executor(study: Study, executor: HydraExecutor) -> PoolStudy:
         pruner=study.pruner,
         executor=executor,
     )
+
+
+def _warn_of_other_directions(study: Study, asked: Sequence[Direction] | None) -> None:
+    """With `load_if_exists` Optuna opens a study of another direction without a word, and it is searched the wrong way."""
+    if not isinstance(asked, Sequence):
+        return
+    wanted = [each if isinstance(each, StudyDirection) else StudyDirection[each.upper()] for each in asked]
+    if wanted != study.directions:
+        _logger.warning(
+            "The study %r was there already and is to %s, not to %s; give another study_name, or remove the study with "
+            "delete_study.",
+            study.study_name,
+            _words(study.directions),
+            _words(wanted),
+        )
+
+
+def _words(directions: Sequence[StudyDirection]) -> str:
+    return " and ".join(direction.name.lower() for direction in directions)
 
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for a real one

@@ -131,7 +131,7 @@ class Record:
 
     trials: list = field(default_factory=list)
     called_back: list = field(default_factory=list)
-    raised: str | None = None
+    raised: list = field(default_factory=list)
     log: list = field(default_factory=list)
     hints: list = field(default_factory=list, compare=False)  # what only a study with an executor says
 
@@ -147,7 +147,11 @@ def trials_of(study):
                 trial.values,
                 trial.intermediate_values,
                 trial.user_attrs,
-                sorted(trial.system_attrs.items(), key=str),
+                # A pickle of the library cmaes, with bytes of memory that nobody has written to; what it is for shows in
+                # the parameters of the next trials.
+                sorted(
+                    (item for item in trial.system_attrs.items() if not item[0].startswith("cma:optimizer")), key=str
+                ),
             )
         )
         for trial in study.trials
@@ -162,7 +166,8 @@ def optuna_log():
 
     def emit(record):
         if not record.name.startswith("optuna._gp"):  # says once in a process that an optional package is missing
-            messages.append(f"{record.name} {record.levelname}: {record.getMessage()}")
+            shown = f" {type(record.exc_info[1]).__name__} shown" if record.exc_info else ""
+            messages.append(f"{record.name} {record.levelname}: {record.getMessage()}{shown}")
 
     handler.emit = emit
     logger = logging.getLogger("optuna")
@@ -200,7 +205,7 @@ def record(
             try:
                 driver.optimize(study, build, callbacks=note, **call)
             except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - compared
-                seen.raised = repr(error)
+                seen.raised.append(repr(error))
     seen.trials = trials_of(study)
     seen.hints = [line for line in log if line.startswith("optuna.hydra_tune ")]
     seen.log = [line for line in log if line not in seen.hints]

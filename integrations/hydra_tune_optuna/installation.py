@@ -1,0 +1,73 @@
+"""`install` and `uninstall`: `executor=` for programs that write `import optuna` and are not to be changed.
+
+Optuna's own `create_study` and `load_study` are replaced, where users look them up, by functions that hand all they are
+given to them. What an executor does to a study is not known here.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import optuna
+from optuna.study import Study
+
+from hydra_tune import HydraExecutor
+from hydra_tune_optuna.pool_study import PoolStudy
+from hydra_tune_optuna.study import with_executor
+
+_Function = Callable[..., Study]
+
+_PLACES: tuple[tuple[ModuleType, str], ...] = tuple(
+    (module, name) for name in ("create_study", "load_study") for module in (optuna, optuna.study)
+)
+
+_lock = threading.Lock()
+_replaced: dict[tuple[ModuleType, str], tuple[_Function, _Function]] = {}
+"""What stood in each place before `install`, and what stands there since; empty where nothing is installed."""
+
+
+def install() -> None:
+    """Have `optuna.create_study` and `optuna.load_study` take `executor=`, as those of this package do.
+
+    So do the two in `optuna.study`. Without an executor they are Optuna's own, with its arguments, warnings and errors.
+    Call this before modules are imported that say `from optuna import create_study`: their name keeps what stood there
+    then. Calling it again does nothing.
+    """
+    with _lock:
+        if _replaced:
+            return
+        taking = functools.cache(_taking_an_executor)  # one and the same function stays one in all its places
+        for module, name in _PLACES:
+            stock = getattr(module, name)
+            _replaced[module, name] = (stock, taking(stock))
+            setattr(module, name, taking(stock))
+
+
+def uninstall() -> None:
+    """Put Optuna's own functions back, the very objects. Studies made meanwhile stay as they are.
+
+    What somebody else has put in their place since `install` is left alone. Calling it again does nothing.
+    """
+    with _lock:
+        for (module, name), (stock, ours) in _replaced.items():
+            if getattr(module, name) is ours:
+                setattr(module, name, stock)
+        _replaced.clear()
+
+
+def _taking_an_executor(stock: _Function) -> _Function:
+    @functools.wraps(stock)
+    def function(*args: Any, executor: HydraExecutor | None = None, **kwargs: Any) -> Study:
+        if executor is None:
+            return stock(*args, **kwargs)
+        PoolStudy.check_executor(executor)  # before there is a study
+        return with_executor(stock(*args, **kwargs), executor, kwargs.get("direction"), kwargs.get("directions"))
+
+    shown = inspect.signature(stock)
+    ours = inspect.signature(function, follow_wrapped=False).parameters["executor"]
+    # What help() and editors show; functools.wraps alone would show Optuna's.
+    function.__signature__ = shown.replace(parameters=[*shown.parameters.values(), ours])  # type: ignore[attr-defined]
+    return function
