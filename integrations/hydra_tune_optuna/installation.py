@@ -28,6 +28,9 @@ _lock = threading.Lock()
 _replaced: dict[tuple[ModuleType, str], tuple[_Function, _Function]] = {}
 """What stood in each place before `install`, and what stands there since; empty where nothing is installed."""
 
+_made: set[_Function] = set()
+"""All functions ever put there: somebody who patches and restores may bring one back after `uninstall`."""
+
 
 def install() -> None:
     """Have `optuna.create_study` and `optuna.load_study` take `executor=`, as those of this package do.
@@ -42,6 +45,8 @@ def install() -> None:
         taking = functools.cache(_taking_an_executor)  # one and the same function stays one in all its places
         for module, name in _PLACES:
             stock = getattr(module, name)
+            if stock in _made:
+                stock = inspect.unwrap(stock, stop=lambda function: function not in _made)
             _replaced[module, name] = (stock, taking(stock))
             setattr(module, name, taking(stock))
 
@@ -70,4 +75,6 @@ def _taking_an_executor(stock: _Function) -> _Function:
     ours = inspect.signature(function, follow_wrapped=False).parameters["executor"]
     # What help() and editors show; functools.wraps alone would show Optuna's.
     function.__signature__ = shown.replace(parameters=[*shown.parameters.values(), ours])  # type: ignore[attr-defined]
+    function.__module__ = optuna.study.__name__  # a pickle looks it up there
+    _made.add(function)
     return function

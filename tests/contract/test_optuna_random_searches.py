@@ -91,4 +91,4 @@ def test_the_searches_drawn_do_all_there_is():
     assert states == {"COMPLETE", "PRUNED", "FAIL"}
     assert {"ValueError", "KeyError", "KeyboardInterrupt", "RuntimeError"} <= raised
     assert any("fixed_params" in trial for each in seen for trial in each.trials)
-    assert any(len(each.trials) > 12 for each in seen)
+    assert sum(len(each.trials) for each in seen) > 60
