@@ -25,6 +25,7 @@ from hydra_tune_optuna.heartbeat import Heartbeat
 from hydra_tune_optuna.values import (
     Values,
     check_result_choice,
+    in_words,
     looks_like_a_value,
     reported_values,
     trial_value,
@@ -187,7 +188,7 @@ class Driver:
                 "Trial %d: with an executor, the objective returns a hydra_tune.TrainTask, or a number; this one "
                 "returned %s.",
                 trial.number,
-                type(outcome).__name__,
+                in_words(outcome),
             )
 
     def _submit(self, trial: Trial, task: TrainTask) -> None:

@@ -75,6 +75,6 @@ def _taking_an_executor(stock: _Function) -> _Function:
     ours = inspect.signature(function, follow_wrapped=False).parameters["executor"]
     # What help() and editors show; functools.wraps alone would show Optuna's.
     function.__signature__ = shown.replace(parameters=[*shown.parameters.values(), ours])  # type: ignore[attr-defined]
-    function.__module__ = optuna.study.__name__  # a pickle looks it up there
+    function.__module__ = "optuna.study"  # a pickle looks it up there
     _made.add(function)
     return function

@@ -75,3 +75,13 @@ def looks_like_a_value(outcome: object) -> bool:
     """Whether an objective meant to return this as its value, however wrong."""
     items: Sequence[object] = outcome if isinstance(outcome, list | tuple) else (outcome,)
     return all(isinstance(item, Real) for item in items)
+
+
+def in_words(outcome: object) -> str:
+    """What an objective returned that is neither a task nor a value."""
+    kind = type(outcome).__name__
+    if isinstance(outcome, list | tuple) and outcome and all(isinstance(item, TrainTask) for item in outcome):
+        return f"a {kind} of tasks; return one task, with metric= of several names for several objectives"
+    if isinstance(outcome, type):
+        return f"the class {outcome.__name__} itself"
+    return kind
