@@ -200,8 +200,8 @@ def test_a_storage_that_fails_during_the_search_leaves_what_stock_optuna_leaves(
 
 
 @pytest.mark.parametrize("asked", [{"direction": "maximize"}, {"directions": ["minimize", "maximize"]}], ids=str)
-def test_a_study_of_another_direction_is_opened_as_in_optuna_and_named(asked, driver, tmp_path):
-    options = {"study_name": "search", "storage": f"sqlite:///{tmp_path}/study.db"}
+def test_a_study_of_another_direction_is_opened_as_in_optuna_and_named(asked, driver):
+    options = {"study_name": "search", "storage": InMemoryStorage()}
     optuna.create_study(**options, direction="minimize")
     with optuna_log() as stock_log:
         optuna.create_study(**options, load_if_exists=True, **asked)

@@ -45,8 +45,8 @@ def test_a_search_with_an_executor_is_that_of_the_drop_in(installed, pool):
     assert record(Installed(pool), build) == record(Driver(pool), build)
 
 
-def test_both_modules_make_and_load_studies_of_the_pool(module, pool, tmp_path):
-    storage = f"sqlite:///{tmp_path}/study.db"
+def test_both_modules_make_and_load_studies_of_the_pool(module, pool):
+    storage = optuna.storages.InMemoryStorage()
     study = module.create_study(study_name="search", storage=storage, direction="maximize", executor=pool)
     study.optimize(build, n_trials=2)
     loaded = module.load_study(study_name=None, storage=storage, pruner=optuna.pruners.NopPruner(), executor=pool)
@@ -70,8 +70,8 @@ def test_without_an_executor_studies_and_searches_are_stock_ones(module):
     assert record(Plain(), build) == record(Driver(), build)
 
 
-def test_what_is_no_executor_is_refused_before_the_study_exists(module, tmp_path):
-    storage = f"sqlite:///{tmp_path}/study.db"
+def test_what_is_no_executor_is_refused_before_the_study_exists(module):
+    storage = optuna.storages.InMemoryStorage()
     with pytest.raises(HydraTuneError, match="executor must be a HydraExecutor, not 4"):
         module.create_study(storage=storage, executor=4)
     assert optuna.get_all_study_names(storage) == []

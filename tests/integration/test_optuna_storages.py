@@ -5,6 +5,7 @@ import pickle
 import signal
 import threading
 from datetime import datetime, timedelta
+from functools import partial
 
 import optuna
 import pytest
@@ -144,6 +145,50 @@ def test_a_trial_of_a_dead_process_is_failed_and_retried(narrow, heartbeats):
 
     assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]
     assert study.trials[1].params == {"learning_rate": 0.25, "seed": 1}
+
+
+RETRIES = {
+    "again": partial(optuna.storages.RetryHeartbeatStaleTrialCallback),
+    "no more": partial(optuna.storages.RetryHeartbeatStaleTrialCallback, max_retry=0),
+    "with reports": partial(optuna.storages.RetryHeartbeatStaleTrialCallback, inherit_intermediate_values=True),
+    "old name": partial(optuna.storages.RetryFailedTrialCallback, max_retry=2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
+@pytest.mark.filterwarnings("ignore:RetryFailedTrialCallback has been deprecated")
+@pytest.mark.filterwarnings("ignore:The reported value is ignored")
+@pytest.mark.parametrize(
+    "retry", [pytest.param(name, marks=[pytest.mark.slow] * (name != "again")) for name in RETRIES]
+)
+def test_stale_trials_are_retried_as_in_stock_optuna(retry, narrow, tmp_path):
+    def search(driver, name):
+        storage = optuna.storages.RDBStorage(
+            f"sqlite:///{tmp_path}/{name}.db",
+            heartbeat_interval=60,
+            grace_period=120,
+            heartbeat_stale_trial_callback=RETRIES[retry](),
+        )
+
+        def leave_a_stale_one(study):
+            trial = study.ask()
+            build(trial)
+            trial.report(0.5, 0)
+            trial.set_user_attr("who", "dead")
+            storage.record_heartbeat(trial._trial_id)
+            with storage.engine.begin() as connection:
+                long_ago = datetime.now() - timedelta(hours=1)  # noqa: DTZ005 - as the database has it
+                connection.execute(sqlalchemy.text("UPDATE trial_heartbeats SET heartbeat = :at"), {"at": long_ago})
+
+        seen = record(driver, build, storage=storage, prepare=leave_a_stale_one, calls=[{"n_trials": 2}])
+        storage.remove_session()
+        storage.engine.dispose()
+        return seen
+
+    ours, stock = search(Driver(narrow), "ours"), search(Driver(), "stock")
+    assert ours == stock
+    assert "'FAIL'" in ours.trials[0]
+    assert ("('retry_history', [0])" in ours.trials[1]) == (retry != "no more")
 
 
 @pytest.mark.parametrize(
