@@ -292,3 +292,22 @@ def test_the_storage_may_drop_its_session_in_the_end(driver, monkeypatch):
     record(driver, build)
 
     assert len(dropped) == 1
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+def test_callbacks_are_looked_up_after_each_trial(kind, driver):
+    """A list may grow during the search; an iterator is used up by the first trial."""
+
+    def called(driver):
+        seen = []
+
+        def note(study, trial):
+            seen.append(trial.number)
+            if kind is list and trial.number == 0:
+                callbacks.append(lambda study, trial: seen.append("later"))
+
+        callbacks = kind([note])
+        driver.optimize(driver.create_study(), build, n_trials=3, callbacks=callbacks)
+        return seen
+
+    assert called(driver) == called(Driver()) == ([0, "later", 1, "later", 2, "later"] if kind is list else [0])
