@@ -238,6 +238,29 @@ def test_stop_lets_the_running_trials_finish(pool):
     assert 1 <= len(study.trials) <= WIDTH + 1
 
 
+def test_an_objective_that_stops_the_study_lets_the_running_trials_finish(pool):
+    def objective(trial):
+        if trial.number == 5:
+            trial.study.stop()
+        return build(trial)
+
+    study = make_study(pool)
+    study.optimize(objective)
+
+    assert states(study) == ["COMPLETE"] * 6
+
+
+@pytest.mark.parametrize("counted", [None, (optuna.trial.TrialState.COMPLETE,)], ids=["all", "completed"])
+def test_a_limit_on_all_trials_of_a_study_holds_but_for_those_in_flight(counted, pool):
+    study = make_study(pool)
+    study.optimize(build, n_trials=2)
+
+    study.optimize(build, callbacks=[optuna.study.MaxTrialsCallback(8, states=counted)])
+
+    assert set(states(study)) == {"COMPLETE"}
+    assert 8 <= len(study.trials) <= 8 + WIDTH
+
+
 def test_no_trial_starts_after_the_time_is_out_and_running_ones_finish(pool):
     timeout_seconds = 0.3
     begun = []

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from tests.contract.optuna_drivers import Driver, make_pool, record
-from tests.contract.random_searches import draw, draw_wide
+from tests.contract.optuna_random_searches import draw, draw_wide
 
 QUICK = range(18, 30)
 MORE = range(30, 600)
