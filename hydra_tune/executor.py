@@ -6,19 +6,23 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import psutil
 
+from hydra_tune import __version__
+from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import num_cores, open_devices, parse_bandwidth
 from hydra_tune.devices.link import link_of
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
+from hydra_tune.observe.eventlog import EventLog, check_log_path
 from hydra_tune.pool.forecast import Forecast
 from hydra_tune.pool.job import EventStream, Job, Result, check_priority
 from hydra_tune.pool.pool import Pool
@@ -65,6 +69,8 @@ class HydraExecutor:
         link_bandwidth: what copies to and from each CPU device are slowed down to, e.g. "200MB/s", to see what a slow link
             would do; None: as fast as they are.
         record: keep what happens for `recording()`: some kilobytes of host memory for each unit run.
+        event_log: a file for what happens, written while the pool runs, which `hydra-tune trace` reads: units, copies, what
+            becomes of trials. Replaced if it is there; missing folders are made. None: none is written.
 
     Raises:
         ConfigError: an option that makes no sense, by name.
@@ -85,6 +91,7 @@ class HydraExecutor:
         record: bool = False,
         optimizer_placement: Literal["device", "host"] = "device",
         spill_dir: str | os.PathLike[str] | None = None,
+        event_log: str | os.PathLike[str] | None = None,
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -110,6 +117,7 @@ class HydraExecutor:
         self._updates_on_host = optimizer_placement == "host"
         self._link_bandwidth = link_bandwidth
         self._record = record
+        self._event_log = None if event_log is None else check_log_path(event_log)
         self._devices = devices
         self._device_memory = device_memory
         self._host_bytes = None if host_memory is None else parse_bytes(host_memory, what="host_memory")
@@ -320,9 +328,19 @@ class HydraExecutor:
             only_way=self._only_way,
             host=host,
             sends_ahead=self._buffer_fraction > 0,
+            log=None if self._event_log is None else self._log_to(self._event_log, devices),
         )
         _shut_down_at_exit(pool)
         return pool
+
+    def _log_to(self, path: Path, devices: Sequence[Device]) -> EventLog:
+        facts = {
+            "hydra_tune": __version__,
+            "policy": self._policy_name,
+            "admission": self._admission,
+            "max_concurrent": self._width,
+        }
+        return EventLog(path, [(device.name, device.budget_bytes) for device in devices], facts)
 
 
 def _shut_down_at_exit(pool: Pool) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hydra_tune.cli.meter import Meter
@@ -30,12 +31,14 @@ class Board:
     Args:
         spec: the sweep.
         log: is given one line for each trial that ends.
+        event_log: the file of the event log; None: there is none.
     """
 
-    def __init__(self, spec: SweepSpec, log: Callable[[str], None]) -> None:
+    def __init__(self, spec: SweepSpec, log: Callable[[str], None], event_log: Path | None = None) -> None:
         self.last_error: BaseException | None = None
         self._spec = spec
         self._log = log
+        self._event_log = event_log
         self._status: Status = "running"
         self._error: str | None = None
         self._study: str | None = None
@@ -149,4 +152,5 @@ class Board:
                 study=self._study,
                 error=self._error,
                 warnings=tuple(self._warnings),
+                event_log=None if self._event_log is None else str(self._event_log),
             )

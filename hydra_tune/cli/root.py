@@ -6,6 +6,7 @@ from hydra_tune import __version__
 from hydra_tune.cli.plan import plan
 from hydra_tune.cli.simulate import simulate_command
 from hydra_tune.cli.sweep import sweep
+from hydra_tune.cli.trace import trace
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -17,3 +18,4 @@ def main() -> None:
 main.add_command(simulate_command, name="simulate")
 main.add_command(plan)
 main.add_command(sweep)
+main.add_command(trace)

@@ -50,7 +50,14 @@ class _WatchedExecutor(HydraExecutor):
         return job
 
 
-def run_sweep(spec: SweepSpec, display: Display, *, timeout_seconds: float | None, timeline: Path | None = None) -> int:
+def run_sweep(
+    spec: SweepSpec,
+    display: Display,
+    *,
+    timeout_seconds: float | None,
+    timeline: Path | None = None,
+    event_log: Path | None = None,
+) -> int:
     """Run a sweep and show what it came to.
 
     Args:
@@ -58,6 +65,7 @@ def run_sweep(spec: SweepSpec, display: Display, *, timeout_seconds: float | Non
         display: how it is shown.
         timeout_seconds: no trial starts later; None: no limit.
         timeline: the file for the timeline; None: none is kept.
+        event_log: the file for the event log; None: none is written.
 
     Returns:
         The exit code of the program.
@@ -65,11 +73,12 @@ def run_sweep(spec: SweepSpec, display: Display, *, timeout_seconds: float | Non
     if timeline is not None and not _is_writable(timeline):
         return FAILED
     output = Output(display)
-    board = Board(spec, output.log)
+    board = Board(spec, output.log, event_log)
     try:
         with output.quiet():
             function, tuner = load_task(spec), find_tuner(_TUNER)
-            pool = opened(spec, partial(_WatchedExecutor, board.submitted, record=timeline is not None))
+            watched = partial(_WatchedExecutor, board.submitted, record=timeline is not None, event_log=event_log)
+            pool = opened(spec, watched)
         request = SweepRequest(
             spec=spec,
             executor=pool,

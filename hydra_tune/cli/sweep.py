@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from hydra_tune.cli.log_file import log_path
 from hydra_tune.cli.options import Display, Overrides, with_overrides
 from hydra_tune.cli.sweep_file import read_sweep_file
 from hydra_tune.errors import ConfigError
@@ -67,6 +68,13 @@ def _policy(context: click.Context, parameter: click.Parameter, value: str | Non
     metavar="FILE",
     help="Write what every device did: JSON for Perfetto, chrome://tracing and hydra-tune simulate --replay.",
 )
+@click.option(
+    "--log",
+    "event_log",
+    metavar="FILE",
+    help="Where the event log goes, which hydra-tune trace reads.  [runs/NAME-TIME-PROCESS.jsonl]",
+)
+@click.option("--no-log", is_flag=True, help="Write no event log.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 @click.option("--no-live", is_flag=True, help="Print a line for each trial instead of the live view.")
 def sweep(
@@ -81,6 +89,8 @@ def sweep(
     timeout_seconds: float | None,
     storage: str | None,
     timeline: Path | None,
+    event_log: str | None,
+    no_log: bool,
     as_json: bool,
     no_live: bool,
 ) -> None:
@@ -100,6 +110,7 @@ def sweep(
     )
     try:
         spec = with_overrides(read_sweep_file(file), overrides)
+        log = log_path(spec, event_log, no_log=no_log)
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)
@@ -107,4 +118,4 @@ def sweep(
     from hydra_tune.cli.run import run_sweep  # noqa: PLC0415
 
     display = Display(as_json=as_json, live=not no_live)
-    sys.exit(run_sweep(spec, display, timeout_seconds=timeout_seconds, timeline=timeline))
+    sys.exit(run_sweep(spec, display, timeout_seconds=timeout_seconds, timeline=timeline, event_log=log))

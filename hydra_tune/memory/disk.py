@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hydra_tune.errors import SpillError
 from hydra_tune.memory.spill_dir import SpillFolder, file_name
+from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.quantities import format_bytes
 
 T = TypeVar("T")
@@ -40,10 +41,12 @@ class Disk:
         bytes_read, bytes_written: of blocks so far.
         seconds: spent reading and writing.
         is_direct: whether O_DIRECT is used.
+        log: is told of every file that is written or read; None: nobody is.
     """
 
     def __init__(self, folder: SpillFolder) -> None:
         self.folder = folder
+        self.log: EventLog | None = None
         self.bytes_read = 0
         self.bytes_written = 0
         self.seconds = 0.0
@@ -121,7 +124,7 @@ class Disk:
         return function() if threading.current_thread() is self._thread else self._pool.submit(function).result()
 
     def _transfer(self, what: str, number: int, data: Tensor) -> None:
-        start, name = time.perf_counter(), file_name(number)
+        start_ns, name, is_done = time.perf_counter_ns(), file_name(number), False
         flags = os.O_RDWR | (_DIRECT if self.is_direct else 0)
         if what == "write":
             flags |= os.O_CREAT
@@ -137,10 +140,14 @@ class Disk:
                         self._read_piece(descriptor, offset, part)
             finally:
                 os.close(descriptor)
+            is_done = True
         except OSError as error:
             raise self._error(what, name, data.numel(), error) from error
         finally:
-            self.seconds += time.perf_counter() - start
+            end_ns = time.perf_counter_ns()
+            self.seconds += (end_ns - start_ns) / 1e9
+            if self.log is not None:
+                self.log.stored(what, data.numel() if is_done else 0, (start_ns, end_ns))
 
     def _write_piece(self, descriptor: int, offset: int, part: Tensor) -> None:
         self._piece[: part.numel()].copy_(part)

@@ -51,6 +51,7 @@ from hydra_tune.memory.pressure import is_out_of_memory
 from hydra_tune.memory.saved import SavedTensors
 from hydra_tune.memory.states import State
 from hydra_tune.memory.tenant import check_tenant
+from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.observe.turns import current_turn
 from hydra_tune.quantities import format_bytes
 
@@ -76,11 +77,15 @@ class Pager:
         num_leases: units that have had their blocks brought.
         last_short: how many there had been when room was made last.
         owner: the trial whose unit runs, or ran last.
+        log: is told of every copy; None: nobody is.
+        ready_ns: when what a unit needs was there, for the first time since somebody set it to 0.
     """
 
     def __init__(self, device: Device, host: HostTier | None = None) -> None:
         self.device = device
         self.host = host
+        self.log: EventLog | None = None
+        self.ready_ns = 0
         self.ledger = Ledger(device.name, device.budget_bytes)
         self.bytes_in: Counter[Kind] = Counter()
         self.bytes_out: Counter[Kind] = Counter()
@@ -300,7 +305,7 @@ class Pager:
             self.bytes_ahead -= block.size
         else:
             coming.copy.wait_quietly()
-            self.copying_ns += coming.copy.ended_ns - coming.copy.began_ns
+            self._made("in", block, "vain", coming.copy.began_ns, coming.copy.ended_ns)
             self.bytes_in_vain += block.size
         del coming
         with self._lock:
@@ -355,14 +360,14 @@ class Pager:
             except BaseException:
                 self.discard(block)
                 raise
-            self.copying_ns += time.perf_counter_ns() - start
+            self._made("in", block, "late", start, time.perf_counter_ns())
         else:
             try:
                 coming.copy.wait()
             except BaseException:
                 self.discard(block)
                 raise
-            self.copying_ns += coming.copy.ended_ns - coming.copy.began_ns
+            self._made("in", block, "background", coming.copy.began_ns, coming.copy.ended_ns)
         self._take_in(block, coming)
         self._awaited(block, start)  # noted when the block has said where it is
 
@@ -383,7 +388,7 @@ class Pager:
             if block.leaving is not None:
                 self.finish_leaving(block, is_noted=False)
         elif coming.copy.wait_quietly():
-            self.copying_ns += coming.copy.ended_ns - coming.copy.began_ns
+            self._made("in", block, "background", coming.copy.began_ns, coming.copy.ended_ns)
             self._take_in(block, coming)
         else:
             self.discard(block)
@@ -405,7 +410,7 @@ class Pager:
             return
         start = time.perf_counter_ns()
         is_made = leaving.wait_quietly()
-        self.copying_ns += leaving.ended_ns - leaving.began_ns
+        self._made("out", block, "background", leaving.began_ns, leaving.ended_ns, is_counted=is_made)
         if is_noted:
             self._awaited(block, start)
         if not is_made:
@@ -415,15 +420,28 @@ class Pager:
 
     def _awaited(self, block: Block, since_ns: int) -> None:
         """A unit has waited for a copy that was made in the background."""
-        self.waiting_ns += time.perf_counter_ns() - since_ns
+        now_ns = time.perf_counter_ns()
+        self.waiting_ns += now_ns - since_ns
+        if self.log is not None:
+            self.log.waited(self.device.name, (since_ns, now_ns))
         _note("await", [block], since_ns=since_ns)
 
     def _waited(self, what: str, block: Block, since_ns: int) -> None:
         """A copy is made that somebody has waited for."""
-        taken = time.perf_counter_ns() - since_ns
-        self.waiting_ns += taken
-        self.copying_ns += taken
+        now_ns = time.perf_counter_ns()
+        self.waiting_ns += now_ns - since_ns
+        self._made(what, block, "waited", since_ns, now_ns)
         _note(what, [block], block.size, since_ns=since_ns)
+
+    def _made(
+        self, what: str, block: Block, how: str, began_ns: int, ended_ns: int, *, is_counted: bool = True
+    ) -> None:
+        """A copy is over; `how` as in `EventLog.copied`, and whether it counts among the bytes."""
+        self.copying_ns += ended_ns - began_ns
+        if self.log is not None:
+            shard, nbytes = getattr(block, "shard", None), block.size if is_counted else 0  # groups have one
+            times = (began_ns, ended_ns)
+            self.log.copied(self.device.name, what, block.owner, block.kind, shard, nbytes, how, times)
 
     # Room.
 
@@ -518,6 +536,7 @@ class Lease:
         except BaseException:
             self._unpin()
             raise
+        self._pager.ready_ns = self._pager.ready_ns or time.perf_counter_ns()
         for block in self._blocks:
             _enter(block, State.COMPUTING)
         self._storages = {_identity(block.data): block for block in self._blocks if block.data is not None}
@@ -601,8 +620,11 @@ class Lease:
             with saved.hooks():
                 yield
         finally:
-            self._pager.bytes_out[Kind.ACTIVATIONS] += saved.bytes_out
-            self._pager.bytes_in[Kind.ACTIVATIONS] += saved.bytes_in
+            pager = self._pager
+            pager.bytes_out[Kind.ACTIVATIONS] += saved.bytes_out
+            pager.bytes_in[Kind.ACTIVATIONS] += saved.bytes_in
+            if pager.log is not None:
+                pager.log.saved(pager.device.name, saved.bytes_in, saved.bytes_out)
 
     def _unpin(self) -> None:
         for block in self._blocks:

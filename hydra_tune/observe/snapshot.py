@@ -100,6 +100,7 @@ class SweepView:
         study: the study's name in its storage; None before it is open.
         error: why the sweep ended early.
         warnings: what is to be told about the sweep itself.
+        event_log: the file for `hydra-tune trace`; None: none is written.
     """
 
     name: str
@@ -116,6 +117,7 @@ class SweepView:
     study: str | None = None
     error: str | None = None
     warnings: tuple[str, ...] = ()
+    event_log: str | None = None
 
     def count(self, state: str) -> int:
         """How many trials are in `state`."""

@@ -3,9 +3,7 @@
 Reads a plain `SweepView`; prints to a console it is given, or returns plain data.
 """
 
-import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -73,7 +71,7 @@ def print_summary(console: Console, view: SweepView) -> None:
         console.print(_device_table(view.devices))
         console.print()
     for line in _totals(view):
-        console.print(Text(line))
+        console.print(Text(line), soft_wrap=True)  # a path is for copying
 
 
 def _best_table(trials: tuple[TrialView, ...], view: SweepView) -> Table:
@@ -135,11 +133,13 @@ def _totals(view: SweepView) -> list[str]:
     kept = f", {earlier} of them earlier" if earlier else ""
     planned = view.units_run + view.units_saved
     share = f" ({view.units_saved / planned:.0%} of what was planned)" if planned else ""
+    log = [f"event log: {view.event_log}"] if view.event_log else []
     return [
         f"sweep {view.name}: {_ENDS[view.status]} after {format_seconds(view.elapsed_seconds)}",
         f"trials: {len(view.trials)}{kept}: {', '.join(counts)}",
         f"units run: {view.units_run}",
         f"units saved by pruning: {view.units_saved}{share}",
+        *log,
     ]
 
 
@@ -168,6 +168,7 @@ def to_json(view: SweepView) -> dict[str, Any]:
         "devices": {device.name: _device(device) for device in view.devices},
         "elapsed_seconds": view.elapsed_seconds,
         "scheduler_seconds": view.scheduler_seconds,
+        "event_log": view.event_log,
     }
 
 
@@ -175,18 +176,10 @@ def _trial(trial: TrialView) -> dict[str, Any]:
     data = asdict(trial)
     for live in ("step", "num_steps", "remaining_seconds"):
         del data[live]
-    return {name: _plain(value) for name, value in data.items()}
+    return {name: text.plain(value) for name, value in data.items()}
 
 
 def _device(device: DeviceView) -> dict[str, Any]:
     data = asdict(device)
     del data["name"]
     return data
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    return value

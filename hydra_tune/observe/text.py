@@ -1,5 +1,6 @@
 """Numbers and parameters as short text, the same in the live view, the lines and the tables."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,3 +25,12 @@ def epochs(done: int | None, planned: int | None) -> str:
     if done is None:
         return "-"
     return str(done) if planned is None else f"{done}/{planned}"
+
+
+def plain(value: Any) -> Any:
+    """A value for JSON, which lacks NaN and infinity: they become the texts `nan`, `inf` and `-inf`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    return value

@@ -13,8 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from hydra_tune.errors import HydraTuneError
+from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.ahead import NextUnits
 from hydra_tune.pool.job import Failed, Finished, Job, Result
+from hydra_tune.pool.lifecycle import log_decision, log_end
 from hydra_tune.pool.record import Record
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.schedule import (
@@ -39,6 +41,7 @@ class Core:
         devices: their names.
         recorder: keeps what happens; None: nothing is kept.
         sends_ahead: whether anybody asks what a device does next.
+        log: is told what becomes of jobs; None: nobody is.
 
     Attributes:
         changed: the lock that everything here is under; notified when a job ends or memory is given back.
@@ -51,6 +54,7 @@ class Core:
         abandoned: jobs that it has broken down under; their memory is given back at shutdown.
         failing: threads that end jobs whose bytes could not be kept.
         units_saved: that pruned and cancelled jobs would still have run.
+        log: as given; told of units and copies by those that run and make them.
     """
 
     def __init__(
@@ -62,7 +66,9 @@ class Core:
         devices: Sequence[str],
         recorder: Recorder | None,
         sends_ahead: bool,
+        log: EventLog | None = None,
     ) -> None:
+        self.log = log
         self.scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
         self.changed = threading.Condition()
         self.records: dict[str, Record] = {}
@@ -120,6 +126,8 @@ class Core:
         self._deciding_seconds += time.thread_time() - start
         if self._recorder is not None:
             self._recorder.decided(now, [*moves, *events], commands)
+        if self.log is not None:
+            log_decision(self.log, now, events, commands)
         for command in commands:
             self._carry_out(command)
 
@@ -220,6 +228,7 @@ class Core:
                 return  # the pool has broken down meanwhile, and has said so
             self.units_saved += result.units_saved
             job.end(result)
+            self._log_end(job, result)
             self.changed.notify_all()
         if job.events is not None:
             job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))
@@ -244,5 +253,10 @@ class Core:
         for record in records:
             result = Result(status="failed", error=error)
             record.job.end(result)
+            self._log_end(record.job, result)
             if record.job.events is not None:
                 record.job.events.put(Failed(record.job, result))
+
+    def _log_end(self, job: Job, result: Result) -> None:
+        if self.log is not None:
+            log_end(self.log, job, result)

@@ -20,6 +20,7 @@ from hydra_tune.errors import HydraTuneError
 from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
+from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.core import Core
 from hydra_tune.pool.forecast import Forecast, forecast
 from hydra_tune.pool.job import EventStream, Job, Progress
@@ -61,6 +62,7 @@ class Pool:
         only_way: the only way in which steps are split, for tests and measurements; None: the fastest.
         host: sends to disk what is beyond `host_bytes`; None: the host has to have room for all.
         sends_ahead: whether what a device does next is sent to it while it computes.
+        log: is told what happens, and closed at the end; None: nobody is.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class Pool:
         only_way: str | None = None,
         host: HostTier | None = None,
         sends_ahead: bool = True,
+        log: EventLog | None = None,
     ) -> None:
         self._host = host
+        self._log = log
         self._recorder = recorder
         self._library = library
         self._policy, self._max_concurrent, self._admission = policy, max_concurrent, admission
@@ -94,9 +98,14 @@ class Pool:
             devices=list(self._devices),
             recorder=recorder,
             sends_ahead=sends_ahead,
+            log=log,
         )
         self._changed, self._records = core.changed, core.records
         pagers = {device.name: Pager(device, host) for device in devices}
+        for pager in pagers.values():
+            pager.log = log
+        if host is not None:
+            host.disk.log = log
         self._lender = Lender(
             self._devices,
             pagers,
@@ -131,7 +140,7 @@ class Pool:
             number = next(self._numbers)
             key = f"{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
-            self._records[key] = Record(job, core.failure(key))
+            self._records[key] = Record(job, core.failure(key), self._log)
             try:
                 core.decide(JobSubmitted(job=key, priority=priority))
             except BaseException:
@@ -279,4 +288,6 @@ class Pool:
             self._host.close()
         for device in self._devices.values():
             device.close()
+        if self._log is not None:
+            self._log.close()
         torch.set_num_threads(self._intraop_threads)

@@ -58,6 +58,8 @@ class Preparer:
             unit = record.advance(report_is_free=True)
             if trial.state is not None:
                 trial.state.watch(lambda shard, device: core.moved(job.key, shard, device))
+                if core.log is not None:
+                    core.log.owns(job.key, trial.state.number)
             self._await_host_memory(record)
         except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
             core.fail(record, error, JobRejected(job=job.key))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hydra_tune.memory.tenant import Tenant
+from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.job import OVER, Job, Progress, Result
 from hydra_tune.schedule import Unit
 from hydra_tune.train.spread import LaneUnit, Spread
@@ -48,6 +49,7 @@ class Record:
     Args:
         job: its public side.
         on_failure: told by others that bytes of the job could not be kept.
+        log: is told of reports; None: nobody is.
 
     Attributes:
         tenant: the job, for the host's memory.
@@ -64,8 +66,9 @@ class Record:
         told: the places the scheduler knows of.
     """
 
-    def __init__(self, job: Job, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, job: Job, on_failure: Callable[[BaseException], None], log: EventLog | None = None) -> None:
         self.job = job
+        self._log = log
         self.tenant = Tenant(on_failure)
         self.trial: Trial | None = None
         self.pending: PendingUnit | None = None
@@ -139,7 +142,12 @@ class Record:
         """The job's next unit, or batches side by side, a report that waits for an answer, or None at its end."""
         assert self.trial is not None
         following = self.trial.advance()
-        while report_is_free and isinstance(following, Report):
+        while isinstance(following, Report):
+            if self._log is not None:
+                step, metrics = following.step, following.metrics
+                self._log.job(self.key, "report", step=step, metrics=metrics, waits=not report_is_free)
+            if not report_is_free:
+                break
             following = self.trial.advance()
         if isinstance(following, PendingUnit):
             self.pending = following

@@ -56,6 +56,8 @@ class Worker:
     def work(self) -> None:
         """The thread's life."""
         inbox = self._core.inboxes[self._device.name]
+        if self._core.log is not None:
+            self._core.log.at_work(self._device.name)
         with self._core.breaking(), self._device.worker():
             while (item := inbox.get()) is not None:
                 with self._turn(item[0]):
@@ -120,7 +122,7 @@ class Worker:
         pending = record.take(unit)
         if self._prefetch is not None:
             self._prefetch.asks = lambda: self._next_needs(record, pending)
-        seconds = self._pressure.run(record.job.name, pending, lambda: self._timed_unit(pending))
+        seconds = self._pressure.run(record.job.name, pending, lambda: self._timed_unit(record, pending))
         trial.finished(pending, seconds)
         return seconds
 
@@ -129,16 +131,26 @@ class Worker:
         assert self._core.next_units is not None
         return self._core.next_units.needs(record, pending, self._device.name)
 
-    def _timed_unit(self, pending: PendingUnit) -> float:
-        start, turn = time.perf_counter(), current_turn()
+    def _timed_unit(self, record: Record, pending: PendingUnit) -> float:
+        start_ns, turn = time.perf_counter_ns(), current_turn()
+        self._pager.ready_ns, is_failed = 0, True
         try:
             with contextlib.nullcontext() if turn is None else turn.unit(pending.kind, pending.shard):
-                return run_unit(pending, self._device, self._pager, self._instrument)
+                seconds = run_unit(pending, self._device, self._pager, self._instrument)
+            is_failed = False
         finally:
             if self._prefetch is not None:
                 self._prefetch.asks = None  # and nothing is sent ahead beside a unit that is run once more
+            end_ns = time.perf_counter_ns()
             self.units += 1
-            self.busy_seconds += time.perf_counter() - start
+            self.busy_seconds += (end_ns - start_ns) / 1e9
+            if self._core.log is not None:
+                # What never had all it needed has waited all the time, unless it needed nothing here.
+                times = (start_ns, self._pager.ready_ns or (end_ns if is_failed else start_ns), end_ns)
+                self._core.log.unit(
+                    self._device.name, record.job.key, pending.kind, pending.shard, times, is_failed=is_failed
+                )
+        return seconds
 
     def _finish_unit(self, record: Record, seconds: float, following: Following) -> None:
         core, job, trial = self._core, record.job, record.trial

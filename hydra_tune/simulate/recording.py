@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_tune.errors import ConfigError
+from hydra_tune.observe.chrome import COPY_TITLES, bar, named
 from hydra_tune.observe.turns import Action, BlockFacts, Sent, Turn, UnitSpan
 from hydra_tune.schedule import Run
 from hydra_tune.schedule.journal import Decision
@@ -16,7 +17,6 @@ DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 _FORMAT = 2
 _KEY = "hydra_tune"
-_TITLES = {"in": "load", "out": "spill", "across": "take over"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,24 +90,18 @@ class Recording:
         rows = {device.name: 2 * number for number, device in enumerate(self.devices)}
         for name, row in rows.items():
             for more, title in ((0, name), (1, f"{name} copies")):
-                yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": row + more, "args": {"name": title}}
+                yield named("thread", title, 0, row + more)
         for turn in self.turns:
             row = rows[turn.device]
             for unit in turn.units:
                 what = {"job": turn.job, "kind": unit.kind, "shard": unit.shard}
                 title = f"{turn.job} {unit.kind} {unit.shard}"
-                yield _bar(title, row, unit.start_ns - start, unit.end_ns - start, what)
+                yield bar(title, (0, row), unit.start_ns - start, unit.end_ns - start, what)
             for copy in (*turn.copies, *turn.sent):
                 facts = self.blocks.get(copy.block) or BlockFacts("", "", 0, None)  # it may have had no unit
                 what = {"job": facts.job, "kind": facts.kind, "shard": facts.shard, "bytes": copy.nbytes}
-                title = f"{_TITLES[copy.what]} {facts.kind}"
-                yield _bar(title, row + 1, copy.began_ns - start, copy.ended_ns - start, what)
-
-
-def _bar(title: str, row: int, start_ns: int, end_ns: int, what: dict[str, Any]) -> dict[str, Any]:
-    micro = 1000
-    times = {"ts": start_ns / micro, "dur": (end_ns - start_ns) / micro}
-    return {"ph": "X", "name": title, "cat": what["kind"], "pid": 0, "tid": row, **times, "args": what}
+                title = f"{COPY_TITLES[copy.what]} {facts.kind}"
+                yield bar(title, (0, row + 1), copy.began_ns - start, copy.ended_ns - start, what)
 
 
 def read_recording(path: Path) -> Recording:

@@ -3,8 +3,9 @@
 import pytest
 
 from hydra_tune.errors import ConfigError
+from hydra_tune.observe.gantt import colours_of
 from hydra_tune.simulate import Scenario, SimulatedDevice, SimulatedTrial, simulate, training_step
-from hydra_tune.simulate.plot import _colours, plot_timeline
+from hydra_tune.simulate.plot import plot_timeline
 
 
 def play(num_trials, timeline):
@@ -16,9 +17,9 @@ def play(num_trials, timeline):
 
 
 def test_twelve_trials_have_colours_of_their_own():
-    colours = _colours(play(12, 1000).timeline)
+    colours = colours_of(bar.job for bar in play(12, 1000).timeline)
     assert len(colours) == len(set(colours.values())) == 12
-    assert len(_colours(play(13, 1000).timeline)) == 13
+    assert len(colours_of(bar.job for bar in play(13, 1000).timeline)) == 13
 
 
 def test_without_a_timeline_there_is_nothing_to_draw(tmp_path):

@@ -1,0 +1,69 @@
+"""`hydra-tune trace`: what a run's event log says. Never imports torch."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.observe.figures import run_figures
+from hydra_tune.observe.run_plot import plot_run
+from hydra_tune.observe.run_table import print_run
+from hydra_tune.observe.runlog import read_log
+from hydra_tune.observe.trace import write_trace
+
+FAILED, USAGE = 1, 2
+
+_EXIT_CODES = """\b
+Exit codes:
+  0    done
+  1    a file could not be written
+  2    the command or LOG makes no sense; nothing was written
+  130  interrupted by Ctrl-C
+"""
+
+
+@click.command(epilog=_EXIT_CODES)
+@click.argument("log", type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where the trace goes.  [LOG with .trace.json]",
+)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it, too: a PNG.")
+@click.option("--from", "start", type=float, metavar="S", help="Draw from this second on.  [the first unit]")
+@click.option("--to", "end", type=float, metavar="S", help="Draw up to this second.  [the last unit]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
+def trace(
+    *, log: Path, out: Path | None, plot: Path | None, start: float | None, end: float | None, as_json: bool
+) -> None:
+    """Show what the run did of which LOG is the event log.
+
+    Prints makespan, utilisation, overlap, bytes and units, and writes a trace for Perfetto (ui.perfetto.dev) or
+    chrome://tracing.
+    """
+    if plot is None and (start is not None or end is not None):
+        raise click.UsageError("--from and --to say what is drawn; give --plot FILE as well")
+    target = log.with_suffix(".trace.json") if out is None else out
+    try:
+        found = read_log(log)
+        figures = run_figures(found)
+        if plot is not None:
+            plot_run(found, figures, plot, start=start, end=end)
+        write_trace(found, target)
+    except ConfigError as error:
+        click.echo(str(error), err=True)
+        sys.exit(USAGE)
+    except OSError as error:
+        click.echo(
+            f"cannot write {error.filename}: {error.strerror}; give another place with --out or --plot", err=True
+        )
+        sys.exit(FAILED)
+    if as_json:
+        click.echo(json.dumps(figures.to_json(), allow_nan=False))
+        return
+    print_run(Console(highlight=False), figures)
+    click.echo(f"trace        {target}, for ui.perfetto.dev or chrome://tracing")

@@ -1,0 +1,124 @@
+"""The lines of an event log: what is told, as JSON. `observe/runlog.py` reads them back."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from hydra_tune.observe.text import plain
+
+FORMAT = 1
+"""Of the file; another one for every change that a reader would notice."""
+
+KEY = "hydra_tune_event_log"
+"""What the first line has the format under."""
+
+_FAILED = ',"failed":true'
+
+
+class Lines:
+    """Makes lines. Times are given as `time.perf_counter_ns` has them, and written as nanoseconds since the start.
+
+    Units, copies and waits, of which there are many, are put together by hand: `json.dumps` would take three times as long.
+
+    Attributes:
+        start_ns: the start.
+        workers: devices by the thread that is their worker.
+    """
+
+    def __init__(self) -> None:
+        self.start_ns = 0
+        self.workers: dict[int, str] = {}
+        self._owners: dict[int, str] = {}
+        self._owned: dict[str, int] = {}
+        self._quoted: dict[str, str] = {}
+
+    def owns(self, job: str, owner: int) -> None:
+        """Blocks of this owner are a job's."""
+        self._owners[owner], self._owned[job] = job, owner
+
+    def header(self, devices: Sequence[tuple[str, int]], facts: Mapping[str, Any]) -> str:
+        """The first line: name and budget of each device, and whatever else."""
+        ago = (time.perf_counter_ns() - self.start_ns) / 1e9
+        started = datetime.fromtimestamp(datetime.now(UTC).timestamp() - ago, UTC).isoformat()
+        listed = [{"name": name, "budget_bytes": budget} for name, budget in devices]
+        return _object(**{KEY: FORMAT}, started_at=started, devices=listed, **facts)
+
+    def unit(self, device: str, job: str, kind: str, shard: int, times: tuple[int, int, int], is_failed: bool) -> str:
+        """A unit; `times` are when it began, when all it needed was there, and when it ended."""
+        start, quote = self.start_ns, self._quote
+        return (
+            f'{{"event":"unit","device":{quote(device)},"job":{quote(job)},"kind":{quote(kind)},"shard":{shard},'
+            f'"start_ns":{times[0] - start},"ready_ns":{times[1] - start},"end_ns":{times[2] - start}'
+            f"{_FAILED if is_failed else ''}}}\n"
+        )
+
+    def copy(
+        self,
+        device: str,
+        what: str,
+        owner: int | None,
+        kind: str,
+        shard: int | None,
+        nbytes: int,
+        how: str,
+        thread: int,
+        times: tuple[int, int],
+    ) -> str:
+        """A copy; as `EventLog.copied`, and the thread that has told."""
+        quote = self._quote
+        by = None if how in ("background", "vain") else self.workers.get(thread)
+        job = None if owner is None else self._owners.get(owner)
+        return (
+            f'{{"event":"copy","device":{quote(device)},"what":"{what}","job":{quote(job)},"kind":{quote(kind)},'
+            f'"shard":{"null" if shard is None else shard},"bytes":{nbytes},"how":"{how}","by":{quote(by)},'
+            f"{self._span(times)}}}\n"
+        )
+
+    def wait(self, device: str, thread: int, times: tuple[int, int]) -> str:
+        """A thread has waited for a copy in the background, to or from a device."""
+        by = self._quote(self.workers.get(thread))
+        return f'{{"event":"wait","device":{self._quote(device)},"by":{by},{self._span(times)}}}\n'
+
+    def saved(self, device: str, bytes_in: int, bytes_out: int, at_ns: int) -> str:
+        """Activations that a unit had on the host meanwhile."""
+        return _object(
+            event="saved", device=device, bytes_in=bytes_in, bytes_out=bytes_out, at_ns=at_ns - self.start_ns
+        )
+
+    def disk(self, what: str, nbytes: int, times: tuple[int, int]) -> str:
+        """The disk was written to or read from."""
+        return f'{{"event":"disk","what":"{what}","bytes":{nbytes},{self._span(times)}}}\n'
+
+    def job(self, job: str, what: str, at_ns: int, more: Mapping[str, Any]) -> str:
+        """Something has become of a job."""
+        if what == "over":
+            self._quoted.pop(job, None)
+            self._owners.pop(self._owned.pop(job, -1), None)
+        facts = {name: plain(value) for name, value in more.items()}
+        return _object(event="job", job=job, what=what, at_ns=at_ns - self.start_ns, **facts)
+
+    def lost(self, records: int) -> str:
+        """So many more could not be kept."""
+        return _object(event="lost", records=records, at_ns=time.perf_counter_ns() - self.start_ns)
+
+    def end(self) -> str:
+        """The last line."""
+        return _object(event="end", at_ns=time.perf_counter_ns() - self.start_ns)
+
+    def _span(self, times: tuple[int, int]) -> str:
+        return f'"start_ns":{times[0] - self.start_ns},"end_ns":{times[1] - self.start_ns}'
+
+    def _quote(self, text: str | None) -> str:
+        """A text as JSON; they are few and come again and again."""
+        if text is None:
+            return "null"
+        found = self._quoted.get(text)
+        if found is None:
+            found = self._quoted[text] = json.dumps(text)
+        return found
+
+
+def _object(**values: Any) -> str:
+    return json.dumps(values, separators=(",", ":"), allow_nan=False, default=str) + "\n"

@@ -1,0 +1,64 @@
+"""A run's log as a picture: for each device its units, and below them what is loaded and what is spilled meanwhile."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.observe.figures import RunFigures
+from hydra_tune.observe.gantt import Bar, Chart, Lane, draw
+from hydra_tune.observe.runlog import RunLog
+
+_PALE = 0.35
+_MOST_DEVICES = 32
+_LANES = {
+    "wait": Lane(top=-0.42, height=0.46, alpha=_PALE),
+    "unit": Lane(top=-0.42, height=0.46, label="units"),
+    "load": Lane(top=0.09, height=0.13, alpha=_PALE, label="loads"),
+    "load ahead": Lane(top=0.09, height=0.13),
+    "spill": Lane(top=0.27, height=0.13, alpha=_PALE, label="spills"),
+    "spill ahead": Lane(top=0.27, height=0.13),
+}
+_SECOND = 1e9
+
+
+def plot_run(
+    log: RunLog, figures: RunFigures, path: Path, *, start: float | None = None, end: float | None = None
+) -> None:
+    """Draw a run: solid bars are units that compute and copies in the background, pale ones what units waited for.
+
+    Args:
+        log: of the run.
+        figures: of it, for the title.
+        path: the PNG file to write.
+        start: second from which on is drawn; None: where the first unit begins.
+        end: second up to which is drawn; None: where the last unit ends.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or nothing ran between the two.
+        OSError: the file cannot be written.
+    """
+    first = min(unit.start_ns for unit in log.units) / _SECOND
+    span = (first if start is None else start, figures.makespan_seconds if end is None else end)
+    bars = list(_bars(log))
+    if not any(bar.end > span[0] and bar.start < span[1] for bar in bars):
+        raise ConfigError(
+            f"nothing ran between {span[0]:g} and {span[1]:g} seconds; units ran from {first:.3f} to "
+            f"{figures.makespan_seconds:.3f}"
+        )
+    title = (
+        f"{figures.policy}: makespan {figures.makespan_seconds:.3f} s, utilisation {figures.utilisation:.1%}, "
+        f"{figures.overlap:.1%} of the copying under compute (pale: waited for)"
+    )
+    rows = list(log.budgets)[:_MOST_DEVICES]
+    draw(Chart(title=title, rows=rows, lanes=_LANES, bars=bars, span=span, row_inches=1.1), path)
+
+
+def _bars(log: RunLog) -> Iterator[Bar]:
+    for unit in log.units:
+        start, ready, end = (time / _SECOND for time in (unit.start_ns, unit.ready_ns, unit.end_ns))
+        if ready > start:
+            yield Bar(unit.device, "wait", unit.job, start, ready)
+        yield Bar(unit.device, "unit", unit.job, ready, end)
+    for copy in log.copies:
+        lane = ("spill" if copy.what == "out" else "load") + (" ahead" if copy.is_in_background else "")
+        yield Bar(copy.device, lane, copy.job or "", copy.start_ns / _SECOND, copy.end_ns / _SECOND)

@@ -1,0 +1,87 @@
+"""A run's figures as tables."""
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hydra_tune.observe.figures import DeviceFigures, RunFigures
+from hydra_tune.quantities import format_bytes, format_seconds
+
+_ENDS = ("completed", "pruned", "failed", "cancelled", "unknown")
+_WAYS = (("in", "bytes_in_by_kind"), ("out", "bytes_out_by_kind"), ("across", "bytes_across_by_kind"))
+
+
+def print_run(console: Console, figures: RunFigures) -> None:
+    """Print the devices, the bytes by kind, and the totals.
+
+    Args:
+        console: where to.
+        figures: of the run.
+    """
+    console.print()
+    console.print(_device_table(figures.devices))
+    console.print()
+    moved = _bytes_table(figures.devices)
+    if moved.row_count:
+        console.print(moved)
+        console.print()
+    for name, value in _totals(figures):
+        console.print(Text(f"{name:<12} {value}"))
+    if not figures.is_whole:
+        console.print(Text(_unfinished(figures), style="yellow"))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, name in enumerate(columns):
+        table.add_column(name, no_wrap=True, justify="left" if number == 0 else "right")
+    return table
+
+
+def _device_table(devices: tuple[DeviceFigures, ...]) -> Table:
+    table = _table("device", "utilisation", "busy", "waiting", "copying", "overlap", "units")
+    for device in devices:
+        table.add_row(
+            Text(device.name),
+            f"{device.utilisation:.1%}",
+            f"{device.busy_seconds:.3f} s",
+            f"{device.waiting_seconds:.3f} s",
+            f"{device.copying_seconds:.3f} s",
+            f"{device.overlap:.1%}",
+            str(device.units),
+        )
+    return table
+
+
+def _bytes_table(devices: tuple[DeviceFigures, ...]) -> Table:
+    kinds = {kind for device in devices for _, field in _WAYS for kind in getattr(device, field)}
+    table = _table("bytes", *(way for way, _ in _WAYS))
+    for kind in sorted(kinds):
+        sums = [sum(getattr(device, field).get(kind, 0) for device in devices) for _, field in _WAYS]
+        if any(sums):
+            table.add_row(Text(kind), *(format_bytes(one) for one in sums))
+    return table
+
+
+def _totals(figures: RunFigures) -> Iterator[tuple[str, str]]:
+    planned = figures.units_run + figures.units_saved
+    ends = [f"{figures.trials[end]} {end}" for end in _ENDS if figures.trials.get(end)]
+    yield "trials", ", ".join(ends)
+    yield "makespan", f"{figures.makespan_seconds:.3f} s"
+    yield "utilisation", f"{figures.utilisation:.1%}"
+    yield "overlap", f"{figures.overlap:.1%} of the time that copies took lies under compute"
+    yield (
+        "units",
+        f"{figures.units_run} run, {figures.units_saved} saved by pruning ({figures.units_saved / planned:.0%})",
+    )
+    if figures.disk_seconds:
+        read, written = format_bytes(figures.disk_read_bytes), format_bytes(figures.disk_written_bytes)
+        yield "disk", f"{read} read, {written} written, busy for {format_seconds(figures.disk_seconds)}"
+
+
+def _unfinished(figures: RunFigures) -> str:
+    if figures.lost:
+        return f"the log has no room for {figures.lost} events, so that these figures are too small"
+    return "the log ends before the run: it goes on still, was killed, or could not write any more; this is what it says so far"

@@ -1,0 +1,231 @@
+"""`RunLog`: a file of `EventLog`, read back; also one whose run was killed while it was written."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.observe.log_lines import FORMAT, KEY
+
+_REMEDY = "hydra-tune sweep writes one to runs/, HydraExecutor(event_log=FILE) to FILE"
+_DAMAGE = (LookupError, TypeError, ValueError, AttributeError)
+
+
+class UnitRun(NamedTuple):
+    """A shard unit that ran: when it began, when all it needed was there, and when it ended."""
+
+    device: str
+    job: str
+    kind: str
+    shard: int
+    start_ns: int
+    ready_ns: int
+    end_ns: int
+    is_failed: bool
+
+
+class CopyMade(NamedTuple):
+    """A copy to a device ("in"), from it ("out") or to it from another one ("across"); fields as in `EventLog.copied`.
+
+    Args:
+        by: the device whose worker made it; None for a copy thread, or one that gives back the memory of a trial.
+    """
+
+    device: str
+    what: str
+    job: str | None
+    kind: str
+    shard: int | None
+    nbytes: int
+    how: str
+    by: str | None
+    start_ns: int
+    end_ns: int
+
+    @property
+    def is_in_background(self) -> bool:
+        """Whether a copy thread made it while everybody else went on."""
+        return self.how in ("background", "vain")
+
+
+class Wait(NamedTuple):
+    """A worker, or None, waited for a copy that was made in the background to or from a device."""
+
+    device: str
+    by: str | None
+    start_ns: int
+    end_ns: int
+
+
+class DiskUse(NamedTuple):
+    """The disk was written to ("write") or read from ("read")."""
+
+    what: str
+    nbytes: int
+    start_ns: int
+    end_ns: int
+
+
+class Saved(NamedTuple):
+    """Activations that a unit had on the host meanwhile."""
+
+    device: str
+    bytes_in: int
+    bytes_out: int
+
+
+class JobEvent(NamedTuple):
+    """Something became of a job."""
+
+    job: str
+    what: str
+    at_ns: int
+    more: Mapping[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class RunLog:
+    """All of a log. Times are nanoseconds since the first job was submitted.
+
+    Args:
+        started_at: when that was, as ISO 8601.
+        version: of hydra-tune.
+        policy, admission, max_concurrent: the pool's.
+        budgets: bytes of each device, by name.
+        units, copies, waits, disk, saved, jobs: what happened, in the order in which it was over.
+        lost: events that the log had no room for.
+        end_ns: when it was closed; None if it never was: the run goes on, was killed, or could write no more.
+        is_cut: whether its last line is not whole.
+    """
+
+    started_at: str
+    version: str
+    policy: str
+    admission: str
+    max_concurrent: int
+    budgets: dict[str, int]
+    units: list[UnitRun] = field(default_factory=list)
+    copies: list[CopyMade] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    disk: list[DiskUse] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+    jobs: list[JobEvent] = field(default_factory=list)
+    lost: int = 0
+    end_ns: int | None = None
+    is_cut: bool = False
+
+    @property
+    def last_ns(self) -> int:
+        """When the last of all that is known was over."""
+        ends = (
+            one.end_ns
+            for one in chain[UnitRun | CopyMade | Wait | DiskUse](self.units, self.copies, self.waits, self.disk)
+        )
+        return max(chain(ends, (event.at_ns for event in self.jobs), [self.end_ns or 0]))
+
+
+def read_log(path: Path) -> RunLog:
+    """Read an event log.
+
+    Raises:
+        ConfigError: there is none, it is something else, another version's, damaged, or of a run in which nothing ran.
+    """
+    try:
+        with path.open("rb") as file:
+            log = _begun(path, file.readline())
+            _take_all(path, log, file)
+    except OSError as error:
+        reason = "it is not there" if isinstance(error, FileNotFoundError) else str(error.strerror)
+        raise ConfigError(f"cannot read the event log {str(path)!r}: {reason}; {_REMEDY}") from error
+    if not log.units:
+        raise ConfigError(
+            f"in the run of {str(path)!r} no unit has run, so there is nothing to show; "
+            + (_first_error(log) or "if it goes on still, ask again in a while")
+        )
+    return log
+
+
+def _begun(path: Path, line: bytes) -> RunLog:
+    if not line.strip():
+        raise ConfigError(f"{str(path)!r} is empty: its run was ended before anything was written; {_REMEDY}")
+    try:
+        data = json.loads(line)
+    except ValueError:
+        data = None
+    if not isinstance(data, dict) or KEY not in data:
+        raise ConfigError(f"{str(path)!r} is not an event log: its first line is not that of one; {_REMEDY}")
+    if data[KEY] != FORMAT:
+        raise ConfigError(
+            f"{str(path)!r} is an event log of format {data[KEY]!r}, and this version reads {FORMAT}; read it with the "
+            f"hydra-tune that wrote it, {data.get('hydra_tune')!r}"
+        )
+    try:
+        return RunLog(
+            started_at=data["started_at"],
+            version=data["hydra_tune"],
+            policy=data["policy"],
+            admission=data["admission"],
+            max_concurrent=data["max_concurrent"],
+            budgets={device["name"]: device["budget_bytes"] for device in data["devices"]},
+        )
+    except _DAMAGE as error:
+        raise _damaged(path, 1, error) from error
+
+
+def _take_all(path: Path, log: RunLog, lines: Iterator[bytes]) -> None:
+    texts: dict[str, str] = {}
+    for number, line in enumerate(lines, start=2):
+        if not line.endswith(b"\n"):  # only the last can be so
+            log.is_cut = True
+            return
+        try:
+            _take(log, json.loads(line), texts)
+        except _DAMAGE as error:
+            raise _damaged(path, number, error) from error
+
+
+def _take(log: RunLog, data: dict[str, Any], texts: dict[str, str]) -> None:
+    """Take one line in; `texts` holds each name once, for there are millions of lines."""
+
+    def name(key: str) -> Any:
+        found = data[key]
+        return found if found is None else texts.setdefault(found, found)
+
+    match data["event"]:
+        case "unit":
+            times = (data["start_ns"], data["ready_ns"], data["end_ns"])
+            is_failed = data.get("failed", False)
+            log.units.append(UnitRun(name("device"), name("job"), name("kind"), data["shard"], *times, is_failed))
+        case "copy":
+            what = (name("device"), name("what"), name("job"), name("kind"), data["shard"], data["bytes"])
+            log.copies.append(CopyMade(*what, name("how"), name("by"), data["start_ns"], data["end_ns"]))
+        case "wait":
+            log.waits.append(Wait(name("device"), name("by"), data["start_ns"], data["end_ns"]))
+        case "disk":
+            log.disk.append(DiskUse(name("what"), data["bytes"], data["start_ns"], data["end_ns"]))
+        case "saved":
+            log.saved.append(Saved(name("device"), data["bytes_in"], data["bytes_out"]))
+        case "job":
+            more = {key: value for key, value in data.items() if key not in ("event", "job", "what", "at_ns")}
+            log.jobs.append(JobEvent(name("job"), name("what"), data["at_ns"], more))
+        case "lost":
+            log.lost += data["records"]
+        case "end":
+            log.end_ns = data["at_ns"]
+        case other:
+            raise ValueError(f"there is no event {other!r}")
+
+
+def _damaged(path: Path, number: int, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{str(path)!r} is damaged in line {number} ({type(error).__name__}: {error}); what is before can be read: "
+        f"head -n {number - 1} {path} > whole.jsonl"
+    )
+
+
+def _first_error(log: RunLog) -> str | None:
+    errors = [event.more["error"] for event in log.jobs if event.what == "over" and event.more.get("error")]
+    return f"its first trial that failed said: {errors[0]}" if errors else None

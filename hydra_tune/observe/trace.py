@@ -1,0 +1,165 @@
+"""A run's log as a trace in Chrome's format: rows for each device, for the disk, and for each trial.
+
+A device has a row of units and, below, rows of loads, spills and what came from other devices; what was copied in the
+background is apart from what a unit waited for. Copies that overlap are in rows of their own.
+"""
+
+import heapq
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra_tune.observe.chrome import COPY_TITLES, bar, mark, named, placed
+from hydra_tune.observe.runlog import CopyMade, JobEvent, RunLog
+
+_TRIALS = 1
+_BASES = {
+    "submitted": "queued",
+    "preparing": "preparing",
+    "running": "running",
+    "resumed": "running",
+    "stopped": "ending",
+    "rejected": "ending",
+}
+_ROWS = {
+    ("in", False): "loads",
+    ("in", True): "loads ahead",
+    ("across", False): "from other devices",
+    ("out", False): "spills",
+    ("out", True): "spills in the background",
+}
+_DISK_TITLES = {"read": "read from disk", "write": "write to disk"}
+
+
+class Stay(NamedTuple):
+    """A job was in a state for a while."""
+
+    job: str
+    state: str
+    start_ns: int
+    end_ns: int
+
+
+def write_trace(log: RunLog, path: Path) -> None:
+    """Write the trace of a run.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        before = '{"displayTimeUnit":"ms","traceEvents":[\n'
+        for event in trace_events(log):
+            file.write(before + json.dumps(event, separators=(",", ":")))
+            before = ",\n"
+        file.write("\n]}\n")
+
+
+def trace_events(log: RunLog) -> Iterator[dict[str, Any]]:
+    """The events of the trace of a run."""
+    yield named("process", "trials", _TRIALS)
+    yield from _stories(log)
+    for number, device in enumerate(log.budgets, start=_TRIALS + 1):
+        yield named("process", device, number)
+        yield placed("process", number, number)
+        yield from _units(log, device, number)
+        yield from _copies([copy for copy in log.copies if copy.device == device], number)
+    if log.disk:
+        yield from _disk(log, len(log.budgets) + _TRIALS + 1)
+
+
+def _units(log: RunLog, device: str, process: int) -> Iterator[dict[str, Any]]:
+    row = (process, 1)
+    yield named("thread", "units", *row)
+    yield placed("thread", 1, *row)
+    for unit in log.units:
+        if unit.device != device:
+            continue
+        what = {"job": unit.job, "kind": unit.kind, "shard": unit.shard, "failed": unit.is_failed}
+        yield bar(f"{unit.job} {unit.kind} {unit.shard}", row, unit.start_ns, unit.end_ns, what)
+        if unit.ready_ns > unit.start_ns:
+            yield bar("waits for bytes", row, unit.start_ns, unit.ready_ns, {"kind": "wait", "job": unit.job})
+
+
+def _copies(copies: Sequence[CopyMade], process: int) -> Iterator[dict[str, Any]]:
+    thread = 2
+    for (what, is_background), title in _ROWS.items():
+        mine = [copy for copy in copies if (copy.what, copy.is_in_background) == (what, is_background)]
+        for row, some in enumerate(_apart(mine)):
+            yield named("thread", title if row == 0 else f"{title} ({row + 1})", process, thread)
+            yield placed("thread", thread, process, thread)
+            for copy in some:
+                facts = {"job": copy.job, "kind": copy.kind, "shard": copy.shard, "bytes": copy.nbytes, "how": copy.how}
+                shard = "" if copy.shard is None else f" {copy.shard}"
+                name = f"{COPY_TITLES[what]} {copy.job} {copy.kind}{shard}"
+                yield bar(name, (process, thread), copy.start_ns, copy.end_ns, facts)
+            thread += 1
+
+
+def _disk(log: RunLog, process: int) -> Iterator[dict[str, Any]]:
+    yield named("process", "disk", process)
+    yield placed("process", process, process)
+    for thread, (what, title) in enumerate(_DISK_TITLES.items(), start=1):
+        yield named("thread", title, process, thread)
+        for use in log.disk:
+            if use.what == what:
+                facts = {"kind": what, "bytes": use.nbytes}
+                yield bar(title, (process, thread), use.start_ns, use.end_ns, facts)
+
+
+def _apart(copies: Sequence[CopyMade]) -> list[list[CopyMade]]:
+    """Copies in as few rows as they need to be side by side: a row cannot show what overlaps."""
+    rows: list[list[CopyMade]] = []
+    free: list[tuple[int, int]] = []  # when each row is, the earliest first
+    for copy in sorted(copies, key=lambda one: one.start_ns):
+        if free and free[0][0] <= copy.start_ns:
+            row = heapq.heappop(free)[1]
+        else:
+            row = len(rows)
+            rows.append([])
+        rows[row].append(copy)
+        heapq.heappush(free, (copy.end_ns, row))
+    return rows
+
+
+# Trials.
+
+
+def _stories(log: RunLog) -> Iterator[dict[str, Any]]:
+    for number, (job, events) in enumerate(by_job(log).items(), start=1):
+        last = events[-1]
+        end_ns = last.at_ns if last.what == "over" else log.last_ns
+        yield mark("b", job, _TRIALS, number, events[0].at_ns, {})
+        for stay in stays(job, events, end_ns):
+            yield mark("b", stay.state, _TRIALS, number, stay.start_ns, {})
+            yield mark("e", stay.state, _TRIALS, number, stay.end_ns, {})
+        for event in events:
+            if event.what == "report":
+                yield mark("n", f"report {event.more['step']}", _TRIALS, number, event.at_ns, dict(event.more))
+        if last.what == "over":
+            yield mark("n", last.more["status"], _TRIALS, number, end_ns, dict(last.more))
+        yield mark("e", job, _TRIALS, number, end_ns, {})
+
+
+def by_job(log: RunLog) -> Mapping[str, list[JobEvent]]:
+    """What became of each job, in order."""
+    found: dict[str, list[JobEvent]] = {}
+    for event in log.jobs:
+        found.setdefault(event.job, []).append(event)
+    return found
+
+
+def stays(job: str, events: Sequence[JobEvent], end_ns: int) -> Iterator[Stay]:
+    """The states of a job one after another: queued, preparing, running, waiting (for an answer), paused, ending."""
+    base, is_paused = "queued", False
+    state, since_ns = base, events[0].at_ns
+    for event in events:
+        base = "waiting" if event.more.get("waits") else _BASES.get(event.what, base)
+        is_paused = event.what == "paused" or (is_paused and event.what not in ("unpaused", "stopped"))
+        following = "paused" if is_paused else base
+        if following != state:
+            if event.at_ns > since_ns:
+                yield Stay(job, state, since_ns, event.at_ns)
+            state, since_ns = following, event.at_ns
+    if end_ns > since_ns:
+        yield Stay(job, state, since_ns, end_ns)

@@ -1,0 +1,59 @@
+"""What becomes of jobs, as the event log has it: taken from what the scheduler is told and says, and from results."""
+
+from collections.abc import Sequence
+
+from hydra_tune.observe.eventlog import EventLog
+from hydra_tune.pool.job import Job, Result
+from hydra_tune.schedule import (
+    Admit,
+    Command,
+    Event,
+    JobAdmitted,
+    JobPaused,
+    JobRejected,
+    JobResumed,
+    JobStopped,
+    JobSubmitted,
+    JobUnpaused,
+    PriorityChanged,
+)
+
+_PLAIN = (JobAdmitted, JobRejected, JobResumed, JobStopped, JobPaused, JobUnpaused)
+_WITH_PRIORITY = (JobSubmitted, PriorityChanged)
+_NAMES: dict[type, str] = {
+    JobSubmitted: "submitted",
+    JobAdmitted: "running",
+    JobRejected: "rejected",
+    JobResumed: "resumed",
+    JobStopped: "stopped",
+    JobPaused: "paused",
+    JobUnpaused: "unpaused",
+    PriorityChanged: "priority",
+}
+
+
+def log_decision(log: EventLog, at_ns: int, events: Sequence[Event], commands: Sequence[Command]) -> None:
+    """The scheduler was told something and has said what to do. Called for every unit, of which units log themselves."""
+    for event in events:
+        if isinstance(event, _PLAIN):
+            log.job(event.job, _NAMES[type(event)], at_ns)
+        elif isinstance(event, _WITH_PRIORITY):
+            log.job(event.job, _NAMES[type(event)], at_ns, priority=event.priority)
+    for command in commands:
+        if type(command) is Admit:
+            log.job(command.job, "preparing", at_ns)
+
+
+def log_end(log: EventLog, job: Job, result: Result) -> None:
+    """A job is over."""
+    lines = [] if result.error is None else (str(result.error).strip().splitlines() or [""])[:1]
+    log.job(
+        job.key,
+        "over",
+        status=result.status,
+        metrics=result.metrics,
+        num_shards=result.num_shards,
+        units_run=result.units_run,
+        units_saved=result.units_saved,
+        error=f"{type(result.error).__name__}: {lines[0]}" if lines else None,
+    )
