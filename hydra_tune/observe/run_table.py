@@ -83,5 +83,5 @@ def _totals(figures: RunFigures) -> Iterator[tuple[str, str]]:
 
 def _unfinished(figures: RunFigures) -> str:
     if figures.lost:
-        return f"the log has no room for {figures.lost} events, so that these figures are too small"
+        return f"the log had no room for {figures.lost} events, so that these figures are too small"
     return "the log ends before the run: it goes on still, was killed, or could not write any more; this is what it says so far"

@@ -1,0 +1,201 @@
+"""The log is whole whatever happens to it, and whatever happens to it, nobody who tells it something is hurt."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.observe import eventlog
+from hydra_tune.observe.eventlog import EventLog, check_log_path
+from hydra_tune.observe.runlog import read_log
+
+FACTS = {"hydra_tune": "0.1.0", "policy": "lrtf", "admission": "eager", "max_concurrent": 2}
+PATIENCE_SECONDS = 30
+
+
+def made(path, **options):
+    return EventLog(path, [("cpu:0", 100)], FACTS, **options)
+
+
+def tell_unit(log, number=0):
+    now = time.perf_counter_ns()
+    log.unit("cpu:0", "0:a", "forward", number, (now - 3, now - 2, now), is_failed=False)
+
+
+def wait_until(condition):
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_everything_that_is_told_can_be_read_back(tmp_path):
+    log, path = made(tmp_path / "new" / "folder" / "run.jsonl"), tmp_path / "new" / "folder" / "run.jsonl"
+    log.at_work("cpu:0")
+    log.job("0:a", "submitted", priority=1)
+    log.owns("0:a", 17)
+    start = time.perf_counter_ns()
+    log.unit("cpu:0", "0:a", 'odd "kind"', 3, (start, start + 1, start + 5), is_failed=True)
+    log.copied("cpu:0", "in", 17, "parameters", 3, 64, "waited", (start, start + 9))
+    log.copied("cpu:0", "out", None, "inputs", None, 32, "background", (start, start + 9))
+    log.waited("cpu:0", (start, start + 2))
+    log.saved("cpu:0", 5, 6)
+    log.saved("cpu:0", 0, 0)
+    log.stored("read", 8, (start, start + 4))
+    log.job("0:a", "report", metrics={"val_loss": float("nan"), "val_acc": 0.5}, waits=False)
+    log.job("0:a", "over", status="completed", units_saved=0)
+    log.close()
+    assert all(json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
+    found = read_log(path)
+    assert (found.budgets, found.policy, found.lost, found.is_cut) == ({"cpu:0": 100}, "lrtf", 0, False)
+    (unit,) = found.units
+    assert (unit.device, unit.job, unit.kind, unit.shard, unit.is_failed) == ("cpu:0", "0:a", 'odd "kind"', 3, True)
+    assert (unit.ready_ns - unit.start_ns, unit.end_ns - unit.start_ns) == (1, 5)
+    mine, others = found.copies
+    assert (mine.job, mine.shard, mine.nbytes, mine.by, mine.end_ns - mine.start_ns) == ("0:a", 3, 64, "cpu:0", 9)
+    assert (others.job, others.shard, others.by, others.is_in_background) == (None, None, None, True)
+    assert [wait.by for wait in found.waits] == ["cpu:0"]
+    assert [(one.bytes_in, one.bytes_out) for one in found.saved] == [(5, 6)]
+    assert [(use.what, use.nbytes) for use in found.disk] == [("read", 8)]
+    assert [event.what for event in found.jobs] == ["submitted", "report", "over"]
+    assert found.jobs[0].at_ns == pytest.approx(0, abs=1e9)
+    assert found.jobs[1].more["metrics"] == {"val_loss": "nan", "val_acc": 0.5}
+    assert found.end_ns is not None
+
+
+def test_there_is_no_file_until_there_is_a_job(tmp_path):
+    log = made(tmp_path / "run.jsonl")
+    log.at_work("cpu:0")
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_told_is_in_the_file_soon_and_not_only_at_the_end(tmp_path):
+    log = made(tmp_path / "run.jsonl")
+    log.job("0:a", "submitted")
+    tell_unit(log)
+    wait_until(lambda: (tmp_path / "run.jsonl").exists() and b'"unit"' in (tmp_path / "run.jsonl").read_bytes())
+    assert read_log(tmp_path / "run.jsonl").end_ns is None
+    log.close()
+    assert read_log(tmp_path / "run.jsonl").end_ns is not None
+
+
+def test_many_threads_lose_nothing_and_keep_their_order(tmp_path):
+    log = made(tmp_path / "run.jsonl")
+    log.job("0:a", "submitted")
+
+    def work(number):
+        for shard in range(500):
+            now = time.perf_counter_ns()
+            log.unit("cpu:0", f"{number}:a", "forward", shard, (now, now, now), is_failed=False)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.close()
+    found = read_log(tmp_path / "run.jsonl")
+    for number in range(4):
+        assert [unit.shard for unit in found.units if unit.job == f"{number}:a"] == list(range(500))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
+def test_a_full_disk_ends_the_log_with_one_warning_and_hurts_nobody(caplog):
+    log = made(Path("/dev/full"))
+    log.job("0:a", "submitted")
+    wait_until(lambda: caplog.records)
+    for number in range(1000):
+        tell_unit(log, number)
+    assert len(log._buffer) == 0, "nothing is kept that nobody will write"
+    log.close()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    message = record.getMessage()
+    assert "/dev/full ends here, and training goes on without it: No space left on device" in message
+    assert "give the next run another event_log" in message
+
+
+def test_a_write_that_is_cut_short_leaves_whole_lines(tmp_path, monkeypatch, caplog):
+    real, left = os.write, [400]
+
+    def write(descriptor, data):
+        if left[0] == 0:
+            raise OSError(28, "No space left on device")
+        count = real(descriptor, bytes(data[: left[0]]))
+        left[0] -= count
+        return count
+
+    monkeypatch.setattr(eventlog.os, "write", write)
+    log = made(tmp_path / "run.jsonl")
+    log.job("0:a", "submitted")
+    for number in range(20):
+        tell_unit(log, number)
+    log.close()
+    assert (tmp_path / "run.jsonl").read_bytes().endswith(b"}\n")
+    found = read_log(tmp_path / "run.jsonl")
+    assert 0 < len(found.units) < 20
+    assert (found.is_cut, found.end_ns) == (False, None)
+    assert len(caplog.records) == 1
+
+
+def test_the_file_does_not_grow_for_ever(tmp_path, caplog):
+    log = made(tmp_path / "run.jsonl", most_bytes=20_000)
+    log.job("0:a", "submitted")
+    for number in range(200):
+        tell_unit(log, number)
+        if number % 20 == 0:
+            log._awake.set()
+            wait_until(lambda: not log._buffer)
+    log.close()
+    assert 10_000 < (tmp_path / "run.jsonl").stat().st_size <= 20_000
+    assert "it would be larger than 19.5 KiB" in caplog.records[0].getMessage()
+    assert read_log(tmp_path / "run.jsonl").end_ns is None
+
+
+def test_what_there_is_no_room_for_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(eventlog, "_PERIOD_SECONDS", PATIENCE_SECONDS)
+    reached, opened = threading.Event(), threading.Event()
+
+    class Stuck(EventLog):
+        def _write(self, descriptor, lines):
+            reached.set()
+            assert opened.wait(PATIENCE_SECONDS)
+            super()._write(descriptor, lines)
+
+    log = Stuck(tmp_path / "run.jsonl", [("cpu:0", 100)], FACTS, most_records=10)
+    log.job("0:a", "submitted")
+    assert reached.wait(PATIENCE_SECONDS)
+    for number in range(50):
+        tell_unit(log, number)
+    assert len(log._buffer) == 10
+    opened.set()
+    log.close()
+    found = read_log(tmp_path / "run.jsonl")
+    assert (len(found.units), found.lost) == (9, 41)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "must be the path of a file, such as 'run.jsonl', not ''"),
+        (3, "must be the path of a file, such as 'run.jsonl', not 3"),
+        (".", "is a folder; give a file in it, such as '.*run.jsonl'"),
+        ("file/run.jsonl", "cannot be made: '.*file' is a file; give another path"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(tmp_path, monkeypatch, path, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=f"event_log.*{message}"):
+        check_log_path(path)
+
+
+def test_a_place_that_is_not_ours_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(eventlog.os, "access", lambda *_: False)  # whoever runs the tests may be root
+    with pytest.raises(ConfigError, match=r"--log '.*x/run.jsonl' cannot be written by this user; give a path"):
+        check_log_path(tmp_path / "x" / "run.jsonl", what="--log")
