@@ -69,7 +69,6 @@ class EventLog:
         most_records: how many may wait to be written.
 
     Attributes:
-        cpu_seconds: CPU time that its thread has taken.
         lost: records that there was no room for.
     """
 
@@ -83,7 +82,6 @@ class EventLog:
         most_records: int = _MOST_RECORDS,
     ) -> None:
         self.path = path
-        self.cpu_seconds = 0.0
         self.lost = 0
         self._devices, self._facts = tuple(devices), dict(facts)
         self._most_bytes = most_bytes
@@ -199,10 +197,9 @@ class EventLog:
                     self._awake.clear()
                     self._drain(file.fileno())
                 self._drain(file.fileno())
-                self._write(file.fileno(), [self._lines.end()])
+                self._write(file.fileno(), [self._lines.end(time.thread_time())])
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the log is not wrong with the training
             self._give_up(error)
-        self.cpu_seconds = time.thread_time()
 
     def _drain(self, descriptor: int) -> None:
         """Write what has come up to now."""
@@ -212,7 +209,6 @@ class EventLog:
         if self.lost != self._told_lost:
             lost, self._told_lost = self.lost - self._told_lost, self.lost
             self._write(descriptor, [self._lines.lost(lost)])
-        self.cpu_seconds = time.thread_time()
 
     def _write(self, descriptor: int, lines: Iterable[str]) -> None:
         """Write whole lines, or none of those that do not fit.

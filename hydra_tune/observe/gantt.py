@@ -1,10 +1,11 @@
 """Bars over time as a picture. Needs matplotlib, which is imported here only and only when a picture is asked for."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hydra_tune.errors import ConfigError
 
@@ -14,16 +15,18 @@ _PALETTE = (
 )
 _MANY_BARS = 3000  # whose edges would be all there is to see
 _PIXELS = 4000  # gaps narrower than this part of the picture are not shown
+_LABELS = 60  # bars narrower than this part of it have nothing written on them
 
 
 class Bar(NamedTuple):
-    """One bar: its row and lane, the job that it has its colour from, and its seconds."""
+    """One bar: its row and lane, the job that it has its colour from, its seconds, and what is written on it if it is wide."""
 
     row: str
     lane: str
     job: str
     start: float
     end: float
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Chart:
         bars: all of them.
         span: seconds that are shown.
         row_inches: height of a row.
+        names_jobs: whether a legend says which colour is whose.
     """
 
     title: str
@@ -62,6 +66,7 @@ class Chart:
     bars: Sequence[Bar]
     span: tuple[float, float]
     row_inches: float = 0.4
+    names_jobs: bool = False
 
 
 def draw(chart: Chart, path: Path) -> None:
@@ -79,18 +84,42 @@ def draw(chart: Chart, path: Path) -> None:
     figure = Figure(figsize=(12, 1.5 + chart.row_inches * len(chart.rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    _draw_bars(chart, axes)
+    _name_rows(chart, axes)
+    axes.set_ylim(len(chart.rows) - 0.5, -0.5)
+    axes.set_xlim(*chart.span)
+    axes.set_xlabel("seconds")
+    axes.set_title(chart.title)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _draw_bars(chart: Chart, axes: Any) -> None:
     colours = colours_of(bar.job for bar in chart.bars)
-    line = 0.3 if len(chart.bars) <= _MANY_BARS else 0.0
-    for (row, lane), bars in _by_place(chart):
-        look = chart.lanes[lane]
+    shown = [bar for bar in chart.bars if bar.row in chart.rows and _is_shown(bar, chart)]
+    is_many = len(shown) > _MANY_BARS
+    for (row, lane), bars in _by_place(chart, shown, is_many=is_many):
+        look, place = chart.lanes[lane], chart.rows.index(row)
         axes.broken_barh(
             [(bar.start, bar.end - bar.start) for bar in bars],
-            (chart.rows.index(row) + look.top, look.height),
+            (place + look.top, look.height),
             facecolors=[colours[bar.job] for bar in bars],
             edgecolor="white",
-            linewidth=line,
+            linewidth=0.0 if is_many else 0.3,
             alpha=look.alpha,
         )
+        for bar in bars:
+            start, end = max(bar.start, chart.span[0]), min(bar.end, chart.span[1])
+            if bar.label and end - start > (chart.span[1] - chart.span[0]) / _LABELS:
+                middle = (start + end) / 2, place + look.top + look.height / 2
+                axes.text(*middle, bar.label, color="white", fontsize=7, ha="center", va="center")
+    jobs = dict.fromkeys(bar.job for bar in shown)
+    if chart.names_jobs and len(jobs) <= len(_PALETTE):
+        for job in sorted(jobs):
+            axes.plot([], [], color=colours[job], linewidth=6, label=job)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, frameon=False)
+
+
+def _name_rows(chart: Chart, axes: Any) -> None:
     axes.set_yticks(range(len(chart.rows)), chart.rows)
     labels = [
         (number + look.top + look.height / 2, look.label)
@@ -100,12 +129,7 @@ def draw(chart: Chart, path: Path) -> None:
     ]
     if labels:
         axes.set_yticks([place for place, _ in labels], [label for _, label in labels], minor=True, fontsize=7)
-        axes.tick_params(axis="y", which="major", pad=52, length=0)
-    axes.set_ylim(len(chart.rows) - 0.5, -0.5)
-    axes.set_xlim(*chart.span)
-    axes.set_xlabel("seconds")
-    axes.set_title(chart.title)
-    figure.savefig(path, format="png", dpi=120)
+        axes.tick_params(axis="y", which="major", pad=36, length=0)
 
 
 def colours_of(jobs: Iterable[str]) -> dict[str, str]:
@@ -113,19 +137,21 @@ def colours_of(jobs: Iterable[str]) -> dict[str, str]:
     return {job: _PALETTE[number % len(_PALETTE)] for number, job in enumerate(dict.fromkeys(jobs))}
 
 
-def _by_place(chart: Chart) -> Iterable[tuple[tuple[str, str], list[Bar]]]:
-    """The bars of each row and lane that are within the span; neighbours of one job that nobody could tell apart as one."""
-    lanes, rows = list(chart.lanes), set(chart.rows)
-    start, end = chart.span
-    shown = [bar for bar in chart.bars if bar.row in rows and bar.end > start and bar.start < end]
-    gap = (end - start) / _PIXELS if len(shown) > _MANY_BARS else -1.0
-    shown.sort(key=lambda bar: (lanes.index(bar.lane), bar.row, bar.start))
-    for place, bars in groupby(shown, key=lambda bar: (bar.row, bar.lane)):
+def _is_shown(bar: Bar, chart: Chart) -> bool:
+    return bar.end > chart.span[0] and bar.start < chart.span[1]
+
+
+def _by_place(chart: Chart, shown: Sequence[Bar], *, is_many: bool) -> Iterator[tuple[tuple[str, str], list[Bar]]]:
+    """The bars of each row and lane; of many, neighbours of one job that nobody could tell apart as one."""
+    lanes = list(chart.lanes)
+    gap = (chart.span[1] - chart.span[0]) / _PIXELS if is_many else -math.inf
+    ordered = sorted(shown, key=lambda bar: (lanes.index(bar.lane), bar.row, bar.start))
+    for place, bars in groupby(ordered, key=lambda bar: (bar.row, bar.lane)):
         merged: list[Bar] = []
         for bar in bars:
             last = merged[-1] if merged else None
             if last is not None and last.job == bar.job and bar.start - last.end < gap:
-                merged[-1] = last._replace(end=max(last.end, bar.end))
+                merged[-1] = last._replace(end=max(last.end, bar.end), label="")
             else:
                 merged.append(bar)
         yield place, merged

@@ -103,9 +103,9 @@ class Lines:
         """So many more could not be kept."""
         return _object(event="lost", records=records, at_ns=time.perf_counter_ns() - self.start_ns)
 
-    def end(self) -> str:
-        """The last line."""
-        return _object(event="end", at_ns=time.perf_counter_ns() - self.start_ns)
+    def end(self, cpu_seconds: float) -> str:
+        """The last line, and what the log's own thread has cost."""
+        return _object(event="end", at_ns=time.perf_counter_ns() - self.start_ns, cpu_seconds=cpu_seconds)
 
     def _span(self, times: tuple[int, int]) -> str:
         return f'"start_ns":{times[0] - self.start_ns},"end_ns":{times[1] - self.start_ns}'

@@ -26,6 +26,8 @@ def plot_run(
 ) -> None:
     """Draw a run: solid bars are units that compute and copies in the background, pale ones what units waited for.
 
+    Units wide enough have the first letter of their kind and their shard on them.
+
     Args:
         log: of the run.
         figures: of it, for the title.
@@ -50,7 +52,7 @@ def plot_run(
         f"{figures.overlap:.1%} of the copying under compute (pale: waited for)"
     )
     rows = list(log.budgets)[:_MOST_DEVICES]
-    draw(Chart(title=title, rows=rows, lanes=_LANES, bars=bars, span=span, row_inches=1.1), path)
+    draw(Chart(title=title, rows=rows, lanes=_LANES, bars=bars, span=span, row_inches=1.1, names_jobs=True), path)
 
 
 def _bars(log: RunLog) -> Iterator[Bar]:
@@ -58,7 +60,7 @@ def _bars(log: RunLog) -> Iterator[Bar]:
         start, ready, end = (time / _SECOND for time in (unit.start_ns, unit.ready_ns, unit.end_ns))
         if ready > start:
             yield Bar(unit.device, "wait", unit.job, start, ready)
-        yield Bar(unit.device, "unit", unit.job, ready, end)
+        yield Bar(unit.device, "unit", unit.job, ready, end, f"{unit.kind[:1].upper()}{unit.shard}")
     for copy in log.copies:
         lane = ("spill" if copy.what == "out" else "load") + (" ahead" if copy.is_in_background else "")
         yield Bar(copy.device, lane, copy.job or "", copy.start_ns / _SECOND, copy.end_ns / _SECOND)

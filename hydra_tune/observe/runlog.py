@@ -99,6 +99,7 @@ class RunLog:
         lost: events that the log had no room for.
         end_ns: when it was closed; None if it never was: the run goes on, was killed, or could write no more.
         is_cut: whether its last line is not whole.
+        cpu_seconds: what writing the log has cost; 0 where that is not known.
     """
 
     started_at: str
@@ -116,6 +117,7 @@ class RunLog:
     lost: int = 0
     end_ns: int | None = None
     is_cut: bool = False
+    cpu_seconds: float = 0.0
 
     @property
     def last_ns(self) -> int:
@@ -214,7 +216,7 @@ def _take(log: RunLog, data: dict[str, Any], texts: dict[str, str]) -> None:
         case "lost":
             log.lost += data["records"]
         case "end":
-            log.end_ns = data["at_ns"]
+            log.end_ns, log.cpu_seconds = data["at_ns"], data["cpu_seconds"]
         case other:
             raise ValueError(f"there is no event {other!r}")
 

@@ -33,6 +33,8 @@ def test_help_names_every_option_and_exit_code():
         "--max-concurrent",
         "--admission",
         "--policy",
+        "--log",
+        "--no-log",
     ):
         assert word in text
     for code in ("  0    done\n", "  1    the sweep ended", "  2    the command", "  130  interrupted"):

@@ -16,7 +16,10 @@ from tests.unit.observe.test_trace import EVENTS
 def log(tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_text(
-        "".join(json.dumps(line) + "\n" for line in (HEADER, *EVENTS, {"event": "end", "at_ns": 40_000_000}))
+        "".join(
+            json.dumps(line) + "\n"
+            for line in (HEADER, *EVENTS, {"event": "end", "at_ns": 40_000_000, "cpu_seconds": 0.1})
+        )
     )
     return path
 

@@ -65,6 +65,7 @@ def test_everything_that_is_told_can_be_read_back(tmp_path):
     assert found.jobs[0].at_ns == pytest.approx(0, abs=1e9)
     assert found.jobs[1].more["metrics"] == {"val_loss": "nan", "val_acc": 0.5}
     assert found.end_ns is not None
+    assert found.cpu_seconds > 0
 
 
 def test_there_is_no_file_until_there_is_a_job(tmp_path):

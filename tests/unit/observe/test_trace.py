@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter, defaultdict
+from itertools import pairwise
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_each_device_has_its_rows(events):
 def test_bars_of_a_row_lie_apart_or_within_each_other(events):
     for bars in rows(events).values():
         spans = sorted((bar["ts"], -bar["dur"], bar["ts"] + bar["dur"]) for bar in bars)
-        for (_, _, end), (start, _, inner) in zip(spans, spans[1:], strict=False):
+        for (_, _, end), (start, _, inner) in pairwise(spans):
             assert start >= end or inner <= end
 
 

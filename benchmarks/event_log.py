@@ -1,0 +1,166 @@
+"""What the event log costs: CPU time of whole runs with and without it, and of its own thread.
+
+    python benchmarks/event_log.py                    # five rounds
+    python benchmarks/event_log.py --rounds 3
+    python benchmarks/event_log.py --run run.jsonl    # one spilled run behind slow links, for hydra-tune trace
+
+Two workloads on two CPU devices, each in a process of its own with one intra-op thread, with and without a log in turns:
+
+    spilled    transformers whose shards come and go, units of some 20 ms
+    tiny       MLPs that come and go likewise, units of about a millisecond: as many events in a second as there can be
+
+The CPU time of a run is that of its process, all threads, from the first submission to the last result. It differs by some per
+cent from run to run, more than the log takes, so its parts are measured as well: the log's thread says what it has used, and
+telling it of a unit or a copy is timed in a loop, beside a thread that writes, and multiplied by how many there were.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+import transformer  # noqa: E402 - benchmarks/ is the script's folder
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from hydra_tune import HydraExecutor, TrainTask  # noqa: E402
+from hydra_tune.observe.eventlog import EventLog  # noqa: E402
+from hydra_tune.observe.runlog import read_log  # noqa: E402
+
+NUM_TRIALS = 4
+NUM_TIMED = 20_000  # events in the loop; the buffer has room for three times as many
+
+
+def mlp() -> nn.Module:
+    sizes = [64, *[192] * 6, 10]
+    layers = [layer for one, other in pairwise(sizes) for layer in (nn.Linear(one, other), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def tiny(seed: int, num_steps: int) -> TrainTask:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(256, 64, generator=generator), torch.randint(10, (256,), generator=generator)
+    return TrainTask(
+        model=mlp,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        train=lambda: ((x, y) for _ in range(num_steps)),
+        loss=functional.cross_entropy,
+        epochs=1,
+        seed=seed,
+    )
+
+
+WORKLOADS = {
+    "spilled": (transformer.build, 20, {"device_memory": "18MiB"}),
+    "tiny": (tiny, 150, {"device_memory": "2560KiB", "num_shards": 4}),
+}
+
+
+def run(workload: str, log: str | None, **options: str) -> dict[str, float]:
+    """One run in this process; the process was started for it."""
+    torch.set_num_threads(1)
+    build, num_steps, more = WORKLOADS[workload]
+    tasks = [build(seed, num_steps) for seed in range(NUM_TRIALS)]
+    with HydraExecutor(devices="cpu:2", max_concurrent=NUM_TRIALS, event_log=log, **more, **options) as pool:
+        started, cpu_started = time.perf_counter(), time.process_time()
+        results = pool.run(tasks)
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    for result in results:
+        if result.error is not None:
+            raise result.error
+    stats = pool.stats()
+    busy = sum(device.busy_seconds for device in stats.devices.values())
+    figures = {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "units": stats.units_run,
+        "unit_seconds": busy / stats.units_run,
+        "loss": results[0].history[-1]["train_loss"],
+    }
+    if log is not None:
+        found = read_log(Path(log))
+        num_told = len(found.units) + len(found.copies) + len(found.waits)
+        figures |= {
+            "thread_share": found.cpu_seconds / cpu_seconds,
+            "telling_share": telling_seconds() * num_told / cpu_seconds,
+            "events_per_unit": num_told / stats.units_run,
+            "bytes_per_unit": Path(log).stat().st_size / stats.units_run,
+        }
+    return figures
+
+
+def telling_seconds() -> float:
+    """CPU seconds that it takes to tell a log of a copy, the longest of the events, while another thread writes them."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = EventLog(Path(folder) / "run.jsonl", [("cpu:0", 1)], {})
+        log.job("0:job", "submitted")
+        started = time.thread_time()
+        for number in range(NUM_TIMED):
+            log.copied("cpu:0", "in", number, "parameters", 3, 4096, "background", (number, number))
+        seconds = time.thread_time() - started
+        log.close()
+    return seconds / NUM_TIMED
+
+
+def run_apart(workload: str, log: str | None) -> dict[str, float]:
+    arguments = [sys.executable, __file__, "--arm", workload, *(["--run", log] if log else [])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout)
+
+
+def compare(workload: str, rounds: int) -> None:
+    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds):
+            for is_logged in (number % 2 == 0, number % 2 == 1):
+                found[is_logged].append(run_apart(workload, f"{folder}/{number}.jsonl" if is_logged else None))
+    if len({one["loss"] for some in found.values() for one in some}) > 1:
+        sys.exit(f"{workload}: losses differ")
+    with_log, without = ([one["cpu_seconds"] for one in found[is_logged]] for is_logged in (True, False))
+    middle = {key: statistics.median(one[key] for one in found[True]) for key in found[True][0]}
+    print(
+        f"{workload}: {middle['units']:.0f} units of {1e3 * middle['unit_seconds']:.1f} ms, {middle['events_per_unit']:.1f} "
+        f"events and {middle['bytes_per_unit']:.0f} bytes of log for each"
+    )
+    for name, some in (("with a log", with_log), ("without", without)):
+        print(f"  {name:<12} {statistics.median(some):.3f} CPU seconds ({min(some):.3f} to {max(some):.3f})")
+    print(f"  ratio        {statistics.median(with_log) / statistics.median(without):.4f}")
+    print(
+        f"  of the run's CPU time: its thread {middle['thread_share']:.3%}, telling it {middle['telling_share']:.3%}, "
+        f"together {middle['thread_share'] + middle['telling_share']:.3%}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--run", metavar="FILE", help="make one spilled run behind slow links, with this log")
+    parser.add_argument("--arm", choices=WORKLOADS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.arm:
+        print(json.dumps(run(arguments.arm, arguments.run)))
+    elif arguments.run:
+        print(run("spilled", arguments.run, link_bandwidth="150MB/s"))
+    else:
+        for workload in WORKLOADS:
+            compare(workload, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
