@@ -147,7 +147,7 @@ class Disk:
             end_ns = time.perf_counter_ns()
             self.seconds += (end_ns - start_ns) / 1e9
             if self.log is not None:
-                self.log.stored(what, data.numel() if is_done else 0, (start_ns, end_ns))
+                self.log.stored(what, data.numel() if is_done else 0, start_ns, end_ns)
 
     def _write_piece(self, descriptor: int, offset: int, part: Tensor) -> None:
         self._piece[: part.numel()].copy_(part)

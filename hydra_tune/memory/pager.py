@@ -423,7 +423,7 @@ class Pager:
         now_ns = time.perf_counter_ns()
         self.waiting_ns += now_ns - since_ns
         if self.log is not None:
-            self.log.waited(self.device.name, (since_ns, now_ns))
+            self.log.waited(self.device.name, since_ns, now_ns)
         _note("await", [block], since_ns=since_ns)
 
     def _waited(self, what: str, block: Block, since_ns: int) -> None:
@@ -440,8 +440,7 @@ class Pager:
         self.copying_ns += ended_ns - began_ns
         if self.log is not None:
             shard, nbytes = getattr(block, "shard", None), block.size if is_counted else 0  # groups have one
-            times = (began_ns, ended_ns)
-            self.log.copied(self.device.name, what, block.owner, block.kind, shard, nbytes, how, times)
+            self.log.copied(self.device.name, what, block.owner, block.kind, shard, nbytes, how, began_ns, ended_ns)
 
     # Room.
 

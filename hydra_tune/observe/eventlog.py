@@ -4,9 +4,10 @@ Whoever works for the pool appends a tuple to a buffer and goes on; one thread m
 has been written stays readable whatever becomes of the process (`observe/runlog.py`). Reads no clock but for the pool's own
 events, and holds no part of the engine: it is told names, numbers and times.
 
-Note: training goes first. Nobody waits for the log. The buffer has an end: what finds no room is counted as lost, and a line
-says so. A file that cannot be written, for a full disk say, is cut after its last whole line; one warning says that the log
-ends there, and training goes on without.
+Note: training goes first. Nobody waits for the log. What is told is kept as flat tuples of texts and numbers: the more objects
+that hold others a run makes, the more often the garbage collector walks through all it has. The buffer has an end: what finds no
+room is counted as lost, and a line says so. A file that cannot be written, for a full disk say, is cut after its last whole
+line; one warning says that the log ends there, and training goes on without.
 """
 
 import contextlib
@@ -106,10 +107,19 @@ class EventLog:
         self._lines.owns(job, owner)
 
     def unit(
-        self, device: str, job: str, kind: str, shard: int, times: tuple[int, int, int], *, is_failed: bool
+        self,
+        device: str,
+        job: str,
+        kind: str,
+        shard: int,
+        start_ns: int,
+        ready_ns: int,
+        end_ns: int,
+        *,
+        is_failed: bool,
     ) -> None:
-        """A unit has run: `times` are when it began, when all it needs was there, and when it ended."""
-        self._append((self._lines.unit, device, job, kind, shard, times, is_failed))
+        """A unit has run: when it began, when all it needs was there, and when it ended."""
+        self._append(("unit", device, job, kind, shard, start_ns, ready_ns, end_ns, is_failed))
 
     def copied(
         self,
@@ -120,7 +130,8 @@ class EventLog:
         shard: int | None,
         nbytes: int,
         how: str,
-        times: tuple[int, int],
+        start_ns: int,
+        end_ns: int,
     ) -> None:
         """A copy has been made.
 
@@ -133,26 +144,28 @@ class EventLog:
             nbytes: as `pool.stats()` counts them; 0 for one that has failed.
             how: "waited" for by this thread; "background"; "late": begun in the background, made by this thread in the end;
                 "vain": loaded in the background for nothing.
-            times: when it began and ended.
+            start_ns: when it began.
+            end_ns: when it ended.
         """
-        self._append((self._lines.copy, device, what, owner, kind, shard, nbytes, how, threading.get_ident(), times))
+        thread = threading.get_ident()
+        self._append(("copy", device, what, owner, kind, shard, nbytes, how, thread, start_ns, end_ns))
 
-    def waited(self, device: str, times: tuple[int, int]) -> None:
+    def waited(self, device: str, start_ns: int, end_ns: int) -> None:
         """This thread has waited for a copy in the background, to or from a device."""
-        self._append((self._lines.wait, device, threading.get_ident(), times))
+        self._append(("wait", device, threading.get_ident(), start_ns, end_ns))
 
     def saved(self, device: str, bytes_in: int, bytes_out: int) -> None:
         """A unit has had activations kept on the host: bytes that came back, and that went, while it ran."""
         if bytes_in or bytes_out:
-            self._append((self._lines.saved, device, bytes_in, bytes_out, time.perf_counter_ns()))
+            self._append(("saved", device, bytes_in, bytes_out, time.perf_counter_ns()))
 
-    def stored(self, what: str, nbytes: int, times: tuple[int, int]) -> None:
+    def stored(self, what: str, nbytes: int, start_ns: int, end_ns: int) -> None:
         """The disk was written to ("write") or read from ("read")."""
-        self._append((self._lines.disk, what, nbytes, times))
+        self._append(("disk", what, nbytes, start_ns, end_ns))
 
     def job(self, job: str, what: str, at_ns: int = 0, **more: Any) -> None:
         """Something has become of a job, now or at a time; the first of these opens the file."""
-        self._append((self._lines.job, job, what, at_ns or time.perf_counter_ns(), more))
+        self._append(("job", job, what, at_ns or time.perf_counter_ns(), more))
         if self._thread is None:
             self._begin(at_ns)
 
@@ -205,7 +218,7 @@ class EventLog:
         """Write what has come up to now."""
         buffer = self._buffer
         for count in _pieces(len(buffer)):
-            self._write(descriptor, [record[0](*record[1:]) for record in (buffer.popleft() for _ in range(count))])
+            self._write(descriptor, [self._lines.made(buffer.popleft()) for _ in range(count)])
         if self.lost != self._told_lost:
             lost, self._told_lost = self.lost - self._told_lost, self.lost
             self._write(descriptor, [self._lines.lost(lost)])

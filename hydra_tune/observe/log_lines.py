@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -33,6 +33,19 @@ class Lines:
         self._owners: dict[int, str] = {}
         self._owned: dict[str, int] = {}
         self._quoted: dict[str, str] = {}
+        self._makers: dict[str, Callable[..., str]] = {
+            "unit": self.unit,
+            "copy": self.copy,
+            "wait": self.wait,
+            "saved": self.saved,
+            "disk": self.disk,
+            "job": self.job,
+        }
+
+    def made(self, record: tuple[Any, ...]) -> str:
+        """The line of a record: its event, and what the method of that name takes."""
+        event, *facts = record
+        return self._makers[event](*facts)
 
     def owns(self, job: str, owner: int) -> None:
         """Blocks of this owner are a job's."""
@@ -45,12 +58,22 @@ class Lines:
         listed = [{"name": name, "budget_bytes": budget} for name, budget in devices]
         return _object(**{KEY: FORMAT}, started_at=started, devices=listed, **facts)
 
-    def unit(self, device: str, job: str, kind: str, shard: int, times: tuple[int, int, int], is_failed: bool) -> str:
-        """A unit; `times` are when it began, when all it needed was there, and when it ended."""
-        start, quote = self.start_ns, self._quote
+    def unit(
+        self,
+        device: str,
+        job: str,
+        kind: str,
+        shard: int,
+        start_ns: int,
+        ready_ns: int,
+        end_ns: int,
+        is_failed: bool,
+    ) -> str:
+        """A unit: when it began, when all it needed was there, and when it ended."""
+        zero, quote = self.start_ns, self._quote
         return (
             f'{{"event":"unit","device":{quote(device)},"job":{quote(job)},"kind":{quote(kind)},"shard":{shard},'
-            f'"start_ns":{times[0] - start},"ready_ns":{times[1] - start},"end_ns":{times[2] - start}'
+            f'"start_ns":{start_ns - zero},"ready_ns":{ready_ns - zero},"end_ns":{end_ns - zero}'
             f"{_FAILED if is_failed else ''}}}\n"
         )
 
@@ -64,7 +87,8 @@ class Lines:
         nbytes: int,
         how: str,
         thread: int,
-        times: tuple[int, int],
+        start_ns: int,
+        end_ns: int,
     ) -> str:
         """A copy; as `EventLog.copied`, and the thread that has told."""
         quote = self._quote
@@ -73,13 +97,13 @@ class Lines:
         return (
             f'{{"event":"copy","device":{quote(device)},"what":"{what}","job":{quote(job)},"kind":{quote(kind)},'
             f'"shard":{"null" if shard is None else shard},"bytes":{nbytes},"how":"{how}","by":{quote(by)},'
-            f"{self._span(times)}}}\n"
+            f"{self._span(start_ns, end_ns)}}}\n"
         )
 
-    def wait(self, device: str, thread: int, times: tuple[int, int]) -> str:
+    def wait(self, device: str, thread: int, start_ns: int, end_ns: int) -> str:
         """A thread has waited for a copy in the background, to or from a device."""
         by = self._quote(self.workers.get(thread))
-        return f'{{"event":"wait","device":{self._quote(device)},"by":{by},{self._span(times)}}}\n'
+        return f'{{"event":"wait","device":{self._quote(device)},"by":{by},{self._span(start_ns, end_ns)}}}\n'
 
     def saved(self, device: str, bytes_in: int, bytes_out: int, at_ns: int) -> str:
         """Activations that a unit had on the host meanwhile."""
@@ -87,9 +111,9 @@ class Lines:
             event="saved", device=device, bytes_in=bytes_in, bytes_out=bytes_out, at_ns=at_ns - self.start_ns
         )
 
-    def disk(self, what: str, nbytes: int, times: tuple[int, int]) -> str:
+    def disk(self, what: str, nbytes: int, start_ns: int, end_ns: int) -> str:
         """The disk was written to or read from."""
-        return f'{{"event":"disk","what":"{what}","bytes":{nbytes},{self._span(times)}}}\n'
+        return f'{{"event":"disk","what":"{what}","bytes":{nbytes},{self._span(start_ns, end_ns)}}}\n'
 
     def job(self, job: str, what: str, at_ns: int, more: Mapping[str, Any]) -> str:
         """Something has become of a job."""
@@ -107,8 +131,8 @@ class Lines:
         """The last line, and what the log's own thread has cost."""
         return _object(event="end", at_ns=time.perf_counter_ns() - self.start_ns, cpu_seconds=cpu_seconds)
 
-    def _span(self, times: tuple[int, int]) -> str:
-        return f'"start_ns":{times[0] - self.start_ns},"end_ns":{times[1] - self.start_ns}'
+    def _span(self, start_ns: int, end_ns: int) -> str:
+        return f'"start_ns":{start_ns - self.start_ns},"end_ns":{end_ns - self.start_ns}'
 
     def _quote(self, text: str | None) -> str:
         """A text as JSON; they are few and come again and again."""

@@ -146,9 +146,10 @@ class Worker:
             self.busy_seconds += (end_ns - start_ns) / 1e9
             if self._core.log is not None:
                 # What never had all it needed has waited all the time, unless it needed nothing here.
-                times = (start_ns, self._pager.ready_ns or (end_ns if is_failed else start_ns), end_ns)
+                ready_ns = self._pager.ready_ns or (end_ns if is_failed else start_ns)
+                name, job = self._device.name, record.job.key
                 self._core.log.unit(
-                    self._device.name, record.job.key, pending.kind, pending.shard, times, is_failed=is_failed
+                    name, job, pending.kind, pending.shard, start_ns, ready_ns, end_ns, is_failed=is_failed
                 )
         return seconds
 

@@ -23,7 +23,7 @@ def made(path, **options):
 
 def tell_unit(log, number=0):
     now = time.perf_counter_ns()
-    log.unit("cpu:0", "0:a", "forward", number, (now - 3, now - 2, now), is_failed=False)
+    log.unit("cpu:0", "0:a", "forward", number, now - 3, now - 2, now, is_failed=False)
 
 
 def wait_until(condition):
@@ -39,13 +39,13 @@ def test_everything_that_is_told_can_be_read_back(tmp_path):
     log.job("0:a", "submitted", priority=1)
     log.owns("0:a", 17)
     start = time.perf_counter_ns()
-    log.unit("cpu:0", "0:a", 'odd "kind"', 3, (start, start + 1, start + 5), is_failed=True)
-    log.copied("cpu:0", "in", 17, "parameters", 3, 64, "waited", (start, start + 9))
-    log.copied("cpu:0", "out", None, "inputs", None, 32, "background", (start, start + 9))
-    log.waited("cpu:0", (start, start + 2))
+    log.unit("cpu:0", "0:a", 'odd "kind"', 3, start, start + 1, start + 5, is_failed=True)
+    log.copied("cpu:0", "in", 17, "parameters", 3, 64, "waited", start, start + 9)
+    log.copied("cpu:0", "out", None, "inputs", None, 32, "background", start, start + 9)
+    log.waited("cpu:0", start, start + 2)
     log.saved("cpu:0", 5, 6)
     log.saved("cpu:0", 0, 0)
-    log.stored("read", 8, (start, start + 4))
+    log.stored("read", 8, start, start + 4)
     log.job("0:a", "report", metrics={"val_loss": float("nan"), "val_acc": 0.5}, waits=False)
     log.job("0:a", "over", status="completed", units_saved=0)
     log.close()
@@ -92,7 +92,7 @@ def test_many_threads_lose_nothing_and_keep_their_order(tmp_path):
     def work(number):
         for shard in range(500):
             now = time.perf_counter_ns()
-            log.unit("cpu:0", f"{number}:a", "forward", shard, (now, now, now), is_failed=False)
+            log.unit("cpu:0", f"{number}:a", "forward", shard, now, now, now, is_failed=False)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
