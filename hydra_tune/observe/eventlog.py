@@ -5,8 +5,8 @@ has been written stays readable whatever becomes of the process (`observe/runlog
 events, and holds no part of the engine: it is told names, numbers and times.
 
 Note: training goes first. Nobody waits for the log. What is told is kept as flat tuples of texts and numbers: the more objects
-that hold others a run makes, the more often the garbage collector walks through all it has. The buffer has an end: what finds no
-room is counted as lost, and a line says so. A file that cannot be written, for a full disk say, is cut after its last whole
+that hold others a run makes, the more often the garbage collector walks through all it has. The buffer has an end: what finds
+no room is counted as lost, and a line says so. A file that cannot be written, for a full disk say, is cut after its last whole
 line; one warning says that the log ends there, and training goes on without.
 """
 
