@@ -153,6 +153,7 @@ def compare(workload: str, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=WORKLOADS, help="one of the two workloads")
     parser.add_argument("--run", metavar="FILE", help="make one spilled run behind slow links, with this log")
     parser.add_argument("--arm", choices=WORKLOADS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -161,7 +162,7 @@ def main() -> None:
     elif arguments.run:
         print(run("spilled", arguments.run, link_bandwidth="150MB/s"))
     else:
-        for workload in WORKLOADS:
+        for workload in [arguments.only] if arguments.only else WORKLOADS:
             compare(workload, arguments.rounds)
 
 

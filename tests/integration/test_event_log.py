@@ -85,6 +85,9 @@ def test_the_log_of_a_run_says_what_its_pool_says(tmp_path, options):
     else:
         assert figures.overlap > 0
         assert all(device.bytes_ahead > 0 for device in figures.devices)
+    assert [event.more["waits"] for event in log.jobs if event.what == "report"] == [True] * 6, (
+        "one was pruned at its first"
+    )
     assert all(copy.job is not None for copy in log.copies)
     assert {copy.kind for copy in log.copies} >= {"parameters", "optimizer"}
 
