@@ -152,5 +152,10 @@ class Board:
                 study=self._study,
                 error=self._error,
                 warnings=tuple(self._warnings),
-                event_log=None if self._event_log is None else str(self._event_log),
+                event_log=self._log_file(),
             )
+
+    def _log_file(self) -> str | None:
+        """The file of the event log, once it is there: without a trial there is none."""
+        path = self._event_log
+        return str(path) if path is not None and path.exists() else None

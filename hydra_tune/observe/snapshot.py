@@ -100,7 +100,7 @@ class SweepView:
         study: the study's name in its storage; None before it is open.
         error: why the sweep ended early.
         warnings: what is to be told about the sweep itself.
-        event_log: the file for `hydra-tune trace`; None: none is written.
+        event_log: the file for `hydra-tune trace`; None: there is none.
     """
 
     name: str
