@@ -51,6 +51,12 @@ def test_the_table_and_the_totals(view):
     assert "units saved by pruning: 100 (10% of what was planned)" in lines
 
 
+def test_the_event_log_is_named_in_one_piece(view):
+    path = f"runs/{'x' * 100}.jsonl"
+    assert f"event log: {path}" in printed(replace(view, event_log=path))
+    assert not any(line.startswith("event log") for line in printed(view))
+
+
 def test_many_parameters_fit_80_columns(view):
     params = {f"parameter_{n}": 0.123456 * n for n in range(12)}
     trial = replace(view.trials[0], params=params)
