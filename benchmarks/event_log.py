@@ -2,6 +2,7 @@
 
     python benchmarks/event_log.py                    # five rounds
     python benchmarks/event_log.py --rounds 3
+    python benchmarks/event_log.py --switch 110       # one run of the tiny ones, in which the log goes on and off
     python benchmarks/event_log.py --run run.jsonl    # one spilled run behind slow links, for hydra-tune trace
 
 Two workloads on two CPU devices, each in a process of its own with one intra-op thread, with and without a log in turns:
@@ -11,7 +12,8 @@ Two workloads on two CPU devices, each in a process of its own with one intra-op
 
 The CPU time of a run is that of its process, all threads, from the first submission to the last result. It differs by some per
 cent from run to run, more than the log takes, so its parts are measured as well: the log's thread says what it has used, and
-telling it of a unit or a copy is timed in a loop, beside a thread that writes, and multiplied by how many there were.
+telling it of a unit or a copy is timed in a loop and multiplied by how many there were. With --switch one run is cut into
+windows of 0.6 s, with the log and without in turns, whose CPU time for a unit is compared: far less noise.
 """
 
 import argparse
@@ -150,15 +152,54 @@ def compare(workload: str, rounds: int) -> None:
     )
 
 
+def switch(seconds: float) -> None:
+    """One run in which the log goes on and off: CPU time of the process for a unit, with it and without."""
+    torch.set_num_threads(1)
+    build, _, more = WORKLOADS["tiny"]
+    found: dict[bool, list[tuple[float, int]]] = {True: [], False: []}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        HydraExecutor(devices="cpu:2", max_concurrent=NUM_TRIALS, event_log=f"{folder}/run.jsonl", **more) as executor,
+    ):
+        jobs = [executor.submit(build(seed, 1_000_000)) for seed in range(NUM_TRIALS)]
+        while any(job.state != "running" for job in jobs):
+            time.sleep(0.1)
+        pool = executor._pool  # noqa: SLF001 - nothing public switches the log of a running pool
+        core, log = pool._core, pool._log  # noqa: SLF001
+        pagers = [worker._pager for worker in pool._workers.values()]  # noqa: SLF001
+        end, is_on = time.perf_counter() + seconds, True
+        while time.perf_counter() < end:
+            for told in (core, *pagers):
+                told.log = log if is_on else None
+            time.sleep(0.05)
+            cpu, units = time.process_time(), executor.stats().units_run
+            time.sleep(0.6)
+            units = executor.stats().units_run - units
+            found[is_on].append((time.process_time() - cpu, units))
+            is_on = not is_on
+        for job in jobs:
+            job.cancel()
+    with_log, without = ([cpu / units for cpu, units in found[is_on]] for is_on in (True, False))
+    pooled = [sum(cpu for cpu, _ in some) / sum(units for _, units in some) for some in (found[True], found[False])]
+    print(
+        f"{len(with_log)} windows with a log, {len(without)} without: {1e3 * statistics.median(with_log):.4f} and "
+        f"{1e3 * statistics.median(without):.4f} ms of CPU time for a unit, ratio "
+        f"{statistics.median(with_log) / statistics.median(without):.4f}; of all windows together {pooled[0] / pooled[1]:.4f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--switch", type=float, metavar="SECONDS", help="one run in which the log goes on and off")
     parser.add_argument("--only", choices=WORKLOADS, help="one of the two workloads")
     parser.add_argument("--run", metavar="FILE", help="make one spilled run behind slow links, with this log")
     parser.add_argument("--arm", choices=WORKLOADS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.arm:
         print(json.dumps(run(arguments.arm, arguments.run)))
+    elif arguments.switch:
+        switch(arguments.switch)
     elif arguments.run:
         print(run("spilled", arguments.run, link_bandwidth="150MB/s"))
     else:
