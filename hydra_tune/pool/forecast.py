@@ -19,7 +19,8 @@ from hydra_tune.pool.rehearsal import Moved, Play
 from hydra_tune.schedule import Policy
 from hydra_tune.shard.library import Budget, PlanLibrary
 from hydra_tune.task import TrainTask
-from hydra_tune.train.rehearsal import Rehearsal, Stage
+from hydra_tune.shard.stage import Stage
+from hydra_tune.train.rehearsal import Rehearsal
 from hydra_tune.train.trial import Trial
 
 _WARM_STEPS = 2  # the first makes optimizer state, the second is the first that loads it

@@ -4,6 +4,7 @@ One library serves one pool, whose devices decide the budget that everything is 
 """
 
 import copy
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -26,10 +27,11 @@ from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.guards import Guard
 from hydra_tune.shard.outcome import UnitSeconds
-from hydra_tune.shard.partition import NumShards, Partitioner
+from hydra_tune.shard.partition import NumShards
 from hydra_tune.shard.pilot import Pilot, UpdatePilot
 from hydra_tune.shard.plan import Plan, build_plan, operators
 from hydra_tune.shard.precision import autocast, share_casts
+from hydra_tune.shard.quick_partition import QuickPartitioner
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.sample import Sample, sample_of
 from hydra_tune.shard.separable import check_separable
@@ -254,7 +256,7 @@ class PlanLibrary:
         analysis, pilot = self._measured(request, captured, request.leaves.tensors)
         _check_gradients(captured, analysis)
         nodes = len(captured.nodes)
-        partitioner = Partitioner(
+        partitioner = QuickPartitioner(
             pilot, analysis, nodes, budget_bytes=self.budget.budget_bytes, buffer_bytes=self.budget.buffer_bytes
         )
         if request.like is None:
@@ -277,7 +279,9 @@ class PlanLibrary:
             plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
             with GATE.exclusive():  # the first run compiles
                 seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
-        smallest = partial(partitioner.smallest_budget, self.budget.num_shards) if self._keeps_pilots else None
+        smallest = None
+        if self._keeps_pilots:
+            smallest = functools.cache(partial(partitioner.least_budget, self.budget.num_shards, plan.peak_bytes))
         return Prepared(plan=plan, seconds=seconds, guard=request.guard, smallest_budget=smallest)
 
     def _measured(self, request: _Request, captured: Captured, tensors: tuple[Tensor, ...]) -> tuple[Analysis, Pilot]:

@@ -12,7 +12,7 @@ import gc
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hydra_tune.shard import compute
+from hydra_tune.shard.alike import Likenesses
 from hydra_tune.shard.analysis import Analysis, placeholders
 from hydra_tune.shard.capture import Captured, StateSpec
 from hydra_tune.shard.kept import NotKeepableError
@@ -191,6 +192,16 @@ class ShardCost:
         return max(self.forward_bytes, self.backward_bytes, self.update_bytes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """What the runs of a candidate have shown, which is so for all that are like it; bytes as of `ShardCost`."""
+
+    forward: int
+    backward: int
+    handed_bytes: int
+    value_bytes: int
+
+
 UpdatePilot = Callable[[Sequence[str]], tuple[int, int, int]]
 """Names of parameters -> bytes of their optimizer state, workspace of a later update, workspace of the first one."""
 
@@ -238,12 +249,14 @@ class Pilot:
         self._state: dict[str, Tensor] = {name: self._inputs[p] for p, name in captured.state.items()}
         self._uses = _uses_of_state(captured)
         self._costs: dict[tuple[int, int], ShardCost] = {}
+        self._runs: dict[Hashable, _Runs] = {}
+        self._likenesses: Likenesses | None = None
 
     def cost(self, first: int, last: int) -> ShardCost:
         """Bytes of the shard of nodes `first` to `last`; measured once."""
         key = (first, last)
         if key not in self._costs:
-            self._costs[key] = self._measure(cut_shard(self._captured, self._analysis, first, last))
+            self._costs[key] = self._measure(first, last)
         return self._costs[key]
 
     def cost_keeping(self, first: int, last: int) -> ShardCost | None:
@@ -267,13 +280,49 @@ class Pilot:
 
     def trained_here(self, shard: ShardGraph) -> list[str]:
         """Parameters whose gradient is complete after this shard's backward: those no earlier shard uses."""
-        return [name for name in shard.state if self._specs[name].requires_grad and self._uses[name] >= shard.first]
+        return self._trained(shard.state, shard.first)
 
     def requires_grad(self, name: str) -> bool:
         """Whether a parameter is trained at all."""
         return self._specs[name].requires_grad
 
-    def _measure(self, shard: ShardGraph) -> ShardCost:
+    def _trained(self, state: Sequence[str], first: int) -> list[str]:
+        return [name for name in state if self._specs[name].requires_grad and self._uses[name] >= first]
+
+    def _measure(self, first: int, last: int) -> ShardCost:
+        if self._likenesses is None:
+            self._likenesses = Likenesses(self._captured, self._analysis, self._inputs)
+        alike = self._likenesses.of(first, last)
+        runs = self._runs.get(alike.key) if alike.key is not None else None
+        if runs is None:
+            runs = self._run(cut_shard(self._captured, self._analysis, first, last))
+            if alike.key is not None:
+                self._runs[alike.key] = runs
+        training = self._captured.mode == "train"
+        trained = self._trained(alike.state, first) if training else []
+        trained_bytes = sum(self._size(self._state[name]) for name in trained)
+        scratch = self._rules.scratch_bytes(len(trained), self._alignment)
+        state_bytes, later, first_update = self._update(trained) if self._update and trained else (0, 0, 0)
+        if self._update and trained and self._groups:
+            # The optimizer's state is loaded by groups as well.
+            state_bytes = self._update([n for n in self._loaded(trained) if self._specs[n].requires_grad])[0]
+        return ShardCost(
+            state_bytes=sum(self._spec_bytes(name) for name in self._loaded(alike.state)),
+            value_bytes=runs.value_bytes,
+            handed_bytes=runs.handed_bytes,
+            optimizer_bytes=state_bytes,
+            forward_workspace=runs.forward,
+            backward_workspace=runs.backward + scratch if training else 0,
+            update_workspace=later + scratch,
+            first_update_workspace=first_update + scratch,
+            trained_bytes=trained_bytes,
+            phased=self._rules.has_two_phases or self._rules.accumulates,
+            updates_on_host=self._updates_on_host,
+            summed_bytes=trained_bytes if self._rules.accumulates else 0,
+        )
+
+    def _run(self, shard: ShardGraph) -> "_Runs":
+        """Forward and backward of a candidate."""
         operands = self._operands(shard)
         values = [*operands.constants, *operands.inputs, *operands.live_in]
         training = self._captured.mode == "train"
@@ -284,26 +333,11 @@ class Pilot:
             self._size(self._state[name]) for name in shard.written_state
         )  # to go back to, or to recompute with
         backward, handed_bytes = self._backward(shard, operands) if training else (0, 0)
-        trained = self.trained_here(shard) if training else []
-        trained_bytes = sum(self._size(self._state[name]) for name in trained)
-        scratch = self._rules.scratch_bytes(len(trained), self._alignment)
-        state_bytes, later, first = self._update(trained) if self._update and trained else (0, 0, 0)
-        if self._update and trained and self._groups:
-            # The optimizer's state is loaded by groups as well.
-            state_bytes = self._update([n for n in self._loaded(trained) if self._specs[n].requires_grad])[0]
-        return ShardCost(
-            state_bytes=sum(self._spec_bytes(name) for name in self._loaded(shard.state)),
-            value_bytes=self._storage_bytes(values),
+        return _Runs(
+            forward=forward + (saved if training else copied) if runs_forward else 0,
+            backward=backward + (saved if runs_forward else 0) + copied,
             handed_bytes=handed_bytes,
-            optimizer_bytes=state_bytes,
-            forward_workspace=forward + (saved if training else copied) if runs_forward else 0,
-            backward_workspace=backward + (saved if runs_forward else 0) + copied + scratch if training else 0,
-            update_workspace=later + scratch,
-            first_update_workspace=first + scratch,
-            trained_bytes=trained_bytes,
-            phased=self._rules.has_two_phases or self._rules.accumulates,
-            updates_on_host=self._updates_on_host,
-            summed_bytes=trained_bytes if self._rules.accumulates else 0,
+            value_bytes=self._storage_bytes(values),
         )
 
     def _loaded(self, names: Sequence[str]) -> list[str]:

@@ -1,21 +1,27 @@
-"""The pilot of an optimizer update: bytes of its state and of its temporaries, from a step on fake tensors.
+"""The pilot of an optimizer update: bytes of its state and of its temporaries, from steps of stand-ins.
 
 Knows optimizers only through `torch.optim.Optimizer`'s own interface, so it holds for a user's class as well.
 """
 
+import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from hydra_tune.shard.analysis import fake_like
 from hydra_tune.shard.capture import StateSpec
 from hydra_tune.shard.pilot import StorageTracker, UpdatePilot, aligned, quiet_collector
+from hydra_tune.shard.stage import Stage
 
 _LATE = 10_000  # a step by which every optimizer does all that it ever does
+_SMALL_BYTES = 4 << 20  # of parameters: with that many, real operators take less time than to follow what they would do
+
+_Make = Callable[[StateSpec], Tensor]
 
 
 def optimizer_pilot(
@@ -30,29 +36,49 @@ def optimizer_pilot(
         alignment: bytes to which the device aligns its allocations.
     """
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    known: dict[Hashable, tuple[int, int, int]] = {}
 
     def measure(names: Sequence[str]) -> tuple[int, int, int]:
         trained = [name for name in names if id(parameters[name]) in group_of]
         if not trained:
             return 0, 0, 0
         members = [(name, group_of[id(parameters[name])]) for name in trained]
-        try:
-            return _measure(optimizer, members, specs, alignment, fake=True)
-        except Exception:  # noqa: BLE001 - an optimizer that reads values cannot run on fakes: measure it for real
-            return _measure(optimizer, members, specs, alignment, fake=False)
+        key = tuple((specs[name].shape, specs[name].stride, specs[name].dtype, group) for name, group in members)
+        if key not in known:  # a deep model has many runs of parameters that differ in their names alone
+            known[key] = _measured(optimizer, members, specs, alignment)
+        return known[key]
 
     return measure
 
 
-def _measure(
-    optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec], alignment: int, *, fake: bool
+def _measured(
+    optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec], alignment: int
 ) -> tuple[int, int, int]:
-    """Two updates of stand-ins: the first makes the state, the second shows a later update's temporaries."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    """By the quickest way that there is: small tensors as they are, for large ones stand-ins without bytes."""
+    nbytes = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name, _ in members)
+    ways: tuple[_Make, ...] = (_meta_leaf, partial(fake_like, Stage())) if nbytes > _SMALL_BYTES else ()
+    for make in ways:
+        # An optimizer that reads values, or has kernels for some devices alone, can do less with some than with others.
+        with suppress(Exception):
+            return _measure(optimizer, members, specs, alignment, make)
+    return _measure(optimizer, members, specs, alignment, _real_leaf)
+
+
+def _real_leaf(spec: StateSpec) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).zero_().requires_grad_()
+
+
+def _meta_leaf(spec: StateSpec) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta").requires_grad_()
+
+
+def _measure(
+    optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec], alignment: int, make: _Make
+) -> tuple[int, int, int]:
+    """Updates of stand-ins: the first makes the state, the later ones show a later update's temporaries."""
     leaves = []
     for name, _ in members:
-        spec = specs[name]
-        leaf = fake_like(mode, spec) if fake else torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_()
+        leaf = make(specs[name])
         leaf.grad = torch.zeros_like(leaf)
         leaves.append(leaf)
     stand_in = stand_in_for(optimizer, members, leaves)

@@ -7,14 +7,12 @@ fakes (as in the pilot), and whoever reads a value of one is told 1.
 """
 
 import copy
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Kind
@@ -35,28 +33,6 @@ from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.training import OptimizerStep
 from hydra_tune.train.training_batch import Part
 from hydra_tune.train.ways import GROUPED
-
-_READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what item(), float() and bool() come down to
-
-_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
-
-
-class Stage(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors made within have sizes and no bytes. Rehearsals are made and run inside of one.
-
-    Whoever reads a value is told 1: losses and norms are finite, and an optimizer's counters can be divided by.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NO_KEYWORDS
-    ) -> Any:
-        if func is _READ:
-            dtype = args[0].dtype
-            return dtype == torch.bool or (1.0 if dtype.is_floating_point else 1)
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _FiniteGradients(Gradients):

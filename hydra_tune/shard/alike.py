@@ -1,0 +1,172 @@
+"""Which candidate shards of a graph are alike: equal but for names and positions, so that the pilot has to run only one of them.
+
+The layers of a deep model are alike, and so are candidates that begin and end at the same places of different layers. A key
+holds all that a unit's bytes depend on: operators and constants in order, who uses what, the geometry of what comes from
+outside, which of that lies on one storage, what has gradients, what is overwritten, and what later shards use.
+"""
+
+import operator
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydra_tune.shard.analysis import Analysis
+from hydra_tune.shard.capture import Captured
+
+_UNKNOWN = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likeness:
+    """What is known of a candidate before it is cut.
+
+    Attributes:
+        key: equal for candidates that are alike; None if that cannot be told.
+        state: canonical names of the parameters and buffers used, in argument order.
+    """
+
+    key: Hashable
+    state: tuple[str, ...]
+
+
+class Likenesses:
+    """Tells which candidates of one captured step are alike.
+
+    Args:
+        captured: the step.
+        analysis: its facts.
+        given: constants, batch tensors and state by placeholder, as fake tensors.
+    """
+
+    def __init__(self, captured: Captured, analysis: Analysis, given: Mapping[str, Tensor]) -> None:
+        self._captured = captured
+        self._analysis = analysis
+        self._given = given
+        self._nodes = captured.nodes
+        self._index = {node: position for position, node in enumerate(self._nodes)}
+        self._order = {node: number for number, node in enumerate(captured.module.graph.nodes)}
+        self._results = frozenset(captured.outputs)
+        self._last_use = {
+            node: max((self._index.get(user, -1) for user in node.users), default=-1) for node in self._order
+        }
+        self._state_use: dict[str, int] = {}
+        for node, last in self._last_use.items():
+            name = captured.state.get(node.name)
+            if name is not None:
+                self._state_use[name] = max(last, self._state_use.get(name, -1))
+        self._last_write: dict[str, int] = {}
+        for position, names in analysis.written_values.items():
+            for name in (captured.state[n] for n in names if n in captured.state):
+                self._last_write[name] = max(position, self._last_write.get(name, -1))
+        self._tokens = [self._token(node) for node in self._nodes]
+
+    def of(self, first: int, last: int) -> Likeness:
+        """Of the nodes `first` up to, not including, `last`."""
+        seen = _Seen(self, first, last)
+        body = tuple(
+            (self._tokens[position], *(seen.reference(argument) for argument in self._nodes[position].all_input_nodes))
+            for position in range(first, last)
+        )
+        known = all(self._tokens[position] is not _UNKNOWN for position in range(first, last)) and seen.is_known
+        ends = tuple(
+            (position - first, node.name in self._results, self._has_gradient(node))
+            for position, node in enumerate(self._nodes[first:last], first)
+            if node.name in self._results or self._last_use[node] >= last
+        )
+        placeholders = sorted((n for n in seen.numbers if n.name in self._captured.state), key=self._order.__getitem__)
+        return Likeness(
+            key=(last == len(self._nodes), body, tuple(seen.descriptions), ends) if known else None,
+            state=tuple(dict.fromkeys(self._captured.state[node.name] for node in placeholders)),
+        )
+
+    def _token(self, node: fx.Node) -> object:
+        """The operator with its plain arguments; what cannot be compared is unknown."""
+        is_plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem  # noqa: SLF001
+        if node.op != "call_function" or not is_plain:
+            return _UNKNOWN
+        try:
+            token = (node.target, _plain((node.args, node.kwargs)))
+            hash(token)
+        except TypeError:
+            return _UNKNOWN
+        return token
+
+    def _has_gradient(self, node: fx.Node) -> bool:
+        value = self._analysis.values.get(node.name)
+        return value is not None and value.requires_grad
+
+    def describe(self, node: fx.Node, first: int, last: int, storages: dict[object, int]) -> Hashable | None:
+        """What comes from outside; None if it is nothing plain."""
+        captured, name = self._captured, node.name
+        if name in captured.state:
+            own = captured.state[name]
+            number = storages.setdefault(("state", own), len(storages))
+            saved = self._last_write.get(own, -1) >= first
+            fake = self._given[name]
+            later = self._state_use[own] >= last
+            return ("state", number, _geometry(fake), fake.requires_grad, saved, later)
+        if name in captured.constants or name in captured.inputs:
+            fake = self._given[name]
+            storage = fake.untyped_storage()
+            number = storages.setdefault(storage._cdata, len(storages))  # noqa: SLF001 - the storage's identity
+            return ("given", number, _geometry(fake), storage.nbytes())
+        value = self._analysis.values.get(name)
+        if value is None or not isinstance(node.meta.get("val"), Tensor):
+            return None
+        number = storages.setdefault(("value", value.storage), len(storages))
+        later = self._last_use[node] >= last
+        return ("value", number, _geometry(node.meta["val"]), value.storage_bytes, value.requires_grad, later)
+
+    def position(self, node: fx.Node) -> int | None:
+        """Of a computing node."""
+        return self._index.get(node)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a candidate has used from outside so far, numbered as it came."""
+
+    likenesses: Likenesses
+    first: int
+    last: int
+    numbers: dict[fx.Node, int] = field(default_factory=dict)
+    descriptions: list[Hashable] = field(default_factory=list)
+    storages: dict[object, int] = field(default_factory=dict)
+    is_known: bool = True
+
+    def reference(self, node: fx.Node) -> int:
+        """A number for an argument: from 0 within the candidate, below 0 outside."""
+        position = self.likenesses.position(node)
+        if position is not None and position >= self.first:
+            return position - self.first
+        if node not in self.numbers:
+            self.numbers[node] = -len(self.numbers) - 1
+            description = self.likenesses.describe(node, self.first, self.last, self.storages)
+            self.is_known &= description is not None
+            self.descriptions.append(description)
+        return self.numbers[node]
+
+
+def _geometry(tensor: Tensor) -> Hashable:
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _plain(value: Any) -> Hashable:
+    """Arguments with their nodes left out: `all_input_nodes` has these, each once, in this order; so repeats are numbered."""
+    seen: dict[fx.Node, int] = {}
+
+    def walk(item: Any) -> Hashable:
+        if isinstance(item, fx.Node):
+            return ("node", seen.setdefault(item, len(seen)))
+        if isinstance(item, list | tuple):
+            return (type(item).__name__, *(walk(part) for part in item))
+        if isinstance(item, dict):
+            return ("dict", *((key, walk(part)) for key, part in item.items()))
+        if isinstance(item, slice):
+            return ("slice", walk(item.start), walk(item.stop), walk(item.step))
+        return (type(item).__name__, repr(item) if isinstance(item, float) else item)
+
+    return walk(value)

@@ -1,0 +1,114 @@
+"""`QuickPartitioner`: cuts as the partitioner does, and measures fewer and shorter candidates on the way.
+
+Bisecting from the middle of what is left asks most of its questions about candidates that are far too large, and those are the
+ones that take long to measure. Here candidates are measured from the shortest on, and no longer ones once one is too large. The
+bisection takes for granted, too, that a longer shard needs no less.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from hydra_tune.errors import BudgetError
+from hydra_tune.shard.analysis import Analysis
+from hydra_tune.shard.partition import NumShards, Partitioner
+from hydra_tune.shard.pilot import Pilot, ShardCost
+
+_PRECISION = 1000
+
+
+class QuickPartitioner(Partitioner):
+    """Cuts one captured step; arguments as of `Partitioner`."""
+
+    def __init__(
+        self,
+        pilot: "Pilot | _QuickPilot",
+        analysis: Analysis,
+        num_nodes: int,
+        *,
+        budget_bytes: int,
+        buffer_bytes: int,
+    ) -> None:
+        self._quick = _QuickPilot(pilot, analysis, num_nodes, budget_bytes)
+        super().__init__(self._quick, analysis, num_nodes, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes)
+
+    def least_budget(self, num_shards: NumShards, peak_bytes: int) -> int:
+        """As `smallest_budget`, of a step that has been cut: that is found sooner.
+
+        Args:
+            num_shards: with which it was cut.
+            peak_bytes: the most that a unit of it needs.
+        """
+        low, high = 0, min(self._budget, -(-peak_bytes * self._budget // self._capacity) + 1)
+        while high - low > 1 + high // _PRECISION:
+            middle = (low + high) // 2
+            if self._would_do(middle, num_shards, ()):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _would_do(self, budget_bytes: int, num_shards: NumShards, boundaries: Sequence[int]) -> bool:
+        capacity = budget_bytes * self._capacity // self._budget
+        attempt = _Attempt(
+            self._quick, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
+        )
+        try:
+            attempt.partition(num_shards, boundaries)
+        except BudgetError:
+            return False
+        return True
+
+
+class _Attempt(QuickPartitioner):
+    """Refuses a budget in no more words than are needed."""
+
+    def smallest_budget(self, num_shards: NumShards = None, boundaries: Sequence[int] = ()) -> int:
+        """Whoever tries is looking for it."""
+        del num_shards, boundaries
+        return 0
+
+    def _refusal(self, first: int, last: int, enough: int) -> BudgetError:
+        return BudgetError(f"nodes {first} to {last - 1} do not fit", enough_bytes=enough)
+
+
+class _QuickPilot(Pilot):
+    """Measures candidates from the shortest on, and none beyond one that needs more than the limit.
+
+    Args:
+        pilot: measures; what it finds stays with it. Or another one of these, which shares what it knows.
+        analysis: says where candidates may end.
+        num_nodes: of the graph.
+        limit_bytes: the most that anybody asks about.
+    """
+
+    def __init__(self, pilot: "Pilot | _QuickPilot", analysis: Analysis, num_nodes: int, limit_bytes: int) -> None:
+        other = pilot if isinstance(pilot, _QuickPilot) else None
+        self._pilot: Pilot = pilot if other is None else other._pilot
+        self._too_large: dict[int, list[tuple[int, ShardCost]]] = {} if other is None else other._too_large
+        self._cuts = analysis.cuts
+        self._whole = (0, num_nodes)
+        self._limit_bytes = limit_bytes
+
+    def cost(self, first: int, last: int) -> ShardCost:
+        """Of a candidate; where it is over the limit, of a shorter one that is so too."""
+        if (first, last) == self._whole:  # everybody asks for it, and it is measured but once
+            return self._pilot.cost(first, last)
+        found = self._too_large.setdefault(first, [])
+        for end, cost in found:
+            if end <= last and cost.peak_bytes > self._limit_bytes:
+                return cost
+        for end in self._ends(first, last):
+            cost = self._pilot.cost(first, end)
+            if cost.peak_bytes > self._limit_bytes:
+                found.append((end, cost))
+                break
+        return cost
+
+    def _ends(self, first: int, last: int) -> list[int]:
+        """Twice as far each time."""
+        inside = self._cuts[bisect_left(self._cuts, first + 1) : bisect_left(self._cuts, last)]
+        ends, reach = [], 1
+        while reach <= len(inside):
+            ends.append(inside[reach - 1])
+            reach *= 2
+        return [*ends, last]

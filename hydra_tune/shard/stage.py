@@ -1,0 +1,30 @@
+"""`Stage`: a world of tensors that have sizes and no bytes, where code that reads values can run as well."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what item(), float() and bool() come down to
+
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+
+
+class Stage(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Tensors made within have sizes and no bytes. Rehearsals are made and run inside of one.
+
+    Whoever reads a value is told 1: losses and norms are finite, and an optimizer's counters can be divided by.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NO_KEYWORDS
+    ) -> Any:
+        if func is _READ:
+            dtype = args[0].dtype
+            return dtype == torch.bool or (1.0 if dtype.is_floating_point else 1)
+        return super().__torch_dispatch__(func, types, args, kwargs)

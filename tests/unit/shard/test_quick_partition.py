@@ -1,0 +1,68 @@
+"""The quick partitioner cuts where the partitioner cuts, and finds the same smallest budget with less to measure."""
+
+import pytest
+
+from hydra_tune.errors import BudgetError
+from hydra_tune.shard.partition import Partitioner
+from hydra_tune.shard.pilot import Pilot
+from hydra_tune.shard.quick_partition import QuickPartitioner
+from tests.parity.models import build
+from tests.unit.shard.bench import bench
+
+
+@pytest.fixture(scope="module", params=["mlp", "vit"])
+def made(request):
+    return bench(build(request.param), alignment=64)
+
+
+class Counting(Pilot):
+    """Notes the candidates that it is asked for."""
+
+    def __init__(self, pilot):
+        self.pilot, self.asked = pilot, set()
+
+    def cost(self, first, last):
+        self.asked.add((first, last))
+        return self.pilot.cost(first, last)
+
+    @property
+    def nodes(self):
+        return sum(last - first for first, last in self.asked)
+
+
+def partitioner(kind, made, budget, fraction=0.0, pilot=None):
+    return kind(pilot or made.pilot, made.analysis, made.end, budget_bytes=budget, buffer_bytes=int(budget * fraction))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.15])
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.6, 0.5])
+def test_it_cuts_at_the_same_nodes(made, share, fraction):
+    budget = int(made.pilot.cost(0, made.end).peak_bytes * share)
+    try:
+        expected = partitioner(Partitioner, made, budget, fraction).partition()
+    except BudgetError as refusal:
+        with pytest.raises(BudgetError) as found:
+            partitioner(QuickPartitioner, made, budget, fraction).partition()
+        assert str(found.value).split(" or raise")[0] == str(refusal).split(" or raise")[0]
+        assert found.value.enough_bytes == pytest.approx(refusal.enough_bytes, rel=0.002)
+        return
+    assert partitioner(QuickPartitioner, made, budget, fraction).partition() == expected
+
+
+@pytest.mark.parametrize("num_shards", [None, 3, "layer"])
+def test_it_finds_the_same_smallest_budget(made, num_shards):
+    expected = partitioner(Partitioner, made, 1 << 40, 0.15).smallest_budget(num_shards)
+    budget = expected * 2
+    peak = max(made.pilot.cost(0, made.end).peak_bytes, 1)
+    found = partitioner(QuickPartitioner, made, budget, 0.15).least_budget(num_shards, min(peak, budget))
+    assert found == pytest.approx(expected, rel=0.002)
+
+
+def test_it_measures_less_where_shards_are_small(made):
+    budget = partitioner(Partitioner, made, 1 << 40).smallest_budget() * 11 // 10
+    nodes = {}
+    for kind in (Partitioner, QuickPartitioner):
+        pilot = Counting(made.pilot)
+        partitioner(kind, made, budget, pilot=pilot).partition()
+        nodes[kind] = pilot.nodes
+    assert nodes[QuickPartitioner] < nodes[Partitioner]
