@@ -62,10 +62,28 @@ def print_planned(console: Console, planned: Sequence[Planned]) -> None:
         console.print(_shape(found))
         console.print()
         console.print(_traffic(found))
+        for line in _alike(found):
+            console.print()
+            console.print(line, soft_wrap=True)
     for one in planned:
         if one.error is not None:
             remedy = "" if one.enough_bytes is None else f" (device_memory: {format_bytes_up(one.enough_bytes)})"
             console.print(Text(f"\ntrial {one.number} cannot be trained{remedy}: {one.error}"), soft_wrap=True)
+
+
+def _alike(found: Sequence[tuple[int, Forecast]]) -> list[Text]:
+    """Which trials have the same architecture, if any."""
+    numbers: dict[int, list[int]] = {}
+    for number, forecast in found:
+        architecture = forecast.trials[0].architecture
+        if architecture is not None:
+            numbers.setdefault(architecture, []).append(number)
+    groups = [", ".join(map(str, members)) for members in numbers.values() if len(members) > 1]
+    lines = [Text(f"same architecture: {'; '.join(groups)}")] if groups else []
+    unchecked = [str(number) for number, forecast in found if not forecast.trials[0].is_checked]
+    if unchecked:
+        lines.append(Text(f"not compared with a step of the model, which is too large here: {', '.join(unchecked)}"))
+    return lines
 
 
 def _table(*names: str) -> Table:

@@ -5,27 +5,35 @@ Each task's model is built, captured, cut and checked as the pool would. Then so
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.weightless import WeightlessDevice
+from hydra_tune.errors import ConfigError
 from hydra_tune.memory.block import Kind
 from hydra_tune.pool.rehearsal import Moved, Play
+from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import Policy
-from hydra_tune.shard.library import Budget, PlanLibrary
-from hydra_tune.task import TrainTask
+from hydra_tune.shard.fingerprint import architecture_key
+from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.stage import Stage
+from hydra_tune.shard.unbuilt import BuildLimit, TooLargeError, Unbuilt
+from hydra_tune.task import TrainTask
 from hydra_tune.train.rehearsal import Rehearsal
 from hydra_tune.train.trial import Trial
 
 _WARM_STEPS = 2  # the first makes optimizer state, the second is the first that loads it
 _STEPS_ALONE = 2
 _STEPS_TOGETHER = 8  # trials take turns of some steps
+_MOST_BUILT_BYTES = 256 << 20  # of a model, to be built for real
+_MOST_CHECKED_BYTES = 1 << 30  # that a step may need on the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +51,11 @@ class TrialForecast:
         parameter_bytes: of all its parameters.
         unit_bytes: the most that one of its units needs on a device at once.
         smallest_budget_bytes: memory of a device with which it could still be cut, to a per mille.
-        step_seconds: compute of an optimizer step on a core of the host; 0 where it is whole, and not known.
+        architecture: equal numbers stand for equal models and steps, widths and depths included, among all that the pool has
+            planned; None where that cannot be told.
+        step_seconds: compute of an optimizer step on a core of the host; 0 where it is not known: whole, or not checked.
+        is_checked: whether its plan has been compared with a step of the model, as every plan is before training; not so
+            where the model or its step is too large for that.
     """
 
     name: str
@@ -55,7 +67,9 @@ class TrialForecast:
     parameter_bytes: int
     unit_bytes: int
     smallest_budget_bytes: int
+    architecture: int | None
     step_seconds: float
+    is_checked: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +141,8 @@ class Forecast:
 
 def forecast(
     tasks: Mapping[str, TrainTask],
-    budget: Budget,
+    library: PlanLibrary,
+    architectures: dict[Hashable, int],
     devices: Sequence[Device],
     policy: Policy,
     *,
@@ -139,7 +154,8 @@ def forecast(
 
     Args:
         tasks: by name.
-        budget: what to cut for.
+        library: the pool's.
+        architectures: the numbers of those that are known; takes new ones.
         devices: where they would run; nothing is done there.
         policy: as of the pool, and so all that follows.
         max_concurrent: trials in flight.
@@ -147,7 +163,7 @@ def forecast(
         sends_ahead: whether what a device does next is sent to it while it computes.
     """
     with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
-        company = _Company(budget, devices)
+        company = _Company(library, architectures, devices)
         thread.submit(company.cast, tasks).result()
         return thread.submit(
             company.perform, policy, max_concurrent=max_concurrent, admission=admission, sends_ahead=sends_ahead
@@ -160,11 +176,14 @@ class _Part:
 
     rehearsals: list[Rehearsal]
     smallest_budget_bytes: int
+    is_checked: bool
+    architecture: int | None
 
 
 class _Company:
-    def __init__(self, budget: Budget, devices: Sequence[Device]) -> None:
-        self._library = PlanLibrary(budget, keeps_pilots=True)
+    def __init__(self, library: PlanLibrary, architectures: dict[Hashable, int], devices: Sequence[Device]) -> None:
+        self._architectures = architectures
+        self._library = PlanLibrary(library.budget, most_checked_bytes=_MOST_CHECKED_BYTES, known=library)
         self._host = devices[0]
         self._devices = devices
         self._stage = Stage()
@@ -176,28 +195,47 @@ class _Company:
         if len(tasks) > 1:
             self._lengths = [_WARM_STEPS, _WARM_STEPS + _STEPS_TOGETHER]
         for name, task in tasks.items():
-            self._parts[name] = self._part(task)
+            self._parts[name] = self._part(name, task)
 
-    def _part(self, task: TrainTask) -> _Part:
-        if (
-            task.compile is not None
-        ):  # what a compiler makes cannot be rehearsed; it is cut and updated alike, and keeps nothing
+    def _part(self, name: str, task: TrainTask) -> _Part:
+        if task.compile is not None:
+            # What a compiler makes cannot be rehearsed; it is cut and updated alike, and keeps nothing.
             task = replace(task, compile=None, activations="recompute")
+        try:
+            return self._built(task, BuildLimit(_MOST_BUILT_BYTES))
+        except TooLargeError:
+            pass
+        try:
+            return self._built(task, Unbuilt())
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ConfigError(
+                f"{name} cannot be planned: its model is too large to be built for that (more than "
+                f"{format_bytes(_MOST_BUILT_BYTES)}), and its factories want more of large tensors than sizes "
+                f"({type(error).__name__}: {error}); leave out what they read, or train some steps of it, and look at stats()"
+            ) from error
+
+    def _built(self, task: TrainTask, building: AbstractContextManager[object]) -> "_Part":
         trial = Trial(task, self._library, self._host)
         try:
-            kept, leaves = trial.prepare()
+            kept, leaves = trial.prepare(building)
             module, optimizer = trial.module, trial.optimizer
             assert module is not None
             assert optimizer is not None
-            find = kept.prepared.smallest_budget
-            assert find is not None, "the library keeps its pilots"
-            known = trial.progress.num_steps is not None
+            knows_length = trial.progress.num_steps is not None
             device = WeightlessDevice(self._host)
             with self._stage:
                 rehearsals = [
-                    Rehearsal(task, module, optimizer, kept, leaves, device, knows_length=known) for _ in self._lengths
+                    Rehearsal(task, module, optimizer, kept, leaves, device, knows_length=knows_length)
+                    for _ in self._lengths
                 ]
-            return _Part(rehearsals=rehearsals, smallest_budget_bytes=find())
+            prepared, key = kept.prepared, architecture_key(task, module)
+            known = self._architectures
+            return _Part(
+                rehearsals=rehearsals,
+                smallest_budget_bytes=prepared.smallest_budget(),
+                is_checked=prepared.is_checked,
+                architecture=None if key is None else known.setdefault(key, len(known)),
+            )
         finally:
             trial.close(keep=False)
 
@@ -242,7 +280,9 @@ class _Company:
             parameter_bytes=rehearsal.parameter_bytes,
             unit_bytes=plan.peak_bytes,
             smallest_budget_bytes=part.smallest_budget_bytes,
-            step_seconds=0.0 if plan.eager else rehearsal.times.total,
+            architecture=part.architecture,
+            step_seconds=rehearsal.times.total if part.is_checked and not plan.eager else 0.0,
+            is_checked=part.is_checked,
         )
 
 

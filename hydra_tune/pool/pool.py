@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,7 @@ class Pool:
         self._policy, self._max_concurrent, self._admission = policy, max_concurrent, admission
         self._sends_ahead = sends_ahead
         self._numbers = itertools.count()
+        self._architectures: dict[Hashable, int] = {}
         self._ended = False
         self._started = time.perf_counter()
         self._devices = {device.name: device for device in devices}
@@ -246,7 +247,8 @@ class Pool:
         """What tasks would do together; see `forecast`. They are no jobs of the pool."""
         return forecast(
             tasks,
-            self._library.budget,
+            self._library,
+            self._architectures,
             list(self._devices.values()),
             self._policy,
             max_concurrent=self._max_concurrent,

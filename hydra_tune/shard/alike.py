@@ -1,4 +1,4 @@
-"""Which candidate shards of a graph are alike: equal but for names and positions, so that the pilot has to run only one of them.
+"""Which candidate shards of a graph are alike: equal but for names and positions, so that the pilot runs but one of them.
 
 The layers of a deep model are alike, and so are candidates that begin and end at the same places of different layers. A key
 holds all that a unit's bytes depend on: operators and constants in order, who uses what, the geometry of what comes from

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune.devices.link import Link
-from hydra_tune.errors import BudgetError, CaptureError, HydraTuneError
+from hydra_tune.errors import BudgetError, CaptureError, ConfigError, HydraTuneError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.activations import Room, chosen, keeping, seconds_of
 from hydra_tune.shard.analysis import Analysis, analyse
 from hydra_tune.shard.answers import Answer, answering, ask
 from hydra_tune.shard.capture import Captured, StateSpec, capture, describe, state_specs
+from hydra_tune.shard.estimate import estimated_seconds
 from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.guards import Guard
 from hydra_tune.shard.outcome import UnitSeconds
 from hydra_tune.shard.partition import NumShards
-from hydra_tune.shard.pilot import Pilot, UpdatePilot
+from hydra_tune.shard.pilot import Pilot, ShardCost, UpdatePilot
 from hydra_tune.shard.plan import Plan, build_plan, operators
 from hydra_tune.shard.precision import autocast, share_casts
 from hydra_tune.shard.quick_partition import QuickPartitioner
@@ -36,6 +37,7 @@ from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.sample import Sample, sample_of
 from hydra_tune.shard.separable import check_separable
 from hydra_tune.shard.streams import intraop_threads, preserved_streams
+from hydra_tune.shard.unbuilt import bodiless_twin, export_mode, is_unbuilt, solid, without_bytes
 from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.shard.verify import verify, verify_close
 from hydra_tune.shard.whole import whole_plan
@@ -97,14 +99,15 @@ class Prepared:
         plan: the step cut into shards.
         seconds: of each unit; None for an eager plan, which was not run in units.
         guard: what the step's Python asked of the batch's values; None if nothing.
-        smallest_budget: finds the bytes of a device with which the step could still be cut, to a per mille; None where the
-            library keeps no pilots.
+        smallest_budget: finds the bytes of a device with which the step could still be cut, to a per mille.
+        is_checked: whether its numbers have been compared with those of the eager step; else its seconds are estimates.
     """
 
     plan: Plan
     seconds: UnitSeconds | None
     guard: Guard | None = None
-    smallest_budget: Callable[[], int] | None = None
+    smallest_budget: Callable[[], int]
+    is_checked: bool = True
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it is for a batch with these tensors, which has the signature that it was prepared for."""
@@ -156,19 +159,45 @@ class _Entry:
     found: Prepared | CaptureError
 
 
+@dataclass(slots=True)
+class _Shelf:
+    """Plans by key, the least recently used first; and the lock of whoever reads or writes them."""
+
+    plans: OrderedDict[Hashable, list[_Entry]] = field(default_factory=OrderedDict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def keep(self, key: Hashable, entry: _Entry) -> None:
+        """Put a plan there; those last used stay."""
+        entries = self.plans.setdefault(key, [])
+        if not any(known is entry for known in entries):
+            entries.append(entry)
+            del entries[:-_MAX_ANSWERS]
+        self.plans.move_to_end(key)
+        while len(self.plans) > _MAX_PLANS:
+            self.plans.popitem(last=False)
+
+
 class PlanLibrary:
     """Plans by architecture, mode and batch signature.
 
     Args:
         budget: what to cut for.
-        keeps_pilots: whether plans can be asked for their `smallest_budget`; what that takes lives as long as they do.
+        most_checked_bytes: what a step may need for its plan to be checked; None: all plans are.
+        known: a library of the same budget, all of whose plans are checked: they serve here, and what is checked here serves
+            there.
+
+    Attributes:
+        checked: those plans.
     """
 
-    def __init__(self, budget: Budget, *, keeps_pilots: bool = False) -> None:
+    def __init__(
+        self, budget: Budget, *, most_checked_bytes: int | None = None, known: "PlanLibrary | None" = None
+    ) -> None:
         self.budget = budget
-        self._keeps_pilots = keeps_pilots
-        self._plans: OrderedDict[Hashable, list[_Entry]] = OrderedDict()  # least recently used first
-        self._lock = threading.Lock()
+        self._most_checked_bytes = most_checked_bytes
+        self.checked = _Shelf() if known is None else known.checked
+        self._unchecked = _Shelf()
+        self._lock = self.checked.lock
 
     def prepare(
         self,
@@ -216,26 +245,26 @@ class PlanLibrary:
             held = None if like is None else (like.plan.mode, like.plan.cuts, frozenset(like.owners.items()))
             key = (architecture, mode, leaves.signature, tail, held)
         with self._lock, preserved_streams():
-            entries = self._plans.get(key, []) if key is not None else []
+            entries = [e for shelf in (self.checked, self._unchecked) for e in shelf.plans.get(key, ())]
             with GATE.shared():
                 entry = next((e for e in entries if e.guard is None or e.guard.holds(leaves.tensors)), None)
             if entry is None:
                 found = self._capture(request)
                 entry = _Entry(request.guard, found)
-                entries = [*entries, entry][-_MAX_ANSWERS:]
             if key is not None:
-                self._plans[key] = entries
-                self._plans.move_to_end(key)
-                while len(self._plans) > _MAX_PLANS:
-                    self._plans.popitem(last=False)
+                self._keep(key, entry)
             if isinstance(entry.found, CaptureError):
                 return replace(self._whole(request, entry.found), guard=entry.guard)
             return entry.found
 
+    def _keep(self, key: Hashable, entry: _Entry) -> None:
+        is_checked = isinstance(entry.found, CaptureError) or entry.found.is_checked
+        (self.checked if is_checked else self._unchecked).keep(key, entry)
+
     def _capture(self, request: _Request) -> Prepared | CaptureError:
         """A verified plan, or why there is none; a budget that cannot be met is raised."""
         found = self._attempt(request, [])
-        if isinstance(found, CaptureError) and (answers := _answers(request)):
+        if isinstance(found, CaptureError) and not is_unbuilt(request.model) and (answers := _answers(request)):
             # Without answers first: a step that takes a path that needs none has one plan for all batches.
             with_answers = self._attempt(request, answers)
             return found if isinstance(with_answers, CaptureError) else with_answers
@@ -270,7 +299,13 @@ class PlanLibrary:
         with GATE.shared():
             if request.mode == "train" and len(plan.shards) > 1:
                 check_separable(request.optimizer, dict(request.model.named_parameters()), state_specs(request.model))
-        seconds, kept_seconds = self._verified(request, captured, answers, plan, kept)
+        is_checked = self._may_check(request, pilot.cost(0, nodes))
+        seconds: UnitSeconds
+        kept_seconds: UnitSeconds | None
+        if is_checked:
+            seconds, kept_seconds = self._verified(request, captured, answers, plan, kept)
+        else:
+            seconds, kept_seconds = (estimated_seconds(one, pilot) for one in (plan, kept))
         if kept_seconds is not None:
             if request.task.activations == "auto":
                 kept = chosen(plan, kept, seconds, kept_seconds, self.budget.link(), room)
@@ -279,10 +314,15 @@ class PlanLibrary:
             plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
             with GATE.exclusive():  # the first run compiles
                 seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
-        smallest = None
-        if self._keeps_pilots:
-            smallest = functools.cache(partial(partitioner.least_budget, self.budget.num_shards, plan.peak_bytes))
-        return Prepared(plan=plan, seconds=seconds, guard=request.guard, smallest_budget=smallest)
+        smallest = functools.cache(partial(partitioner.least_budget, self.budget.num_shards, plan.peak_bytes))
+        return Prepared(
+            plan=plan, seconds=seconds, guard=request.guard, smallest_budget=smallest, is_checked=is_checked
+        )
+
+    def _may_check(self, request: _Request, whole: ShardCost) -> bool:
+        """Whether a step may be run on the host, to be compared with its plan."""
+        most = self._most_checked_bytes
+        return most is None or (whole.peak_bytes <= most and not is_unbuilt(request.model))
 
     def _measured(self, request: _Request, captured: Captured, tensors: tuple[Tensor, ...]) -> tuple[Analysis, Pilot]:
         """Where a captured step may be cut, and what its parts would need."""
@@ -335,6 +375,11 @@ class PlanLibrary:
             return None
 
     def _whole(self, request: _Request, reason: CaptureError) -> Prepared:
+        if is_unbuilt(request.model):
+            raise ConfigError(
+                f"the model cannot be cut ({reason}), and what it needs whole is found by running it, for which it is too "
+                "large here; make it capturable, or train some steps of it"
+            ) from reason
         specs = state_specs(request.model)
         with GATE.shared():
             plan = whole_plan(
@@ -368,11 +413,25 @@ def _twin(model: nn.Module) -> nn.Module:
 
 def _captured(request: _Request, batch: Any, answers: list[Answer]) -> Captured:
     """The step for a batch as a graph."""
+    if is_unbuilt(request.model):
+        return _captured_unbuilt(request, batch)
     twin = _twin(request.model)
     with GATE.exclusive(), autocast(request.task.precision):
         captured = capture(request.task, twin, batch, request.mode, answering(answers))
     share_casts(captured, state_specs(request.model), captured.precision)
     return captured
+
+
+def _captured_unbuilt(request: _Request, batch: Any) -> Captured:
+    """The same of a model without bytes."""
+    mode = export_mode()
+    with mode:
+        twin = bodiless_twin(request.model)[0]
+    fakes = without_bytes(mode, batches.plain_mappings(batch))
+    with GATE.exclusive(), autocast(request.task.precision):
+        captured = capture(request.task, twin, fakes, request.mode)
+    share_casts(captured, state_specs(request.model), captured.precision)
+    return replace(captured, constants={name: solid(tensor) for name, tensor in captured.constants.items()})
 
 
 def _answers(request: _Request) -> list[Answer]:

@@ -278,6 +278,14 @@ class Pilot:
             recompute_workspace=cost.backward_workspace,
         )
 
+    def try_forward(self, shard: ShardGraph) -> int:
+        """Run a shard's forward on fake tensors; returns the bytes of all that it makes, one after the other."""
+        operands = self._operands(shard)
+        with self._mode:
+            compute.forward(shard, operands, self._needs_gradient(shard) if self._captured.mode == "train" else None)
+        values = (node.meta.get("val") for node in self._captured.nodes[shard.first : shard.last])
+        return sum(value.numel() * value.dtype.itemsize for value in values if isinstance(value, Tensor))
+
     def trained_here(self, shard: ShardGraph) -> list[str]:
         """Parameters whose gradient is complete after this shard's backward: those no earlier shard uses."""
         return self._trained(shard.state, shard.first)

@@ -21,15 +21,16 @@ class QuickPartitioner(Partitioner):
 
     def __init__(
         self,
-        pilot: "Pilot | _QuickPilot",
+        pilot: Pilot,
         analysis: Analysis,
         num_nodes: int,
         *,
         budget_bytes: int,
         buffer_bytes: int,
     ) -> None:
-        self._quick = _QuickPilot(pilot, analysis, num_nodes, budget_bytes)
-        super().__init__(self._quick, analysis, num_nodes, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes)
+        quick = pilot if isinstance(pilot, _QuickPilot) else _QuickPilot(pilot, analysis, num_nodes, budget_bytes)
+        self._quick = quick
+        super().__init__(quick, analysis, num_nodes, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes)
 
     def least_budget(self, num_shards: NumShards, peak_bytes: int) -> int:
         """As `smallest_budget`, of a step that has been cut: that is found sooner.
@@ -49,8 +50,9 @@ class QuickPartitioner(Partitioner):
 
     def _would_do(self, budget_bytes: int, num_shards: NumShards, boundaries: Sequence[int]) -> bool:
         capacity = budget_bytes * self._capacity // self._budget
+        pilot = self._quick.within(budget_bytes, self._analysis)
         attempt = _Attempt(
-            self._quick, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
+            pilot, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
         )
         try:
             attempt.partition(num_shards, boundaries)
@@ -75,19 +77,30 @@ class _QuickPilot(Pilot):
     """Measures candidates from the shortest on, and none beyond one that needs more than the limit.
 
     Args:
-        pilot: measures; what it finds stays with it. Or another one of these, which shares what it knows.
+        pilot: measures; what it finds stays with it.
         analysis: says where candidates may end.
         num_nodes: of the graph.
         limit_bytes: the most that anybody asks about.
+        too_large: what is known of candidates that were over some limit.
     """
 
-    def __init__(self, pilot: "Pilot | _QuickPilot", analysis: Analysis, num_nodes: int, limit_bytes: int) -> None:
-        other = pilot if isinstance(pilot, _QuickPilot) else None
-        self._pilot: Pilot = pilot if other is None else other._pilot
-        self._too_large: dict[int, list[tuple[int, ShardCost]]] = {} if other is None else other._too_large
+    def __init__(
+        self,
+        pilot: Pilot,
+        analysis: Analysis,
+        num_nodes: int,
+        limit_bytes: int,
+        too_large: "dict[int, list[tuple[int, ShardCost]]] | None" = None,
+    ) -> None:
+        self._pilot = pilot
         self._cuts = analysis.cuts
         self._whole = (0, num_nodes)
         self._limit_bytes = limit_bytes
+        self._too_large = {} if too_large is None else too_large  # by first node: last nodes that were over some limit
+
+    def within(self, limit_bytes: int, analysis: Analysis) -> "_QuickPilot":
+        """One of another limit that shares what this one knows."""
+        return _QuickPilot(self._pilot, analysis, self._whole[1], limit_bytes, self._too_large)
 
     def cost(self, first: int, last: int) -> ShardCost:
         """Of a candidate; where it is over the limit, of a shorter one that is so too."""

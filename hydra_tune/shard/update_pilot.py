@@ -27,7 +27,7 @@ _Make = Callable[[StateSpec], Tensor]
 def optimizer_pilot(
     optimizer: Optimizer, parameters: dict[str, Tensor], specs: dict[str, StateSpec], *, alignment: int
 ) -> UpdatePilot:
-    """A function that measures this optimizer's update of some of its parameters.
+    """A function that measures this optimizer's update of some of its parameters, and holds none of them.
 
     Args:
         optimizer: a trial's optimizer; it is only read.
@@ -35,17 +35,18 @@ def optimizer_pilot(
         specs: their geometry.
         alignment: bytes to which the device aligns its allocations.
     """
-    group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    group_of = {name: groups[id(p)] for name, p in parameters.items() if id(p) in groups}
+    bare = _without_parameters(optimizer)
     known: dict[Hashable, tuple[int, int, int]] = {}
 
     def measure(names: Sequence[str]) -> tuple[int, int, int]:
-        trained = [name for name in names if id(parameters[name]) in group_of]
-        if not trained:
+        members = [(name, group_of[name]) for name in names if name in group_of]
+        if not members:
             return 0, 0, 0
-        members = [(name, group_of[id(parameters[name])]) for name in trained]
         key = tuple((specs[name].shape, specs[name].stride, specs[name].dtype, group) for name, group in members)
         if key not in known:  # a deep model has many runs of parameters that differ in their names alone
-            known[key] = _measured(optimizer, members, specs, alignment)
+            known[key] = _measured(bare, members, specs, alignment)
         return known[key]
 
     return measure
@@ -110,6 +111,16 @@ def _grow_old(optimizer: Optimizer) -> None:
             step.fill_(_LATE)
         elif isinstance(step, int | float) and not isinstance(step, bool):
             entries["step"] = type(step)(_LATE)
+
+
+def _without_parameters(optimizer: Optimizer) -> Optimizer:
+    """Class and options alone: what is measured may outlive the trial."""
+    bare = object.__new__(type(optimizer))
+    bare.__dict__.update(optimizer.__dict__)
+    bare.__dict__.pop("step", None)
+    bare.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    bare.state = defaultdict(dict)
+    return bare
 
 
 def stand_in_for(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:

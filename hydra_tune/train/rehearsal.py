@@ -6,7 +6,6 @@ counted by the very lines that count in a run, and there is no second account of
 fakes (as in the pilot), and whoever reads a value of one is told 1.
 """
 
-import copy
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Kind
 from hydra_tune.shard.batch import Leaves
-from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.unbuilt import bodiless_twin
 from hydra_tune.shard.update_pilot import stand_in_for
 from hydra_tune.shard.whole import EagerStep
 from hydra_tune.task import TrainTask
@@ -128,14 +127,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 def _doubles(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Module and optimizer over tensors without bytes; names, ties and options are those of the originals."""
-    memo: dict[int, Any] = {}
-    doubles: dict[int, Tensor] = {}
-    for _, tensor in named_state(module):
-        double = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        if isinstance(tensor, nn.Parameter):
-            double = nn.Parameter(double, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = doubles[id(tensor)] = double
-    twin = copy.deepcopy(module, memo)
+    twin, doubles = bodiless_twin(module)
     placed = [(id(p), index) for index, group in enumerate(optimizer.param_groups) for p in group["params"]]
     members = [("", index) for _, index in placed]
     return twin, stand_in_for(optimizer, members, [doubles[key] for key, _ in placed])

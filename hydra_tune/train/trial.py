@@ -25,6 +25,7 @@ from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.operators import SplitOperators, split_operators
+from hydra_tune.shard.unbuilt import is_unbuilt
 from hydra_tune.task import TrainTask
 from hydra_tune.train.arrange import arrange
 from hydra_tune.train.clock import Progress, UnitTimes
@@ -128,17 +129,21 @@ class Trial:
         """
         return next(self._program, None)
 
-    def prepare(self) -> tuple[Kept, batches.Leaves]:
+    def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[Kept, batches.Leaves]:
         """Build the model, draw the first batch and make its plan, and no more: for whoever wants to know what would run.
+
+        Args:
+            building: entered around the task's factories.
 
         Returns:
             The plan, and the batch or its first piece.
         """
         for handle in (self.task.train, self.task.validate):
             self._feed.check(handle)
-        module, optimizer = self._build()
+        module, optimizer = self._build(building)
         for batch in self._draw(self.task.train, shuffle=True):
-            self._check_pieces(module, batch)
+            if not is_unbuilt(module):
+                self._check_pieces(module, batch)
             piece = next(pieces(batch, self.task.split_batches))
             leaves = batches.flatten(piece.batch)
             kept = self._plans.find(module, optimizer, None, piece.batch, leaves, "train")
@@ -377,9 +382,9 @@ class Trial:
         if task.report_every != "epoch" and self.progress.steps % task.report_every == 0:
             yield from self._report(self.progress.steps, epoch)
 
-    def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _build(self, building: AbstractContextManager[object] | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
         task = self.task
-        with self._own_code():
+        with self._own_code(), building or nullcontext():
             module = task.model()
             if not isinstance(module, nn.Module):
                 raise TaskError(f"model= must build a torch.nn.Module, but returned {type(module).__name__}")
