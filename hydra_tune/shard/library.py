@@ -195,7 +195,7 @@ class PlanLibrary:
     ) -> None:
         self.budget = budget
         self._most_checked_bytes = most_checked_bytes
-        self.checked = _Shelf() if known is None else known.checked
+        self.checked: _Shelf = _Shelf() if known is None else known.checked
         self._unchecked = _Shelf()
         self._lock = self.checked.lock
 

@@ -27,7 +27,7 @@ class TooLargeError(BaseException):
     """A factory makes more than it may. No `Exception`: a factory that catches those must not go on with half a model."""
 
 
-class BuildLimit(StorageTracker):
+class BuildLimit(StorageTracker):  # type: ignore[no-untyped-call]
     """Ends the building of a model that takes too much memory.
 
     Args:
@@ -43,16 +43,16 @@ class BuildLimit(StorageTracker):
         self._shapes = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NO_KEYWORDS
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not _tensors(
             (args, kwargs)
         ):  # it makes something out of nothing: how large that will be is known beforehand
             with self._shapes:
-                made = func(*args, **kwargs)
+                made = func(*args, **(kwargs or {}))
             if self.current_bytes + _nbytes(made) > self._most_bytes:
                 raise TooLargeError
-        result = super().__torch_dispatch__(func, types, tuple(args), dict(kwargs))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.current_bytes > self._most_bytes:
             raise TooLargeError
         return result

@@ -91,6 +91,15 @@ def test_tables_at_80_columns(folder):
     assert len(lines) == second + 3
 
 
+def test_which_have_the_same_architecture(folder):
+    done = run(folder, "--trials", "3", "--device-memory", "1GiB")
+    assert done.exit_code == 0, done.output
+    widths = [line.split("width=")[1] for line in done.stdout.splitlines() if "width=" in line]
+    alike = [str(number) for number, width in enumerate(widths) if widths.count(width) > 1]
+    assert len(set(widths)) == 2
+    assert done.stdout.splitlines()[-1] == f"same architecture: {', '.join(alike)}"
+
+
 def test_json_is_alone_on_standard_output_and_has_it_all(folder):
     done = run(folder, "--json", "--trials", "2", "--seed", "1")
     assert done.exit_code == 0, done.stderr

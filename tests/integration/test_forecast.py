@@ -1,5 +1,7 @@
 """What `HydraExecutor.plan` says a step moves, against what a run counts."""
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -70,16 +72,21 @@ class Asking(nn.Module):
 
 
 def counted(pool: HydraExecutor, make: Make) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes in and out of one step by kind; the first steps, which make optimizer state, do not count."""
-    totals: list[tuple[Counter[str], Counter[str]]] = [(Counter(), Counter())]
-    for steps in (2, 2 + STEPS):
+    """Bytes in and out of one step by kind; the first steps, which make optimizer state, do not count.
+
+    Nor does the first run, which begins on a device that is not known to be short of memory yet.
+    """
+    totals: list[tuple[Counter[str], Counter[str]]] = []
+    for steps in (2, 2, 2 + STEPS):
         (result,) = pool.run([make(steps)])
         if result.error is not None:
             raise result.error
         (device,) = pool.stats().devices.values()
         totals.append((Counter(device.bytes_in_by_kind), Counter(device.bytes_out_by_kind)))
     ways = zip(*totals, strict=True)
-    bytes_in, bytes_out = ({kind: last[kind] - 2 * first[kind] for kind in last} for _, first, last in ways)
+    bytes_in, bytes_out = (
+        {kind: last[kind] - 2 * short[kind] + first[kind] for kind in last} for first, short, last in ways
+    )
     return _per_step(bytes_in), _per_step(bytes_out)
 
 
@@ -189,6 +196,108 @@ def test_what_crosses_cuts_is_apart_from_what_is_kept():
         kept = pool.plan([noisy(5, activations="keep")]).bytes_by_kind
     assert recomputed["boundaries"] > 0
     assert recomputed.get("activations", 0) < recomputed["boundaries"] < kept["activations"]
+
+
+def test_a_model_without_bytes_is_planned_like_one_that_is_built(monkeypatch):
+    """But for what only a run can tell."""
+    options = {"device_memory": "260KiB", "buffer_fraction": 0.0}
+    make = partial(noisy, activations="recompute", max_grad_norm=1.0)
+    with running(**options) as pool:
+        built = pool.plan([make(5)])
+    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
+    monkeypatch.setattr("hydra_tune.shard.unbuilt._SMALL_BYTES", 1 << 9)
+    with running(**options) as pool:
+        unbuilt = pool.plan([make(5)])
+        bytes_in, bytes_out = counted(pool, make)
+    assert (built.trials[0].is_checked, unbuilt.trials[0].is_checked) == (True, False)
+    assert unbuilt.trials[0].step_seconds == 0.0
+    assert (unbuilt.bytes_in, unbuilt.bytes_out) == (built.bytes_in, built.bytes_out) == (bytes_in, bytes_out)
+    known = ("num_shards", "units_per_step", "unit_bytes", "smallest_budget_bytes", "parameter_bytes")
+    assert [getattr(unbuilt.trials[0], name) for name in known] == [getattr(built.trials[0], name) for name in known]
+
+
+def test_what_was_not_checked_is_not_trained_with(monkeypatch):
+    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_CHECKED_BYTES", 1 << 10)
+    with running(device_memory="260KiB") as pool:
+        (trial,) = pool.plan([noisy(2)]).trials
+        library = pool._started()._library
+        assert not trial.is_checked
+        assert not library.checked.plans
+        pool.run([noisy(2)])
+        assert library.checked.plans
+        assert pool.plan([noisy(2)]).trials[0].is_checked
+
+
+def test_a_plan_is_made_once_for_planning_and_training():
+    with running(device_memory="300KiB") as pool:
+        planned = pool.plan([noisy(2, activations="auto")])
+        (result,) = pool.run([noisy(2, activations="auto")])
+    assert result.activations == planned.trials[0].activations
+
+
+def test_a_large_model_that_cannot_be_cut_is_refused(monkeypatch):
+    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
+    monkeypatch.setattr("hydra_tune.shard.unbuilt._SMALL_BYTES", 1 << 9)
+    with running(device_memory="64KiB") as pool, pytest.raises(ConfigError, match="too large here; make it capturable"):
+        pool.plan([task(model=Asking)])
+
+
+def test_a_large_model_whose_factory_reads_its_weights_is_refused(monkeypatch):
+    def scaled() -> nn.Module:
+        model = nn.Linear(8, 64)
+        model.scale = float(model.weight.detach().norm())
+        return model
+
+    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
+    monkeypatch.setattr("hydra_tune.shard.unbuilt._SMALL_BYTES", 1 << 9)
+    with running() as pool, pytest.raises(ConfigError, match="trial0 cannot be planned: its model is too large"):
+        pool.plan([task(model=scaled)])
+
+
+LARGE = """
+import resource
+from functools import partial
+
+import torch
+from torch import nn
+
+from hydra_tune import HydraExecutor, TrainTask
+
+WIDTH, LAYERS = 4096, 6  # 384 MiB; with gradients and optimizer state four times that
+
+def data():
+    yield torch.randn(2, WIDTH), torch.randn(2, WIDTH)
+
+def model():
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+small = TrainTask(model=lambda: nn.Linear(WIDTH, 8), optimizer=torch.optim.AdamW, loss=nn.functional.mse_loss,
+                  train=lambda: iter([(torch.randn(2, WIDTH), torch.randn(2, 8))]))
+task = TrainTask(model=model, optimizer=torch.optim.AdamW, loss=nn.functional.mse_loss, train=data)
+with HydraExecutor("cpu:1", device_memory="700MiB") as pool:
+    pool.plan([small])  # what torch loads when it captures
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (trial,) = pool.plan([task]).trials
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(trial.num_shards, trial.parameter_bytes, (after - before) // 1024)
+"""
+
+
+def test_a_large_model_takes_no_memory():
+    """MiB of the process's peak: less than the model alone, of which torch's own tables and one batch are a small part."""
+    run = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr
+    num_shards, parameter_bytes, grown = map(int, run.stdout.split())
+    assert num_shards > 1
+    assert parameter_bytes == 4 * 6 * (4096 * 4096 + 4096)
+    assert grown < 300
+
+
+def test_architectures_are_numbered():
+    with running(device_memory="260KiB") as pool:
+        first, second, third = pool.plan([noisy(2), noisy(3, optimizer=torch.optim.SGD), linear(2)]).trials
+        (again,) = pool.plan([linear(5)]).trials
+    assert [first.architecture, second.architecture, third.architecture, again.architecture] == [0, 0, 1, 1]
 
 
 def test_nothing_is_trained_and_nothing_is_left():
