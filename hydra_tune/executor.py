@@ -244,7 +244,8 @@ class HydraExecutor:
     def plan(self, tasks: Iterable[TrainTask]) -> Forecast:
         """What these tasks would do in the pool together: shards, units, memory, and bytes moved in a step by kind.
 
-        Each model is built, captured, cut and checked on the host with its first batch, as `submit` would have it. Then some
+        Each model is built, captured, cut and checked on the host with its first batch, as `submit` would have it; one that is
+        too large for that is planned without bytes, and not checked. Then some
         steps are rehearsed on tensors without bytes, by the scheduler and pagers of a run; nothing is trained, and nothing
         touches the devices. The bytes are those of `stats()`, in a step once all optimizer state is there; what is sent ahead
         is taken to arrive while a unit computes, and all trials to have as many steps to go. Left out are evaluation, the
@@ -259,7 +260,8 @@ class HydraExecutor:
 
         Raises:
             BudgetError: a model that the devices have no room for; its `enough_bytes` says how much would do.
-            ConfigError: no tasks, or a model that runs whole and whose code wants the values of its tensors.
+            ConfigError: no tasks; a model that runs whole and whose code wants the values of its tensors; or one that is too
+                large to be built, and runs whole or reads its weights when it is made.
             HydraTuneError: a task that the pool would refuse.
         """
         named = {f"trial{number}": task for number, task in enumerate(tasks)}
