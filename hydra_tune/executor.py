@@ -245,12 +245,11 @@ class HydraExecutor:
         """What these tasks would do in the pool together: shards, units, memory, and bytes moved in a step by kind.
 
         Each model is built, captured, cut and checked on the host with its first batch, as `submit` would have it; one that is
-        too large for that is planned without bytes, and not checked. Then some
-        steps are rehearsed on tensors without bytes, by the scheduler and pagers of a run; nothing is trained, and nothing
-        touches the devices. The bytes are those of `stats()`, in a step once all optimizer state is there; what is sent ahead
-        is taken to arrive while a unit computes, and all trials to have as many steps to go. Left out are evaluation, the
-        shorter last batch of an epoch, the disk of `spill_dir`, and the batches of a step that run side by side when devices
-        have nothing else to do.
+        too large for that is planned without being built, and not checked. Then some steps are rehearsed on tensors without
+        bytes, by the scheduler and pagers of a run; nothing is trained, and nothing touches the devices. The bytes are those of
+        `stats()`, in a step once all optimizer state is there; what is sent ahead is taken to arrive while a unit computes, and
+        all trials to have as many steps to go. Left out are evaluation, the shorter last batch of an epoch, the disk of
+        `spill_dir`, and the batches of a step that run side by side when devices have nothing else to do.
 
         Args:
             tasks: the trials; at least one.

@@ -5,12 +5,13 @@ Small tensors are real, so that a factory can read what it computes from them: r
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -45,11 +46,9 @@ class BuildLimit(StorageTracker):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _tensors(
-            (args, kwargs)
-        ):  # it makes something out of nothing: how large that will be is known beforehand
-            with self._shapes:
-                made = func(*args, **(kwargs or {}))
+        if not _tensors((args, kwargs)):
+            # It makes something out of nothing: how large that will be is known beforehand.
+            made = _tried(self._shapes, func, args, kwargs or {})
             if self.current_bytes + _nbytes(made) > self._most_bytes:
                 raise TooLargeError
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -70,11 +69,7 @@ class Unbuilt(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(isinstance(tensor, FakeTensor) for tensor in _tensors((args, kwargs))):
             return func(*args, **kwargs)
-        try:
-            with self._mode:
-                made = func(*args, **kwargs)
-        except DataDependentOutputException:  # somebody reads a tensor that is real
-            return func(*args, **kwargs)
+        made = _tried(self._mode, func, args, kwargs)
         return made if _nbytes(made) > _SMALL_BYTES else func(*args, **kwargs)
 
 
@@ -119,6 +114,13 @@ def solid(tensor: Tensor) -> Tensor:
 def without_bytes(mode: FakeTensorMode, tree: Any) -> Any:
     """A tree with its tensors without bytes."""
     return tree_map_only(Tensor, lambda tensor: mode.from_tensor(tensor, static_shapes=True), tree)
+
+
+def _tried(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator would make; nothing where only a run tells, as of one that reads a value."""
+    with suppress(Exception), mode:
+        return func(*args, **kwargs)
+    return None
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -118,6 +118,8 @@ def _without_parameters(optimizer: Optimizer) -> Optimizer:
     bare = object.__new__(type(optimizer))
     bare.__dict__.update(optimizer.__dict__)
     bare.__dict__.pop("step", None)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        bare.__dict__[hooks] = OrderedDict()
     bare.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
     bare.state = defaultdict(dict)
     return bare

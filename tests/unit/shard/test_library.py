@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import gc
 import random
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -298,3 +300,15 @@ def test_a_capture_that_lost_its_gradients_says_so(monkeypatch):
     monkeypatch.setattr(library_module, "whole_plan", noted)
     assert prepare(library(), task_of(Reentrant())).plan.eager
     assert "lost its gradients" in reasons[0]
+
+
+def test_a_plan_that_tells_its_smallest_budget_holds_no_tensor_of_the_trial():
+    plans, task = library(), build("mlp")
+    model = task.model()
+    optimizer = task.optimizer(list(model.parameters()))
+    references = [weakref.ref(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    found = plans.prepare(task, model, optimizer, first_batch(task), "train", None)
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
+    assert found.smallest_budget() > 0
