@@ -79,7 +79,13 @@ def cases(spill_dir: str) -> Iterator[tuple[str, Make, int, int, dict[str, Any]]
             yield f"gpt {percent}% {activations}", partial(gpt, activations=activations), 1, 3, options
     yield "gpt clipped", partial(gpt, max_grad_norm=1.0), 1, 3, alone
     yield "gpt accumulated", partial(gpt, accumulate=2), 1, 3, alone
-    yield "gpt accumulated, kept, clipped", partial(gpt, "keep", accumulate=2, max_grad_norm=1.0), 1, 3, alone
+    yield (
+        "gpt accumulated, kept, clipped",
+        partial(gpt, activations="keep", accumulate=2, max_grad_norm=1.0),
+        1,
+        3,
+        alone,
+    )
     yield "gpt on the host", gpt, 1, 3, alone | {"optimizer_placement": "host"}
     disk = {"spill_dir": spill_dir, "host_memory": peak * 8 // 10}
     yield "gpt, with a disk", gpt, 1, 3, alone | disk
@@ -113,7 +119,11 @@ def measured(make: Make, trials: int, steps: int, options: dict[str, Any], runs:
             if not number:
                 foreseen = _ways(pool.plan([make(1000) for _ in range(trials)]))
             totals = []
-            for length in (WARM_STEPS, WARM_STEPS, WARM_STEPS + steps):  # the first finds an empty device, the others do not
+            for length in (
+                WARM_STEPS,
+                WARM_STEPS,
+                WARM_STEPS + steps,
+            ):  # the first finds an empty device, the others do not
                 for result in pool.run([make(length) for _ in range(trials)]):
                     if result.error is not None:
                         raise result.error
