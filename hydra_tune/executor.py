@@ -61,7 +61,8 @@ class HydraExecutor:
             "staggered" has the oldest go first, as many as there are devices, and the others fill the gaps: trials end
             one after another, which is what pruners need that compare with trials that have completed.
         num_shards: None cuts a model only as far as memory asks; a number cuts at least so often; "layer" cuts at every
-            layer. More shards mean finer interleaving and more memory traffic.
+            layer; "tuned" cuts further where a step of a trial that is alone on its device then moves fewer bytes. More shards
+            mean finer interleaving, more units, and more values that cross cuts.
         instrument: returns a context manager, entered on the worker thread around every unit (trackers, profilers).
         optimizer_placement: where optimizer state is and updates are made: on the "device", or on the "host", where state
             stays: then a step moves the gradients down and the parameters up, and no optimizer state. On GPUs the host's
@@ -104,7 +105,7 @@ class HydraExecutor:
             raise ConfigError(f"buffer_fraction must be from 0 to below 1, not {buffer_fraction!r}")
         _check_count("max_concurrent", max_concurrent)
         check_admission(admission)
-        if num_shards != "layer":
+        if num_shards not in ("layer", "tuned"):
             _check_count("num_shards", num_shards)
         if instrument is not None and not callable(instrument):
             raise ConfigError(f"instrument must be callable, not {instrument!r}")

@@ -27,6 +27,7 @@ class Planned:
         forecast: of the trial alone in the pool; None if it cannot be planned.
         error: why not.
         enough_bytes: where memory is short, a budget that would do.
+        cuts: where `num_shards` is "tuned" and there was a choice, what was chosen and why.
     """
 
     number: int
@@ -34,10 +35,13 @@ class Planned:
     forecast: Forecast | None
     error: str | None = None
     enough_bytes: int | None = None
+    cuts: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         found: dict[str, Any] = {"number": self.number, "params": dict(self.params), "error": self.error}
+        if self.cuts:
+            found["cuts"] = list(self.cuts)
         if self.forecast is None:
             return found | {"smallest_budget_bytes": self.enough_bytes}
         plain = self.forecast.to_json()
@@ -66,6 +70,8 @@ def print_planned(console: Console, planned: Sequence[Planned]) -> None:
             console.print()
             console.print(line, soft_wrap=True)
     for one in planned:
+        for cut in one.cuts:
+            console.print(Text(f"\ntrial {one.number}: {cut}"), soft_wrap=True)
         if one.error is not None:
             remedy = "" if one.enough_bytes is None else f" (device_memory: {format_bytes_up(one.enough_bytes)})"
             console.print(Text(f"\ntrial {one.number} cannot be trained{remedy}: {one.error}"), soft_wrap=True)

@@ -55,11 +55,11 @@ def _bytes(size: Any) -> str | int:
     return size  # type: ignore[no-any-return]  # parse_bytes takes nothing else
 
 
-def _shards(value: Any) -> int | Literal["layer"]:
-    if value == "layer" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+def _shards(value: Any) -> int | Literal["layer", "tuned"]:
+    if value in ("layer", "tuned") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value  # type: ignore[no-any-return]  # == does not tell mypy what it is
     raise PydanticCustomError(
-        "shards", "must be a whole number of at least 1, or layer, not {got}", {"got": describe(value)}
+        "shards", "must be a whole number of at least 1, layer or tuned, not {got}", {"got": describe(value)}
     )
 
 
@@ -77,7 +77,7 @@ def _policy(name: Any) -> str:
 Number = Annotated[float, PlainValidator(_number)]
 Step = Annotated[float, PlainValidator(_step)]
 AnyScalar = Annotated[Scalar, PlainValidator(_scalar)]
-Shards = Annotated[int | Literal["layer"], PlainValidator(_shards)]
+Shards = Annotated[int | Literal["layer", "tuned"], PlainValidator(_shards)]
 Bytes = Annotated[str | int, PlainValidator(_bytes)]
 PolicyName = Annotated[str, PlainValidator(_policy)]
 

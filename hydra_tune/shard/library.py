@@ -28,6 +28,7 @@ from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.guards import Guard
 from hydra_tune.shard.outcome import UnitSeconds
+from hydra_tune.shard.packing import CHOICES, choose_packing
 from hydra_tune.shard.partition import NumShards
 from hydra_tune.shard.pilot import Pilot, ShardCost, UpdatePilot
 from hydra_tune.shard.plan import Plan, build_plan, operators
@@ -37,6 +38,7 @@ from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.sample import Sample, sample_of
 from hydra_tune.shard.separable import check_separable
 from hydra_tune.shard.streams import intraop_threads, preserved_streams
+from hydra_tune.shard.traffic import Habits
 from hydra_tune.shard.unbuilt import bodiless_twin, export_mode, is_unbuilt, solid, without_bytes
 from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.shard.verify import verify, verify_close
@@ -290,6 +292,8 @@ class PlanLibrary:
         )
         if request.like is None:
             edges = partitioner.partition(self.budget.num_shards)
+            if self.budget.num_shards == "tuned" and request.mode == "train" and len(edges) > 2:  # noqa: PLR2004
+                edges = self._tuned(request.task, partitioner, pilot, edges)
         else:
             edges = partitioner.partition(None, _cuts_like(captured, analysis, request.like))
         plan = build_plan(captured, analysis, pilot, edges)
@@ -323,6 +327,25 @@ class PlanLibrary:
         """Whether a step may be run on the host, to be compared with its plan."""
         most = self._most_checked_bytes
         return most is None or (whole.peak_bytes <= most and not is_unbuilt(request.model))
+
+    def _tuned(self, task: TrainTask, partitioner: QuickPartitioner, pilot: Pilot, largest: list[int]) -> list[int]:
+        """Where the shards start and end with which a step moves the fewest bytes."""
+        room, end = self.budget.room, largest[-1]
+        # "auto" keeps most of what it can where units and copies can be compared, and nothing elsewhere.
+        keeps = task.activations in ("keep", "spill") or (task.activations == "auto" and self.budget.link() is not None)
+
+        def measure(first: int, last: int) -> ShardCost:
+            kept = pilot.cost_keeping(first, last) if keeps and last < end and task.compile is None else None
+            return pilot.cost(first, last) if kept is None or kept.peak_bytes > room.capacity_bytes else kept
+
+        habits = Habits(
+            batches=task.accumulate * task.split_batches,
+            waits=GradientRules.of(task).has_two_phases,
+            sends_ahead=self.budget.buffer_fraction > 0,
+        )
+        choice = choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, habits)
+        CHOICES.info("%s", choice.reason)
+        return list(choice.packing.edges)
 
     def _measured(self, request: _Request, captured: Captured, tensors: tuple[Tensor, ...]) -> tuple[Analysis, Pilot]:
         """Where a captured step may be cut, and what its parts would need."""

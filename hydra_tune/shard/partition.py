@@ -16,7 +16,7 @@ from hydra_tune.shard.analysis import Analysis
 from hydra_tune.shard.pilot import Pilot, ShardCost
 from hydra_tune.shard.remedy import in_pieces
 
-NumShards = int | Literal["layer"] | None
+NumShards = int | Literal["layer", "tuned"] | None
 
 _BACK_OFF = 0.6  # a cheaper cut may give up to this share of the nodes that would fit
 _NEAR = 12  # positions to each side among which a cut must have the fewest crossing bytes to be preferred
@@ -56,7 +56,7 @@ class Partitioner:
 
         Args:
             num_shards: None for as few as fit; a number for that many, more if they do not fit; "layer" for one shard per
-                layer, that is wherever the module changes.
+                layer, that is wherever the module changes; "tuned" as None, for `choose_packing` to start from.
             boundaries: positions at which a cut must be, e.g. where another capture of the same model was cut.
 
         Raises:
@@ -67,6 +67,16 @@ class Partitioner:
             return self._partition(num_shards, boundaries)
         except _DoesNotFitError as error:
             raise self._refusal(*error.piece, self.smallest_budget(num_shards, boundaries)) from None
+
+    def packed(self, most_bytes: int) -> list[int] | None:
+        """The same for shards of which none takes more than so many bytes; None if some part cannot be cut so small."""
+        capacity, self._capacity = self._capacity, min(most_bytes, self._capacity)
+        try:
+            return [0, *self._fill(0, self._end)]
+        except _DoesNotFitError:
+            return None
+        finally:
+            self._capacity = capacity
 
     def smallest_budget(self, num_shards: NumShards = None, boundaries: Sequence[int] = ()) -> int:
         """A budget in bytes with which the step can be cut, found to a per mille.
@@ -98,6 +108,8 @@ class Partitioner:
 
     def _partition(self, num_shards: NumShards, boundaries: Sequence[int]) -> list[int]:
         wanted = sorted({0, *boundaries, self._end})
+        if num_shards == "tuned":
+            num_shards = None
         if num_shards is None and len(wanted) == 2 and self._cost(0, self._end).peak_bytes <= self._budget:  # noqa: PLR2004
             return wanted
         if num_shards == "layer":

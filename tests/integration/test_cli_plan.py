@@ -154,3 +154,14 @@ def test_what_makes_no_sense_is_code_2_with_its_place(folder, old, new, told):
     assert done.exit_code == 2, done.output
     assert told in done.stderr
     assert done.stdout == ""
+
+
+def test_a_tuned_cut_is_shown_with_its_reason(folder):
+    change(folder, 'devices: "cpu:1"', 'num_shards: tuned, devices: "cpu:1"')
+    done = run(folder, "--trials", "2")
+    assert done.exit_code == 0, done.output
+    (line,) = [line for line in done.stdout.splitlines() if " shards of up to " in line]
+    assert line.startswith("trial 1: ")
+    found = json.loads(run(folder, "--json", "--trials", "2").stdout)
+    told = [(trial["params"]["width"], cut) for trial in found["trials"] for cut in trial.get("cuts", [])]
+    assert [(width, f"trial 1: {cut}") for width, cut in told] == [(256, line)]

@@ -308,7 +308,7 @@ def test_a_file_that_is_not_one(problems, text, problem):
         ("hydra: {buffer_fraction: 1}", "4:26: hydra.buffer_fraction: must be < 1.0, not 1"),
         (
             "hydra: {num_shards: layers}",
-            "4:21: hydra.num_shards: must be a whole number of at least 1, or layer, not 'layers'",
+            "4:21: hydra.num_shards: must be a whole number of at least 1, layer or tuned, not 'layers'",
         ),
         ("hydra: {max_concurrent: 0}", "4:25: hydra.max_concurrent: must be >= 1, not 0"),
         (

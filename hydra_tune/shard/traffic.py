@@ -1,0 +1,297 @@
+"""How many bytes an optimizer step moves between a device and the host, told from what the pilot knows of its shards.
+
+A trial that is alone on its device is played through some steps: which blocks each unit needs, which go to make room for them,
+in the pager's order, and what is sent ahead meanwhile. Blocks are a whole shard's, so this takes milliseconds where a rehearsal
+(`train/rehearsal.py`) takes seconds, and it can be asked of cuts that nobody has made yet.
+
+Note: the orders are those of `memory/pager.py` and `memory/prefetch.py`, which this must not import; who changes them looks
+here as well. `tests/integration/test_packing.py` holds this against a rehearsal.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hydra_tune.shard.pilot import ShardCost
+
+_WARM_STEPS = 2  # after which a step moves what the one before did
+_SENT_UNITS = 2  # for which what was sent ahead goes last
+_STATE = ("parameters", "optimizer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What a step moves.
+
+    Attributes:
+        nbytes: to the device and from it.
+        copies: blocks that this is made of.
+        units: forward, backward and update units of the step.
+    """
+
+    nbytes: int
+    copies: int
+    units: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """How a step uses its shards, beside what their costs say.
+
+    Attributes:
+        batches: that go through each shard together.
+        waits: whether no shard is updated before all gradients are there.
+        sends_ahead: whether what comes next is sent to the device while it computes.
+    """
+
+    batches: int = 1
+    waits: bool = False
+    sends_ahead: bool = True
+
+
+_Block = tuple[str, int, int]  # what, of which shard, of which batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """What a unit needs and leaves behind."""
+
+    needs: tuple[_Block, ...]
+    workspace_bytes: int = 0
+    is_update: bool = False
+    makes: tuple[_Block, ...] = ()
+    changes: tuple[_Block, ...] = ()
+    drops: tuple[_Block, ...] = ()
+
+
+def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: Habits | None = None) -> Traffic:
+    """What a step of these shards moves on a device of which nobody else takes anything.
+
+    Args:
+        costs: of the shards in forward order, each of which fits the device.
+        budget_bytes: of the device.
+        habits: how the step uses them; by default one batch, and updates right after their backward.
+    """
+    habits = habits or Habits()
+    units = list(_Step(costs, habits).units())
+    device = _Device(_sizes(costs), budget_bytes)
+    before = (0, 0)
+    for _ in range(_WARM_STEPS + 1):
+        before = (device.moved_bytes, device.copies)
+        for number, unit in enumerate(units):
+            coming = [units[(number + ahead) % len(units)] for ahead in (1, 2)]
+            with_update = coming if coming[0].is_update and not unit.is_update and not habits.waits else coming[:1]
+            device.run(unit, with_update if habits.sends_ahead else ())
+    return Traffic(nbytes=device.moved_bytes - before[0], copies=device.copies - before[1], units=len(units))
+
+
+def _sizes(costs: Sequence[ShardCost]) -> dict[tuple[str, int], int]:
+    """Bytes of what each shard has; of values and activations, for each batch."""
+    found = {}
+    for index, cost in enumerate(costs):
+        found["parameters", index] = cost.state_bytes
+        found["optimizer", index] = 0 if cost.updates_on_host else cost.optimizer_bytes
+        found["gradients", index] = cost.trained_bytes
+        found["values", index] = cost.value_bytes
+        found["handed", index] = cost.handed_bytes
+        found["activations", index] = cost.kept_bytes
+    return found
+
+
+class _Step:
+    """The units of a step, in order."""
+
+    def __init__(self, costs: Sequence[ShardCost], habits: Habits) -> None:
+        self._costs = costs
+        self._habits = habits
+        self._batches = range(habits.batches)
+
+    def units(self) -> Iterator[_Unit]:
+        """Forward units, backward units and updates of all batches, shard by shard."""
+        last = len(self._costs) - 1
+        for index in range(last):
+            yield from (self._forward(index, batch) for batch in self._batches)
+        for index in range(last, -1, -1):
+            yield from (self._backward(index, batch) for batch in self._batches)
+            if not self._habits.waits:
+                yield self._update(index)
+        if self._habits.waits:
+            yield from (self._update(index) for index in range(last + 1))
+
+    def _forward(self, index: int, batch: int) -> _Unit:
+        made: list[_Block] = [("values", index + 1, batch)]
+        if self._costs[index].kept_bytes:
+            made.append(("activations", index, batch))
+        needs: list[_Block] = [("parameters", index, 0), ("values", index, batch)]
+        return _Unit(needs=tuple(needs), workspace_bytes=self._costs[index].forward_workspace, makes=tuple(made))
+
+    def _backward(self, index: int, batch: int) -> _Unit:
+        cost = self._costs[index]
+        own: list[_Block] = [("values", index, batch), ("activations", index, batch), ("handed", index, batch)]
+        sums: list[_Block] = [("gradients", index, 0)] if batch else []
+        makes: list[_Block] = [] if batch else [("gradients", index, 0)]
+        if index:
+            makes.append(("handed", index - 1, batch))
+        return _Unit(
+            needs=(("parameters", index, 0), *own, *sums),
+            workspace_bytes=cost.backward_workspace,
+            makes=tuple(makes),
+            drops=tuple(own),
+        )
+
+    def _update(self, index: int) -> _Unit:
+        cost = self._costs[index]
+        gradients: _Block = ("gradients", index, 0)
+        if cost.updates_on_host:
+            return _Unit(needs=(), is_update=True, drops=(gradients, ("parameters", index, 0)))
+        state: tuple[_Block, ...] = (("parameters", index, 0), ("optimizer", index, 0)) if cost.trained_bytes else ()
+        return _Unit(
+            needs=(*state, gradients),
+            is_update=True,
+            workspace_bytes=cost.update_workspace if state else 0,
+            changes=state,
+            drops=(gradients,),
+        )
+
+
+class _Device:
+    """What is on a device, and what it cost to get it there."""
+
+    def __init__(self, sizes: dict[tuple[str, int], int], budget_bytes: int) -> None:
+        self._sizes = sizes
+        self._budget = budget_bytes
+        self._resident: dict[_Block, bool] = {}  # -> whether the host lacks it; the least recently used first
+        self._away: set[_Block] = set()  # values that have been spilled
+        self._leaving: set[_Block] = set()  # written back ahead, to make room
+        self._sent: dict[_Block, int] = {}  # sent ahead and not used yet -> when
+        self._free_bytes = budget_bytes
+        self._now = 0
+        self.moved_bytes = 0
+        self.copies = 0
+
+    def run(self, unit: _Unit, following: Sequence[_Unit]) -> None:
+        """Bring what a unit needs, send ahead to those that follow, and go on as it leaves things."""
+        self._now += 1
+        pinned = self._existing(unit)
+        for block in pinned:
+            self._leaving.discard(block)
+            self._sent.pop(block, None)
+        missing = [block for block in pinned if block not in self._resident]
+        self._make_room(sum(map(self._size, missing)) + unit.workspace_bytes, pinned)
+        for block in missing:
+            self._load(block)
+        for block in pinned:
+            self._resident[block] = self._resident.pop(block)
+        self._free_bytes -= unit.workspace_bytes
+        if following:
+            self._send(following, pinned)
+        self._free_bytes += unit.workspace_bytes
+        for block in unit.makes:
+            self._add(block, dirty=True)
+        for block in unit.changes:
+            self._resident[block] = True
+        for block in unit.drops:
+            self._drop(block)
+
+    def _existing(self, unit: _Unit) -> list[_Block]:
+        """What a unit needs and there is by now: state always, values from when they were made."""
+        return [
+            block
+            for block in unit.needs
+            if self._size(block) > 0 and (block[0] in _STATE or block in self._resident or block in self._away)
+        ]
+
+    def _size(self, block: _Block) -> int:
+        return self._sizes[block[:2]]
+
+    def _make_room(self, nbytes: int, pinned: Sequence[_Block]) -> None:
+        for victim in self._victims(pinned):
+            if nbytes <= self._free_bytes:
+                return
+            self._write_back(victim)
+            self._remove(victim)
+
+    def _victims(self, kept: Sequence[_Block]) -> list[_Block]:
+        """In the pager's order: what leaves anyway; optimizer state, the last used first; the rest, the first used first."""
+        free = [block for block in self._resident if block not in kept]
+        fresh = {block for block, sent in self._sent.items() if self._now - sent <= _SENT_UNITS}
+        leaving = [block for block in free if block in self._leaving]
+        free = [block for block in free if block not in self._leaving and block not in fresh]
+        state = [block for block in free if block[0] == "optimizer"]
+        own = [block for block in free if block[0] != "optimizer"]
+        return [*leaving, *reversed(state), *own, *(block for block in fresh if block not in kept)]
+
+    def _send(self, following: Sequence[_Unit], pinned: Sequence[_Block]) -> None:
+        """What `memory/prefetch.py` does while a unit computes; what is written back for room gives it the next time."""
+        wanted = [block for unit in following for block in self._existing(unit)]
+        kept = [*pinned, *wanted]
+        room, owed = self._budget, 0
+        for unit in following:
+            needs = self._existing(unit)
+            for block in needs:
+                room -= self._size(block)
+                if room < 0:
+                    break
+                if block in self._resident:
+                    continue
+                if not self._find_room(self._size(block), owed, kept):
+                    owed += self._size(block)
+                    continue
+                self._load(block)
+                self._sent[block] = self._now
+            room = min(room, self._budget - sum(map(self._size, needs)) - unit.workspace_bytes)
+        self._shed(max(unit.workspace_bytes for unit in following) + owed, kept, drops=False)
+
+    def _find_room(self, nbytes: int, owed: int, kept: Sequence[_Block]) -> bool:
+        if nbytes > self._free_bytes and nbytes + owed - self._free_bytes <= sum(map(self._size, self._victims(kept))):
+            self._shed(nbytes + owed, kept, drops=True)
+        return nbytes <= self._free_bytes
+
+    def _shed(self, nbytes: int, kept: Sequence[_Block], *, drops: bool) -> None:
+        """Begin to write back what has to go for so many bytes; what the host has as well goes at once, if it may."""
+        short = nbytes - self._free_bytes
+        for victim in self._victims(kept):
+            if short <= 0:
+                return
+            if self._sent.get(victim) == self._now:
+                continue
+            short -= self._size(victim)
+            if self._resident[victim]:
+                self._write_back(victim)
+                self._leaving.add(victim)
+            elif drops and victim not in self._leaving:
+                self._remove(victim)
+
+    def _write_back(self, block: _Block) -> None:
+        if self._resident[block]:
+            self._move(block)
+            self._resident[block] = False
+        if block[0] not in _STATE:
+            self._away.add(block)
+
+    def _drop(self, block: _Block) -> None:
+        """It is not needed any more. What is updated on the host goes there, and what the device has is right no more."""
+        is_for_host = block[0] == "gradients" and self._sizes["optimizer", block[1]] == 0
+        if block in self._resident:
+            if is_for_host:
+                self._write_back(block)
+            self._remove(block)
+        self._away.discard(block)
+
+    def _load(self, block: _Block) -> None:
+        self._move(block)
+        self._add(block, dirty=False)
+
+    def _add(self, block: _Block, *, dirty: bool) -> None:
+        if self._size(block):
+            self._resident[block] = dirty
+            self._free_bytes -= self._size(block)
+
+    def _remove(self, block: _Block) -> None:
+        del self._resident[block]
+        self._leaving.discard(block)
+        self._sent.pop(block, None)
+        self._free_bytes += self._size(block)
+
+    def _move(self, block: _Block) -> None:
+        self.moved_bytes += self._size(block)
+        self.copies += 1

@@ -1,0 +1,92 @@
+"""Cuts that are tuned: planned bytes are those the choice went by, training keeps its bits, and plan says what was chosen."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hydra_tune import HydraExecutor, TrainTask, train_plain
+from hydra_tune.shard import library
+from hydra_tune.shard.packing import CHOICES
+from tests.unit.shard.bench import vectors
+
+WIDTH, DEPTH = 64, 8
+BUDGET = 600 << 10
+
+
+def net():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(DEPTH)))
+
+
+def task(**changes):
+    return TrainTask(
+        model=net,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        loss=functional.mse_loss,
+        train=lambda: [vectors(128, WIDTH)] * 3,
+        seed=3,
+        **({"activations": "recompute"} | changes),
+    )
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """All that were made."""
+    made = []
+
+    def choose(*arguments):
+        made.append(library_choice(*arguments))
+        return made[-1]
+
+    library_choice = library.choose_packing
+    monkeypatch.setattr(library, "choose_packing", choose)
+    return made
+
+
+def pool_of(num_shards="tuned", **changes):
+    options = {"devices": "cpu:1", "device_memory": BUDGET, "max_concurrent": 1} | changes
+    return HydraExecutor(num_shards=num_shards, **options)
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("changes", [{}, {"activations": "keep"}, {"max_grad_norm": 1.0}, {"accumulate": 3}])
+def test_planned_bytes_are_those_that_the_choice_went_by(choices, changes, placement):
+    with pool_of(buffer_fraction=0.0, optimizer_placement=placement) as pool:
+        planned = pool.plan([task(**changes)])
+    (choice,) = choices
+    moved = sum(nbytes for kind, nbytes in planned.bytes_by_kind.items() if kind != "inputs")
+    assert planned.trials[0].num_shards == choice.packing.num_shards
+    assert moved == pytest.approx(choice.packing.step_bytes, rel=0.05)
+
+
+def test_a_tuned_cut_moves_fewer_bytes_and_the_bits_are_those_of_the_plain_loop(choices):
+    results = {}
+    for num_shards in (None, "tuned"):
+        with pool_of(num_shards) as pool:
+            (results[num_shards],) = pool.run([task()])
+            stats = next(iter(pool.stats().devices.values()))
+            results[num_shards, "bytes"] = stats.bytes_in + stats.bytes_out
+    (choice,) = choices
+    assert results["tuned"].num_shards == choice.packing.num_shards > results[None].num_shards
+    assert results["tuned", "bytes"] < results[None, "bytes"]
+    plain = train_plain(task())
+    assert results["tuned"].metrics == plain.metrics
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(results["tuned"].state_dict()[name], tensor), name
+
+
+def test_the_choice_is_logged(caplog):
+    with caplog.at_level(logging.INFO, CHOICES.name), pool_of() as pool:
+        pool.plan([task()])
+    (message,) = [record.getMessage() for record in caplog.records if record.name == CHOICES.name]
+    assert " shards of up to " in message
+    assert "(tried " in message
+
+
+def test_a_model_that_fits_is_not_cut(choices):
+    with pool_of(device_memory="100MiB") as pool:
+        assert pool.plan([task()]).trials[0].num_shards == 1
+    assert choices == []

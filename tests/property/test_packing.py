@@ -1,0 +1,86 @@
+"""Whatever pieces cost: the chosen cut is legal, fits, moves no more than the largest shards, and is the same again."""
+
+from itertools import accumulate, pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydra_tune.shard.packing import choose_packing
+from hydra_tune.shard.pilot import ShardCost
+from hydra_tune.shard.traffic import Habits
+
+PIECE = st.tuples(st.integers(0, 400), st.integers(0, 50), st.integers(1, 200))  # weights, values, work
+
+
+class Model:
+    """Pieces in a row; a shard of several needs what they need, and its workspace adds up."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def measure(self, first, last):
+        weights = sum(piece[0] for piece in self.pieces[first:last])
+        work = sum(piece[2] for piece in self.pieces[first:last])
+        return ShardCost(
+            state_bytes=weights,
+            value_bytes=self.pieces[first][1],
+            handed_bytes=self.pieces[last][1] if last < len(self.pieces) else 0,
+            optimizer_bytes=2 * weights,
+            forward_workspace=work,
+            backward_workspace=work + weights,
+            update_workspace=0,
+            first_update_workspace=0,
+            trained_bytes=weights,
+        )
+
+    def pack(self, size):
+        edges = [0]
+        for end in range(1, len(self.pieces) + 1):
+            if self.measure(end - 1, end).peak_bytes > size:
+                return None
+            if self.measure(edges[-1], end).peak_bytes > size:
+                edges.append(end - 1)
+        return [*edges, len(self.pieces)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    pieces=st.lists(PIECE, min_size=2, max_size=12),
+    share=st.floats(0, 1),
+    habits=st.builds(Habits, batches=st.integers(1, 3), waits=st.booleans(), sends_ahead=st.booleans()),
+)
+def test_a_choice_is_legal_fits_and_is_never_expected_to_move_more(pieces, share, habits):
+    model = Model(pieces)
+    least = max(model.measure(i, i + 1).peak_bytes for i in range(len(pieces)))
+    whole = model.measure(0, len(pieces)).peak_bytes
+    budget = int(least + share * (whole - least))
+    largest = model.pack(budget)
+    choice = choose_packing(largest, model.pack, model.measure, budget, habits)
+    edges = choice.packing.edges
+    assert (edges[0], edges[-1]) == (0, len(pieces))
+    assert list(edges) == sorted(set(edges))
+    assert max(model.measure(a, b).peak_bytes for a, b in pairwise(edges)) == choice.packing.peak_bytes <= budget
+    assert choice.tried[0].edges == tuple(largest)
+    assert choice.packing.step_bytes <= choice.tried[0].step_bytes
+    assert choice.packing in choice.tried
+    assert [one.peak_bytes for one in choice.tried] == list(accumulate((o.peak_bytes for o in choice.tried), min))
+    assert choose_packing(largest, model.pack, model.measure, budget, habits) == choice
+
+
+def test_the_fewest_shards_of_those_that_move_about_as_little():
+    model = Model([(100, 0, 10)] * 8)
+    largest = model.pack(10_000)
+    choice = choose_packing(largest, model.pack, model.measure, 10_000)
+    assert choice.packing is choice.tried[0]
+    assert len(choice.tried) > 1
+    assert choice.reason.startswith("1 shards of up to ")
+
+
+def test_smaller_shards_are_chosen_where_they_save_something_and_the_reason_says_what():
+    model = Model([(100, 4, 60)] * 16)
+    budget = int(0.6 * model.measure(0, 16).peak_bytes)
+    choice = choose_packing(model.pack(budget), model.pack, model.measure, budget, Habits(sends_ahead=False))
+    assert choice.packing.num_shards > choice.tried[0].num_shards
+    assert choice.packing.step_bytes < 0.9 * choice.tried[0].step_bytes
+    assert f"{choice.packing.num_shards} shards of up to" in choice.reason
+    assert f"with {choice.tried[0].num_shards} of up to" in choice.reason
