@@ -292,7 +292,7 @@ class PlanLibrary:
         )
         if request.like is None:
             edges = partitioner.partition(self.budget.num_shards)
-            if self.budget.num_shards == "tuned" and request.mode == "train" and len(edges) > 2:  # noqa: PLR2004
+            if self.budget.num_shards == "tuned" and _may_be_tuned(request, edges):
                 edges = self._tuned(request.task, partitioner, pilot, edges)
         else:
             edges = partitioner.partition(None, _cuts_like(captured, analysis, request.like))
@@ -339,7 +339,6 @@ class PlanLibrary:
             return pilot.cost(first, last) if kept is None or kept.peak_bytes > room.capacity_bytes else kept
 
         habits = Habits(
-            batches=task.accumulate * task.split_batches,
             waits=GradientRules.of(task).has_two_phases,
             sends_ahead=self.budget.buffer_fraction > 0,
         )
@@ -425,6 +424,11 @@ class PlanLibrary:
             return None
         parameters: dict[str, Tensor] = dict(request.model.named_parameters())
         return optimizer_pilot(request.optimizer, parameters, specs, alignment=self.budget.alignment)
+
+
+def _may_be_tuned(request: _Request, edges: list[int]) -> bool:
+    """Whether there is a cut to tune, and what a step moves can be told: not of several batches that share a step."""
+    return request.mode == "train" and len(edges) > 2 and not GradientRules.of(request.task).accumulates  # noqa: PLR2004
 
 
 def _twin(model: nn.Module) -> nn.Module:

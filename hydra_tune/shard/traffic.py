@@ -1,8 +1,8 @@
 """How many bytes an optimizer step moves between a device and the host, told from what the pilot knows of its shards.
 
-A trial that is alone on its device is played through some steps: which blocks each unit needs, which go to make room for them,
-in the pager's order, and what is sent ahead meanwhile. Blocks are a whole shard's, so this takes milliseconds where a rehearsal
-(`train/rehearsal.py`) takes seconds, and it can be asked of cuts that nobody has made yet.
+A trial that is alone on its device is played through some steps of one batch each: which blocks each unit needs, which go to
+make room for them in the pager's order, and what is sent ahead meanwhile. Blocks are whole shards, so this takes milliseconds
+where a rehearsal (`train/rehearsal.py`) takes seconds, and it can be asked of cuts that nobody has made yet.
 
 Note: the orders are those of `memory/pager.py` and `memory/prefetch.py`, which this must not import; who changes them looks
 here as well. `tests/integration/test_packing.py` holds this against a rehearsal.
@@ -16,6 +16,7 @@ from hydra_tune.shard.pilot import ShardCost
 _WARM_STEPS = 2  # after which a step moves what the one before did
 _SENT_UNITS = 2  # for which what was sent ahead goes last
 _STATE = ("parameters", "optimizer")
+_BATCH = ("values", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class Traffic:
     """What a step moves.
 
     Attributes:
-        nbytes: to the device and from it.
+        nbytes: to the device and from it, but for the batches themselves.
         copies: blocks that this is made of.
         units: forward, backward and update units of the step.
     """
@@ -38,17 +39,15 @@ class Habits:
     """How a step uses its shards, beside what their costs say.
 
     Attributes:
-        batches: that go through each shard together.
         waits: whether no shard is updated before all gradients are there.
         sends_ahead: whether what comes next is sent to the device while it computes.
     """
 
-    batches: int = 1
     waits: bool = False
     sends_ahead: bool = True
 
 
-_Block = tuple[str, int, int]  # what, of which shard, of which batch
+_Block = tuple[str, int]  # what, of which shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +68,10 @@ def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: Habits |
     Args:
         costs: of the shards in forward order, each of which fits the device.
         budget_bytes: of the device.
-        habits: how the step uses them; by default one batch, and updates right after their backward.
+        habits: how the step uses them; by default each is updated right after its backward.
     """
     habits = habits or Habits()
-    units = list(_Step(costs, habits).units())
+    units = list(_units(costs, habits))
     device = _Device(_sizes(costs), budget_bytes)
     before = (0, 0)
     for _ in range(_WARM_STEPS + 1):
@@ -84,9 +83,9 @@ def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: Habits |
     return Traffic(nbytes=device.moved_bytes - before[0], copies=device.copies - before[1], units=len(units))
 
 
-def _sizes(costs: Sequence[ShardCost]) -> dict[tuple[str, int], int]:
-    """Bytes of what each shard has; of values and activations, for each batch."""
-    found = {}
+def _sizes(costs: Sequence[ShardCost]) -> dict[_Block, int]:
+    """Bytes of what each shard has."""
+    found: dict[_Block, int] = {}
     for index, cost in enumerate(costs):
         found["parameters", index] = cost.state_bytes
         found["optimizer", index] = 0 if cost.updates_on_host else cost.optimizer_bytes
@@ -97,66 +96,55 @@ def _sizes(costs: Sequence[ShardCost]) -> dict[tuple[str, int], int]:
     return found
 
 
-class _Step:
-    """The units of a step, in order."""
+def _units(costs: Sequence[ShardCost], habits: Habits) -> Iterator[_Unit]:
+    """Forward units, backward units and updates, in order."""
+    last = len(costs) - 1
+    for index in range(last):
+        yield _forward(costs[index], index)
+    for index in range(last, -1, -1):
+        yield _backward(costs[index], index)
+        if not habits.waits:
+            yield _update(costs[index], index)
+    if habits.waits:
+        yield from (_update(cost, index) for index, cost in enumerate(costs))
 
-    def __init__(self, costs: Sequence[ShardCost], habits: Habits) -> None:
-        self._costs = costs
-        self._habits = habits
-        self._batches = range(habits.batches)
 
-    def units(self) -> Iterator[_Unit]:
-        """Forward units, backward units and updates of all batches, shard by shard."""
-        last = len(self._costs) - 1
-        for index in range(last):
-            yield from (self._forward(index, batch) for batch in self._batches)
-        for index in range(last, -1, -1):
-            yield from (self._backward(index, batch) for batch in self._batches)
-            if not self._habits.waits:
-                yield self._update(index)
-        if self._habits.waits:
-            yield from (self._update(index) for index in range(last + 1))
+def _forward(cost: ShardCost, index: int) -> _Unit:
+    return _Unit(
+        needs=(("parameters", index), ("values", index)),
+        workspace_bytes=cost.forward_workspace,
+        makes=(("values", index + 1), ("activations", index)),
+    )
 
-    def _forward(self, index: int, batch: int) -> _Unit:
-        made: list[_Block] = [("values", index + 1, batch)]
-        if self._costs[index].kept_bytes:
-            made.append(("activations", index, batch))
-        needs: list[_Block] = [("parameters", index, 0), ("values", index, batch)]
-        return _Unit(needs=tuple(needs), workspace_bytes=self._costs[index].forward_workspace, makes=tuple(made))
 
-    def _backward(self, index: int, batch: int) -> _Unit:
-        cost = self._costs[index]
-        own: list[_Block] = [("values", index, batch), ("activations", index, batch), ("handed", index, batch)]
-        sums: list[_Block] = [("gradients", index, 0)] if batch else []
-        makes: list[_Block] = [] if batch else [("gradients", index, 0)]
-        if index:
-            makes.append(("handed", index - 1, batch))
-        return _Unit(
-            needs=(("parameters", index, 0), *own, *sums),
-            workspace_bytes=cost.backward_workspace,
-            makes=tuple(makes),
-            drops=tuple(own),
-        )
+def _backward(cost: ShardCost, index: int) -> _Unit:
+    own: tuple[_Block, ...] = (("values", index), ("activations", index), ("handed", index))
+    gradients: tuple[_Block, ...] = (("gradients", index),)
+    return _Unit(
+        needs=(("parameters", index), *own),
+        workspace_bytes=cost.backward_workspace,
+        makes=(*gradients, ("handed", index - 1)) if index else gradients,
+        drops=own,
+    )
 
-    def _update(self, index: int) -> _Unit:
-        cost = self._costs[index]
-        gradients: _Block = ("gradients", index, 0)
-        if cost.updates_on_host:
-            return _Unit(needs=(), is_update=True, drops=(gradients, ("parameters", index, 0)))
-        state: tuple[_Block, ...] = (("parameters", index, 0), ("optimizer", index, 0)) if cost.trained_bytes else ()
-        return _Unit(
-            needs=(*state, gradients),
-            is_update=True,
-            workspace_bytes=cost.update_workspace if state else 0,
-            changes=state,
-            drops=(gradients,),
-        )
+
+def _update(cost: ShardCost, index: int) -> _Unit:
+    if cost.updates_on_host:
+        return _Unit(needs=(), is_update=True, drops=(("gradients", index), ("parameters", index)))
+    state: tuple[_Block, ...] = (("parameters", index), ("optimizer", index)) if cost.trained_bytes else ()
+    return _Unit(
+        needs=(*state, ("gradients", index)),
+        is_update=True,
+        workspace_bytes=cost.update_workspace if state else 0,
+        changes=state,
+        drops=(("gradients", index),),
+    )
 
 
 class _Device:
     """What is on a device, and what it cost to get it there."""
 
-    def __init__(self, sizes: dict[tuple[str, int], int], budget_bytes: int) -> None:
+    def __init__(self, sizes: dict[_Block, int], budget_bytes: int) -> None:
         self._sizes = sizes
         self._budget = budget_bytes
         self._resident: dict[_Block, bool] = {}  # -> whether the host lacks it; the least recently used first
@@ -188,20 +176,21 @@ class _Device:
         for block in unit.makes:
             self._add(block, dirty=True)
         for block in unit.changes:
-            self._resident[block] = True
+            if self._size(block):
+                self._resident[block] = True
         for block in unit.drops:
             self._drop(block)
 
     def _existing(self, unit: _Unit) -> list[_Block]:
-        """What a unit needs and there is by now: state always, values from when they were made."""
+        """What a unit needs and there is by now: state and batches always, values from when they were made."""
         return [
             block
             for block in unit.needs
-            if self._size(block) > 0 and (block[0] in _STATE or block in self._resident or block in self._away)
+            if self._size(block) > 0 and (_is_always_there(block) or block in self._resident or block in self._away)
         ]
 
     def _size(self, block: _Block) -> int:
-        return self._sizes[block[:2]]
+        return self._sizes[block]
 
     def _make_room(self, nbytes: int, pinned: Sequence[_Block]) -> None:
         for victim in self._victims(pinned):
@@ -213,7 +202,7 @@ class _Device:
     def _victims(self, kept: Sequence[_Block]) -> list[_Block]:
         """In the pager's order: what leaves anyway; optimizer state, the last used first; the rest, the first used first."""
         free = [block for block in self._resident if block not in kept]
-        fresh = {block for block, sent in self._sent.items() if self._now - sent <= _SENT_UNITS}
+        fresh = [block for block, sent in self._sent.items() if self._now - sent <= _SENT_UNITS]
         leaving = [block for block in free if block in self._leaving]
         free = [block for block in free if block not in self._leaving and block not in fresh]
         state = [block for block in free if block[0] == "optimizer"]
@@ -278,7 +267,8 @@ class _Device:
         self._away.discard(block)
 
     def _load(self, block: _Block) -> None:
-        self._move(block)
+        if block != _BATCH:  # which comes whatever the cut
+            self._move(block)
         self._add(block, dirty=False)
 
     def _add(self, block: _Block, *, dirty: bool) -> None:
@@ -295,3 +285,7 @@ class _Device:
     def _move(self, block: _Block) -> None:
         self.moved_bytes += self._size(block)
         self.copies += 1
+
+
+def _is_always_there(block: _Block) -> bool:
+    return block[0] in _STATE or block == _BATCH

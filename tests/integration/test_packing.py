@@ -52,14 +52,14 @@ def pool_of(num_shards="tuned", **changes):
 
 
 @pytest.mark.parametrize("placement", ["device", "host"])
-@pytest.mark.parametrize("changes", [{}, {"activations": "keep"}, {"max_grad_norm": 1.0}, {"accumulate": 3}])
+@pytest.mark.parametrize("changes", [{}, {"activations": "keep"}, {"max_grad_norm": 1.0}])
 def test_planned_bytes_are_those_that_the_choice_went_by(choices, changes, placement):
     with pool_of(buffer_fraction=0.0, optimizer_placement=placement) as pool:
         planned = pool.plan([task(**changes)])
     (choice,) = choices
     moved = sum(nbytes for kind, nbytes in planned.bytes_by_kind.items() if kind != "inputs")
     assert planned.trials[0].num_shards == choice.packing.num_shards
-    assert moved == pytest.approx(choice.packing.step_bytes, rel=0.05)
+    assert moved == pytest.approx(choice.packing.step_bytes, rel=0.01)
 
 
 def test_a_tuned_cut_moves_fewer_bytes_and_the_bits_are_those_of_the_plain_loop(choices):
@@ -74,7 +74,7 @@ def test_a_tuned_cut_moves_fewer_bytes_and_the_bits_are_those_of_the_plain_loop(
     assert results["tuned", "bytes"] < results[None, "bytes"]
     plain = train_plain(task())
     assert results["tuned"].metrics == plain.metrics
-    for name, tensor in plain.state_dict().items():
+    for name, tensor in plain.module.state_dict().items():
         assert torch.equal(results["tuned"].state_dict()[name], tensor), name
 
 
@@ -84,6 +84,15 @@ def test_the_choice_is_logged(caplog):
     (message,) = [record.getMessage() for record in caplog.records if record.name == CHOICES.name]
     assert " shards of up to " in message
     assert "(tried " in message
+
+
+def test_a_step_of_several_batches_keeps_the_largest_shards(choices):
+    shards = []
+    for num_shards in (None, "tuned"):
+        with pool_of(num_shards) as pool:
+            shards.append(pool.plan([task(accumulate=3)]).trials[0].num_shards)
+    assert shards[0] == shards[1] > 1
+    assert choices == []
 
 
 def test_a_model_that_fits_is_not_cut(choices):

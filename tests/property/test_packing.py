@@ -47,7 +47,7 @@ class Model:
 @given(
     pieces=st.lists(PIECE, min_size=2, max_size=12),
     share=st.floats(0, 1),
-    habits=st.builds(Habits, batches=st.integers(1, 3), waits=st.booleans(), sends_ahead=st.booleans()),
+    habits=st.builds(Habits, waits=st.booleans(), sends_ahead=st.booleans()),
 )
 def test_a_choice_is_legal_fits_and_is_never_expected_to_move_more(pieces, share, habits):
     model = Model(pieces)

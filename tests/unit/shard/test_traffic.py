@@ -27,7 +27,7 @@ ALONE = Habits(sends_ahead=False)
 ONE_UPDATE = 2 * WEIGHTS + STATE
 
 
-@pytest.mark.parametrize("habits", [Habits(), ALONE, Habits(batches=2), Habits(waits=True)])
+@pytest.mark.parametrize("habits", [Habits(), ALONE, Habits(waits=True)])
 def test_nothing_moves_where_all_fits(habits):
     moved = step_traffic([cost()] * 3, 100_000, habits)
     assert (moved.nbytes, moved.copies) == (0, 0)
@@ -35,7 +35,6 @@ def test_nothing_moves_where_all_fits(habits):
 
 def test_units_are_counted():
     assert step_traffic([cost()] * 3, 100_000).units == 2 + 3 + 3
-    assert step_traffic([cost()] * 3, 100_000, Habits(batches=2)).units == 4 + 6 + 3
 
 
 def test_with_room_for_one_update_a_step_moves_weights_three_times_and_state_twice():
