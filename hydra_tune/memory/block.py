@@ -51,6 +51,15 @@ class Home(Protocol):
     def settle(self, block: "Block") -> None:
         """Have what is under way of a block there, or from there, over: somebody wants the room of its host copy."""
 
+    def finish_leaving(self, block: "Block") -> None:
+        """Have what is being written back in the background over, or called off."""
+
+    def write_back(self, block: "Block") -> None:
+        """Make the host copy present; the device copy stays."""
+
+    def release(self, block: "Block") -> None:
+        """Give up the device copy."""
+
 
 @dataclass(slots=True)
 class Coming:
@@ -125,7 +134,7 @@ class Block:
         self.data: Tensor | None = None
         self.home: Home | None = None
         self.dirty = False
-        self.pinned_for: Home | None = None
+        self.pinned_for: object = None
         self.tier: Tier | None = None
         self.tenant: Tenant | None = None  # whose it is, where that is known
         self.coming: Coming | None = None
@@ -304,6 +313,11 @@ class Value:
         assert host is not None, "the block is not on the host"
         assert self.block.home is None, "the block is on a device"
         return self._geometry.view(host.untyped_storage(), host.device)
+
+
+def storage_identity(tensor: Tensor) -> int:
+    """The same for all tensors that lie on one storage."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no other name for it
 
 
 def whole_storage(tensor: Tensor) -> Tensor:

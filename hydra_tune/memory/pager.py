@@ -35,9 +35,6 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
 
 from torch import Tensor
 
@@ -45,14 +42,14 @@ from hydra_tune.devices.device import Device, Reach
 from hydra_tune.errors import BlockStateError, BudgetError, HydraTuneError
 from hydra_tune.memory.block import Block, Coming, Kind, whole_storage
 from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.ledger import Ledger
 from hydra_tune.memory.meter import LinkMeter
 from hydra_tune.memory.pressure import is_out_of_memory
-from hydra_tune.memory.saved import SavedTensors
 from hydra_tune.memory.states import State
 from hydra_tune.memory.tenant import check_tenant
 from hydra_tune.observe.eventlog import EventLog
-from hydra_tune.observe.turns import current_turn
+from hydra_tune.observe.turns import note
 from hydra_tune.quantities import format_bytes
 
 _PATIENCE_SECONDS = 0.05  # between looks at blocks that another device is fetching from here
@@ -114,7 +111,7 @@ class Pager:
         with self._lock:
             return sum(block.nbytes for block in self._resident.values())
 
-    def lease(self, blocks: Iterable[Block], workspace_bytes: int) -> "Lease":
+    def lease(self, blocks: Iterable[Block], workspace_bytes: int) -> Lease:
         """Blocks on the device and room to work, for the length of a `with`.
 
         Raises:
@@ -406,7 +403,7 @@ class Pager:
         block.enter(State.RESIDENT)
         if leaving.cancel():
             if keep:
-                _note("keep", [block])
+                note("keep", [block])
             return
         start = time.perf_counter_ns()
         is_made = leaving.wait_quietly()
@@ -424,14 +421,14 @@ class Pager:
         self.waiting_ns += now_ns - since_ns
         if self.log is not None:
             self.log.waited(self.device.name, since_ns, now_ns)
-        _note("await", [block], since_ns=since_ns)
+        note("await", [block], since_ns=since_ns)
 
     def _waited(self, what: str, block: Block, since_ns: int) -> None:
         """A copy is made that somebody has waited for."""
         now_ns = time.perf_counter_ns()
         self.waiting_ns += now_ns - since_ns
         self._made(what, block, "waited", since_ns, now_ns)
-        _note(what, [block], block.size, since_ns=since_ns)
+        note(what, [block], block.size, since_ns=since_ns)
 
     def _made(
         self, what: str, block: Block, how: str, began_ns: int, ended_ns: int, *, is_counted: bool = True
@@ -507,212 +504,14 @@ class Pager:
                 self.write_back(block)
                 self.release(block)
                 if is_clean:
-                    _note("free", [block])
+                    note("free", [block])
             finally:
                 block.lock.release()
             return True
         return False
 
 
-class Lease:
-    """What a running unit holds: its blocks, pinned and on the device, and its workspace on the ledger."""
-
-    def __init__(self, pager: Pager, blocks: list[Block], workspace_bytes: int) -> None:
-        self._pager = pager
-        self._blocks = blocks
-        self._workspace_bytes = workspace_bytes
-        self._storages: dict[int, Block] = {}
-
-    def __enter__(self) -> Self:
-        for block in self._blocks:
-            with block.lock:
-                assert block.pinned_for in (None, self._pager), "two units of one trial at once"
-                block.pinned_for = self._pager
-        self._pager.owner = next((block.owner for block in self._blocks if block.owner is not None), None)
-        _note("lease", self._blocks, self._workspace_bytes)
-        try:
-            self._pager.bring(self._blocks, self._workspace_bytes)
-        except BaseException:
-            self._unpin()
-            raise
-        self._pager.ready_ns = self._pager.ready_ns or time.perf_counter_ns()
-        for block in self._blocks:
-            _enter(block, State.COMPUTING)
-        self._storages = {_identity(block.data): block for block in self._blocks if block.data is not None}
-        try:
-            if self._pager.begins is not None:
-                self._pager.begins()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _note("end", [block for block in self._blocks if block.dirty])
-        self._unpin()
-        self._storages = {}
-        self._pager.ledger.give_back(self._workspace_bytes)
-
-    def block_of(self, kind: Kind, tensor: Tensor) -> Block:
-        """The block under a tensor: one of the lease's own, or a new one made from the workspace.
-
-        Raises:
-            BudgetError: the unit made more than its workspace.
-        """
-        storage = _identity(tensor)
-        block = self._storages.get(storage)
-        if block is None:
-            nbytes = self._pager.size_on_ledger(tensor)
-            if nbytes > self._workspace_bytes:  # more than the pilot has seen
-                self.grow(nbytes - self._workspace_bytes)
-            block = self._pager.adopt(kind, tensor)
-            self._workspace_bytes -= nbytes
-            block.pinned_for = self._pager  # until the unit ends, like all it works on
-            _enter(block, State.COMPUTING)
-            _note("adopt", [block], nbytes)
-            self._blocks.append(block)
-            self._storages[storage] = block
-        return block
-
-    def absorb(self, block: Block) -> None:
-        """Give up all of a block's bytes while the unit runs: if it is one of the lease's own, its room is workspace now."""
-        with block.lock:
-            if block.data is None or self._storages.get(_identity(block.data)) is not block:
-                drop(block)
-                return
-            _note("drop", [block])
-            del self._storages[_identity(block.data)]
-            block.enter(State.DROPPED)
-            self._pager.vacate(block)
-            if block.tier is not None:
-                block.tier.forget(block)
-            block.host = None
-            self._workspace_bytes += block.nbytes
-
-    def owns(self, tensor: Tensor, kinds: tuple[Kind, ...]) -> bool:
-        """Whether a tensor lies in one of the lease's blocks of these kinds."""
-        block = self._storages.get(_identity(tensor))
-        return block is not None and block.kind in kinds
-
-    @property
-    def data(self) -> list[Tensor]:
-        """The memory of the blocks on the device."""
-        return [block.data for block in self._blocks if block.data is not None]
-
-    def grow(self, nbytes: int) -> None:
-        """Take more workspace.
-
-        Raises:
-            BudgetError: it does not fit the budget.
-        """
-        _note("grow", nbytes=nbytes)
-        self._pager.make_room(nbytes, self._blocks, self._workspace_bytes)
-        self._workspace_bytes += nbytes
-
-    @contextmanager
-    def spilling_activations(self) -> Iterator[None]:
-        """What autograd saves meanwhile, beyond the lease's own blocks, is kept on the host; the unit has to end inside."""
-        saved = SavedTensors(self._pager.device, stays=lambda tensor: _identity(tensor) in self._storages)
-        try:
-            with saved.hooks():
-                yield
-        finally:
-            pager = self._pager
-            pager.bytes_out[Kind.ACTIVATIONS] += saved.bytes_out
-            pager.bytes_in[Kind.ACTIVATIONS] += saved.bytes_in
-            if pager.log is not None:
-                pager.log.saved(pager.device.name, saved.bytes_in, saved.bytes_out)
-
-    def _unpin(self) -> None:
-        for block in self._blocks:
-            with block.lock:
-                block.pinned_for = None
-                if block.state is State.COMPUTING:
-                    block.enter(State.RESIDENT)
-
-
-def drop(block: Block) -> None:
-    """Give up all of a block's bytes, on the host and on whichever device."""
-    with block.lock:
-        _note("drop", [block])
-        if block.coming is not None:
-            block.coming.home.discard(block)
-        if isinstance(block.home, Pager) and block.leaving is not None:
-            block.home.finish_leaving(block)
-        if block.state is not State.DROPPED:
-            block.enter(State.DROPPED)
-        if isinstance(block.home, Pager):
-            block.home.release(block)
-        if block.tier is not None:
-            block.tier.forget(block)
-        block.host = None
-
-
-class _OnHost:
-    """What blocks are pinned for that must not leave the host."""
-
-    device: Device
-
-    def discard(self, block: Block) -> None:
-        """Nothing is ever on its way here."""
-        raise AssertionError(block.number)
-
-    def settle(self, block: Block) -> None:
-        """As `discard`."""
-        raise AssertionError(block.number)
-
-
-_HOST = _OnHost()
-
-
-@contextmanager
-def staying_home(block: Block) -> Iterator[None]:
-    """A block is on the host meanwhile, and no device loads it."""
-    with block.lock:
-        assert block.pinned_for is None, "a unit of the trial runs"
-        bring_home(block)
-        block.pinned_for = _HOST
-    try:
-        yield
-    finally:
-        with block.lock:
-            block.pinned_for = None
-
-
-def bring_home(block: Block) -> None:
-    """Move a block to the host, wherever it is."""
-    with block.lock:
-        _note("home", [block])
-        if block.coming is not None:
-            block.coming.home.discard(block)
-        if isinstance(block.home, Pager):
-            pager = block.home
-            pager.write_back(block)
-            pager.release(block)
-        if block.tier is not None:
-            block.tier.recall(block)
-
-
-def _enter(block: Block, state: State) -> None:
-    """What a pinned block is now."""
-    with block.lock:
-        block.enter(state)
-
-
 def _keeps_it_here(error: Exception) -> bool:
     """Whether a block cannot be written back for now, as when disk or host are full: whoever needs its room hears why."""
     is_fault = isinstance(error, BlockStateError)
     return not is_fault and (isinstance(error, HydraTuneError | OSError) or is_out_of_memory(error))
-
-
-def _note(what: str, blocks: Sequence[Block] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
-    turn = current_turn()
-    if turn is not None:
-        turn.note(what, blocks, nbytes, since_ns=since_ns)
-
-
-def _identity(tensor: Tensor | None) -> int:
-    assert tensor is not None
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the storage's identity

@@ -185,6 +185,13 @@ def current_turn() -> Turn | None:
     return _THREAD.turn
 
 
+def note(what: str, blocks: Iterable[AnyBlock] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
+    """Note an action on this thread's turn, if there is one; arguments as of `Turn.note`."""
+    turn = _THREAD.turn
+    if turn is not None:
+        turn.note(what, blocks, nbytes, since_ns=since_ns)
+
+
 @contextmanager
 def in_turn(turn: Turn | None) -> Iterator[None]:
     """What this thread does meanwhile is noted on a turn; on none, not at all."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hydra_tune.memory.block import Geometry, whole_storage
+from hydra_tune.memory.block import Geometry, storage_identity, whole_storage
 from hydra_tune.memory.saved import counter_of, overwritten
 
 
@@ -85,7 +85,7 @@ class KeptTensors:
         self._device = next((tensor.device for tensor in self.given), None)
         self._positions = {}
         for position, tensor in enumerate(self.given):
-            self._positions.setdefault(_identity(tensor), position)
+            self._positions.setdefault(storage_identity(tensor), position)
         self._storages = weakref.WeakValueDictionary()
 
     def hooks(self) -> AbstractContextManager[object]:
@@ -135,7 +135,7 @@ class KeptTensors:
     def _held(self, tensor: Tensor) -> int | _Storage | Tensor:
         if not tensor.untyped_storage().nbytes() or tensor.device != self._device:
             return tensor.detach()  # a number on the host, in a unit on a GPU
-        key = _identity(tensor)
+        key = storage_identity(tensor)
         position = self._positions.get(key)
         if position is not None:
             return position
@@ -161,7 +161,3 @@ class KeptTensors:
         empty = torch.empty(0, dtype=packed.geometry.dtype, device=source.device)
         geometry = packed.geometry
         return empty.set_(source.untyped_storage(), geometry.offset, geometry.shape, geometry.stride)
-
-
-def _identity(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the storage's identity

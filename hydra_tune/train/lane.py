@@ -11,7 +11,8 @@ from torch import Tensor
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.memory.block import Block, Geometry, Value, whole_storage
-from hydra_tune.memory.pager import Lease, Pager
+from hydra_tune.memory.lease import Lease
+from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key

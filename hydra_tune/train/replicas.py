@@ -26,8 +26,10 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block, Group
+from hydra_tune.memory.home import drop
 from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.pager import Lease, Pager, drop
+from hydra_tune.memory.lease import Lease
+from hydra_tune.memory.pager import Pager
 from hydra_tune.train.state import ModelState
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hydra_tune.memory.pager import Lease
+from hydra_tune.memory.lease import Lease
 from hydra_tune.shard.pilot import StorageTracker
 
 

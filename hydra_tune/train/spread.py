@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from hydra_tune.errors import BadLossError
 from hydra_tune.memory.block import Value
-from hydra_tune.memory.pager import drop
+from hydra_tune.memory.home import drop
 from hydra_tune.train.lane import Lane
 from hydra_tune.train.replicas import Replicas
 from hydra_tune.train.step import PendingUnit

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
 from hydra_tune.memory.block import Group, Kind, lay_out
+from hydra_tune.memory.home import bring_home, drop, staying_home
 from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.pager import bring_home, drop, staying_home
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.library import Layout

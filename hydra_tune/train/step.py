@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block
-from hydra_tune.memory.pager import Lease, Pager, bring_home
+from hydra_tune.memory.home import bring_home
+from hydra_tune.memory.lease import Lease
+from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.chain import Chain

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block, Kind, Value, whole_storage
-from hydra_tune.memory.pager import Lease, bring_home, drop
+from hydra_tune.memory.home import bring_home, drop
+from hydra_tune.memory.lease import Lease
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.plan import Plan
 from hydra_tune.train.state import ModelState

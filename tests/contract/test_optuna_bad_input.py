@@ -56,7 +56,9 @@ def test_a_task_is_no_number():
         float(small_task())
 
 
-@pytest.mark.parametrize("value", [TrainTask, partial(TrainTask, model=net), net, [None, "x"]], ids=repr)
+@pytest.mark.parametrize(
+    "value", [TrainTask, partial(TrainTask, model=net), net, [None, "x"]], ids=["class", "partial", "factory", "list"]
+)
 def test_what_is_not_yet_a_task_is_answered_with_the_name_of_the_task(value, driver):
     seen = record(driver, lambda trial: value)
 

@@ -15,7 +15,8 @@ from hydra_tune.devices import cuda, discovery
 from hydra_tune.devices.cuda import CudaDevice
 from hydra_tune.devices.device import Reach
 from hydra_tune.memory.block import Block, Kind
-from hydra_tune.memory.pager import Pager, bring_home
+from hydra_tune.memory.home import bring_home
+from hydra_tune.memory.pager import Pager
 from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED
 
 if not torch.cuda.is_available():

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.block import Block, Group, Kind
 from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.pager import Pager, bring_home, drop
+from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import Need, Prefetch
 from hydra_tune.memory.spill_dir import SpillFolder
 from hydra_tune.memory.states import State

@@ -9,7 +9,8 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Reach
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind
-from hydra_tune.memory.pager import Pager, bring_home, drop
+from hydra_tune.memory.home import bring_home, drop
+from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import Need, Prefetch
 from tests.support.gated import state_of
 

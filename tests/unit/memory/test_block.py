@@ -6,7 +6,8 @@ from torch import nn
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.block import Block, Group, Kind, Value, lay_out, whole_storage
-from hydra_tune.memory.pager import Pager, bring_home
+from hydra_tune.memory.home import bring_home
+from hydra_tune.memory.pager import Pager
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError, HydraTuneError, SpillError
 from hydra_tune.memory.block import Group, Kind
 from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.pager import Pager, bring_home, drop
+from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.spill_dir import SpillFolder
 from hydra_tune.memory.tenant import Tenant
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hydra_tune.memory.block import Block, Kind
-from hydra_tune.memory.pager import Pager, bring_home, drop
+from hydra_tune.memory.home import bring_home, drop
+from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import Need, Prefetch
 from tests.support.gated import PATIENCE_SECONDS, GatedDevice
 

@@ -7,7 +7,8 @@ import torch
 
 from hydra_tune.errors import BlockStateError, HydraTuneError
 from hydra_tune.memory.block import Block, Kind
-from hydra_tune.memory.pager import Pager, drop
+from hydra_tune.memory.home import drop
+from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import Need, Prefetch
 from hydra_tune.memory.states import FOLLOWING, NUM_KEPT, State
 from tests.support.gated import PATIENCE_SECONDS, GatedDevice
