@@ -6,7 +6,9 @@ change at once is put back here:
 
 * the trial's random stream, which stands where it stood before the unit;
 * buffers that it overwrites (BatchNorm's statistics), from what a forward unit saves for the recompute anyway, or else from a
-  copy made for this; a recompute overwrites copies;
+  copy made for this; a recompute overwrites copies. Autograd's version of a buffer goes back with its bytes: another batch may
+  have kept a graph that has saved it (BatchNorm's kernels overwrite their statistics without a new version, and do not read the
+  saved ones in a backward), and would refuse the buffer that was written to once more;
 * the `.grad` of parameters, where autograd had got so far; between units they have none;
 * values that it has put, which go again, and what they were put in place of, which is still there;
 * what its forward unit has kept, which a backward uses up: it goes, and the backward that is run again recomputes. The plan was
@@ -17,10 +19,12 @@ nothing can be undone. Nor can the user's own code be, which may change anything
 nobody but the optimizer knows how far it has got. Before these have begun, while blocks are loaded, nothing has changed.
 """
 
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hydra_tune.memory.pressure import NotRepeatableError, is_out_of_memory
 from hydra_tune.shard.chain import Chain
@@ -65,6 +69,9 @@ class Undo:
         self._is_first = is_first
         self._is_own_code = is_own_code
         self._mark: tuple[Tensor, Tensor | None] | None = None
+        self._versions: AbstractContextManager[None] | None = (
+            None  # gives the buffers the versions they had before the unit
+        )
 
     def __enter__(self) -> None:
         if self._is_own_code:
@@ -72,6 +79,8 @@ class Undo:
         graph = self._graph
         if self._is_first and graph.stochastic:
             self._mark = self._streams.mark()
+        if self._is_first and graph.written_state:
+            self._versions = _unsafe_preserve_version_counter(tuple(self._store.state(graph.written_state)))
         self._store.begin()
 
     def __exit__(
@@ -88,8 +97,9 @@ class Undo:
 
     def _undo(self) -> None:
         graph, store = self._graph, self._store
-        if self._is_first:
-            self._put_buffers_back()
+        if self._versions is not None:
+            with torch.no_grad(), self._versions:
+                self._put_buffers_back()
         self._chain.let_go(self._index)
         store.take_back()
         for tensor in store.state(graph.state):
@@ -99,7 +109,6 @@ class Undo:
 
     def _put_buffers_back(self) -> None:
         tensors = self._store.state(self._graph.written_state)
-        with torch.no_grad():
-            for tensor, before in zip(tensors, self._chain.buffers_before(self._index), strict=True):
-                if before is not None:
-                    tensor.copy_(before)
+        for tensor, before in zip(tensors, self._chain.buffers_before(self._index), strict=True):
+            if before is not None:
+                tensor.copy_(before)

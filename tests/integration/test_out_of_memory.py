@@ -104,6 +104,18 @@ def test_wherever_memory_runs_out_the_numbers_are_the_same_or_the_trial_fails_by
     assert failed["update"] > 0, "the optimizer's step"
 
 
+@pytest.mark.parametrize("operation", [4, 8, 12])
+def test_a_batch_that_is_undone_leaves_what_the_others_have_kept_as_it_was(operation):
+    """Batches go through a shard together, so the first has kept a graph, statistics among it, when the second runs out."""
+    described = awkward(activations="keep")
+    expected, shortage = plain(described), Shortage()
+    with running(num_shards=NUM_SHARDS, instrument=shortage) as pool:
+        shortage.arm(UNITS_BEFORE + 1, operation)
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+        assert pool.stats().devices["cpu:0"].units_repeated == 1
+    assert where_it_differs(expected, result) == []
+
+
 def wide():
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 
