@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import optuna
@@ -131,16 +132,18 @@ def test_the_trials_of_a_killed_process_are_failed_and_run_again(kind, tmp_path)
         url, heartbeat_interval=1, grace_period=2, heartbeat_stale_trial_callback=retry
     )
     with make_pool(kind, 2) as pool:
-        study = hydra_tune_optuna.create_study(study_name="search", storage=storage, executor=pool)
+        study = hydra_tune_optuna.create_study(
+            study_name="search", storage=storage, pruner=optuna.pruners.NopPruner(), executor=pool
+        )
         process = start(ENDLESS, url)
         assert process.stdout.readline() == "ready\n"
+        time.sleep(3)  # until both have beaten: Optuna takes no trial for dead that never has
         process.kill()
         process.communicate()
         assert [trial.state.name for trial in study.trials] == ["RUNNING"] * 2
 
-        while study.trials[1].state.name == "RUNNING":
-            study.optimize(build, n_trials=1)
-        study.optimize(build, n_trials=2)
+        time.sleep(4)  # beyond the time of grace
+        study.optimize(build, n_trials=4)
 
     dead, others = study.trials[:2], study.trials[2:]
     assert [trial.state.name for trial in dead] == ["FAIL"] * 2
