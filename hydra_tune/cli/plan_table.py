@@ -27,7 +27,6 @@ class Planned:
         forecast: of the trial alone in the pool; None if it cannot be planned.
         error: why not.
         enough_bytes: where memory is short, a budget that would do.
-        cuts: where `num_shards` is "tuned" and there was a choice, what was chosen and why.
     """
 
     number: int
@@ -35,18 +34,22 @@ class Planned:
     forecast: Forecast | None
     error: str | None = None
     enough_bytes: int | None = None
-    cuts: tuple[str, ...] = ()
+
+    @property
+    def cuts(self) -> list[str]:
+        """Where `num_shards` is "tuned" and there was a choice, what was chosen and why."""
+        return [] if self.forecast is None else [trial.cut for trial in self.forecast.trials if trial.cut is not None]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         found: dict[str, Any] = {"number": self.number, "params": dict(self.params), "error": self.error}
         if self.cuts:
-            found["cuts"] = list(self.cuts)
+            found["cuts"] = self.cuts
         if self.forecast is None:
             return found | {"smallest_budget_bytes": self.enough_bytes}
         plain = self.forecast.to_json()
         (trial,) = plain.pop("trials")
-        del trial["name"]
+        del trial["name"], trial["cut"]
         return {**found, **trial, **plain}
 
 

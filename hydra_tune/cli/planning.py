@@ -1,11 +1,9 @@
 """Plans configurations of a checked sweep file, one after the other, each as if it were alone in the pool."""
 
 import json
-import logging
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rich.console import Console
@@ -21,7 +19,6 @@ from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.task_ref import load_task
 from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, SweepFileError
 from hydra_tune.executor import HydraExecutor
-from hydra_tune.shard.packing import CHOICES
 
 
 def run_plan(spec: SweepSpec, given: Mapping[str, str | None], *, count: int, seed: int, as_json: bool) -> int:
@@ -79,10 +76,8 @@ def _overridden(spec: SweepSpec, given: Mapping[str, str | None]) -> SweepSpec:
 
 def _planned(number: int, params: dict[str, Scalar], build: TaskBuilder, pool: HydraExecutor) -> Planned:
     forecast, error, enough = None, None, None
-    cuts: list[str] = []
     try:
-        with _told(cuts):
-            forecast = pool.plan([build(**params)])
+        forecast = pool.plan([build(**params)])
     except BudgetError as refusal:
         error, enough = str(refusal), refusal.enough_bytes
     except HydraTuneError as refusal:
@@ -90,29 +85,4 @@ def _planned(number: int, params: dict[str, Scalar], build: TaskBuilder, pool: H
     except Exception as fault:  # noqa: BLE001 - the user's code may raise anything
         traceback.print_exception(fault, file=sys.stderr)
         error = f"{type(fault).__name__}: {fault}"
-    return Planned(number=number, params=params, forecast=forecast, error=error, enough_bytes=enough, cuts=tuple(cuts))
-
-
-class _Notes(logging.Handler):
-    """Takes messages down."""
-
-    def __init__(self, notes: list[str]) -> None:
-        super().__init__(logging.INFO)
-        self._notes = notes
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Take one down."""
-        self._notes.append(record.getMessage())
-
-
-@contextmanager
-def _told(cuts: list[str]) -> Iterator[None]:
-    """Have the choices of cuts that are made meanwhile told."""
-    handler, level = _Notes(cuts), CHOICES.level
-    CHOICES.addHandler(handler)
-    CHOICES.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        CHOICES.setLevel(level)
-        CHOICES.removeHandler(handler)
+    return Planned(number=number, params=params, forecast=forecast, error=error, enough_bytes=enough)

@@ -56,6 +56,7 @@ class TrialForecast:
         step_seconds: compute of an optimizer step on a core of the host; 0 where it is not known: whole, or not checked.
         is_checked: whether its plan has been compared with a step of the model, as every plan is before training; not so
             where the model or its step is too large for that.
+        cut: where `num_shards` is "tuned" and there was a choice, what was chosen and why; else None.
     """
 
     name: str
@@ -70,6 +71,7 @@ class TrialForecast:
     architecture: int | None
     step_seconds: float
     is_checked: bool
+    cut: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +180,7 @@ class _Part:
     smallest_budget_bytes: int
     is_checked: bool
     architecture: int | None
+    why: str | None
 
 
 class _Company:
@@ -235,6 +238,7 @@ class _Company:
                 smallest_budget_bytes=prepared.smallest_budget(),
                 is_checked=prepared.is_checked,
                 architecture=None if key is None else known.setdefault(key, len(known)),
+                why=prepared.why,
             )
         finally:
             trial.close(keep=False)
@@ -283,6 +287,7 @@ class _Company:
             architecture=part.architecture,
             step_seconds=rehearsal.times.total if part.is_checked and not plan.eager else 0.0,
             is_checked=part.is_checked,
+            cut=part.why,
         )
 
 

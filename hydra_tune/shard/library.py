@@ -28,7 +28,7 @@ from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.guards import Guard
 from hydra_tune.shard.outcome import UnitSeconds
-from hydra_tune.shard.packing import CHOICES, choose_packing
+from hydra_tune.shard.packing import CHOICES, Choice, choose_packing
 from hydra_tune.shard.partition import NumShards
 from hydra_tune.shard.pilot import Pilot, ShardCost, UpdatePilot
 from hydra_tune.shard.plan import Plan, build_plan, operators
@@ -103,6 +103,7 @@ class Prepared:
         guard: what the step's Python asked of the batch's values; None if nothing.
         smallest_budget: finds the bytes of a device with which the step could still be cut, to a per mille.
         is_checked: whether its numbers have been compared with those of the eager step; else its seconds are estimates.
+        why: why it was cut so, where there was a choice; else None.
     """
 
     plan: Plan
@@ -110,6 +111,7 @@ class Prepared:
     guard: Guard | None = None
     smallest_budget: Callable[[], int]
     is_checked: bool = True
+    why: str | None = None
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it is for a batch with these tensors, which has the signature that it was prepared for."""
@@ -290,10 +292,13 @@ class PlanLibrary:
         partitioner = QuickPartitioner(
             pilot, analysis, nodes, budget_bytes=self.budget.budget_bytes, buffer_bytes=self.budget.buffer_bytes
         )
+        why = None
         if request.like is None:
             edges = partitioner.partition(self.budget.num_shards)
             if self.budget.num_shards == "tuned" and _may_be_tuned(request, edges):
-                edges = self._tuned(request.task, partitioner, pilot, edges)
+                choice = self._tuned(request.task, partitioner, pilot, edges)
+                edges, why = list(choice.packing.edges), choice.reason
+                CHOICES.info("%s", why)
         else:
             edges = partitioner.partition(None, _cuts_like(captured, analysis, request.like))
         plan = build_plan(captured, analysis, pilot, edges)
@@ -320,7 +325,7 @@ class PlanLibrary:
                 seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
         smallest = functools.cache(partial(partitioner.least_budget, self.budget.num_shards, plan.peak_bytes))
         return Prepared(
-            plan=plan, seconds=seconds, guard=request.guard, smallest_budget=smallest, is_checked=is_checked
+            plan=plan, seconds=seconds, guard=request.guard, smallest_budget=smallest, is_checked=is_checked, why=why
         )
 
     def _may_check(self, request: _Request, whole: ShardCost) -> bool:
@@ -328,7 +333,7 @@ class PlanLibrary:
         most = self._most_checked_bytes
         return most is None or (whole.peak_bytes <= most and not is_unbuilt(request.model))
 
-    def _tuned(self, task: TrainTask, partitioner: QuickPartitioner, pilot: Pilot, largest: list[int]) -> list[int]:
+    def _tuned(self, task: TrainTask, partitioner: QuickPartitioner, pilot: Pilot, largest: list[int]) -> Choice:
         """Where the shards start and end with which a step moves the fewest bytes."""
         room, end = self.budget.room, largest[-1]
         # "auto" keeps most of what it can where units and copies can be compared, and nothing elsewhere.
@@ -342,9 +347,7 @@ class PlanLibrary:
             waits=GradientRules.of(task).has_two_phases,
             sends_ahead=self.budget.buffer_fraction > 0,
         )
-        choice = choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, habits)
-        CHOICES.info("%s", choice.reason)
-        return list(choice.packing.edges)
+        return choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, habits)
 
     def _measured(self, request: _Request, captured: Captured, tensors: tuple[Tensor, ...]) -> tuple[Analysis, Pilot]:
         """Where a captured step may be cut, and what its parts would need."""
