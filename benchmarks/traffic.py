@@ -19,9 +19,8 @@ Harmony (Li et al.), section 2, has (4m + 2)|W| for a runtime that swaps by memo
 Two more tables split a step over two devices, each with memory as above. There bytes to and from the host are shown beside
 those that went from one device to the other (`across`), which no host memory sees:
 
-* data-parallel: a shard's parameters are loaded for each unit of each batch, for the one update they are loaded again and
-  written back: (2m + 2)|W|, which with a batch on each of N devices is 2N|W| + 2|W|. Harmony has 3N|W| for replicas that are
-  updated on each device; here there is one copy that is updated, so that from N = 3 on it is less.
+* data-parallel: each device takes its batches through a shard together, forward and backward, and the last one updates and
+  writes back: (2N + 1)|W| on N devices. Harmony has 3N|W| for replicas that are updated on each device.
 * pipelined: each shard is loaded once for all forwards and once for all backwards, updated right after them, and written back:
   3|W|, as in Harmony.
   A unit that becomes due just before its device is told to be idle runs on the other one, which loads the shard once more; so
@@ -149,9 +148,10 @@ def show_split(console: Console, num_devices: int) -> None:
             counted = split(way, batches, num_devices)
             found = [counted["host"][kind] for kind in KINDS]
             found += [counted["across"][kind] for kind in ("parameters", "gradients", "activations")]
-            ours = 2 * batches + 2 if way == DATA_PARALLEL else 3
-            shown = f"{harmony:.0f}" if batches == num_devices or way == PIPELINED else ""
-            table.add_row(str(batches), *(f"{nbytes / PARAMETER_BYTES:.2f}" for nbytes in found), str(ours), shown)
+            ours = 2 * num_devices + 1 if way == DATA_PARALLEL else 3
+            table.add_row(
+                str(batches), *(f"{nbytes / PARAMETER_BYTES:.2f}" for nbytes in found), str(ours), f"{harmony:.0f}"
+            )
         console.print(table)
 
 

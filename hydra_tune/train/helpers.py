@@ -38,6 +38,7 @@ class Arrangement:
         plan: whose batches were thought of.
         homes: where they are pipelined, the device of each shard.
         is_dealt: where they are pipelined, whether a device goes on with the shard it has at hand.
+        teams: where they are data-parallel, how many runs of batches go through each shard together; 0: each is by itself.
     """
 
     way: str
@@ -45,19 +46,27 @@ class Arrangement:
     plan: Plan
     homes: tuple[str, ...] = ()
     is_dealt: bool = False
+    teams: int = 0
+
+    @property
+    def drawn_for_each(self) -> int:
+        """Batches drawn for each that may be under way."""
+        return 1 if self.way == GROUPED or self.teams else AHEAD
 
 
-def lane_bytes(plan: Plan, way: str) -> int:
+def lane_bytes(plan: Plan, way: str, *, teams: int = 0) -> int:
     """Host memory that one more batch under way may need: what is kept between its units, and batches drawn ahead.
 
-    In a pipeline, and in a group, all batches together have one set of gradients of parameters; a group is all that is drawn.
+    In a pipeline, in teams and in a group, all batches together have one set of gradients of parameters; teams and groups are
+    all that is drawn.
     """
     costs = [shard.cost for shard in plan.shards]
-    drawn = 0 if way == GROUPED else drawn_bytes(plan, way)
-    gradients = 0 if way in (PIPELINED, GROUPED) else sum(cost.trained_bytes for cost in costs)
+    is_together = way == GROUPED or teams > 0
+    drawn = 0 if is_together else drawn_bytes(plan, AHEAD)
+    gradients = 0 if way == PIPELINED or is_together else sum(cost.trained_bytes for cost in costs)
     return sum(cost.value_bytes + cost.handed_bytes + cost.kept_bytes for cost in costs) + gradients + drawn
 
 
-def drawn_bytes(plan: Plan, way: str) -> int:
+def drawn_bytes(plan: Plan, for_each: int) -> int:
     """As much of it as is for batches drawn ahead, which stay on the host."""
-    return (1 if way == GROUPED else AHEAD) * max(shard.cost.value_bytes for shard in plan.shards)
+    return for_each * max(shard.cost.value_bytes for shard in plan.shards)

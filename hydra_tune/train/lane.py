@@ -80,6 +80,7 @@ class Lane(DrawnBatch):
     ) -> None:
         super().__init__(part, state, streams, end, device, gradients)
         self._replicas = replicas
+        self.takes_copies = False  # leaves the trial's own parameters where they are, and reads copies
 
     def sums(self, earlier: Mapping[str, Value]) -> Iterator[PendingUnit]:
         """The units that add this batch's gradients to those of all earlier ones, shard by shard."""
@@ -112,7 +113,8 @@ class Lane(DrawnBatch):
 
     @contextmanager
     def _lease(self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int) -> Iterator[Lease]:
-        with self._replicas.lease(pager, names, blocks, workspace) as (lease, stand_ins):
+        found = self._replicas.lease(pager, names, blocks, workspace, copies=self.takes_copies)
+        with found as (lease, stand_ins):
             self._store.stand_ins = stand_ins
             try:
                 yield lease

@@ -2,7 +2,7 @@
 
 A block is on one device at most. So that units of one trial may run side by side, a device that finds a group elsewhere loads
 a copy of it, from the host: a block like any other, on that device's ledger, loaded and spilled as room allows. It is read
-only and lives until the batches have run; what is updated before that, nobody reads any more (`train/pipeline.py`).
+only and lives until the batches have run; what is updated before that, nobody reads any more (`train/queues.py`).
 
 Where each shard is at home on one device, groups that only one shard uses are not copied: they move to where it runs.
 
@@ -96,9 +96,22 @@ class Replicas:
 
     @contextmanager
     def lease(
-        self, pager: Pager, names: Sequence[str], blocks: Sequence[Block], workspace_bytes: int
+        self,
+        pager: Pager,
+        names: Sequence[str],
+        blocks: Sequence[Block],
+        workspace_bytes: int,
+        *,
+        copies: bool = False,
     ) -> Iterator[tuple[Lease, dict[str, Tensor]]]:
         """Parameters and buffers, or copies of them, on a device, with other blocks and room to work.
+
+        Args:
+            pager: of the device.
+            names: the parameters and buffers.
+            blocks: what else the unit needs.
+            workspace_bytes: room to work.
+            copies: whether originals that are not on the device are left to others.
 
         Yields:
             The lease, and by name the tensors to read in place of the trial's own.
@@ -107,7 +120,7 @@ class Replicas:
         chosen: dict[Group, Block] = {}
         try:
             for group in groups:
-                chosen[group] = group if group in self.moving else self._choose(group, pager)
+                chosen[group] = group if group in self.moving else self._choose(group, pager, copies=copies)
         except BaseException:
             for block in chosen.values():
                 with block.lock:
@@ -123,13 +136,14 @@ class Replicas:
             drop(copy)
         self._copies.clear()
 
-    def _choose(self, group: Group, pager: Pager) -> Block:
+    def _choose(self, group: Group, pager: Pager, *, copies: bool) -> Block:
         """The group itself, pinned so that it stays or comes here, or else a copy."""
+        homes = (pager,) if copies else (None, pager)
         with group.lock:
             with self._lock:
                 copy = self._copies.get((group, pager))
             if copy is None or copy.home is None:
-                if group.pinned_for in (None, pager) and group.home in (None, pager):
+                if group.pinned_for in (None, pager) and group.home in homes:
                     group.pinned_for = pager
                     return group
                 if group.tier is None and isinstance(group.home, Pager):

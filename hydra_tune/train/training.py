@@ -19,7 +19,7 @@ from hydra_tune.memory.block import Value
 from hydra_tune.shard.plan import Plan
 from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.grouped import shard_by_shard
-from hydra_tune.train.helpers import AHEAD, Arrangement
+from hydra_tune.train.helpers import Arrangement
 from hydra_tune.train.lane import DrawnBatch, Lane
 from hydra_tune.train.pipeline import Pipeline, goes_with, groups_of_one_shard, may_pipeline
 from hydra_tune.train.replicas import Replicas
@@ -27,6 +27,7 @@ from hydra_tune.train.spread import DataParallel, Spread
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import Expected, PendingUnit
 from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.teams import Teams
 from hydra_tune.train.training_batch import Part, TrainingBatch, Update
 from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, PIPELINED
 
@@ -86,7 +87,7 @@ class OptimizerStep:
         if how is None:
             return False
         if how.way == DATA_PARALLEL:
-            return plan.may_run_beside
+            return plan.may_run_beside and (not how.teams or goes_with(plan, how.plan))
         fits = plan.may_be_pipelined if how.way == GROUPED else may_pipeline(plan, self._state)
         return plan is how.plan or (fits and goes_with(plan, how.plan))
 
@@ -114,7 +115,7 @@ class OptimizerStep:
     def has_drawn_enough(self) -> bool:
         """Whether the batches kept should be run now."""
         how = self._arrangement
-        most = 0 if how is None else how.width * (1 if self._is_grouped else AHEAD)
+        most = 0 if how is None else how.width * how.drawn_for_each
         return self._drawn_batches == self._accumulate - self.count or len(self._drawn) == most
 
     def together(self, *, ends: bool = False) -> Iterator[PendingUnit | Spread]:
@@ -172,6 +173,9 @@ class OptimizerStep:
     def _make_spread(self, lanes: list[Lane], held: dict[str, Value], *, is_last: bool) -> Spread:
         how = self._arrangement
         assert how is not None, "batches are only kept where they may run beside each other"
+        updates = is_last and not self._gradients.has_two_phases
+        if how.teams:
+            return Teams(lanes, held, self._replicas, count=how.teams, updates=updates)
         if how.way != PIPELINED:
             return DataParallel(lanes, list(self._updates), held, how.width, self._replicas)
         self._replicas.moving = groups_of_one_shard(how.plan, self._state)
@@ -182,7 +186,7 @@ class OptimizerStep:
             self._replicas,
             homes=how.homes,
             goes_on_with_shard=how.is_dealt,
-            updates=is_last and not self._gradients.has_two_phases,
+            updates=updates,
         )
 
     def batch(self, part: Part) -> Iterator[PendingUnit]:

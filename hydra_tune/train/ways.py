@@ -11,9 +11,10 @@ of them over all shards, m' the batches that one of D devices runs, m / D rounde
   each forward and each backward unit, and the sums of gradients come and go with each backward: m (2W + 2G). Where the batches
   go through each shard together, it is 2W, and what crosses the cuts comes and goes once more.
 * **Data-parallel**: parameters go to the host and to each other device, 2W, and each batch that does not run where the one
-  before did takes its sums over, G for each of the m - m' that help. Where they do not fit: m' (2W + 4G) on each device at
-  the same time, that is 2m W of parameters in all; with a batch on each of N devices 2N of Harmony's 3N|W|, whose third N are
-  the updates of the replicas. Here there is one, as below.
+  before did takes its sums over, G for each of the m - m' that help. Where they do not fit, batches go through each shard in
+  *teams*, one for each device: 2W + G on each, at the same time, that is 2N W of parameters in all; with what the one update
+  writes back less than Harmony's 3N|W|, where each device updates a replica. A team is one shard behind the one before. With
+  few shards that would be long: then each batch is by itself, m' (2W + 4G) on each device, 2m W in all.
 * **Pipelined**: parameters and sums stay. What crosses the cuts between devices is taken over, forward and back. Where a
   device's shards fit it, its shards are neighbours, and a step takes one batch's way through all devices and m - 1 times the
   slowest of them. Where they do not, shards are *dealt* to the devices in turn, as evenly as they let themselves, and each runs
@@ -35,6 +36,7 @@ ONE_DEVICE = "one device"
 GROUPED = "grouped"
 DATA_PARALLEL = "data-parallel"
 PIPELINED = "pipelined"
+_SHARDS_FOR_EACH = 2  # with fewer for each device, teams would rather wait for each other than work
 WAYS = (ONE_DEVICE, GROUPED, DATA_PARALLEL, PIPELINED)
 
 
@@ -90,6 +92,7 @@ class Estimate:
         parameter_bytes: parameters and buffers loaded, by all devices.
         homes: where it is pipelined, the device of each shard.
         is_dealt: where it is pipelined, whether shards are dealt one by one, because they do not fit.
+        teams: where it is data-parallel, how many runs of batches go through each shard together, because they do not fit.
     """
 
     way: str
@@ -97,6 +100,7 @@ class Estimate:
     parameter_bytes: int = 0
     homes: tuple[str, ...] = ()
     is_dealt: bool = False
+    teams: int = 0
 
 
 def shard_facts(plan: Plan, times: UnitTimes) -> list[ShardFacts]:
@@ -156,11 +160,27 @@ def data_parallel(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) 
     if fits(shards, offer.budget_bytes):
         loaded += (num_devices - 1) * _state(shards)
         copied += 2 * _state(shards) + _gradients(shards) * (num_batches - each)
+    elif len(shards) >= _SHARDS_FOR_EACH * num_devices:
+        return _in_teams(shards, num_batches, offer)
     else:
         loaded += 2 * num_batches * _state(shards)
         copied += each * (2 * _state(shards) + 4 * _gradients(shards) + 2 * sum(_crossing(shards)))
     seconds = each * _seconds(shards) + copied / offer.bytes_per_second
     return Estimate(way=DATA_PARALLEL, seconds=seconds, parameter_bytes=loaded)
+
+
+def _in_teams(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> Estimate:
+    count = min(len(offer.devices), num_batches)
+    each = -(-num_batches // count)
+    copied, again = _of_updates(shards, offer, split=False)
+    copied += 2 * _state(shards) + _gradients(shards) + each * 3 * sum(_crossing(shards))
+    behind = (count - 1) * each * max(shard.seconds for shard in shards)
+    return Estimate(
+        way=DATA_PARALLEL,
+        seconds=each * _seconds(shards) + behind + copied / offer.bytes_per_second,
+        parameter_bytes=2 * count * _state(shards) + again,
+        teams=count,
+    )
 
 
 def pipelined(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> Estimate:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.nn import functional
 
 from hydra_tune import HydraExecutor, Result, TrainTask, train_plain
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Reported
-from hydra_tune.train.pipeline import Pipeline
+from hydra_tune.train import training, ways
+from hydra_tune.train.queues import Queued
 from hydra_tune.train.spread import LaneUnit
 from hydra_tune.train.ways import DATA_PARALLEL, ONE_DEVICE, PIPELINED
 from tests.parity import models
@@ -189,6 +191,21 @@ def test_a_pipelined_trial_is_bitwise(name):
         assert count == int(devices[-1]), "each device is home to a shard"
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in SPLIT]
+)
+def test_a_trial_whose_batches_go_through_each_shard_in_teams_is_bitwise(monkeypatch, name):
+    monkeypatch.setattr(ways, "fits", lambda *_: False)
+    monkeypatch.setattr(ways, "_SHARDS_FOR_EACH", 1)
+    made = mock.Mock(wraps=training.Teams)
+    monkeypatch.setattr(training, "Teams", made)
+    described = SPLIT[name]()
+    result, count = run(described, DATA_PARALLEL, devices="cpu:2", num_shards="layer")
+    assert against_plain(described, result) == []
+    assert count == 2, "no device has helped"
+    assert made.call_count > 0
+
+
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_a_trial_whose_batches_depend_on_each_other_runs_in_order(name):
     described = IN_ORDER[name]()
@@ -270,13 +287,13 @@ def test_a_pipeline_loads_parameters_that_do_not_fit_less_often():
 def order(monkeypatch) -> list[tuple[str, int]]:
     """Kinds and shards of the units that pipelines have run, in the order in which they ended."""
     found: list[tuple[str, int]] = []
-    after = Pipeline._after
+    after = Queued._after
 
-    def noting(self: Pipeline, rank: int, device: str) -> list[LaneUnit]:
+    def noting(self: Queued, rank: int, device: str) -> list[LaneUnit]:
         found.append((self._running[rank].kind, self._running[rank].shard))
         return after(self, rank, device)
 
-    monkeypatch.setattr(Pipeline, "_after", noting)
+    monkeypatch.setattr(Queued, "_after", noting)
     return found
 
 
@@ -325,18 +342,24 @@ def test_an_update_finds_no_gradients_of_what_runs_at_the_same_time():
     assert against_plain(described, result) == []
 
 
-@pytest.mark.parametrize("name", ["normed and dropped", "tied", "float16"])
-def test_units_of_a_pipeline_give_the_same_bits_wherever_they_run(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [(PIPELINED, "normed and dropped"), (PIPELINED, "tied"), (PIPELINED, "float16"), (DATA_PARALLEL, "dropout")],
+)
+def test_units_in_queues_give_the_same_bits_wherever_they_run(way, name, monkeypatch):
     """What is due is exact by itself: no order comes from which device is free when."""
-    due, stream = Pipeline._due, random.Random(4)
+    if way == DATA_PARALLEL:
+        monkeypatch.setattr(ways, "fits", lambda *_: False)
+        monkeypatch.setattr(ways, "_SHARDS_FOR_EACH", 1)
+    due, stream = Queued._due, random.Random(4)
 
-    def anywhere(self: Pipeline, home: str) -> LaneUnit | None:
+    def anywhere(self: Queued, home: str) -> LaneUnit | None:
         found = due(self, home)
         return None if found is None else replace(found, near=f"cpu:{stream.randrange(3)}")
 
-    monkeypatch.setattr(Pipeline, "_due", anywhere)
+    monkeypatch.setattr(Queued, "_due", anywhere)
     described = (SPLIT | NORMED)[name]()
-    result, count = run(described, PIPELINED, devices="cpu:3", num_shards="layer")
+    result, count = run(described, way, devices="cpu:3", num_shards="layer")
     assert against_plain(described, result) == []
     assert count == 3
 

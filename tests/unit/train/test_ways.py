@@ -91,16 +91,24 @@ def test_a_pipeline_takes_one_way_through_and_the_slowest_device_for_every_furth
 
 
 def test_parameters_that_do_not_fit_are_loaded_as_often_as_harmony_says():
-    """A batch on each of N devices: 2N|W| data-parallel, and |W| for the update; 2|W| pipelined. |W| is written back."""
+    """2N|W| data-parallel on N devices, however many batches; 2|W| pipelined. |W| is written back."""
     large, count = shards(8, weights=GIB, values=0, optimizer=2 * GIB), 4
     weights = 8 * GIB
     small = offer(count, budget=3 * GIB)
-    assert data_parallel(large, count, small).parameter_bytes == (2 * count + 1) * weights
+    for batches in (count, 3 * count):
+        teams = data_parallel(large, batches, small)
+        assert (teams.parameter_bytes, teams.teams) == (2 * count * weights, count)
     pipe = pipelined(large, count, small)
     assert pipe.parameter_bytes == 2 * weights
     assert pipe.is_dealt
     assert pipe.homes == tuple(f"cpu:{index % count}" for index in range(8))
     assert fastest(large, count, small, [DATA_PARALLEL, PIPELINED]).way == PIPELINED
+
+
+def test_with_few_shards_each_batch_is_by_itself():
+    few, count = shards(4, weights=GIB, values=0, optimizer=2 * GIB), 4
+    apart = data_parallel(few, count, offer(count, budget=3 * GIB))
+    assert (apart.parameter_bytes, apart.teams) == ((2 * count + 1) * 4 * GIB, 0)
 
 
 def test_batches_that_go_through_each_shard_together_load_it_twice():
