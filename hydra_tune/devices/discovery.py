@@ -6,6 +6,7 @@ devices, each with a budget of its own, so that what needs several GPUs can be t
 
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from hydra_tune.quantities import format_bytes, parse_bytes
 _RESERVE = 0.08  # of a GPU's free memory: CUDA libraries' workspaces and fragmentation
 _CPU_SHARE = 0.5  # of the free host memory that CPU devices take together; the rest holds spilled state
 _MOST_CPU_DEVICES_PER_CORE = 32  # each has threads of its own; more than cores is of use in tests only
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _CPU = re.compile(r"cpu(?::(\d+))?")
 _CUDA = re.compile(r"cuda(?::(\d+(?:,\d+)*))?")
 
@@ -98,12 +100,34 @@ def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:
     for index in indices:
         if index >= found:
             raise ConfigError(f"devices names GPU {index}, but there are {found}, numbered from 0")
+    let_segments_grow()
     budgets: dict[int, int] = {}
     for index, count in Counter(indices).items():
         free, total = gpu_memory(index)
         budgets[index], fraction = gpu_share(index, count, budget, free, total)
         torch.cuda.set_per_process_memory_fraction(fraction, index)
     return [CudaDevice(index, budgets[index], part) for index, part in gpu_parts(indices)]
+
+
+def let_segments_grow() -> bool:
+    """Have the caching allocator grow its segments in place, so that memory freed in small pieces serves a large one.
+
+    Shards of all sizes come and go, and segments of fixed sizes would be left in pieces of which none is large enough.
+
+    Returns:
+        Whether it was asked to: not where the user has set the allocator up, nor where torch does not know how.
+    """
+    if any(os.environ.get(name) for name in _ALLOCATOR_SETTINGS):
+        return False
+    try:
+        # There is no public way but the environment, which is read once, and may have been by now. Later versions of torch warn
+        # and name another function, no more public, which earlier ones lack.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # noqa: SLF001
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 def gpu_parts(indices: Sequence[int]) -> list[tuple[int, int | None]]:

@@ -412,3 +412,14 @@ def test_devices_on_one_gpu_have_their_own_budgets_and_the_allocator_the_sum():
     finally:
         for device in devices:
             device.close()
+
+
+def test_segments_grow_in_place_and_what_was_freed_in_pieces_serves_a_large_tensor():
+    (device,) = discovery.open_devices("cuda:0", "1GiB")
+    try:
+        pieces = [device.empty(64 * MIB) for _ in range(12)]
+        del pieces[::2], pieces[:]
+        assert device.empty(900 * MIB).nbytes == 900 * MIB
+        assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+    finally:
+        device.close()

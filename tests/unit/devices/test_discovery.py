@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hydra_tune.devices.cuda import cuda_name
-from hydra_tune.devices.discovery import gpu_parts, gpu_share, open_devices
+from hydra_tune.devices.discovery import gpu_parts, gpu_share, let_segments_grow, open_devices
 from hydra_tune.errors import ConfigError
 
 
@@ -104,3 +104,20 @@ def test_devices_on_one_gpu_share_it_and_the_allocator_is_held_to_what_they_have
 def test_more_memory_than_a_gpu_has_is_refused(count, message):
     with pytest.raises(ConfigError, match=message):
         gpu_share(3, count, 17 << 30, free=8 << 30, total=16 << 30)
+
+
+def test_the_allocator_is_asked_for_segments_that_grow_unless_the_user_has_set_it_up(monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", asked.append)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert let_segments_grow()
+    assert asked == ["expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert not let_segments_grow()
+    assert len(asked) == 1
+
+
+def test_a_torch_that_does_not_know_how_to_is_left_alone(monkeypatch):
+    monkeypatch.delattr(torch.cuda.memory, "_set_allocator_settings")
+    assert not let_segments_grow()
