@@ -28,6 +28,7 @@ from torch import Tensor
 from hydra_tune.devices.device import RandomGenerator
 from hydra_tune.shard import compute
 from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.steps import Objective, loss_itself
 
 
@@ -100,10 +101,18 @@ class Chain:
         plan: the step cut into shards.
         store: where values are between units.
         objective: what the backward starts from; the loss itself unless given.
+        recomputed: graphs of shards that keep no activations although their plan says so; may grow.
     """
 
-    def __init__(self, plan: Plan, store: Store, objective: Objective = loss_itself) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        objective: Objective = loss_itself,
+        recomputed: list[ShardGraph] | None = None,
+    ) -> None:
         self.plan = plan
+        self._recomputed = [] if recomputed is None else recomputed
         self._objective = objective
         self._store = store
         self._random_states: dict[int, Tensor] = {}
@@ -149,6 +158,16 @@ class Chain:
         for key in keys:
             self._store.drop(key)
 
+    def keeps(self, index: int) -> bool:
+        """Whether a shard's forward unit keeps its activations for the backward unit."""
+        shard = self.plan.shards[index]
+        return shard.keeps_activations and not any(graph is shard.graph for graph in self._recomputed)
+
+    def recompute_from_now_on(self, index: int) -> None:
+        """A shard's activations have turned out to take more than there is: do not keep them any more."""
+        if self.keeps(index):
+            self._recomputed.append(self.plan.shards[index].graph)
+
     def close(self) -> None:
         """Give up all graphs."""
         for index in list(self._tapes):
@@ -165,7 +184,7 @@ class Chain:
                 self._store.put(saved_key(index, name), tensor.detach().clone())
         else:
             self._copy_buffers(index)
-        if training and shard.keeps_activations:
+        if training and self.keeps(index):
             outputs = self._taped(index, shard)
         else:
             outputs = compute.forward(shard.graph, self._operands(shard), shard.needs_gradient if training else None)

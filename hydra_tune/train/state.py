@@ -24,7 +24,8 @@ from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.library import Layout
 from hydra_tune.shard.own_state import check_state
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.split import ShardGraph
 from hydra_tune.train.gradients import Gradients
 
 _NUMBERS = itertools.count()
@@ -43,6 +44,7 @@ class ModelState:
 
     Attributes:
         number: of the trial, for its blocks.
+        recomputed: graphs of shards whose activations are not kept any more, because memory has run out.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ModelState:
         self._host = host
         self.tenant = tenant
         self.number = next(_NUMBERS)
+        self.recomputed: list[ShardGraph] = []
         self.module = module
         self.optimizer = optimizer
         self.tensors: dict[str, Tensor] = dict(named_state(module))
@@ -73,6 +76,10 @@ class ModelState:
         except BaseException:
             self.drop()
             raise
+
+    def activations_of(self, shard: Shard) -> str:
+        """What is done with a shard's activations by now: as planned, unless memory has run out."""
+        return "recompute" if any(graph is shard.graph for graph in self.recomputed) else shard.activations
 
     def name_of(self, tensor: Tensor) -> str:
         """What a parameter or buffer is called."""

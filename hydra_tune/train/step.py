@@ -134,7 +134,7 @@ class Step:
         self._streams = streams
         self._leaves = leaves
         self._store = BlockStore(state, plan, leaves.tensors, device)
-        self._chain = Chain(plan, self._store, objective)
+        self._chain = Chain(plan, self._store, objective, state.recomputed)
 
     def close(self) -> None:
         """Give up all of the step's values."""
@@ -240,7 +240,9 @@ class Step:
                     if self._plan.eager:
                         self._state.touched(graph.state)
                         self._store.touched_inputs()
-            return waited + (0.0 if backward or shard.activations != "spill" else self._spill(index))
+            return waited + (
+                0.0 if backward or shard.activations != "spill" or not self._chain.keeps(index) else self._spill(index)
+            )
 
         return self._unit(kind, index, run, lambda: self._blocks(kind, index), self._workspace(kind, index))
 

@@ -89,7 +89,6 @@ class Trial:
         self.metrics: dict[str, float] = {}
         self.units_run = 0
         self.num_shards = 0
-        self.activations: tuple[str, ...] = ()
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: ModelState | None = None
@@ -156,6 +155,12 @@ class Trial:
             self.units_run += unit.kind != "sum"  # which is no unit where batches run one after the other
             self._step_left = max(0.0, self._step_left - unit.seconds)
             unit.times.measured(unit.key, seconds)
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """What is done with the activations of each shard but the last until its backward; empty before the first step."""
+        state = self.state
+        return () if state is None else tuple(state.activations_of(shard) for shard in state.layout.plan.shards[:-1])
 
     @property
     def unit_times(self) -> UnitTimes:
@@ -345,7 +350,6 @@ class Trial:
             self._share.check(kept.plan)
             self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant)
             self.num_shards = len(kept.plan.shards)
-            self.activations = tuple(shard.activations for shard in kept.plan.shards[:-1])
         self._train_times, self._step_left = kept.times, kept.times.total
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, how)
 

@@ -12,7 +12,8 @@ change at once is put back here:
 * the `.grad` of parameters, where autograd had got so far; between units they have none;
 * values that it has put, which go again, and what they were put in place of, which is still there;
 * what its forward unit has kept, which a backward uses up: it goes, and the backward that is run again recomputes. The plan was
-  checked to give the same bits either way.
+  checked to give the same bits either way. A forward unit that kept its activations does without when it is run again, and so
+  do later steps: what the pilot has found of it was too little.
 
 When all results are there the earlier batches' sums are added to in place, values are dropped, gradients unscaled: from then on
 nothing can be undone. Nor can the user's own code be, which may change anything of its own, nor an optimizer's step, of which
@@ -101,6 +102,8 @@ class Undo:
             with torch.no_grad(), self._versions:
                 self._put_buffers_back()
         self._chain.let_go(self._index)
+        if self._is_first and self._chain.has_forward(self._index):
+            self._chain.recompute_from_now_on(self._index)
         store.take_back()
         for tensor in store.state(graph.state):
             tensor.grad = None

@@ -120,6 +120,19 @@ def wide():
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 
 
+@pytest.mark.parametrize("activations", ["keep", "spill"])
+def test_a_forward_unit_that_runs_out_keeps_no_activations_from_then_on(activations):
+    """What the pilot has found of them was too little; the other shards go on as planned."""
+    described = awkward(activations=activations, epochs=4)
+    shortage = Shortage()
+    shortage.arm(UNITS_BEFORE, 4)
+    with running(num_shards=NUM_SHARDS, instrument=shortage) as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+    assert shortage.num_raised == 1
+    assert where_it_differs(plain(described), result) == []
+    assert result.activations == ("recompute", activations, activations)
+
+
 @pytest.mark.parametrize("operation", [0, 1, 4])
 def test_memory_that_runs_out_while_shards_are_loaded_changes_nothing(operation):
     """Under a budget for one shard at a time, so that units begin by loading; what is sent ahead as well."""
