@@ -16,7 +16,7 @@ import psutil
 
 from hydra_tune import __version__
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.discovery import num_cores, open_devices, parse_bandwidth
+from hydra_tune.devices.discovery import num_cores, open_device, open_devices, parse_bandwidth
 from hydra_tune.devices.link import link_of
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.memory.disk import Disk
@@ -133,7 +133,6 @@ class HydraExecutor:
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._width = 0
-        self._device_names: tuple[str, ...] = ()
         self._is_shut_down = False
         self._only_way: str | None = None  # in which steps are split; set by tests and measurements before the start
 
@@ -152,9 +151,7 @@ class HydraExecutor:
     @property
     def device_names(self) -> tuple[str, ...]:
         """Names of the pool's devices, e.g. `("cuda:0", "cuda:1")`."""
-        if not self._device_names:
-            self._started()
-        return self._device_names
+        return self._started().device_names if self._pool is None else self._pool.device_names
 
     def submit(
         self, task: TrainTask, name: str | None = None, events: EventStream | None = None, *, priority: int = 0
@@ -269,6 +266,36 @@ class HydraExecutor:
             raise ConfigError("there is no task to plan; give at least one")
         return self._started().plan(named)
 
+    def add_device(self, name: str) -> None:
+        """Have trials use one more device, from now on: one that was removed, or a new one.
+
+        `width` stays what it was: give `max_concurrent` for as many trials as all devices are to share.
+
+        Args:
+            name: "cuda:1"; or "cpu:3", by any number that is free.
+
+        Raises:
+            ConfigError: there is no such device, it is in the pool, or it has less memory than models are cut for.
+            HydraTuneError: the executor is shut down or records, or a trial's own code has called this.
+        """
+        pool = self._started()
+        budget = pool.budget_bytes
+        pool.add_device(name, lambda: open_device(name, self._device_memory, self._link_bandwidth, cpu_budget=budget))
+
+    def remove_device(self, name: str) -> None:
+        """Take a device from the pool; waits until the unit that runs there is over and its memory is given back.
+
+        What trials have there goes to the host, and they go on elsewhere, with the same numbers.
+
+        Args:
+            name: as in `device_names`.
+
+        Raises:
+            ConfigError: no such device, or the only one.
+            HydraTuneError: the executor is shut down or records, or a trial's own code has called this.
+        """
+        self._started().remove_device(name)
+
     def shutdown(self) -> None:
         """Cancel what is not over, wait for the running units, end all threads. May be called again."""
         with self._lock:
@@ -314,7 +341,6 @@ class HydraExecutor:
                 host_threads=1 if has_cpu else num_cores(),
             )
         )
-        self._device_names = tuple(device.name for device in devices)
         host = None
         if self._spill_dir is not None:
             host = HostTier(host_bytes, Disk(SpillFolder(check_spill_dir(self._spill_dir))), devices[0])

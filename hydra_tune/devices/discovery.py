@@ -26,6 +26,7 @@ _CPU_SHARE = 0.5  # of the free host memory that CPU devices take together; the 
 _MOST_CPU_DEVICES_PER_CORE = 32  # each has threads of its own; more than cores is of use in tests only
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _CPU = re.compile(r"cpu(?::(\d+))?")
+_CPU_NAME, _CUDA_NAME = re.compile(r"cpu:(\d+)"), re.compile(r"cuda:(\d+)")
 _CUDA = re.compile(r"cuda(?::(\d+(?:,\d+)*))?")
 
 
@@ -58,6 +59,30 @@ def open_devices(
     raise ConfigError(f"devices must be 'auto', 'cuda', 'cuda:0,1' or 'cpu:2', not {devices!r}")
 
 
+def open_device(
+    name: str, device_memory: str | int | None = None, link_bandwidth: str | int | None = None, *, cpu_budget: int
+) -> Device:
+    """Open one device by its name.
+
+    Args:
+        name: "cuda:1", "cpu:3".
+        device_memory: as of `open_devices`.
+        link_bandwidth: likewise.
+        cpu_budget: of a CPU device, where `device_memory` is None.
+
+    Raises:
+        ConfigError: there is no such device, or it has less memory.
+    """
+    cpu, cuda = _CPU_NAME.fullmatch(name), _CUDA_NAME.fullmatch(name)
+    budget = None if device_memory is None else parse_bytes(device_memory, what="device_memory")
+    if cpu:
+        (device,) = _open_cpu(1, budget or cpu_budget, parse_bandwidth(link_bandwidth), first=int(cpu[1]))
+        return device
+    if cuda:
+        return _open_cuda(cuda[1], budget)[0]
+    raise ConfigError(f"a device's name is like 'cuda:1' or 'cpu:3', not {name!r}")
+
+
 def num_cores() -> int:
     """Cores this process may use; not every system can tell them from those there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -74,7 +99,7 @@ def parse_bandwidth(text: str | int | None, what: str = "link_bandwidth") -> int
     return parse_bytes(text.removesuffix("/s") if isinstance(text, str) else text, what=what)
 
 
-def _open_cpu(count: int, budget: int | None, link_bandwidth: int | None) -> list[Device]:
+def _open_cpu(count: int, budget: int | None, link_bandwidth: int | None, first: int = 0) -> list[Device]:
     if count < 1:
         raise ConfigError("devices='cpu:N' needs N of at least 1")
     cores, most = num_cores(), num_cores() * _MOST_CPU_DEVICES_PER_CORE
@@ -89,7 +114,7 @@ def _open_cpu(count: int, budget: int | None, link_bandwidth: int | None) -> lis
             f"({format_bytes(available)}); lower device_memory or the number of devices"
         )
     share = budget or int(available * _CPU_SHARE / count)
-    return [CpuDevice(index, share, link_bandwidth) for index in range(count)]
+    return [CpuDevice(index, share, link_bandwidth) for index in range(first, first + count)]
 
 
 def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:

@@ -53,6 +53,7 @@ from hydra_tune.observe.turns import note
 from hydra_tune.quantities import format_bytes
 
 _PATIENCE_SECONDS = 0.05  # between looks at blocks that another device is fetching from here
+_DEPARTURE_LOOKS = 100
 _SENT_LEASES = 2  # units for which what was sent ahead is taken to be wanted: an update, and the next
 _SHORT_LEASES = 64  # units for which a device that had to make room is taken to be short of it
 _LEFT_OF, _LEFT_IN = 7, 8  # what is held on of the bytes that a device had no room for
@@ -483,6 +484,19 @@ class Pager:
             except Exception as error:
                 if not _keeps_it_here(error):
                     raise
+
+    def empty(self) -> None:
+        """Have everything leave for good. On the worker's thread, after its last unit.
+
+        What cannot be written back now, for want of host memory or disk, stays until another device takes it over.
+        """
+        for _ in range(_DEPARTURE_LOOKS):
+            self.relieve()
+            with self._lock:
+                is_fetched = any(block.pinned_for is not None for block in self._resident.values())
+            if not is_fetched:
+                return
+            time.sleep(_PATIENCE_SECONDS)  # other devices' units are fetching it at this moment
 
     def shrink(self, used_bytes: int) -> None:
         """So many bytes were too much for the device: hold less from now on, beside what a unit itself needs."""

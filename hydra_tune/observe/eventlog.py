@@ -102,6 +102,10 @@ class EventLog:
         """The calling thread is the worker of a device."""
         self._lines.workers[threading.get_ident()] = device
 
+    def device(self, device: str, budget_bytes: int, what: str) -> None:
+        """A device was "added" or "removed", after the start."""
+        self._append(("device", device, budget_bytes, what, time.perf_counter_ns()))
+
     def owns(self, job: str, owner: int) -> None:
         """Blocks of this owner are a job's."""
         self._lines.owns(job, owner)

@@ -40,6 +40,7 @@ class Lines:
             "saved": self.saved,
             "disk": self.disk,
             "job": self.job,
+            "device": self.device,
         }
 
     def made(self, record: tuple[Any, ...]) -> str:
@@ -122,6 +123,10 @@ class Lines:
             self._owners.pop(self._owned.pop(job, -1), None)
         facts = {name: plain(value) for name, value in more.items()}
         return _object(event="job", job=job, what=what, at_ns=at_ns - self.start_ns, **facts)
+
+    def device(self, device: str, budget_bytes: int, what: str, at_ns: int) -> str:
+        """A device was added or removed."""
+        return _object(event="device", device=device, what=what, budget_bytes=budget_bytes, at_ns=at_ns - self.start_ns)
 
     def lost(self, records: int) -> str:
         """So many more could not be kept."""

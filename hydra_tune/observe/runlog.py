@@ -213,6 +213,14 @@ def _take(log: RunLog, data: dict[str, Any], texts: dict[str, str]) -> None:
         case "job":
             more = {key: value for key, value in data.items() if key not in ("event", "job", "what", "at_ns")}
             log.jobs.append(JobEvent(name("job"), name("what"), data["at_ns"], more))
+        case seldom:
+            _take_seldom(log, data, seldom)
+
+
+def _take_seldom(log: RunLog, data: dict[str, Any], event: str) -> None:
+    match event:
+        case "device":
+            log.budgets[data["device"]] = data["budget_bytes"]
         case "lost":
             log.lost += data["records"]
         case "end":

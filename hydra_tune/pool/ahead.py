@@ -72,7 +72,16 @@ class NextUnits:
         self._begun: set[str] = set()
         self.seconds = 0.0
         for device in devices:
-            self._ahead.set_speed(device, 1.0)
+            self.added(device)
+
+    def added(self, device: str) -> None:
+        """A device is there. Under the lock."""
+        self._ahead.set_speed(device, 1.0)
+
+    def lost(self, device: str) -> None:
+        """A device has gone. Under the lock."""
+        self._ahead.unclaim_device(device)
+        self._ahead.set_speed(device, 0.0)
 
     def decided(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
         """The scheduler was told something and has said what to do. Under the lock."""

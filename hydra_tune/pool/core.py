@@ -22,6 +22,8 @@ from hydra_tune.pool.recorder import Recorder
 from hydra_tune.schedule import (
     Admit,
     Command,
+    DeviceAdded,
+    DeviceLost,
     Event,
     JobStopped,
     Policy,
@@ -29,6 +31,7 @@ from hydra_tune.schedule import (
     Scheduler,
     ShardMoved,
     Unit,
+    UnitFailed,
     UnitFinished,
 )
 
@@ -49,6 +52,8 @@ class Core:
         next_units: says what a device does next; None: nobody asks.
         inboxes: by device, the units that its worker is to run; None ends it.
         to_prepare: jobs that are admitted; None ends the preparer.
+        leaving: devices that go as soon as their unit is over.
+        gone: devices that have gone; what is said to be there is on its way home.
         is_closed: whether no job is taken any more.
         error: what the pool has broken down with.
         abandoned: jobs that it has broken down under; their memory is given back at shutdown.
@@ -79,6 +84,8 @@ class Core:
         self.next_units: NextUnits | None = None
         if sends_ahead:
             self.next_units = NextUnits(policy, self.scheduler, devices, self.records, self.changed)
+        self.leaving: set[str] = set()
+        self.gone: set[str] = set()
         self.is_closed = False
         self.error: BaseException | None = None
         self.abandoned: list[Record] = []
@@ -115,6 +122,7 @@ class Core:
         if self.error is not None:
             raise HydraTuneError(f"the pool has stopped after an error: {self.error}") from self.error
         start, now = time.thread_time(), time.perf_counter_ns()
+        events += self._departures(events)
         moves = self._shard_moves(events)
         try:
             commands = self.scheduler.handle(*moves, *events)
@@ -128,8 +136,38 @@ class Core:
             self._recorder.decided(now, [*moves, *events], commands)
         if self.log is not None:
             log_decision(self.log, now, events, commands)
+        for event in events:
+            if isinstance(event, DeviceLost):
+                self._let_go(event.device)
         for command in commands:
             self._carry_out(command)
+
+    def add_device(self, name: str) -> None:
+        """A device is there, or there again, and its worker about to begin. Under the lock, as `decide`."""
+        self.gone.discard(name)
+        self.inboxes[name] = queue.SimpleQueue()
+        if self.next_units is not None:
+            self.next_units.added(name)
+        self.decide(DeviceAdded(device=name))
+
+    def remove_device(self, name: str) -> None:
+        """Let a device go, at once or after the unit that runs there. Under the lock, as `decide`."""
+        if name in self.scheduler.idle_devices:
+            self.decide(DeviceLost(device=name))
+        else:
+            self.leaving.add(name)
+
+    def _departures(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
+        """Of devices that are to go, and whose unit is over with these events: before they get another."""
+        done = [event.device for event in events if isinstance(event, UnitFinished | UnitFailed)]
+        return tuple(DeviceLost(device=name) for name in done if name in self.leaving)
+
+    def _let_go(self, device: str) -> None:
+        self.leaving.discard(device)
+        self.gone.add(device)
+        if self.next_units is not None:
+            self.next_units.lost(device)
+        self.inboxes[device].put(None)
 
     def moved(self, key: str, shard: int, device: str | None) -> None:
         """A shard of a job has been loaded, or has left a device (None). On any thread, under a block's lock."""
@@ -149,10 +187,13 @@ class Core:
                 key, shard, device = self._moves.popleft()
                 if key in self.records:
                     concerned[key] = self.records[key]
-                    concerned[key].places[shard] = device
+                    concerned[key].places[shard] = None if device in self.gone else device
         for event in events:
             if isinstance(event, UnitFinished) and event.job in self.records:
                 concerned[event.job] = self.records[event.job]
+        for device in self.gone:
+            for record in concerned.values():
+                record.leave(device)
         told = [(key, record.news()) for key, record in concerned.items()]
         return [ShardMoved(job=key, shard=news[0], device=news[1]) for key, news in told if news is not None]
 

@@ -10,13 +10,13 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import HydraTuneError
+from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
@@ -32,6 +32,7 @@ from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.room import disk_stats
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.pool.worker import RESUME, Instrument, Worker
+from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import (
     DeviceAdded,
     JobPaused,
@@ -102,33 +103,126 @@ class Pool:
             log=log,
         )
         self._changed, self._records = core.changed, core.records
-        pagers = {device.name: Pager(device, host) for device in devices}
-        for pager in pagers.values():
-            pager.log = log
+        self._pagers = {device.name: self._pager(device) for device in devices}
         if host is not None:
             host.disk.log = log
         self._lender = Lender(
             self._devices,
-            pagers,
+            self._pagers,
             core.records,
             core.scheduler,
             capacity_bytes=lambda: host_bytes if host is None else host.capacity_bytes,
             only_way=only_way,
             changed=core.changed,
         )
-        self._workers = {
-            name: Worker(core, device, pagers[name], instrument, recorder) for name, device in self._devices.items()
-        }
+        self._instrument = instrument
+        self._workers = {name: self._worker(device) for name, device in self._devices.items()}
         preparer = Preparer(core, library, devices[0], self._lender, host, host_bytes)
         self._intraop_threads = torch.get_num_threads()
-        self._threads = [
-            threading.Thread(target=worker.work, name=f"hydra-{name}", daemon=True)
-            for name, worker in self._workers.items()
-        ]
-        self._threads.append(threading.Thread(target=preparer.work, name="hydra-prepare", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._worker_threads: dict[str, threading.Thread] = {}
+        for name in self._workers:
+            self._start_worker(name)
+        self._threads = [threading.Thread(target=preparer.work, name="hydra-prepare", daemon=True)]
+        self._threads[0].start()
         core.tell(*(DeviceAdded(device=name) for name in self._devices))
+
+    def _pager(self, device: Device) -> Pager:
+        pager = Pager(device, self._host)
+        pager.log = self._log
+        return pager
+
+    def _worker(self, device: Device) -> Worker:
+        return Worker(self._core, device, self._pagers[device.name], self._instrument, self._recorder)
+
+    def _start_worker(self, name: str) -> None:
+        thread = threading.Thread(target=self._workers[name].work, name=f"hydra-{name}", daemon=True)
+        self._worker_threads[name] = thread
+        thread.start()
+
+    @property
+    def budget_bytes(self) -> int:
+        """Device memory that models are cut for."""
+        return self._library.budget.budget_bytes
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """Devices that units may run on."""
+        return tuple(name for name in self._devices if name not in self._core.gone | self._core.leaving)
+
+    @hold_interrupts()
+    def add_device(self, name: str, opened: Callable[[], Device]) -> None:
+        """Have units run on one more device; see `HydraExecutor.add_device`.
+
+        Args:
+            name: of the device.
+            opened: opens it, if the pool has never had it.
+        """
+        core = self._core
+        with self._changed:
+            self._check_change("add_device")
+            if name in self.device_names or name in core.leaving:
+                raise ConfigError(f"{name!r} is in the pool already; its devices are {', '.join(self.device_names)}")
+            if name not in self._devices:
+                device = opened()
+                try:
+                    self._check_fits(device)
+                except ConfigError:
+                    device.close()
+                    raise
+                self._devices[name] = device
+                self._pagers[name] = self._pager(device)
+                self._workers[name] = self._worker(device)
+            core.add_device(name)
+            self._start_worker(name)
+            self._tell_of(name, "added")
+        core.release_all()
+
+    def remove_device(self, name: str) -> None:
+        """Have no further unit run on a device; see `HydraExecutor.remove_device`."""
+        core = self._core
+        with hold_interrupts():
+            with self._changed:
+                self._check_change("remove_device")
+                names = self.device_names
+                if name not in names:
+                    raise ConfigError(f"{name!r} is not in the pool; its devices are {', '.join(names)}")
+                if len(names) == 1:
+                    raise ConfigError(
+                        f"{name!r} is the pool's only device; add another one first, or shut the executor down"
+                    )
+                core.remove_device(name)
+                self._tell_of(name, "removed")
+            core.release_all()
+        self._worker_threads[name].join()
+
+    def _check_change(self, what: str) -> None:
+        if threading.current_thread() in self._all_threads:
+            raise HydraTuneError(f"{what}() was called by a trial's own code, which a device runs; call it elsewhere")
+        if self._core.is_closed:
+            raise HydraTuneError("the executor is shut down; make a new HydraExecutor")
+        if self._recorder is not None:
+            raise HydraTuneError("what is recorded has one set of devices; make the HydraExecutor without record=True")
+
+    def _check_fits(self, device: Device) -> None:
+        """Refuse a device for which models are not cut."""
+        budget = self._library.budget
+        if device.budget_bytes < budget.budget_bytes:
+            raise ConfigError(
+                f"{device.name!r} has {format_bytes(device.budget_bytes)}, but the pool's models are cut for devices of "
+                f"{format_bytes(budget.budget_bytes)}; give it as much, or start another HydraExecutor with less device_memory"
+            )
+        if budget.alignment % device.alignment:
+            raise ConfigError(
+                f"{device.name!r} is of another kind than {', '.join(self.device_names)}; start another HydraExecutor for it"
+            )
+
+    def _tell_of(self, name: str, what: str) -> None:
+        if self._log is not None:
+            self._log.device(name, self._devices[name].budget_bytes, what)
+
+    @property
+    def _all_threads(self) -> list[threading.Thread]:
+        return [*self._worker_threads.values(), *self._threads]
 
     @hold_interrupts()
     def submit(self, task: TrainTask, name: str | None, events: EventStream | None, *, priority: int = 0) -> Job:
@@ -259,7 +353,7 @@ class Pool:
     def shutdown(self) -> None:
         """Cancel what is not over, wait for the running units, end all threads. May be called again."""
         core = self._core
-        if threading.current_thread() in self._threads:
+        if threading.current_thread() in self._all_threads:
             raise HydraTuneError(
                 "shutdown() was called by a trial's own code; a pool cannot wait for itself: call it elsewhere"
             )
@@ -275,7 +369,7 @@ class Pool:
         for inbox in core.inboxes.values():
             inbox.put(None)
         core.to_prepare.put(None)
-        for thread in (*self._threads, *core.failing):
+        for thread in (*self._all_threads, *core.failing):
             thread.join()
         with hold_interrupts(), self._changed:
             if not self._ended:

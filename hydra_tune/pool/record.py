@@ -153,6 +153,12 @@ class Record:
             self.pending = following
         return following
 
+    def leave(self, device: str) -> None:
+        """A device has gone, and the scheduler has forgotten what was there."""
+        for known in (self.places, self.told):
+            for shard in [shard for shard, place in known.items() if place == device]:
+                known[shard] = None
+
     def news(self) -> tuple[int, str | None] | None:
         """Shard and place of the next unit, if the scheduler has not been told; it asks about no other shard."""
         if self.pending is None or self.is_released or self.job.state not in ("running", "waiting"):

@@ -63,6 +63,9 @@ class Worker:
                 with self._turn(item[0]):
                     self._run(*item)
                 del item  # or the last job's model would live until the next one comes
+            if self._device.name in self._core.gone:
+                self._pager.empty()
+                self._device.reclaim()
 
     def stats(self) -> DeviceStats:
         """Figures since the pool began."""
