@@ -55,6 +55,20 @@ class SpillError(HydraTuneError):
         self.errno = errno
 
 
+class FileError(HydraTuneError):
+    """A file of results that could not be written, read or understood.
+
+    Attributes:
+        path: the file.
+        errno: what the system says, as in `errno`; None where it has not refused.
+    """
+
+    def __init__(self, message: str, *, path: str, errno: int | None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.errno = errno
+
+
 class BlockStateError(HydraTuneError):
     """A block of memory in a state that cannot follow the one it was in: a fault of hydra-tune; the message has its story."""
 

@@ -1,0 +1,289 @@
+"""Tensors in a file, as safetensors, and back bit for bit: shapes, strides, and which share memory.
+
+Any reader of safetensors reads the files; nothing in them is ever run. They are written here and not by the library, because
+that has the whole file in memory or writes it under a name of its own, without flushing, and keeps no errno. Reading is the
+library's, which checks what it is given. Knows no models and no trials.
+
+Note: what is stored. Tensors whose memory overlaps are one group, stored once: as the member that covers all of it without
+gaps, else as a flat stretch under a name of its own. Every other member, and a member whose strides are not those of a
+contiguous tensor, is a *view*: shape, strides and offset in the stored one, in the metadata under `hydra_tune`, with a
+checksum of everything in the file.
+"""
+
+import ctypes
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hydra_tune.checkpoint.files import file_error, replacing
+from hydra_tune.errors import FileError
+
+_OWN_KEY = "hydra_tune"
+_FORMAT = 1
+_STRETCH = f"{_OWN_KEY}.memory_of."
+"""How the name of a stored stretch of memory begins that is no tensor itself."""
+_PIECE_BYTES = 8 * 2**20
+
+# https://github.com/huggingface/safetensors: the names of the format
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """How a tensor lies in a stored one's memory; strides and offset in elements."""
+
+    of: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A tensor and the elements of its storage that it may touch, from `start` to before `end`."""
+
+    name: str
+    tensor: Tensor
+    start: int
+    end: int
+
+
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, overwrite: bool = True
+) -> None:
+    """Write tensors to a file, atomically; those on devices are copied to the host one at a time.
+
+    Args:
+        path: of the file; its folder is there already.
+        tensors: by name; any strides, and they may share memory. Nobody changes them meanwhile.
+        metadata: texts that come back with them; the name "hydra_tune" is taken.
+        overwrite: whether a file that is there is replaced.
+
+    Raises:
+        FileError: it cannot be written, or a tensor is of a kind that the format has not; what was at `path` is as it was.
+    """
+    kept = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in _checked(path, tensors).items()}
+    stored, layout = _layout(path, kept)
+    views = {name: asdict(view) for name, view in layout.items()}
+    if metadata is not None and _OWN_KEY in metadata:
+        raise FileError(
+            f"cannot write {str(path)!r}: metadata {_OWN_KEY!r} is taken; rename it", path=str(path), errno=None
+        )
+    own = {"format": _FORMAT, "crc32": _checksum(stored, metadata or {}, views), "views": views}
+    header = _header(stored, {**(metadata or {}), _OWN_KEY: json.dumps(own)})
+    with replacing(path, overwrite=overwrite) as file:
+        file.write(header)
+        for tensor in stored.values():
+            for piece in _pieces(tensor):
+                file.write(piece)
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read what `save_tensors` has written, or any other file of safetensors.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The tensors on the host, in memory of their own but for those that shared it, and the metadata.
+
+    Raises:
+        FileError: the file cannot be read, is no safetensors, or is damaged.
+    """
+    try:
+        with path.open("rb") as probe:  # the library would tell neither errno nor that it is a folder
+            probe.read(1)
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            stored = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no dict
+    except OSError as error:
+        raise file_error("read", path, error) from error
+    except SafetensorError as error:
+        raise _damaged(
+            path, f"a whole safetensors file, and it is {path.stat().st_size} bytes with: {error}"
+        ) from error
+    own = metadata.pop(_OWN_KEY, None)
+    if own is None:
+        return stored, metadata
+    try:
+        return _restored(path, stored, metadata, json.loads(own)), metadata
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise _damaged(path, f"a description of its views that fits its tensors, and there is: {error!r}") from error
+
+
+def _checked(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    for name, tensor in tensors.items():
+        unfit = _unfit(tensor)
+        if unfit is not None:
+            raise FileError(
+                f"cannot write {str(path)!r}: {name!r} is {unfit}, and only dense tensors of {', '.join(_NAMES.values())} "
+                f"can be stored; convert it",
+                path=str(path),
+                errno=None,
+            )
+    return tensors
+
+
+def _unfit(tensor: Tensor) -> str | None:
+    if tensor.layout != torch.strided:
+        return f"of layout {tensor.layout}"
+    if tensor.device.type == "meta":
+        return "on the meta device, without values"
+    return f"of {tensor.dtype}" if tensor.dtype not in _NAMES else None
+
+
+def _layout(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, _View]]:
+    """What is stored, contiguous and in the order of the file, and how the others lie in it."""
+    stored: dict[str, Tensor] = {}
+    views: dict[str, _View] = {}
+    for group in _groups(tensors):
+        if len({span.tensor.dtype for span in group}) > 1:
+            names = ", ".join(repr(span.name) for span in group)
+            raise FileError(
+                f"cannot write {str(path)!r}: {names} share memory and differ in dtype; clone one",
+                path=str(path),
+                errno=None,
+            )
+        _lay_out(group, stored, views)
+    return dict(_in_file_order(stored)), views
+
+
+def _in_file_order(stored: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Wide elements first: each tensor starts at a multiple of its element's size, as readers that map files ask."""
+    return sorted(stored.items(), key=lambda item: (-item[1].element_size(), item[0]))
+
+
+def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[_Span]]:
+    """Tensors that overlap, directly or through others; each list in the order of memory."""
+    by_storage: dict[object, list[_Span]] = {}
+    for name, tensor in tensors.items():
+        start = tensor.storage_offset()
+        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = start if tensor.numel() == 0 else start + steps + 1
+        span = _Span(name, tensor, int(start), int(end))
+        key = name if tensor.numel() == 0 else (tensor.device, tensor.untyped_storage().data_ptr())
+        by_storage.setdefault(key, []).append(span)
+    for spans in by_storage.values():
+        group: list[_Span] = []
+        reach = 0
+        for span in sorted(spans, key=_bytes_from):
+            if group and _bytes_from(span) >= reach:
+                yield group
+                group = []
+            group.append(span)
+            reach = max(reach, span.end * span.tensor.element_size())
+        yield group
+
+
+def _bytes_from(span: _Span) -> int:
+    return span.start * span.tensor.element_size()
+
+
+def _lay_out(group: list[_Span], stored: dict[str, Tensor], views: dict[str, _View]) -> None:
+    start, end = min(span.start for span in group), max(span.end for span in group)
+    base = next((span for span in group if span.end - span.start == end - start == span.tensor.numel()), None)
+    if base is None:  # none covers it all without gaps
+        name = _STRETCH + group[0].name
+        stored[name] = group[0].tensor.as_strided((end - start,), (1,), start).contiguous()
+    else:
+        name, tensor = base.name, base.tensor
+        stored[name] = tensor if tensor.is_contiguous() else tensor.contiguous()
+    for span in group:
+        tensor = span.tensor
+        if span is not base or not tensor.is_contiguous():
+            views[span.name] = _View(name, tuple(tensor.shape), tuple(tensor.stride()), span.start - start)
+
+
+def _checksum(stored: Mapping[str, Tensor], metadata: Mapping[str, str], views: Mapping[str, Any]) -> int:
+    """Of all that a file says: a bit that has flipped in a name or a text is noticed like one in a tensor."""
+    in_order = _in_file_order(stored)
+    kinds = [(name, _NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in in_order]
+    checksum = zlib.crc32(json.dumps([kinds, metadata, views], sort_keys=True).encode())
+    for _, tensor in in_order:
+        for piece in _pieces(tensor):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _header(stored: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in stored.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a contiguous tensor, on the host, a piece at a time."""
+    held = tensor.cpu()
+    size = held.numel() * held.element_size()
+    if size == 0:
+        return
+    whole = memoryview((ctypes.c_ubyte * size).from_address(held.data_ptr()))
+    for offset in range(0, size, _PIECE_BYTES):
+        yield whole[offset : offset + _PIECE_BYTES]
+
+
+def _restored(
+    path: Path, stored: Mapping[str, Tensor], metadata: Mapping[str, str], own: dict[str, Any]
+) -> dict[str, Tensor]:
+    if own["format"] != _FORMAT:
+        raise FileError(
+            f"cannot read {str(path)!r}: format {_FORMAT} was expected, and it is {own['format']!r}; read it with the "
+            f"release of hydra-tune that has written it",
+            path=str(path),
+            errno=None,
+        )
+    found = _checksum(stored, metadata, own["views"])
+    if found != own["crc32"]:
+        raise _damaged(path, f"checksum {own['crc32']:08x}, and it is {found:08x}")
+    views = {name: _View(**view) for name, view in own["views"].items()}
+    memory = {view.of: _in_place(stored[view.of], views.get(view.of)) for view in views.values()}
+    tensors = {name: memory.get(name, tensor) for name, tensor in stored.items() if not name.startswith(_STRETCH)}
+    for name, view in views.items():
+        tensors[name] = memory[view.of].as_strided(view.shape, view.strides, view.offset)
+    return tensors
+
+
+def _in_place(tensor: Tensor, own_view: _View | None) -> Tensor:
+    """The stored values in memory laid out as it was."""
+    if own_view is None:
+        return tensor
+    return torch.empty_strided(own_view.shape, own_view.strides, dtype=tensor.dtype).copy_(tensor)
+
+
+def _damaged(path: Path, expected: str) -> FileError:
+    return FileError(
+        f"cannot use {str(path)!r}: expected {expected}; it is damaged or is something else: restore it from a copy, or "
+        f"remove it and make it again",
+        path=str(path),
+        errno=None,
+    )
