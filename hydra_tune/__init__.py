@@ -18,6 +18,7 @@ _HOMES = {
     "Reported": "hydra_tune.pool.job",
     "Result": "hydra_tune.pool.job",
     "TrainTask": "hydra_tune.task",
+    "load_module": "hydra_tune.train.weights",
     "train_plain": "hydra_tune.train.plain",
 }
 

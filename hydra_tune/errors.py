@@ -69,6 +69,10 @@ class FileError(HydraTuneError):
         self.errno = errno
 
 
+class WeightsError(HydraTuneError, ValueError):
+    """Weights that are not kept, or do not fit the model that is to have them."""
+
+
 class BlockStateError(HydraTuneError):
     """A block of memory in a state that cannot follow the one it was in: a fault of hydra-tune; the message has its story."""
 

@@ -7,16 +7,19 @@ one. What a killed process leaves is a file that `is_temporary` knows; `remove_l
 
 import contextlib
 import os
+import platform
 import re
 import stat
 import uuid
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from hydra_tune.errors import FileError
 
-_TEMPORARY = re.compile(r"\..+\.[0-9]+-[0-9a-f]{32}\.tmp")
+_TEMPORARY = re.compile(r"\..+\.([0-9a-f]{8})-([0-9]+)-[0-9a-f]{32}\.tmp")
+_MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"  # a shared folder has files of others, too
 
 
 @contextlib.contextmanager
@@ -34,7 +37,7 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
         FileError: the system refuses to write, flush or rename, something other than a plain file has the name, or
             `overwrite` is false and a file has it. What was at `path` is as it was, and nothing else is left.
     """
-    temporary = path.parent / f".{path.name}.{os.getpid()}-{uuid.uuid4().hex}.tmp"
+    temporary = path.parent / f".{path.name}.{_MACHINE}-{os.getpid()}-{uuid.uuid4().hex}.tmp"
     try:
         _check_target(path)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -106,7 +109,8 @@ def remove_leftovers(folder: Path) -> None:
     """
     try:
         for path in list(folder.iterdir()):
-            if is_temporary(path) and not _is_alive(int(path.name.split(".")[-2].partition("-")[0])):
+            match = _TEMPORARY.fullmatch(path.name)
+            if match is not None and match[1] == _MACHINE and not _is_alive(int(match[2])):
                 path.unlink(missing_ok=True)
     except OSError as error:
         raise file_error("tidy up", folder, error) from error

@@ -10,6 +10,7 @@ contiguous tensor, is a *view*: shape, strides and offset in the stored one, in 
 checksum of everything in the file.
 """
 
+import contextlib
 import ctypes
 import json
 import zlib
@@ -114,18 +115,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         FileError: the file cannot be read, is no safetensors, or is damaged.
     """
-    try:
-        with path.open("rb") as probe:  # the library would tell neither errno nor that it is a folder
-            probe.read(1)
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            stored = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no dict
-    except OSError as error:
-        raise file_error("read", path, error) from error
-    except SafetensorError as error:
-        raise _damaged(
-            path, f"a whole safetensors file, and it is {path.stat().st_size} bytes with: {error}"
-        ) from error
+    with _opened(path) as file:
+        metadata = _metadata(file)
+        stored = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no dict
     own = metadata.pop(_OWN_KEY, None)
     if own is None:
         return stored, metadata
@@ -133,6 +125,37 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return _restored(path, stored, metadata, json.loads(own)), metadata
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise _damaged(path, f"a description of its views that fits its tensors, and there is: {error!r}") from error
+
+
+def load_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a file of safetensors, without reading its tensors; unlike `load_tensors`, sees no flipped bits.
+
+    Raises:
+        FileError: the file cannot be read, or is no safetensors.
+    """
+    with _opened(path) as file:
+        metadata = _metadata(file)
+    metadata.pop(_OWN_KEY, None)
+    return metadata
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with path.open("rb") as probe:  # the library would tell neither errno nor that it is a folder
+            probe.read(1)
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except OSError as error:
+        raise file_error("read", path, error) from error
+    except SafetensorError as error:
+        raise _damaged(
+            path, f"a whole safetensors file, and it is {path.stat().st_size} bytes with: {error}"
+        ) from error
+
+
+def _metadata(file: Any) -> dict[str, str]:
+    return dict(file.metadata() or {})
 
 
 def _checked(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -148,7 +171,9 @@ def _checked(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return tensors
 
 
-def _unfit(tensor: Tensor) -> str | None:
+def _unfit(tensor: object) -> str | None:
+    if not isinstance(tensor, Tensor):
+        return f"of {type(tensor).__name__}"
     if tensor.layout != torch.strided:
         return f"of layout {tensor.layout}"
     if tensor.device.type == "meta":

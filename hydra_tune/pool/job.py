@@ -2,13 +2,15 @@
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from hydra_tune.checkpoint.tensors import save_tensors
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.task import TrainTask
 
@@ -95,6 +97,19 @@ class Result:
     def state_dict(self) -> dict[str, Tensor]:
         """The module's `state_dict()`: the model's own names, tied names included."""
         return self.module().state_dict()
+
+    def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+        """Write the weights to a file, as safetensors, which `hydra_tune.load_module(task, path)` reads.
+
+        Args:
+            path: of the file; one that is there is replaced, whole or not at all.
+            metadata: texts to keep with them.
+
+        Raises:
+            HydraTuneError: the job did not complete.
+            FileError: the file cannot be written.
+        """
+        save_tensors(Path(path), self.state_dict(), metadata)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizer's `state_dict()`, as `torch.optim` defines it."""

@@ -38,6 +38,7 @@ from hydra_tune_optuna.errors import TrialCancelledError
 from hydra_tune_optuna.installation import install, uninstall
 from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.study import create_study, load_study
+from hydra_tune_optuna.weights import kept_weights, load_module, weights_path
 
 __all__ = [
     "PoolStudy",
@@ -58,6 +59,8 @@ __all__ = [
     "importance",
     "install",
     "integration",
+    "kept_weights",
+    "load_module",
     "load_study",
     "logging",
     "pruners",
@@ -69,6 +72,7 @@ __all__ = [
     "uninstall",
     "version",
     "visualization",
+    "weights_path",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for a real one

@@ -16,7 +16,7 @@ from optuna.logging import get_logger
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from hydra_tune import Failed, Finished, HydraExecutor, Job, Reported, TrainTask
+from hydra_tune import Failed, Finished, HydraExecutor, Job, Reported, Result, TrainTask
 from hydra_tune.errors import HydraTuneError, TaskError
 from hydra_tune.interrupts import hold_interrupts, let_interrupts_through
 from hydra_tune_optuna import private
@@ -31,6 +31,7 @@ from hydra_tune_optuna.values import (
     trial_value,
     wrong_arity,
 )
+from hydra_tune_optuna.weights import StudyWeights
 
 Objective = Callable[[Trial], TrainTask | float | Sequence[float]]
 Callback = Callable[[Study, FrozenTrial], None]
@@ -89,6 +90,7 @@ class Driver:
         limits: how far and how wide to search.
         callbacks: called after each trial that is told without ending the search.
         progress_bar: Optuna's own.
+        weights: is given what completed trials have learnt; None: nobody is.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Driver:
         *,
         callbacks: Iterable[Callback] | None,
         progress_bar: private.ProgressBar,
+        weights: StudyWeights | None = None,
     ) -> None:
         self._study = study
         self._pool = pool
@@ -107,6 +110,7 @@ class Driver:
         self._limits = limits
         self._callbacks = callbacks
         self._progress_bar = progress_bar
+        self._weights = weights
         self._heartbeat = Heartbeat(private.storage_of(study))
         self._stream = pool.events()
         self._started_seconds = time.monotonic()
@@ -240,7 +244,7 @@ class Driver:
         except HydraTuneError as metric_error:
             self._conclude_error(running.trial, metric_error)
         else:
-            self._conclude(running.trial, value=value)
+            self._conclude(running.trial, value=value, trained=(running.task, event.result))
 
     def _conclude_error(self, trial: Trial, error: BaseException) -> None:
         """Tell what plain Optuna would, had the objective raised `error`."""
@@ -257,9 +261,12 @@ class Driver:
         state: TrialState | None = None,
         error: Exception | None = None,
         reason: str | None = None,
+        trained: tuple[TrainTask, Result] | None = None,
     ) -> TrialState:
-        """Tell, log and call back; what an uncaught error ends, is drained from here on."""
+        """Tell, log, keep the weights and call back; what an uncaught error ends, is drained from here on."""
         told = self._tell(trial, value=value, state=state, error=error, reason=reason)
+        if self._weights is not None and trained is not None:
+            self._weights.completed(private.stored(self._study, trial), *trained)
         if self._limits.gc_after_trial:
             gc.collect()
         if told == TrialState.FAIL and error is not None and not isinstance(error, self._limits.catch):

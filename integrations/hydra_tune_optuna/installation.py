@@ -6,6 +6,7 @@ given to them. What an executor does to a study is not known here.
 
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -17,6 +18,7 @@ from optuna.study import Study
 from hydra_tune import HydraExecutor
 from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.study import with_executor
+from hydra_tune_optuna.weights import KeepBest, check_keeping
 
 _Function = Callable[..., Study]
 
@@ -65,16 +67,31 @@ def uninstall() -> None:
 
 def _taking_an_executor(stock: _Function) -> _Function:
     @functools.wraps(stock)
-    def function(*args: Any, executor: HydraExecutor | None = None, **kwargs: Any) -> Study:
+    def function(
+        *args: Any,
+        executor: HydraExecutor | None = None,
+        keep_best: KeepBest | None = None,
+        weights_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> Study:
+        check_keeping(keep_best, weights_dir, has_executor=executor is not None)
         if executor is None:
             return stock(*args, **kwargs)
         PoolStudy.check_executor(executor)  # before there is a study
-        return with_executor(stock(*args, **kwargs), executor, kwargs.get("direction"), kwargs.get("directions"))
+        return with_executor(
+            stock(*args, **kwargs),
+            executor,
+            kwargs.get("direction"),
+            kwargs.get("directions"),
+            keep_best=keep_best,
+            weights_dir=weights_dir,
+        )
 
     shown = inspect.signature(stock)
-    ours = inspect.signature(function, follow_wrapped=False).parameters["executor"]
+    parameters = inspect.signature(function, follow_wrapped=False).parameters
+    ours = [parameters[name] for name in ("executor", "keep_best", "weights_dir")]
     # What help() and editors show; functools.wraps alone would show Optuna's.
-    function.__signature__ = shown.replace(parameters=[*shown.parameters.values(), ours])  # type: ignore[attr-defined]
+    function.__signature__ = shown.replace(parameters=[*shown.parameters.values(), *ours])  # type: ignore[attr-defined]
     function.__module__ = "optuna.study"  # a pickle looks it up there
     _made.add(function)
     return function

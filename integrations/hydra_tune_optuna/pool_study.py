@@ -3,20 +3,27 @@
 It checks and translates the arguments of `optimize`; what happens then is the driver's part.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from optuna.logging import get_logger
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial
+from torch import nn
 
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import ConfigError
 from hydra_tune_optuna.driver import Driver, Limits
 from hydra_tune_optuna.lockstep import useless_pruner
 from hydra_tune_optuna.private import ProgressBar, optimizing
+from hydra_tune_optuna.weights import Build, KeepBest, StudyWeights, check_keeping, load_module
+
+_logger = get_logger("optuna.hydra_tune")  # shown and set like the lines of Optuna itself
 
 
 class PoolStudy(Study):
@@ -31,9 +38,12 @@ class PoolStudy(Study):
         sampler: see `study_name`.
         pruner: see `study_name`.
         executor: the pool; it may serve several studies.
+        keep_best: of how many of the best trials the weights are kept on disk, or "pareto" for all of `best_trials`; None:
+            none are.
+        weights_dir: the folder for them; None for "weights", where the program was started.
 
     Raises:
-        ConfigError: `executor` is something else than a hydra-tune executor.
+        ConfigError: `executor` is something else than a hydra-tune executor, or one of the last two makes no sense.
     """
 
     def __init__(
@@ -44,13 +54,23 @@ class PoolStudy(Study):
         pruner: BasePruner | None = None,
         *,
         executor: HydraExecutor,
+        keep_best: KeepBest | None = None,
+        weights_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self.check_executor(executor)
         super().__init__(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
+        check_keeping(keep_best, weights_dir, num_objectives=len(self.directions))
         self.executor: HydraExecutor | None = executor
+        self.keep_best = keep_best
+        self.weights_dir = weights_dir
+        self.tell_lost: Callable[[str], None] = _logger.error
+        self._func: Build | None = None
+        self._weights: StudyWeights | None = None
 
     def __getstate__(self) -> dict[Any, Any]:
-        return {**super().__getstate__(), "executor": None}  # a pool has threads and devices, which no pickle can hold
+        # A pool has threads and devices, which no pickle can hold, and an objective may be any function.
+        kept_here = {"executor": None, "tell_lost": _logger.error, "_func": None, "_weights": None}
+        return {**super().__getstate__(), **kept_here}
 
     @staticmethod
     def check_executor(executor: object) -> None:
@@ -87,11 +107,12 @@ class PoolStudy(Study):
             show_progress_bar: show Optuna's progress bar.
 
         Raises:
-            ConfigError: no executor (a copied study), or a number of jobs that makes no sense.
+            ConfigError: no executor (a copied study), or a number of jobs, `keep_best` or `weights_dir` that makes no sense.
             RuntimeError: called from within `func` or a callback.
         """
         if self.executor is None:
             raise ConfigError("this study is a copy, and has no executor; set study.executor = HydraExecutor() first")
+        check_keeping(self.keep_best, self.weights_dir, num_objectives=len(self.directions))
         if n_jobs < 1 and n_jobs != -1:
             raise ConfigError(f"n_jobs must be -1 or at least 1, not {n_jobs}")
         width = self.executor.width if n_jobs in (1, -1) else min(n_jobs, self.executor.width)
@@ -103,9 +124,45 @@ class PoolStudy(Study):
             gc_after_trial=gc_after_trial,
             useless_pruner=useless_pruner(self, self.executor, n_trials=n_trials, width=width),
         )
-        with optimizing(self):
+        with optimizing(self), self._keeping() as weights:
+            self._func = func
             progress_bar = ProgressBar(show_progress_bar, n_trials, timeout)
             try:
-                Driver(self, self.executor, func, limits, callbacks=callbacks, progress_bar=progress_bar).run()
+                Driver(
+                    self, self.executor, func, limits, callbacks=callbacks, progress_bar=progress_bar, weights=weights
+                ).run()
             finally:
                 progress_bar.close()
+
+    @contextmanager
+    def _keeping(self) -> Iterator[StudyWeights | None]:
+        """Within the block, weights are kept as the study is asked to; after it, they are written."""
+        if self.keep_best is None:
+            yield None
+            return
+        self._weights = weights = StudyWeights(self, self.keep_best, self.weights_dir, self.tell_lost)
+        try:
+            yield weights
+        finally:
+            self._weights = None
+            weights.close()
+
+    def load_module(self, trial: FrozenTrial | int | None = None, build: Build | None = None) -> nn.Module:
+        """The trained module of a trial whose weights are kept; see `hydra_tune_optuna.load_module`.
+
+        Args:
+            trial: the trial, or its number; None for `best_trial`.
+            build: the objective; None for that of the last `optimize` of this object.
+
+        Raises:
+            ConfigError: no `build`, and this object has not been searched with any.
+            WeightsError: as `hydra_tune_optuna.load_module`, like all else.
+        """
+        build = build or self._func
+        if build is None:
+            raise ConfigError(
+                "which model it is, the objective says; give build=, the function that optimize was given"
+            )
+        if self._weights is not None:
+            self._weights.flush()  # in a callback: they may be about to be written
+        return load_module(self, trial, build, weights_dir=self.weights_dir)

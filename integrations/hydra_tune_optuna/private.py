@@ -10,6 +10,7 @@ import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from optuna.exceptions import ExperimentalWarning
 from optuna.progress_bar import _ProgressBar as ProgressBar
@@ -44,9 +45,11 @@ __all__ = [
     "logger",
     "nothing_new_to_sample",
     "optimizing",
+    "set_study_attribute",
     "stop_requested",
     "storage_of",
     "stored",
+    "study_attributes",
     "tell",
     "trial_id",
 ]
@@ -85,6 +88,16 @@ def ask(study: Study) -> Trial:
 def stored(study: Study, trial: Trial) -> FrozenTrial:
     """The trial as the storage has it now; to be copied for whoever may change it."""
     return study._storage.get_trial(trial._trial_id)
+
+
+def study_attributes(study: Study) -> dict[str, Any]:
+    """What libraries have noted of the study in its storage; users' own attributes are apart."""
+    return study._storage.get_study_system_attrs(study._study_id)
+
+
+def set_study_attribute(study: Study, key: str, value: Any) -> None:
+    """Note something of the study in its storage, where `study_attributes` finds it in every process."""
+    study._storage.set_study_system_attr(study._study_id, key, value)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 This module makes studies; it knows nothing of how a `PoolStudy` runs.
 """
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -25,6 +26,7 @@ from optuna.study import (
 from hydra_tune import HydraExecutor
 from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.private import storage_of
+from hydra_tune_optuna.weights import KeepBest, check_keeping
 
 __all__ = [
     "MaxTrialsCallback",
@@ -56,6 +58,8 @@ def create_study(
     load_if_exists: bool = False,
     directions: Sequence[Direction] | None = None,
     executor: None = None,
+    keep_best: None = None,
+    weights_dir: None = None,
 ) -> Study: ...
 
 
@@ -70,6 +74,8 @@ def create_study(
     load_if_exists: bool = False,
     directions: Sequence[Direction] | None = None,
     executor: HydraExecutor,
+    keep_best: KeepBest | None = None,
+    weights_dir: str | os.PathLike[str] | None = None,
 ) -> PoolStudy: ...
 
 
@@ -83,11 +89,13 @@ def create_study(
     load_if_exists: bool = False,
     directions: Sequence[Direction] | None = None,
     executor: HydraExecutor | None = None,
+    keep_best: KeepBest | None = None,
+    weights_dir: str | os.PathLike[str] | None = None,
 ) -> Study:
     """`optuna.create_study`, with an executor.
 
     Args:
-        storage: as in Optuna; so are all arguments but the last.
+        storage: as in Optuna; so are all arguments but the last three.
         sampler: see `storage`.
         pruner: see `storage`.
         study_name: see `storage`.
@@ -95,15 +103,21 @@ def create_study(
         load_if_exists: see `storage`.
         directions: see `storage`.
         executor: the pool that trains the study's tasks. It may serve several studies; none of them closes it.
+        keep_best: of how many of the best trials the weights are kept on disk, or "pareto" for all of `study.best_trials`;
+            None: none are. `study.load_module(study.best_trial)` loads them.
+        weights_dir: the folder for them; None for "weights", where the program was started.
 
     Returns:
         A `PoolStudy`, or, without an executor, a plain Optuna study.
 
     Raises:
-        ConfigError: `executor` is something else than a hydra-tune executor; before the study is created.
+        ConfigError: `executor` is something else than a hydra-tune executor, or `keep_best` or `weights_dir` makes no sense;
+            before the study is created.
     """
     if executor is not None:
         PoolStudy.check_executor(executor)  # before there is a study
+    num_objectives = len(directions) if isinstance(directions, Sequence) else None
+    check_keeping(keep_best, weights_dir, num_objectives=num_objectives, has_executor=executor is not None)
     study = optuna.create_study(
         storage=storage,
         sampler=sampler,
@@ -113,7 +127,9 @@ def create_study(
         load_if_exists=load_if_exists,
         directions=directions,
     )
-    return study if executor is None else with_executor(study, executor, direction, directions)
+    if executor is None:
+        return study
+    return with_executor(study, executor, direction, directions, keep_best=keep_best, weights_dir=weights_dir)
 
 
 @overload
@@ -124,6 +140,8 @@ def load_study(
     sampler: BaseSampler | None = None,
     pruner: BasePruner | None = None,
     executor: None = None,
+    keep_best: None = None,
+    weights_dir: None = None,
 ) -> Study: ...
 
 
@@ -135,6 +153,8 @@ def load_study(
     sampler: BaseSampler | None = None,
     pruner: BasePruner | None = None,
     executor: HydraExecutor,
+    keep_best: KeepBest | None = None,
+    weights_dir: str | os.PathLike[str] | None = None,
 ) -> PoolStudy: ...
 
 
@@ -145,15 +165,19 @@ def load_study(
     sampler: BaseSampler | None = None,
     pruner: BasePruner | None = None,
     executor: HydraExecutor | None = None,
+    keep_best: KeepBest | None = None,
+    weights_dir: str | os.PathLike[str] | None = None,
 ) -> Study:
     """`optuna.load_study`, with an executor.
 
     Args:
-        study_name: as in Optuna; so are all arguments but the last.
+        study_name: as in Optuna; so are all arguments but the last three.
         storage: see `study_name`.
         sampler: see `study_name`.
         pruner: see `study_name`.
         executor: the pool that trains the study's tasks.
+        keep_best: as in `create_study`; so is the last.
+        weights_dir: see `keep_best`.
 
     Returns:
         A `PoolStudy`, or, without an executor, a plain Optuna study.
@@ -161,8 +185,9 @@ def load_study(
     Raises:
         ConfigError: `executor` is something else than a hydra-tune executor.
     """
+    check_keeping(keep_best, weights_dir, has_executor=executor is not None)
     study = optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
-    return study if executor is None else with_executor(study, executor)
+    return study if executor is None else with_executor(study, executor, keep_best=keep_best, weights_dir=weights_dir)
 
 
 def with_executor(
@@ -170,6 +195,9 @@ def with_executor(
     executor: HydraExecutor,
     direction: Direction | None = None,
     directions: Sequence[Direction] | None = None,
+    *,
+    keep_best: KeepBest | None = None,
+    weights_dir: str | os.PathLike[str] | None = None,
 ) -> PoolStudy:
     """The same study, with an executor.
 
@@ -178,6 +206,8 @@ def with_executor(
         executor: the pool.
         direction: what the study was asked to have; None where it was not asked to have one.
         directions: the same, of several objectives.
+        keep_best: as in `create_study`; so is the last.
+        weights_dir: see `keep_best`.
     """
     _warn_of_other_directions(study, [direction] if direction is not None else directions)
     return PoolStudy(
@@ -186,6 +216,8 @@ def with_executor(
         sampler=study.sampler,
         pruner=study.pruner,
         executor=executor,
+        keep_best=keep_best,
+        weights_dir=weights_dir,
     )
 
 

@@ -105,15 +105,16 @@ def test_mistakes_are_answered_as_before(wrong):
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_name_documentation_and_arguments_are_optunas_and_one_more(name, module):
+def test_name_documentation_and_arguments_are_optunas_and_ours(name, module):
     ours, stock = getattr(module, name), STOCK[name]
 
     assert (ours.__name__, ours.__qualname__) == (stock.__name__, stock.__qualname__)
     assert ours.__doc__ == stock.__doc__
     assert inspect.unwrap(ours) is stock
-    *shown, executor = inspect.signature(ours).parameters.values()
+    *shown, executor, keep_best, weights_dir = inspect.signature(ours).parameters.values()
     assert shown == list(inspect.signature(stock).parameters.values())
-    assert (executor.name, executor.kind, executor.default) == ("executor", executor.KEYWORD_ONLY, None)
+    for parameter, called in ((executor, "executor"), (keep_best, "keep_best"), (weights_dir, "weights_dir")):
+        assert (parameter.name, parameter.kind, parameter.default) == (called, parameter.KEYWORD_ONLY, None)
     assert inspect.signature(ours).return_annotation == inspect.signature(stock).return_annotation
     assert pickle.loads(pickle.dumps(ours)) is ours
 

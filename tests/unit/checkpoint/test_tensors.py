@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hydra_tune.checkpoint.tensors import load_tensors, save_tensors
+from hydra_tune.checkpoint.tensors import load_metadata, load_tensors, save_tensors
 from hydra_tune.errors import FileError
 
 DTYPES = [
@@ -75,6 +75,7 @@ def test_odd_shapes_and_names(tmp_path: Path):
 def test_metadata_comes_back_and_our_key_is_taken(tmp_path: Path):
     save_tensors(tmp_path / "t", {"a": torch.ones(1)}, {"x": "ü", "y": ""})
     assert load_tensors(tmp_path / "t")[1] == {"x": "ü", "y": ""}
+    assert load_metadata(tmp_path / "t") == {"x": "ü", "y": ""}
     with pytest.raises(FileError, match="is taken"):
         save_tensors(tmp_path / "t", {}, {"hydra_tune": "1"})
 
@@ -139,10 +140,11 @@ def test_the_library_reads_our_files_and_we_read_the_librarys(tmp_path: Path):
     [
         (torch.eye(2).to_sparse(), "of layout torch.sparse_coo"),
         (torch.ones(2, device="meta"), "on the meta device"),
+        ({"an": "extra state"}, "of dict"),
         (torch.ones(2, dtype=torch.complex128), "of torch.complex128"),
     ],
 )
-def test_what_the_format_has_not_is_refused(tmp_path: Path, tensor: Tensor, what: str):
+def test_what_the_format_has_not_is_refused(tmp_path: Path, tensor: object, what: str):
     with pytest.raises(FileError, match=f"'x' is {what}"):
         save_tensors(tmp_path / "t", {"x": tensor})
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,66 @@
+"""A task's model with weights from a file."""
+
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hydra_tune.checkpoint.tensors import load_tensors
+from hydra_tune.errors import WeightsError
+from hydra_tune.shard.gate import GATE
+from hydra_tune.task import TrainTask
+from hydra_tune.train.streams import RandomStreams
+
+_NUM_NAMED = 3
+
+
+def load_module(task: TrainTask, path: str | Path) -> nn.Module:
+    """The task's model, built anew, with the weights of a file of safetensors.
+
+    The model is built from the task's seed on, as it was for training; the process's own random generators stay as they are.
+
+    Args:
+        task: builds the model.
+        path: of the file: what `Result.save` has written, or any other safetensors of a `state_dict()`.
+
+    Returns:
+        The module on the host, in the mode its factory leaves it in, which for most is that of training; call `.eval()`.
+
+    Raises:
+        FileError: the file cannot be read, or is damaged.
+        WeightsError: the model has other tensors, or tensors of other shapes or dtypes; the first of them by name.
+        Exception: whatever the task's `model` raises.
+    """
+    state, _ = load_tensors(Path(path))
+    with RandomStreams(task.seed).everything(), GATE.shared():
+        module = task.model()
+        differing = _differences(module.state_dict(), state)
+        if differing:
+            shown = "; ".join(differing[:_NUM_NAMED])
+            more = f"; and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
+            raise WeightsError(
+                f"the weights in {str(path)!r} do not fit the task's model: {shown}{more}; build the model as it was when they "
+                f"were trained"
+            )
+        try:
+            module.load_state_dict(state)
+        except RuntimeError as error:
+            raise WeightsError(
+                f"the model refuses the weights in {str(path)!r}: {error}; build it as it was when they were trained"
+            ) from error
+    return module
+
+
+def _differences(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    """What differs, in the order of the model, then of the file."""
+    lines = []
+    for name, tensor in wanted.items():
+        if name not in found:
+            lines.append(f"{name!r} of the model is not in the file")
+        elif not is_lazy(tensor) and _kind(tensor) != _kind(found[name]):
+            lines.append(f"{name!r} is {_kind(tensor)} in the model and {_kind(found[name])} in the file")
+    return lines + [f"{name!r} of the file is not in the model" for name in found if name not in wanted]
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
