@@ -45,6 +45,7 @@ class Board:
         self._num_planned: int | None = None
         self._entries: dict[int, Entry] = {}
         self._warnings: list[str] = []
+        self._weights: dict[int, str] = {}
         self._meter = Meter()
         self._lock = threading.Lock()
         self._started_seconds = time.monotonic()
@@ -70,6 +71,11 @@ class Board:
         with self._lock:
             self._warnings.append(text)
         self._log(f"warning: {text}")
+
+    def kept(self, weights: Mapping[int, Path]) -> None:
+        """Weights that are kept, at the end of the sweep."""
+        with self._lock:
+            self._weights = {number: str(path) for number, path in weights.items()}
 
     def asked(self, number: int) -> None:
         """A trial exists; its task is about to be built."""
@@ -153,6 +159,7 @@ class Board:
                 error=self._error,
                 warnings=tuple(self._warnings),
                 event_log=self._log_file(),
+                weights=dict(self._weights),
             )
 
     def _log_file(self) -> str | None:

@@ -6,6 +6,7 @@ runs it and tells a `SweepObserver` what happens. Neither side imports the other
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hydra_tune.cli.spec import SweepSpec
@@ -50,6 +51,9 @@ class SweepObserver(Protocol):
     def broke(self, number: int, error: Exception) -> None:
         """A trial's task could not be built."""
 
+    def kept(self, weights: Mapping[int, Path]) -> None:
+        """The sweep is over, and these are the files of the weights that are kept, by trial, the best first."""
+
     def finished(self, record: TrialRecord) -> bool:
         """A trial ended. True: ask for no more trials."""
 
@@ -76,3 +80,44 @@ class SweepRequest:
 Tuner = Callable[[SweepRequest], None]
 """Runs a sweep until it is done. Raises `ConfigError` before the first trial if it cannot, and lets KeyboardInterrupt
 through after every running trial was told that it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsQuery:
+    """Which weights are asked for, after a sweep.
+
+    Args:
+        study: the study's name; None: the only one in the storage.
+        storage: where the study is kept.
+        trial: the number of the trial; None: the best one.
+        weights_dir: where the weights are now, if they were moved.
+    """
+
+    study: str | None
+    storage: str
+    trial: int | None = None
+    weights_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTrial:
+    """A trial whose weights are kept.
+
+    Args:
+        study: the study's name.
+        number: of the trial.
+        value: of the trial.
+        params: what was drawn.
+        path: of the weights.
+    """
+
+    study: str
+    number: int
+    value: float | None
+    params: Mapping[str, Any]
+    path: Path
+
+
+WeightsFinder = Callable[[WeightsQuery], KeptTrial]
+"""Finds weights, of the group `hydra_tune.weights`. Raises `ConfigError` if the storage, the study or the trial is not there,
+and `WeightsError` if the weights are not kept; creates nothing."""

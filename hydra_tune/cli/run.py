@@ -30,7 +30,7 @@ from hydra_tune.task import TrainTask
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes; 130 is what shells give a program that Ctrl-C ended."""
 
-_TUNER = "optuna"
+TUNER = "optuna"
 
 Pool = TypeVar("Pool", bound=HydraExecutor)
 
@@ -76,7 +76,7 @@ def run_sweep(
     board = Board(spec, output.log, event_log)
     try:
         with output.quiet():
-            function, tuner = load_task(spec), find_tuner(_TUNER)
+            function, tuner = load_task(spec), find_tuner(TUNER)
             watched = partial(_WatchedExecutor, board.submitted, record=timeline is not None, event_log=event_log)
             pool = opened(spec, watched)
         request = SweepRequest(

@@ -39,6 +39,8 @@ class SweepSpec:
         name: for people, and the study's name where `study` is None.
         study: the name under which the storage keeps the study.
         storage: where the study is kept; None: in memory.
+        keep_best: of how many of the best trials the weights are kept; None: of none.
+        weights_dir: the folder for them; None: the tuner's default.
         engine: arguments of `HydraExecutor` that were written.
         places: `file:line:column` of each key that was written, by its dotted path.
     """
@@ -55,6 +57,8 @@ class SweepSpec:
     name: str | None = None
     study: str | None = None
     storage: str | None = None
+    keep_best: int | None = None
+    weights_dir: str | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
 

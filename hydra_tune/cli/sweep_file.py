@@ -154,6 +154,11 @@ def _contradictions(model: sweep_model.SweepModel, marked: Marked) -> Iterator[P
             )
     if model.method == "grid":
         yield from _grid_problems(model, marked)
+    if model.hydra.weights_dir is not None and model.hydra.keep_best is None:
+        yield Problem(
+            marked.mark(("hydra", "weights_dir")),
+            "hydra.weights_dir: is where weights are kept, and none are; add keep_best: 1 or more",
+        )
     pruning = model.early_terminate
     if isinstance(pruning, sweep_model.Hyperband) and pruning.min_iter > (pruning.max_iter or pruning.min_iter):
         yield Problem(
@@ -193,6 +198,8 @@ def _spec(shown: str, model: sweep_model.SweepModel, marked: Marked) -> SweepSpe
         name=model.name,
         study=model.hydra.study or model.name,
         storage=model.hydra.storage,
+        keep_best=model.hydra.keep_best,
+        weights_dir=model.hydra.weights_dir,
         engine={key: given[key] for key in _ENGINE if key in given},
         places={
             ".".join(map(str, path)): f"{shown}:{mark.line}:{mark.column}"

@@ -173,6 +173,8 @@ class Hydra(Block):
     num_shards: Shards | None = None
     storage: Annotated[str, Field(min_length=1)] | None = None
     study: Annotated[str, Field(min_length=1)] | None = None
+    keep_best: Annotated[int, Field(ge=1)] | None = None
+    weights_dir: Annotated[str, Field(min_length=1)] | None = None
 
 
 class SweepModel(Block):

@@ -1,12 +1,15 @@
-"""Finds the tuner that runs a sweep. The engine knows no tuning framework: tuners announce themselves."""
+"""Finds the tuner that runs a sweep, and what finds its weights afterwards.
+
+The engine knows no tuning framework: tuners announce themselves.
+"""
 
 from importlib.metadata import entry_points
 from typing import cast
 
-from hydra_tune.cli.request import Tuner
+from hydra_tune.cli.request import Tuner, WeightsFinder
 from hydra_tune.errors import ConfigError
 
-_GROUP = "hydra_tune.tuners"
+_TUNERS, _FINDERS = "hydra_tune.tuners", "hydra_tune.weights"
 
 
 def find_tuner(name: str) -> Tuner:
@@ -15,9 +18,22 @@ def find_tuner(name: str) -> Tuner:
     Raises:
         ConfigError: it is not installed, or what it needs is not.
     """
-    for entry_point in entry_points(group=_GROUP, name=name):
+    return cast("Tuner", _load(_TUNERS, name))
+
+
+def find_finder(name: str) -> WeightsFinder:
+    """What finds the weights of the sweeps that the tuner installed under `name` has run.
+
+    Raises:
+        ConfigError: it is not installed, or what it needs is not.
+    """
+    return cast("WeightsFinder", _load(_FINDERS, name))
+
+
+def _load(group: str, name: str) -> object:
+    for entry_point in entry_points(group=group, name=name):
         try:
-            return cast("Tuner", entry_point.load())
+            return entry_point.load()
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] != name:
                 raise

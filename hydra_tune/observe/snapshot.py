@@ -101,6 +101,7 @@ class SweepView:
         error: why the sweep ended early.
         warnings: what is to be told about the sweep itself.
         event_log: the file for `hydra-tune trace`; None: there is none.
+        weights: the files of the weights that are kept, by trial, the best first.
     """
 
     name: str
@@ -118,6 +119,7 @@ class SweepView:
     error: str | None = None
     warnings: tuple[str, ...] = ()
     event_log: str | None = None
+    weights: Mapping[int, str] = field(default_factory=dict)
 
     def count(self, state: str) -> int:
         """How many trials are in `state`."""

@@ -17,6 +17,7 @@ from hydra_tune.quantities import format_bytes, format_seconds
 
 _NUM_BEST = 10
 _NUM_ERRORS = 3
+_NUM_WEIGHTS = 3
 _ENDS = {
     "completed": "done",
     "interrupted": "interrupted",
@@ -133,6 +134,7 @@ def _totals(view: SweepView) -> list[str]:
     kept = f", {earlier} of them earlier" if earlier else ""
     planned = view.units_run + view.units_saved
     share = f" ({view.units_saved / planned:.0%} of what was planned)" if planned else ""
+    weights = [f"weights of trial {number}: {path}" for number, path in view.weights.items()]
     log = [f"event log: {view.event_log}"] if view.event_log else []
     return [
         f"sweep {view.name}: {_ENDS[view.status]} after {format_seconds(view.elapsed_seconds)}",
@@ -140,6 +142,8 @@ def _totals(view: SweepView) -> list[str]:
         f"units run: {view.units_run}",
         f"units saved by pruning: {view.units_saved}{share}",
         *log,
+        *weights[:_NUM_WEIGHTS],
+        *([f"... and of {len(weights) - _NUM_WEIGHTS} more beside them"] if len(weights) > _NUM_WEIGHTS else []),
     ]
 
 
@@ -169,6 +173,7 @@ def to_json(view: SweepView) -> dict[str, Any]:
         "elapsed_seconds": view.elapsed_seconds,
         "scheduler_seconds": view.scheduler_seconds,
         "event_log": view.event_log,
+        "weights": {str(number): path for number, path in view.weights.items()},
     }
 
 

@@ -23,6 +23,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune_optuna.lockstep import Remedies, useless_pruner
 from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.study import create_study
+from hydra_tune_optuna.weights import check_keeping, kept_weights
 
 _JOURNAL = "journal:"
 _REMEDIES = Remedies(
@@ -57,8 +58,11 @@ def run_sweep(request: SweepRequest) -> None:
         )
         if useless is not None:
             request.observer.warned(useless)
-        if num_left != 0:
-            _optimize(study, request, num_left)
+        try:
+            if num_left != 0:
+                _optimize(study, request, num_left)
+        finally:
+            request.observer.kept(kept_weights(study))
 
 
 @contextmanager
@@ -75,30 +79,41 @@ def _quiet() -> Iterator[None]:
 def _open(request: SweepRequest) -> PoolStudy:
     spec = request.spec
     try:
+        check_keeping(spec.keep_best, spec.weights_dir)
+    except ConfigError as error:
+        raise ConfigError(f"{spec.at('hydra.weights_dir')}: {error}") from error
+    try:
         study = create_study(
-            storage=_storage(spec.storage),
+            storage=open_storage(spec.storage),
             sampler=make_sampler(spec),
             pruner=make_pruner(spec.pruning),
             study_name=spec.study,
             direction=spec.goal,
             load_if_exists=True,
             executor=request.executor,
+            keep_best=spec.keep_best,
+            weights_dir=spec.weights_dir,
         )
     except Exception as error:
-        raise ConfigError(f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {_first(error)}") from error
+        raise ConfigError(
+            f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {first_line(error)}"
+        ) from error
     if study.direction.name.lower() != spec.goal:
         raise ConfigError(
             f"{spec.at('metric.goal')}: the study {study.study_name!r} in {spec.storage} is there already, and its "
             f"goal is {study.direction.name.lower()}, not {spec.goal}; give another hydra.study"
         )
+    study.tell_lost = request.observer.warned
     return study
 
 
-def _first(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, or its name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _storage(url: str | None) -> str | BaseStorage | None:
+def open_storage(url: str | None) -> str | BaseStorage | None:
+    """What Optuna takes for the storage of a sweep file."""
     if url is not None and url.startswith(_JOURNAL):
         return JournalStorage(JournalFileBackend(url.removeprefix(_JOURNAL).removeprefix("//")))
     return url

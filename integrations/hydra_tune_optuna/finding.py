@@ -1,0 +1,83 @@
+"""Finds the weights of a sweep afterwards: the entry point `optuna` of the group `hydra_tune.weights`. Creates nothing."""
+
+from pathlib import Path
+
+import optuna
+from optuna.study import Study
+
+from hydra_tune.cli.request import KeptTrial, WeightsQuery
+from hydra_tune.errors import ConfigError, WeightsError
+from hydra_tune_optuna.sweep import first_line, open_storage
+from hydra_tune_optuna.weights import weights_path
+
+_NUM_NAMED = 5
+_FILES = ("journal://", "journal:", "sqlite:///")
+
+
+def find_weights(query: WeightsQuery) -> KeptTrial:
+    """The weights that are asked for.
+
+    Args:
+        query: what is asked for.
+
+    Raises:
+        ConfigError: the storage, the study or the trial is not there, or the storage has several studies.
+        WeightsError: the weights are not kept, or no trial has completed.
+    """
+    study = _study(query)
+    if query.trial is None:
+        try:
+            trial = study.best_trial
+        except (ValueError, RuntimeError) as error:
+            raise WeightsError(
+                f"study {study.study_name!r} has no best trial: {first_line(error)} name one of its trials with --trial"
+            ) from error
+    else:
+        trials = study.get_trials(deepcopy=False)
+        if query.trial >= len(trials):
+            raise ConfigError(f"study {study.study_name!r} has no trial {query.trial}; it has {len(trials)}, from 0 on")
+        trial = trials[query.trial]
+    return KeptTrial(
+        study=study.study_name,
+        number=trial.number,
+        value=trial.values[0] if trial.values else None,
+        params=trial.params,
+        path=weights_path(study, trial, weights_dir=query.weights_dir),
+    )
+
+
+def _study(query: WeightsQuery) -> Study:
+    _check_file(query.storage)
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        storage = open_storage(query.storage)
+        assert storage is not None
+        names = sorted(optuna.get_all_study_names(storage))
+    except Exception as error:
+        raise ConfigError(f"the storage {query.storage!r} cannot be opened: {first_line(error)}") from error
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+    return optuna.load_study(study_name=_chosen(query, names), storage=storage)
+
+
+def _check_file(url: str) -> None:
+    """Optuna makes the file of a storage that is not there; who only looks wants to be told instead."""
+    prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
+    if prefix is not None:
+        path = Path(url.removeprefix(prefix).partition("?")[0])
+        if not path.is_file():
+            raise ConfigError(f"the storage {url!r} cannot be opened: there is no file {str(path)!r}")
+
+
+def _chosen(query: WeightsQuery, names: list[str]) -> str:
+    if not names:
+        raise ConfigError(f"there is no study in {query.storage}")
+    shown = ", ".join(map(repr, names[:_NUM_NAMED]))
+    if len(names) > _NUM_NAMED:
+        shown += f", and {len(names) - _NUM_NAMED} more"
+    if query.study is None and len(names) > 1:
+        raise ConfigError(f"there are {len(names)} studies in {query.storage}: {shown}; give the name of one")
+    if query.study is not None and query.study not in names:
+        raise ConfigError(f"there is no study {query.study!r} in {query.storage}; there is {shown}")
+    return query.study or names[0]
