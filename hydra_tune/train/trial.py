@@ -226,9 +226,13 @@ class Trial:
             if self._claimed is not None:
                 _IN_TRAINING.discard(self._claimed)
             self._claimed = None
-            if not keep:
-                self.module, self.optimizer, self.state = None, None, None
             self._plans.clear()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of all that holds weights: a trial has cycles, so that it may be there until the garbage collector comes by."""
+        self.module, self.optimizer, self.state = None, None, None
+        self._scheduler, self._operators, self._helpers = None, SplitOperators(), None
 
     def _hand_over(self, state: ModelState) -> None:
         try:

@@ -117,12 +117,20 @@ def test_what_optuna_does_not_list_is_found_too():
     assert "progress_bar" in dir(hydra_tune_optuna)
 
 
-def test_arguments_are_optunas_and_one_more():
+def test_libraries_note_things_of_a_study_in_its_storage():
+    study = optuna.create_study()
+    private.set_study_attribute(study, "hydra_tune:test", "noted")
+
+    assert private.study_attributes(study) == {"hydra_tune:test": "noted"}
+    assert study.user_attrs == {}
+
+
+def test_arguments_are_optunas_and_ours():
     for name in ("create_study", "load_study"):
         ours = inspect.signature(getattr(hydra_tune_optuna, name)).parameters
         stock = inspect.signature(getattr(optuna, name)).parameters
         assert [(p.name, p.kind, p.default) for p in stock.values()] == [
-            (p.name, p.kind, p.default) for p in ours.values() if p.name != "executor"
+            (p.name, p.kind, p.default) for p in ours.values() if p.name not in {"executor", "keep_best", "weights_dir"}
         ]
     assert [(p.name, p.default) for p in inspect.signature(optuna.Study.optimize).parameters.values()] == [
         (p.name, p.default) for p in inspect.signature(hydra_tune_optuna.PoolStudy.optimize).parameters.values()
