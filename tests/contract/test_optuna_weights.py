@@ -123,9 +123,7 @@ def test_pruned_failed_and_untrained_trials_are_not_kept(pool, tmp_path):
     assert [trial.state.name for trial in study.trials] == ["PRUNED", "PRUNED", "FAIL", "COMPLETE"]
     assert kept(study) == []
     assert not (tmp_path / "weights").exists()
-    with pytest.raises(
-        WeightsError, match="trial 0 of study .* are not kept: the trial is PRUNED, and only those of completed"
-    ):
+    with pytest.raises(WeightsError, match=r"trial 0 of .* not kept: the trial is PRUNED, and only those of completed"):
         study.load_module(0)
     with pytest.raises(WeightsError, match=r"there are none in .*; if the folder was moved, give weights_dir="):
         study.load_module(study.best_trial)

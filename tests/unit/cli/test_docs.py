@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hydra_tune.cli.best import best
 from hydra_tune.cli.distributions import DISTRIBUTIONS
 from hydra_tune.cli.plan import plan
 from hydra_tune.cli.simulate import simulate_command
@@ -48,7 +49,7 @@ def test_the_defaults_of_early_termination_are_the_documented_ones(kind):
     "option",
     [
         name
-        for option in (*sweep.params, *plan.params, *simulate_command.params, *trace.params)
+        for option in (*sweep.params, *plan.params, *best.params, *simulate_command.params, *trace.params)
         for name in option.opts
         if name.startswith("--")
     ],

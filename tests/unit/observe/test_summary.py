@@ -57,6 +57,16 @@ def test_the_event_log_is_named_in_one_piece(view):
     assert not any(line.startswith("event log") for line in printed(view))
 
 
+def test_the_weights_that_are_kept_are_named_in_one_piece_the_first_three(view):
+    paths = {number: f"/weights/{'x' * 100}/trial-{number}.safetensors" for number in (4, 1, 7, 2, 3)}
+    lines = printed(replace(view, weights=paths))
+    assert [line for line in lines if line.startswith("weights of trial")] == [
+        f"weights of trial {number}: {paths[number]}" for number in (4, 1, 7)
+    ]
+    assert "... and of 2 more beside them" in lines
+    assert to_json(replace(view, weights=paths))["weights"] == {str(number): path for number, path in paths.items()}
+
+
 def test_many_parameters_fit_80_columns(view):
     params = {f"parameter_{n}": 0.123456 * n for n in range(12)}
     trial = replace(view.trials[0], params=params)

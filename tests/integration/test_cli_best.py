@@ -1,0 +1,111 @@
+"""Weights of a sweep: kept by `hydra-tune sweep`, named at its end, and written where they are wanted by `hydra-tune best`."""
+
+import json
+import stat
+import subprocess
+import sys
+
+import optuna
+import pytest
+from click.testing import CliRunner
+
+from hydra_tune import load_module
+from hydra_tune.checkpoint.tensors import load_tensors
+from hydra_tune.cli.root import main
+from hydra_tune.train.plain import train_plain
+from tests.support.cli_project import Project
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A sweep of 4 trials that has kept 2, and what it said."""
+    project = Project(tmp_path_factory.mktemp("best"))
+    project.change("max_concurrent: 4", "max_concurrent: 2, keep_best: 2, storage: 'sqlite:///trials.db', study: first")
+    project.change("run_cap: 8", "run_cap: 4")
+    done = project.run("--json", "--no-log")
+    assert done.returncode == 0, done.stderr
+    return project, json.loads(done.stdout)
+
+
+@pytest.fixture
+def best(swept, monkeypatch):
+    monkeypatch.chdir(swept[0].folder)
+    return lambda *arguments: CliRunner().invoke(main, ["best", *map(str, arguments)])
+
+
+def test_the_sweep_names_the_files_and_best_writes_the_first(swept, best, tmp_path, monkeypatch):
+    project, report = swept
+    ranked = sorted(report["trials"], key=lambda trial: trial["value"])
+    assert [int(number) for number in report["weights"]] == [trial["number"] for trial in ranked[:2]]
+    assert len(list((project.folder / "weights").rglob("*.safetensors"))) == 2
+    done = best("space.yaml", "--out", tmp_path / "best.safetensors", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert (said["trial"], said["value"], said["params"]) == tuple(
+        ranked[0][key] for key in ("number", "value", "params")
+    )
+    assert said["weights"] == report["weights"][str(said["trial"])]
+    tensors, metadata = load_tensors(tmp_path / "best.safetensors")
+    assert (metadata["study"], metadata["trial"]) == ("first", str(said["trial"]))
+    assert stat.S_IMODE((tmp_path / "best.safetensors").stat().st_mode) == 0o600
+    monkeypatch.syspath_prepend(project.folder)
+    import model  # noqa: PLC0415 - the project's
+
+    task = model.build(**said["params"])
+    expected = train_plain(task).module.state_dict()
+    found = load_module(task, tmp_path / "best.safetensors").state_dict()
+    assert all(found[name].equal(tensor) and tensors[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_a_trial_by_number_from_a_study_by_name(swept, best, tmp_path):
+    second = list(swept[1]["weights"])[1]
+    done = best("first", "--storage", "sqlite:///trials.db", "--trial", second, "--out", tmp_path / "it")
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith(f"trial {second} of first, value ")
+    assert done.output.endswith(f"weights: {tmp_path / 'it'}\n")
+
+
+def test_what_cannot_be_had_is_said_and_nothing_is_written(swept, best, tmp_path):
+    out = tmp_path / "out"
+    dropped = next(trial["number"] for trial in swept[1]["trials"] if str(trial["number"]) not in swept[1]["weights"])
+    url = f"sqlite:///{tmp_path}/two.db"
+    for name in ("one", "two"):
+        optuna.create_study(storage=url, study_name=name)
+    (tmp_path / "random.yaml").write_text("task: model:build\nmetric: {name: val_loss}\n")
+    cases = [
+        (1, ["space.yaml", "--trial", dropped], "raise keep_best, or take one of these"),
+        (1, ["one", "--storage", url], "study 'one' has no best trial"),
+        (2, ["space.yaml", "--trial", 99], "study 'first' has no trial 99; it has 4, from 0 on"),
+        (2, ["nothing.yaml"], "there is no sweep file 'nothing.yaml'; if it is the name of a study, give --storage"),
+        (2, ["first", "--storage", "sqlite:///nowhere.db"], "cannot be opened: there is no file 'nowhere.db'"),
+        (2, ["first", "--storage", "journal:nowhere.log"], "cannot be opened: there is no file 'nowhere.log'"),
+        (2, ["first", "--storage", "nonsense://x"], "the storage 'nonsense://x' cannot be opened: "),
+        (2, ["third", "--storage", url], "there is no study 'third' in"),
+        (2, [tmp_path / "random.yaml", "--storage", url], "there are 2 studies in"),
+        (2, [tmp_path / "random.yaml"], "the sweep has no hydra.storage"),
+    ]
+    for code, arguments, message in cases:
+        done = best(*arguments, "--out", out)
+        assert (done.exit_code, message in done.stderr) == (code, True), (arguments, done.output)
+    assert not out.exists()
+    assert not (swept[0].folder / "nowhere.db").exists()
+
+
+def test_a_file_is_replaced_only_by_force(best, tmp_path):
+    out = tmp_path / "out"
+    out.write_text("mine")
+    done = best("space.yaml", "--out", out)
+    assert done.exit_code == 2
+    assert "is there already; give another --out, or --force to replace it" in done.stderr
+    assert out.read_text() == "mine"
+    assert best("space.yaml", "--out", out, "--force").exit_code == 0
+    assert load_tensors(out)[1]["study"] == "first"
+    assert best("space.yaml", "--out", tmp_path).exit_code == 2
+    assert best("space.yaml", "--out", tmp_path / "no" / "out").exit_code == 2
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from hydra_tune.cli.root import main; main(['best', '-h'], standalone_mode=False)"
+    code += "; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
