@@ -5,9 +5,9 @@ from pathlib import Path
 
 import click
 
-from hydra_tune.cli.request import WeightsQuery
 from hydra_tune.cli.sweep import USAGE
 from hydra_tune.cli.sweep_file import read_sweep_file
+from hydra_tune.cli.weights_query import WeightsQuery
 from hydra_tune.errors import ConfigError
 
 _EXIT_CODES = """\b

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from hydra_tune.checkpoint.tensors import load_tensors, save_tensors
-from hydra_tune.cli.request import WeightsQuery
 from hydra_tune.cli.run import DONE, FAILED, INTERRUPTED, TUNER, USAGE
 from hydra_tune.cli.tuners import find_finder
+from hydra_tune.cli.weights_query import WeightsQuery
 from hydra_tune.errors import ConfigError, FileError, WeightsError
 from hydra_tune.observe import text
 

@@ -6,7 +6,8 @@ The engine knows no tuning framework: tuners announce themselves.
 from importlib.metadata import entry_points
 from typing import cast
 
-from hydra_tune.cli.request import Tuner, WeightsFinder
+from hydra_tune.cli.request import Tuner
+from hydra_tune.cli.weights_query import WeightsFinder
 from hydra_tune.errors import ConfigError
 
 _TUNERS, _FINDERS = "hydra_tune.tuners", "hydra_tune.weights"

@@ -5,7 +5,7 @@ from pathlib import Path
 import optuna
 from optuna.study import Study
 
-from hydra_tune.cli.request import KeptTrial, WeightsQuery
+from hydra_tune.cli.weights_query import KeptTrial, WeightsQuery
 from hydra_tune.errors import ConfigError, WeightsError
 from hydra_tune_optuna.sweep import first_line, open_storage
 from hydra_tune_optuna.weights import weights_path

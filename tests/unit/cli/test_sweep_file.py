@@ -371,3 +371,12 @@ def test_aliases_that_multiply_are_refused(problems):
 
 def test_a_byte_order_mark_is_no_content(read):
     assert read(b"\xef\xbb\xbf" + GOOD.encode()).task == "train:build"
+
+
+def test_weights_are_kept_where_it_is_said(read, problems):
+    spec = read(GOOD + "hydra: {keep_best: 3, weights_dir: kept}\n")
+    assert (spec.keep_best, spec.weights_dir, spec.engine) == (3, "kept", {})
+    assert problems(GOOD + "hydra: {weights_dir: kept}\n") == [
+        "space.yaml:4:9: hydra.weights_dir: is where weights are kept, and none are; add keep_best: 1 or more"
+    ]
+    assert problems(GOOD + "hydra: {keep_best: 0}\n") == ["space.yaml:4:20: hydra.keep_best: must be >= 1, not 0"]
