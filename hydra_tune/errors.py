@@ -73,6 +73,10 @@ class WeightsError(HydraTuneError, ValueError):
     """Weights that are not kept, or do not fit the model that is to have them."""
 
 
+class CheckpointError(HydraTuneError):
+    """A checkpoint that cannot be made, found, read, or used for what is asked."""
+
+
 class BlockStateError(HydraTuneError):
     """A block of memory in a state that cannot follow the one it was in: a fault of hydra-tune; the message has its story."""
 

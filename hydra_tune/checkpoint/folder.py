@@ -1,0 +1,276 @@
+"""A trial's folder of checkpoints: two generations, each whole or not there, and read with what was noted of its bytes.
+
+Note: generations. One is three files: `00000007.safetensors`, `00000007.json`, and `00000007.manifest`, which has the sizes and
+SHA-256 of what is in the other two and is put there last. Without its manifest a generation is not there; what a killed process
+has left of one is removed by the next that opens the folder. Only once a generation is whole does the one before the last go,
+so that a last one which turns out to be damaged has one before it.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_tune.checkpoint.files import file_error, make_private_folder, remove_file, remove_leftovers, write_file
+from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.tensors import load_tensors, save_tensors
+from hydra_tune.errors import CheckpointError, FileError
+
+_FORMAT = "hydra-tune checkpoint"
+_VERSION = 1
+_FILE = re.compile(r"([0-9]{8})\.(safetensors|json|manifest)")
+_LOCK = "lock"
+_KEPT = 2
+_LOGGER = logging.getLogger(__name__)
+
+
+class CheckpointFolder:
+    """The folder of one trial, which nobody else writes to as long as it is open.
+
+    Args:
+        path: where it is, or will be.
+
+    Raises:
+        CheckpointError: another process, or another trial of this one, has it open; or it is a link.
+        FileError: it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.is_symlink():
+            raise CheckpointError(f"the folder of checkpoints {str(path)!r} is a link; give the folder it leads to")
+        make_private_folder(path)
+        self._lock = _locked(path)
+        try:
+            _check_private(path)
+            remove_leftovers(path)
+            self._remove_unfinished()
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, saved: Saved) -> Path:
+        """Add a generation, and let the one before the last go.
+
+        Args:
+            saved: what to write; nobody changes its tensors meanwhile.
+
+        Returns:
+            The manifest's path.
+
+        Raises:
+            FileError: it cannot be written; the generations that were there are as they were.
+        """
+        numbers = generations(self.path)
+        name = f"{max(numbers, default=0) + 1:08d}"
+        tensors, facts, manifest = (self.path / f"{name}.{kind}" for kind in ("safetensors", "json", "manifest"))
+        try:
+            save_tensors(tensors, saved.tensors)
+            text = json.dumps({"facts": saved.facts, "labels": saved.labels}, allow_nan=False).encode()
+            write_file(facts, text)
+            noted = {
+                "format": _FORMAT,
+                "version": _VERSION,
+                "facts": {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()},
+                "tensors": {"bytes": tensors.stat().st_size, "sha256": checksum(saved.tensors)},
+            }
+            write_file(manifest, json.dumps(noted).encode())
+        except BaseException:
+            with contextlib.suppress(FileError):  # the first error is the one to tell
+                self._remove(int(name))
+            raise
+        self.keep(_KEPT)
+        return manifest
+
+    def keep(self, count: int) -> None:
+        """Remove all but the last generations.
+
+        Raises:
+            FileError: the system refuses.
+        """
+        for number in generations(self.path)[count:]:
+            self._remove(number)
+
+    def go_back_to(self, manifest: Path) -> None:
+        """Remove the generations after one of this folder, which its trial goes on from: they are damaged, or not wanted.
+
+        Raises:
+            FileError: the system refuses.
+        """
+        for number in generations(self.path):
+            if number > int(manifest.stem):
+                self._remove(number)
+
+    def remove(self) -> None:
+        """Remove all generations and, if nothing else is in it, the folder; and close it.
+
+        Raises:
+            FileError: the system refuses.
+        """
+        try:
+            self.keep(0)
+            remove_file(self.path / _LOCK)
+            with contextlib.suppress(OSError):  # something else is in it, which is not ours
+                self.path.rmdir()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let others have the folder. May be called again."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def _remove(self, number: int) -> None:
+        for kind in ("manifest", "safetensors", "json"):  # without its manifest the rest is nothing
+            remove_file(self.path / f"{number:08d}.{kind}")
+
+    def _remove_unfinished(self) -> None:
+        whole = set(generations(self.path))
+        for path in list(self.path.iterdir()):
+            found = _FILE.fullmatch(path.name)
+            if found is not None and int(found[1]) not in whole:
+                remove_file(path)
+
+
+def generations(folder: Path) -> list[int]:
+    """Numbers of the generations in a folder, the newest first.
+
+    Raises:
+        FileError: the folder cannot be read.
+    """
+    try:
+        found = [_FILE.fullmatch(path.name) for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise file_error("read", folder, error) from error
+    return sorted((int(each[1]) for each in found if each is not None and each[2] == "manifest"), reverse=True)
+
+
+def load_checkpoint(path: Path) -> Saved:
+    """Read the last good checkpoint.
+
+    Args:
+        path: a trial's folder, or the manifest of one generation.
+
+    Returns:
+        What was saved. If the last generation is damaged that is the one before it, and a warning says so.
+
+    Raises:
+        CheckpointError: there is none, or none that is whole.
+    """
+    if not path.is_dir():
+        found = _FILE.fullmatch(path.name)
+        if found is None or found[2] != "manifest" or not path.exists():
+            raise CheckpointError(
+                f"there is no checkpoint at {str(path)!r}; give the folder of a trial in checkpoint_dir"
+            )
+        return _load(path.parent, int(found[1]))
+    refused: list[str] = []
+    for number in generations(path):
+        try:
+            saved = _load(path, number)
+        except (CheckpointError, FileError) as error:
+            refused.append(str(error))
+            continue
+        if refused:
+            _LOGGER.warning("A checkpoint is damaged; going on from the one before it, %s: %s", saved.path, refused[-1])
+        return saved
+    if not refused:
+        raise CheckpointError(f"there is no checkpoint in {str(path)!r}; give the folder of a trial in checkpoint_dir")
+    raise CheckpointError(f"no checkpoint in {str(path)!r} can be used: {'; '.join(refused)}")
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of tensors on the host: names, kinds, shapes and all bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        kind = f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode()
+        digest.update(struct.pack("<Q", len(kind)) + kind)
+        flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+        if flat.numel():
+            digest.update((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()))  # numpy may not be installed
+    return digest.hexdigest()
+
+
+def _load(folder: Path, number: int) -> Saved:
+    manifest = folder / f"{number:08d}.manifest"
+    noted = _parsed(manifest, _read(manifest))
+    if not isinstance(noted, dict) or noted.get("format") != _FORMAT:
+        raise CheckpointError(f"{str(manifest)!r} is no checkpoint of hydra-tune, whatever its name")
+    if noted.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{str(manifest)!r} has version {noted.get('version')!r}, and this release reads {_VERSION}; use the release that "
+            "has written it"
+        )
+    facts_path, tensors_path = manifest.with_suffix(".json"), manifest.with_suffix(".safetensors")
+    text = _read(facts_path)
+    _check(facts_path, noted.get("facts"), len(text), lambda: hashlib.sha256(text).hexdigest())
+    tensors, _ = load_tensors(tensors_path)
+    _check(tensors_path, noted.get("tensors"), tensors_path.stat().st_size, lambda: checksum(tensors))
+    content = _parsed(facts_path, text)
+    return Saved(facts=content["facts"], labels=content["labels"], tensors=tensors, path=manifest)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise file_error("read", path, error) from error
+
+
+def _parsed(path: Path, text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{str(path)!r} is damaged, or was never a checkpoint: {error}") from error
+
+
+def _check(path: Path, noted: Any, size: int, digest: Any) -> None:
+    if not isinstance(noted, dict) or noted.get("bytes") != size:
+        expected = noted.get("bytes") if isinstance(noted, dict) else None
+        raise CheckpointError(f"{str(path)!r} is damaged: {expected} bytes were written, and there are {size}")
+    found = digest()
+    if found != noted.get("sha256"):
+        raise CheckpointError(f"{str(path)!r} is damaged: its SHA-256 was {noted.get('sha256')}, and is {found}")
+
+
+def _locked(path: Path) -> int:
+    try:
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise file_error("write", path / _LOCK, error) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise CheckpointError(
+            f"the checkpoints in {str(path)!r} are in use by a trial that is running, here or in another process; wait until "
+            "it is over, or submit under another name"
+        ) from error
+    return lock
+
+
+def _check_private(path: Path) -> None:
+    """Whoever can write to the folder can replace what a trial goes on from."""
+    mode = path.stat().st_mode
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise CheckpointError(
+            f"the folder of checkpoints {str(path)!r} can be written by others (mode {stat.S_IMODE(mode):04o}); have it "
+            f"writable by its owner alone: chmod 700 {path}"
+        )

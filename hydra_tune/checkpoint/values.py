@@ -1,0 +1,177 @@
+"""Python values as JSON and tensors, and back: the same types and the same bits, or refused by name. Nothing is unpickled.
+
+What JSON has no word for is an object with the key `$`, which says what it is: a tuple, a set, a float that is not finite, a
+tensor by its name, and so on. A dict that JSON could mistake for that, or whose keys are no texts, is a list of pairs.
+"""
+
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_tune.errors import CheckpointError
+
+_TAG = "$"
+_PLAIN = (type(None), bool, int, str)
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A value as what JSON can hold, and its tensors apart.
+
+    Args:
+        value: plain values, tensors, arrays of numpy, and containers of such, to any depth.
+        name: of the value, for tensors and errors.
+        tensors: by name; those of the value are added as they are, not copied.
+
+    Raises:
+        CheckpointError: it has something that is none of these; the message names it.
+    """
+    try:
+        return _encoded(value, name, tensors)
+    except RecursionError:
+        raise CheckpointError(f"{name} cannot be saved: it contains itself, or is nested too deep") from None
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `encode`.
+
+    Args:
+        value: as `encode` has returned it, perhaps through JSON.
+        tensors: by name; what they are in the value afterwards are these very tensors.
+
+    Raises:
+        CheckpointError: `encode` never gives this.
+    """
+    try:
+        return _decoded(value, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"what was saved cannot be read: {error!r}; it was not written by this release"
+        ) from error
+
+
+def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {_TAG: "float", "is": str(value)}
+    if kind is dict and _TAG not in value and all(type(key) is str for key in value):
+        return {key: _encoded(item, f"{name}.{key}", tensors) for key, item in value.items()}
+    if kind is list:
+        return _items(value, name, tensors)
+    encoder = _ENCODERS.get(kind)
+    if encoder is not None:
+        return encoder(value, name, tensors)
+    if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
+        flat = torch.from_numpy(value.reshape(-1).copy())
+        is_scalar = kind.__name__ != "ndarray"
+        return {_TAG: "numpy", "is": _put(flat, name, tensors), "shape": list(value.shape), "scalar": is_scalar}
+    raise CheckpointError(
+        f"{name} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it keeps numbers, texts, "
+        "tensors, and lists, tuples, sets and dicts of these; keep something like that there, or train without checkpoints"
+    )
+
+
+def _items(values: Any, name: str, tensors: dict[str, Tensor]) -> list[Any]:
+    return [_encoded(item, f"{name}.{index}", tensors) for index, item in enumerate(values)]
+
+
+def _pairs(value: Any, name: str, tensors: dict[str, Tensor]) -> list[Any]:
+    return [[_encoded(k, f"a key of {name}", tensors), _encoded(v, f"{name}.{k}", tensors)] for k, v in value.items()]
+
+
+def _put(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
+    found, number = name, 1
+    while found in tensors:
+        number += 1
+        found = f"{name}#{number}"
+    tensors[found] = tensor.detach()
+    return found
+
+
+def _defaultdict(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    makers = {None: None, int: "int", float: "float", list: "list", dict: "dict"}
+    if value.default_factory not in makers:
+        raise CheckpointError(
+            f"{name} is a defaultdict of {value.default_factory!r}, which cannot be saved; make it a dict"
+        )
+    return {_TAG: "defaultdict", "is": _pairs(value, name, tensors), "of": makers[value.default_factory]}
+
+
+def _tagged(kind: str, inner: Callable[[Any, str, dict[str, Tensor]], Any]) -> Callable[..., Any]:
+    return lambda value, name, tensors: {_TAG: kind, "is": inner(value, name, tensors)}
+
+
+def _text(value: Any, name: str, tensors: dict[str, Tensor]) -> str:
+    del name, tensors
+    return str(value)
+
+
+_ENCODERS: dict[type, Callable[[Any, str, dict[str, Tensor]], Any]] = {
+    Tensor: _tagged("tensor", _put),
+    tuple: _tagged("tuple", _items),
+    torch.Size: _tagged("size", _items),
+    set: _tagged("set", _items),
+    frozenset: _tagged("frozenset", _items),
+    dict: _tagged("dict", _pairs),
+    OrderedDict: _tagged("ordered", _pairs),
+    Counter: _tagged("counter", _pairs),
+    defaultdict: _defaultdict,
+    deque: lambda v, name, tensors: {_TAG: "deque", "is": _items(v, name, tensors), "maxlen": v.maxlen},
+    torch.dtype: _tagged("dtype", lambda v, *_: str(v).removeprefix("torch.")),
+    torch.device: _tagged("device", _text),
+    complex: _tagged("complex", lambda v, name, tensors: _items((v.real, v.imag), name, tensors)),
+    bytes: _tagged("bytes", lambda v, *_: v.hex()),
+}
+
+_MAKERS: dict[str | None, Any] = {None: None, "int": int, "float": float, "list": list, "dict": dict}
+
+
+def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: _decoded(item, tensors) for key, item in value.items()}
+    kind = value[_TAG]
+    if kind in ("tensor", "numpy"):
+        return _tensor(value, tensors[value["is"]])
+    content = _decoded(value["is"], tensors)
+    if kind == "defaultdict":
+        return defaultdict(_MAKERS[value["of"]], content)
+    return deque(content, maxlen=value["maxlen"]) if kind == "deque" else _DECODERS[kind](content)
+
+
+def _tensor(value: Mapping[str, Any], tensor: Tensor) -> Any:
+    if value[_TAG] == "tensor":
+        return tensor
+    array = tensor.numpy().reshape(value["shape"])
+    return array[()] if value["scalar"] else array
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return found
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "tuple": tuple,
+    "size": torch.Size,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": lambda pairs: Counter(dict(pairs)),
+    "dtype": _dtype,
+    "device": torch.device,
+    "complex": lambda parts: complex(*parts),
+    "bytes": bytes.fromhex,
+}

@@ -1,0 +1,175 @@
+"""A trial's folder: two generations, whole or not there; damage is noticed, and the one before is used and said so."""
+
+import logging
+import os
+import pickle
+import stat
+
+import pytest
+import torch
+
+from hydra_tune.checkpoint import files, folder
+from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
+from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.errors import CheckpointError, FileError
+
+
+def saved(number: int) -> Saved:
+    return Saved(facts={"number": number}, tensors={"a": torch.full((1000,), float(number))}, labels={"trial": "1"})
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A folder with two generations."""
+    made = CheckpointFolder(tmp_path / "trial")
+    for number in (1, 2, 3):
+        made.write(saved(number))
+    made.close()
+    return made.path
+
+
+def number_of(found: Saved) -> int:
+    assert found.tensors["a"].unique().tolist() == [found.facts["number"]]
+    return found.facts["number"]
+
+
+def test_the_last_of_two_generations_is_read(written):
+    assert generations(written) == [3, 2]
+    assert len(list(written.iterdir())) == 7
+    found = load_checkpoint(written)
+    assert (number_of(found), found.labels) == (3, {"trial": "1"})
+    assert number_of(load_checkpoint(written / "00000002.manifest")) == 2
+
+
+def test_it_is_private_to_the_user(written):
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in written.iterdir()}
+    assert (stat.S_IMODE(written.stat().st_mode), modes) == (0o700, {0o600})
+
+
+@pytest.mark.parametrize("kind", ["manifest", "json", "safetensors"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "gone", "foreign", "pickle"])
+def test_damage_is_noticed_and_the_one_before_is_used(written, kind, damage, caplog):
+    path = written / f"00000003.{kind}"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    ran = written.parent / "ran"
+
+    class Evil:
+        def __reduce__(self):
+            return ran.write_text, ("it has run",)
+
+    damaged = {
+        "truncated": path.read_bytes()[:-7],
+        "flipped": bytes(content),
+        "empty": b"",
+        "gone": None,
+        "foreign": b'{"format": "something else"}',
+        "pickle": pickle.dumps(Evil()),
+    }[damage]
+    path.unlink() if damaged is None else path.write_bytes(damaged)
+    with caplog.at_level(logging.WARNING):
+        assert number_of(load_checkpoint(written)) == 2
+    assert not ran.exists()
+    without_manifest = damage == "gone" and kind == "manifest"  # as if it had never been whole
+    assert ["damaged" in record.message and "00000002" in record.message for record in caplog.records] == (
+        [] if without_manifest else [True]
+    )
+
+
+def test_every_flipped_bit_is_noticed(tmp_path):
+    made = CheckpointFolder(tmp_path / "trial")
+    small = Saved(facts={"a": 1}, tensors={"t": torch.arange(3.0)}, labels={})
+    made.write(small)
+    made.close()
+    for path in sorted(made.path.glob("0*")):
+        whole = path.read_bytes()
+        for bit in range(0, len(whole) * 8, 5):
+            content = bytearray(whole)
+            content[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(bytes(content))
+            try:
+                found = load_checkpoint(made.path)
+            except CheckpointError:
+                continue
+            assert (found.facts, found.tensors["t"].tolist()) == ({"a": 1}, [0.0, 1.0, 2.0]), (path, bit)
+        path.write_bytes(whole)
+
+
+def test_nothing_whole_is_an_error_that_says_all(written):
+    for path in written.glob("*.json"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*00000003.*00000002"):
+        load_checkpoint(written)
+
+
+def test_no_checkpoint_is_said(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load_checkpoint(tmp_path / "none")
+
+
+def test_one_at_a_time(tmp_path):
+    made = CheckpointFolder(tmp_path / "trial")
+    with pytest.raises(CheckpointError, match="in use"):
+        CheckpointFolder(tmp_path / "trial")
+    made.close()
+    CheckpointFolder(tmp_path / "trial").close()
+
+
+def test_what_a_killed_process_left_is_removed(written):
+    for name in ("00000009.safetensors", "00000009.json", ".00000009.manifest.999999999-" + "0" * 32 + ".tmp"):
+        (written / name).write_bytes(b"half")
+    (written / "notes.txt").write_text("the user's")
+    CheckpointFolder(written).close()
+    assert sorted(path.name for path in written.iterdir() if "9" in path.name) == []
+    assert (written / "notes.txt").exists()
+    assert number_of(load_checkpoint(written)) == 3
+
+
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
+    (tmp_path / "trial").mkdir()
+    (tmp_path / "trial").chmod(0o777)
+    with pytest.raises(CheckpointError, match="chmod 700"):
+        CheckpointFolder(tmp_path / "trial")
+
+
+def test_a_link_is_refused(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "trial").symlink_to(tmp_path / "real")
+    with pytest.raises(CheckpointError, match="is a link"):
+        CheckpointFolder(tmp_path / "trial")
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_a_full_disk_leaves_what_was_there(written, monkeypatch, call):
+    """Refused at each rename and flush of a folder in turn."""
+    made = CheckpointFolder(written)
+    real, count = files._flush_folder, iter(range(100))
+
+    def full(path):
+        if next(count) == call:
+            raise OSError(28, "No space left on device")
+        real(path)
+
+    monkeypatch.setattr(files, "_flush_folder", full)
+    if call < 3:  # after the third, the manifest's, the generation is whole
+        with pytest.raises(FileError, match="No space left"):
+            made.write(saved(4))
+        assert number_of(load_checkpoint(written)) == 3
+        assert generations(written) == [3, 2]
+        monkeypatch.undo()
+        made.write(saved(5))
+        assert number_of(load_checkpoint(written)) == 5
+    else:
+        with pytest.raises(FileError, match="No space left"):
+            made.write(saved(4))
+        assert number_of(load_checkpoint(written)) == 4 or generations(written)[0] == 3
+    made.close()
+
+
+def test_removed_for_good(written):
+    CheckpointFolder(written).remove()
+    assert not written.exists()
+    assert folder.generations(written) == []
+    assert os.path.lexists(written.parent)
