@@ -24,7 +24,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     Args:
         value: plain values, tensors, arrays of numpy, and containers of such, to any depth.
         name: of the value, for tensors and errors.
-        tensors: by name; those of the value are added as they are, not copied.
+        tensors: by name; those of the value are added, the very objects.
 
     Raises:
         CheckpointError: it has something that is none of these; the message names it.
@@ -89,7 +89,7 @@ def _put(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
     while found in tensors:
         number += 1
         found = f"{name}#{number}"
-    tensors[found] = tensor.detach()
+    tensors[found] = tensor
     return found
 
 

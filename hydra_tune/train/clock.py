@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping
 
 _WEIGHT = 0.1  # of a new measurement against what was known
 _MOST = 2.0  # times what was known: a unit that took longer was held up by something else
+_COUNTED = ("batches_per_epoch", "validation_batches", "epoch", "steps", "evaluations", "evaluated_batches")
 _UPDATE_BYTES_PER_SECOND = 2e9  # a first guess for updates, which the pilot does not run
 
 
@@ -73,6 +74,15 @@ class Progress:
         self.steps = 0
         self.evaluations = 0
         self.evaluated_batches = 0
+
+    def state(self) -> dict[str, int | None]:
+        """What has been counted, for `restore`."""
+        return {name: getattr(self, name) for name in _COUNTED}
+
+    def restore(self, state: Mapping[str, int | None]) -> None:
+        """Go on counting from there."""
+        for name in _COUNTED:
+            setattr(self, name, state[name])
 
     @property
     def num_steps(self) -> int | None:

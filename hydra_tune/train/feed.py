@@ -1,19 +1,40 @@
 """`Feed`: the batches of one trial, as a plain loop in a process of its own would draw them, whatever other trials draw.
 
 Knows nothing of models, shards or devices.
+
+Note: skipping. A pass that was under way when a trial was saved is begun again from where all streams and samplers stood at its
+beginning, and the batches that the trial has had are drawn and dropped, or where a loader's indices alone tell the next ones,
+only those. What is drawn then is drawn beside other training, so it has other random numbers: where the next batches depend on
+the ones before by more than the order of torch's samplers, as in a generator that draws, a pass can only be saved at its end.
 """
 
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe, Sampler
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from hydra_tune.errors import TaskError
 from hydra_tune.task import Batch, DataHandle
 from hydra_tune.train import workers
 from hydra_tune.train.data import make_loader
 from hydra_tune.train.own import OwnCopies
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Batches that a pass need not give any more.
+
+    Args:
+        count: how many.
+        then: called when they have been skipped, before the next is drawn.
+    """
+
+    count: int
+    then: Callable[[], None]
 
 
 class Feed:
@@ -22,9 +43,20 @@ class Feed:
     Args:
         batch_size: samples per batch, for a handle that is a `Dataset`.
         own_code: returns the context manager in which the user's code runs: with the trial's own random streams.
+        mark: another value whenever these streams have moved.
+
+    Attributes:
+        may_skip: whether batches of the last pass that was begun, as far as it has come, may be skipped by another.
     """
 
-    def __init__(self, batch_size: int | None, own_code: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(
+        self,
+        batch_size: int | None,
+        own_code: Callable[[], AbstractContextManager[object]],
+        mark: Callable[[], Hashable] = int,
+    ) -> None:
+        self.may_skip = True
+        self._mark = mark
         self._batch_size = batch_size
         self._own_code = own_code
         self._own = OwnCopies()
@@ -41,40 +73,55 @@ class Feed:
         elif isinstance(handle, Dataset):
             self._own.stream_in(handle)
 
-    def draw(self, handle: DataHandle, *, shuffle: bool) -> Generator[Batch, None, None]:
+    def states(self) -> list[Any]:
+        """Where the trial's own copies of samplers and generators stand, for `restore`."""
+        return self._own.states()
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Have them stand where those of another feed of the same task stood."""
+        self._own.restore(states)
+
+    def draw(self, handle: DataHandle, *, shuffle: bool, skip: Skip | None = None) -> Generator[Batch, None, None]:
         """The batches of one pass, each drawn with the trial's own streams and not before it is needed.
 
         Args:
             handle: a data handle of the task.
             shuffle: whether a `Dataset` is read in random order.
+            skip: what of the pass is not wanted.
 
         Raises:
-            TaskError: data that cannot be iterated, or workers that cannot be started.
+            TaskError: data that cannot be iterated, or workers that cannot be started; or fewer batches than are to be skipped.
         """
+        self.may_skip = True
         with self._own_code():
             given = self._own.stream_in(handle) if isinstance(handle, Dataset) else handle
             batches: Any = make_loader(given, self._batch_size, shuffle)
         if isinstance(batches, DataLoader) and not isinstance(handle, Dataset):
             batches = self._own.loader(batches)
         if isinstance(batches, DataLoader) and batches.num_workers > 0:
-            yield from self._draw_from_workers(batches)
+            yield from self._draw_from_workers(batches, skip)
             return
         with self._own_code():
             iterator = iter(batches)
-        yield from self._rest(iterator, self._own_code)
+        by_index = isinstance(batches, DataLoader) and _has_plain_order(batches)
+        if skip is not None and by_index and isinstance(iterator, _SingleProcessDataLoaderIter):
+            self._skip(_Indices(iterator), self._own_code, skip)
+            skip = None
+        yield from self._rest(iterator, self._own_code, skip, watched=not by_index)
 
     def close(self) -> None:
         """End the workers of every pass that has not ended, and those that stay from pass to pass."""
         for iterator in list(self._with_workers):
             workers.end(iterator)
 
-    def _draw_from_workers(self, loader: DataLoader[Any]) -> Iterator[Batch]:
+    def _draw_from_workers(self, loader: DataLoader[Any], skip: Skip | None) -> Iterator[Batch]:
         iterator = self._start(loader)
         # Waiting for a worker must not keep other trials from their streams.
-        around = nullcontext if _draws_at_its_start_only(loader) else self._own_code
+        at_start = _draws_at_its_start_only(loader)
+        around = nullcontext if at_start else self._own_code
         try:
             with workers.death_explained():
-                yield from self._rest(iterator, around)
+                yield from self._rest(iterator, around, skip, watched=not at_start)
         finally:
             if not loader.persistent_workers:
                 workers.end(iterator)
@@ -90,14 +137,59 @@ class Feed:
         loader._iterator = iterator if loader.persistent_workers else None  # noqa: SLF001
         return iterator
 
-    def _rest(self, iterator: Iterator[Batch], around: Callable[[], AbstractContextManager[object]]) -> Iterator[Batch]:
+    def _rest(
+        self,
+        iterator: Iterator[Batch],
+        around: Callable[[], AbstractContextManager[object]],
+        skip: Skip | None,
+        *,
+        watched: bool,
+    ) -> Iterator[Batch]:
+        if skip is not None:
+            self._skip(iterator, around, skip)
+        before = self._mark() if watched else 0
         while True:
             with around():
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
+            if watched:
+                self.may_skip = self.may_skip and self._mark() == before
             yield batch
+            before = self._mark() if watched else 0
+
+    @staticmethod
+    def _skip(iterator: Iterator[Any], around: Callable[[], AbstractContextManager[object]], skip: Skip) -> None:
+        for number in range(skip.count):
+            with around():
+                try:
+                    next(iterator)
+                except StopIteration:
+                    raise TaskError(
+                        f"the trial was saved after batch {skip.count} of a pass over train, and now the pass has {number}: "
+                        "the data is not what it was"
+                    ) from None
+        skip.then()
+
+
+class _Indices:
+    """The indices of a loader's next batches, in place of the batches."""
+
+    def __init__(self, iterator: _SingleProcessDataLoaderIter) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> "_Indices":
+        return self
+
+    def __next__(self) -> Any:
+        self._iterator._num_yielded += 1  # noqa: SLF001 - as its own next() does
+        return self._iterator._next_index()  # type: ignore[no-untyped-call]  # noqa: SLF001 - moves the sampler
+
+
+def _has_plain_order(loader: DataLoader[Any]) -> bool:
+    """Whether which samples come next depends on nothing but how far the pass is."""
+    return not isinstance(loader.dataset, IterableDataset) and _draws_at_its_start_only(loader)
 
 
 def _draws_at_its_start_only(loader: DataLoader[Any]) -> bool:

@@ -9,6 +9,7 @@ total to the last bit, since the norm of a single number is that number.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,6 +89,16 @@ class Gradients:
             )
         self._norms.clear()
         self._found_inf = False
+
+    def state(self) -> dict[str, Any]:
+        """The loss scale between two steps, for `restore`."""
+        return {"scale": self._scale, "growth": self._growth}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with a loss scale; without one where none is asked for."""
+        if self._scale is not None and state["scale"] is not None:
+            self._scale.copy_(state["scale"])
+            self._growth.copy_(state["growth"])
 
     def _take_norms(self, gradients: Mapping[str, Tensor]) -> None:
         if not gradients:

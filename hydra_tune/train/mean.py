@@ -2,11 +2,21 @@
 
 
 class Mean:
-    """Adds values with their weights."""
+    """Adds values with their weights.
 
-    def __init__(self) -> None:
-        self._total = 0.0
-        self._weight = 0
+    Args:
+        total: of the values so far, each times its weight.
+        weight: of all of them.
+    """
+
+    def __init__(self, total: float = 0.0, weight: int = 0) -> None:
+        self._total = total
+        self._weight = weight
+
+    @property
+    def parts(self) -> tuple[float, int]:
+        """What makes the same mean again."""
+        return self._total, self._weight
 
     def add(self, value: float, weight: int) -> None:
         """One value that stands for `weight` samples."""

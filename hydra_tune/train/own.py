@@ -8,13 +8,15 @@ Data itself is never copied.
 import copy
 import random
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe, Sampler
 
 from hydra_tune.errors import TaskError
+from hydra_tune.train.own_states import give_state, state_of
 
 
 class OwnCopies:
@@ -22,6 +24,20 @@ class OwnCopies:
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[object, Any]] = {}
+        self._waiting: deque[Any] = deque()  # states of copies that are not made yet
+
+    def states(self) -> list[Any]:
+        """Where the copies stand that live, in the order in which they were made."""
+        copies = [(_resolved(held), own) for held, own in list(self._copies.values())]
+        known = {id(own) for _, own in copies}
+        return [state_of(original, own, known) for original, own in copies]
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Have the copies stand where others stood that were made in the same order; those to come, when they are made."""
+        self._waiting = deque(states)
+        for _, own in list(self._copies.values()):
+            if self._waiting:
+                give_state(own, self._waiting.popleft())
 
     def loader(self, original: DataLoader[Any]) -> DataLoader[Any]:
         """The trial's copy of a loader; always the same one.
@@ -111,7 +127,13 @@ class OwnCopies:
         except TypeError:
             held = original
         self._copies[key] = held, own
+        if self._waiting:
+            give_state(own, self._waiting.popleft())
         return own
+
+
+def _resolved(held: object) -> object:
+    return held() if isinstance(held, weakref.ref) else held
 
 
 def _is_stream(value: object) -> bool:

@@ -8,8 +8,9 @@ exists from that unit's first update on. What no shard uses stays on the host.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -175,6 +176,59 @@ class ModelState:
         group = self._new_group(Kind.OPTIMIZER, list(fresh.values()), device)
         self._adopted.update(fresh)
         self._optimizer_groups.setdefault(names, []).append(group)
+
+    def adopt_saved(self, saved: Mapping[str, Mapping[str, Any]], device: Device) -> None:
+        """Take over optimizer state from a checkpoint, in groups on the host unless it never leaves the host anyway.
+
+        Args:
+            saved: by parameter and key, on the host.
+            device: any device of the pool.
+        """
+        for name, entries in saved.items():
+            self.optimizer.state[self.tensors[name]] = dict(entries)
+        shards = self.layout.plan.shards
+        if any(shard.cost.updates_on_host for shard in shards):
+            return
+        shared = [shard.trained for shard in shards if shard.trained]
+        rest = tuple(name for name in saved if not any(name in names for names in shared))
+        for names in (*shared, rest):
+            found = {
+                (name, key): value
+                for name in names
+                for key, value in self.optimizer.state.get(self.tensors[name], {}).items()
+                if isinstance(value, Tensor)
+                and (device.torch_device.type == "cpu" or not self._stays_on_host(name, key))
+            }
+            if found:
+                group = self._new_group(Kind.OPTIMIZER, list(found.values()), device)
+                self._adopted.update(found)
+                self._optimizer_groups.setdefault(names, []).append(group)
+
+    def _stays_on_host(self, name: str, key: str) -> bool:
+        """As `Optimizer.load_state_dict` has it: step counters beside GPUs, unless kernels there read them."""
+        tensor = self.tensors[name]
+        group = next(g for g in self.optimizer.param_groups if any(p is tensor for p in g["params"]))
+        return key == "step" and not (group.get("capturable") or group.get("fused"))
+
+    def copy_out(self, targets: Mapping[int, Tensor]) -> None:
+        """Copy tensors of the state to the host, wherever they are; no unit of the trial runs.
+
+        Args:
+            targets: by `id` of a tensor, where its bytes go; others than the state's are left alone.
+        """
+        for block in self._blocks():
+            with block.lock:  # one after the other, so that devices may have the room of all the others meanwhile
+                for tensor in block.tensors:
+                    if id(tensor) in targets:
+                        targets[id(tensor)].copy_(tensor.detach())
+
+    def aliases(self) -> dict[int, Tensor]:
+        """By `id` of each of the state's tensors, another of the same bytes, which stay as they are until a unit runs."""
+        found: dict[int, Tensor] = {}
+        for block in self._blocks():
+            with block.lock:
+                found |= {id(tensor): tensor.detach() for tensor in block.tensors}
+        return found
 
     def bring_home(self) -> None:
         """Everything on the host."""

@@ -7,11 +7,12 @@ Generators of GPUs are one per device and used by that device's worker alone, so
 """
 
 import copy
+import ctypes
 import importlib
 import importlib.util
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -97,6 +98,30 @@ class RandomStreams:
     def skip(self, count: int) -> None:
         """Move the torch CPU stream on, as `draws_between` counts."""
         _skip(self._torch, count)
+
+    def state(self) -> dict[str, Any]:
+        """Where all streams stand, for `restore`: plain values and tensors."""
+        return {
+            "torch": self._torch.get_state(),
+            "python": self._python_state,
+            "numpy": self._numpy_state,
+            "gpu": self._gpu_state,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Have the streams stand where others stood; not while anything draws."""
+        self._torch.set_state(state["torch"].clone())  # torch reads past the start of a view
+        self._python_state = state["python"]
+        if self._numpy is not None and state["numpy"] is not None:
+            self._numpy_state = state["numpy"]
+        self._gpu_state = state["gpu"]
+
+    def mark_of_all(self) -> Hashable:
+        """Another value whenever any stream has moved that code on the host draws from."""
+        torch_state, numpy_state = self._torch.get_state(), self._numpy_state
+        own = ctypes.string_at(torch_state.data_ptr(), torch_state.numel())
+        drawn = None if numpy_state is None else (numpy_state[1].tobytes(), *numpy_state[2:])
+        return hash((own, self._python_state, drawn))
 
     @contextmanager
     def everything(self) -> Iterator[None]:

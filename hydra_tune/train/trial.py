@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -28,9 +28,11 @@ from hydra_tune.shard.operators import SplitOperators, split_operators
 from hydra_tune.shard.unbuilt import is_unbuilt
 from hydra_tune.task import TrainTask
 from hydra_tune.train.arrange import arrange
+from hydra_tune.train.capture import Beginning, Built, Place, decoded, encoded, place_after
 from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import no_batch, num_batches, num_samples
-from hydra_tune.train.feed import Feed
+from hydra_tune.train.described import copied, is_of_the_pass
+from hydra_tune.train.feed import Feed, Skip
 from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.helpers import Arrangement, Helpers, drawn_bytes
 from hydra_tune.train.hooks import refuse_gradient_hooks
@@ -38,6 +40,7 @@ from hydra_tune.train.host_share import HostShare, fixed_bytes, largest_bytes
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.pieces import Piece, check_pieces, pieces
 from hydra_tune.train.plans import Kept, TrialPlans
+from hydra_tune.train.snapshot import Keeper, Snapshot
 from hydra_tune.train.spread import Spread
 from hydra_tune.train.state import ModelState, check_optimizer
 from hydra_tune.train.step import EvaluationStep, PendingUnit
@@ -73,6 +76,8 @@ class Trial:
         helpers: asked before a step whose batches may run side by side, if anybody could help.
         host: counts host copies and sends some to disk; None: the host has room for all.
         tenant: the trial, for `host`.
+        beginning: what it goes on from; None: it begins anew.
+        keeper: who saves it between its steps; None: nobody does.
     """
 
     def __init__(
@@ -83,6 +88,9 @@ class Trial:
         helpers: Helpers | None = None,
         host: HostTier | None = None,
         tenant: Tenant | None = None,
+        *,
+        beginning: Beginning | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.task = task
         self.history: list[dict[str, float]] = []
@@ -107,8 +115,14 @@ class Trial:
         self._tenant = tenant
         self._streams = RandomStreams(task.seed)
         self._gradients = Gradients(task)
-        self._feed = Feed(task.batch_size, self._own_code)
+        self._feed = Feed(task.batch_size, self._own_code, self._streams.mark_of_all)
         self._scheduler: Any = None
+        self._beginning = beginning
+        self._keeper = keeper
+        self._built: Built | None = None
+        self._saved_optimizer: dict[str, Any] = {}  # until there are groups for it
+        self._place: Place | None = None  # while the trial may be saved
+        self._pass_began: dict[str, Any] = {}
         self._operators = SplitOperators()
         self._share = HostShare(host, tenant)
         self._plans = TrialPlans(task, library, self._streams, device, self._share)
@@ -259,21 +273,27 @@ class Trial:
         for handle in (task.train, task.validate):
             self._feed.check(handle)
         module, optimizer = self._build()
-        for epoch in range(task.epochs):
+        first = self._begin()
+        for epoch in range(first.epoch, task.epochs):
             self.progress.epoch = epoch
-            self.progress.batches_per_epoch = yield from self._train_epoch(module, optimizer, epoch)
-            if task.report_every == "epoch":
-                yield from self._report(epoch, epoch)
+            place = first if epoch == first.epoch else Place(epoch=epoch)
+            if not place.is_over:
+                self.progress.batches_per_epoch = yield from self._train_epoch(module, optimizer, place)
+                if task.report_every == "epoch":
+                    over = Place(epoch=epoch, batches=self.progress.batches_per_epoch, is_over=True)
+                    yield from self._report(epoch, over)
             if task.scheduler_interval == "epoch":
                 self._step_scheduler()
+            self._reached(Place(epoch=epoch + 1))
+        self._adopt_saved()
 
     def _train_epoch(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, epoch: int
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, place: Place
     ) -> Generator[PendingUnit | Spread | Report, None, int]:
-        """One pass over the training data; returns the number of its batches."""
-        count = 0
+        """One pass over the training data, or the rest of one; returns the number of its batches."""
+        epoch, count = place.epoch, place.batches
         step: OptimizerStep | None = None
-        drawn = self._draw(self.task.train, shuffle=True)
+        drawn = self._draw_pass(count)
         try:
             while True:
                 try:
@@ -293,10 +313,10 @@ class Trial:
                     yield from self._train_part(step, kept, leaves, piece)
                 if step is not None and step.is_full:
                     done, step = step, None
-                    yield from self._finish(done, epoch)
+                    yield from self._finish(done, Place(epoch=epoch, batches=count))
             if step is not None:
                 done, step = step, None
-                yield from self._finish(done, epoch)
+                yield from self._finish(done, Place(epoch=epoch, batches=count))
         finally:
             if step is not None:
                 step.close()
@@ -353,6 +373,7 @@ class Trial:
         if self.state is None:
             self._share.check(kept.plan)
             self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant)
+            self._adopt_saved()
             self.num_shards = len(kept.plan.shards)
         self._train_times, self._step_left = kept.times, kept.times.total
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, how)
@@ -374,7 +395,7 @@ class Trial:
         if self.state is not None:
             self._share.change([self.state.layout.plan, *self._plans.all])
 
-    def _finish(self, step: OptimizerStep, epoch: int) -> Generator[PendingUnit | Spread | Report, None, None]:
+    def _finish(self, step: OptimizerStep, place: Place) -> Generator[PendingUnit | Spread | Report, None, None]:
         """The end of an optimizer step, and what is due after it."""
         task = self.task
         try:
@@ -388,7 +409,8 @@ class Trial:
         if task.scheduler_interval == "step":
             self._step_scheduler()
         if task.report_every != "epoch" and self.progress.steps % task.report_every == 0:
-            yield from self._report(self.progress.steps, epoch)
+            yield from self._report(self.progress.steps, place)
+        self._reached(place)
 
     def _build(self, building: AbstractContextManager[object] | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
         task = self.task
@@ -411,7 +433,92 @@ class Trial:
             refuse_gradient_hooks(module)
         module.train()
         self.module, self.optimizer = module, optimizer
+        if self._keeper is not None or self._beginning is not None:
+            self._built = Built(task=task, module=module, optimizer=optimizer, scheduler=self._scheduler)
         return module, optimizer
+
+    def _begin(self) -> Place:
+        """Take over what the trial goes on from; returns where that is."""
+        beginning, self._beginning = self._beginning, None
+        if beginning is None:
+            return Place()
+        assert self._built is not None
+        state = decoded(beginning.saved)
+        if beginning.only_weights:
+            self._built.restore_weights(state)
+            return Place()
+        found = self._built.compare(state, allows_changes=beginning.allows_changes)
+        with self._own_code():
+            self._built.restore(state)
+        self._saved_optimizer = state["optimizer"]
+        place = place_after(state, found)
+        if not any(what == "task.seed" for what, _, _ in found):
+            self._streams.restore(state["streams"])
+        if not any(is_of_the_pass(change) for change in found):
+            self._feed.restore(state["feed"])
+        self._gradients.restore(state["gradients"])
+        self._interval = Mean(*state["interval"])
+        self.progress.restore(state["progress"])
+        self.history, self.metrics, self.units_run = state["history"], state["metrics"], state["units_run"]
+        self._started = time.perf_counter() - state["seconds"]
+        self._pass_began = state["pass_began"]
+        return place
+
+    def _adopt_saved(self) -> None:
+        """Give the optimizer the state that the trial goes on with, where there is one."""
+        saved, self._saved_optimizer = self._saved_optimizer, {}
+        if self.state is not None:
+            self.state.adopt_saved(saved, self._device)
+        elif saved:  # nothing was left to train
+            assert self.module is not None
+            assert self.optimizer is not None
+            named = dict(self.module.named_parameters())
+            self.optimizer.state.update({named[name]: entries for name, entries in saved.items()})
+
+    def _reached(self, place: Place, *, at_report: bool = False) -> None:
+        """The trial is between two steps, and may be saved."""
+        if self._keeper is None or (place.batches and not place.is_over and not self._feed.may_skip):
+            return
+        self._place = place
+        try:
+            last = self.task.epochs - 1
+            is_last = place.epoch > last or (place.is_over and place.epoch == last)
+            self._keeper.reached(self, steps=self.progress.steps, at_report=at_report, is_last=is_last)
+        finally:
+            self._place = None
+
+    def snapshot(self) -> Snapshot:
+        """The state between two steps, where it lies.
+
+        Raises:
+            CheckpointError: it has something that no checkpoint can hold.
+        """
+        assert self._built is not None
+        assert self._place is not None, "a step is under way"
+        in_pass = self._place.batches > 0 and not self._place.is_over
+        facts, tensors = encoded(
+            self._built.module,
+            self._built.state()
+            | {
+                "place": asdict(self._place),
+                "streams": self._streams.state(),
+                "feed": self._feed.states(),
+                "pass_began": self._pass_began if in_pass else {},
+                "gradients": self._gradients.state(),
+                "interval": self._interval.parts,
+                "progress": self.progress.state(),
+                "history": self.history,
+                "metrics": self.metrics,
+                "units_run": self.units_run,
+                "seconds": time.perf_counter() - self._started,
+            },
+        )
+        return Snapshot(facts=facts, tensors=tensors, state=self.state)
+
+    @property
+    def may_be_saved(self) -> bool:
+        """Whether the trial waits between two steps."""
+        return self._place is not None
 
     def _claim(self, module: nn.Module) -> None:
         """A module belongs to one trial at a time."""
@@ -427,7 +534,26 @@ class Trial:
         """The batches of one pass, each drawn with the trial's own streams and not before it is needed."""
         return self._feed.draw(handle, shuffle=shuffle)
 
-    def _report(self, step: int, epoch: int) -> Generator[PendingUnit | Report, None, None]:
+    def _draw_pass(self, skipped: int) -> Generator[Any, None, None]:
+        """The batches of a training pass, but for those that the trial had before it was saved."""
+        if not skipped:
+            self._pass_began = {} if self._keeper is None else self._data_state()
+            return self._draw(self.task.train, shuffle=True)
+        now, began = self._data_state(), self._pass_began
+
+        def go_on() -> None:
+            self._streams.restore(now["streams"])
+            self._feed.restore(now["feed"])
+
+        self._streams.restore(began["streams"])
+        self._feed.restore(copied(began["feed"]))
+        return self._feed.draw(self.task.train, shuffle=True, skip=Skip(skipped, go_on))
+
+    def _data_state(self) -> dict[str, Any]:
+        """Where all stands that the next batches depend on."""
+        return {"streams": self._streams.state(), "feed": copied(self._feed.states())}
+
+    def _report(self, step: int, place: Place) -> Generator[PendingUnit | Report, None, None]:
         metrics = {"train_loss": self._interval.value()}
         self._interval = Mean()
         if self.task.validate is not None:
@@ -438,10 +564,31 @@ class Trial:
                 raise MetricError(f"metric {name!r} is not reported; reported are {', '.join(metrics)}")
         self.metrics = metrics
         seconds = time.perf_counter() - self._started
-        self.history.append({"step": step, "epoch": epoch, "seconds": seconds, **metrics})
+        self.history.append({"step": step, "epoch": place.epoch, "seconds": seconds, **metrics})
+        self._reached(place, at_report=True)
+        if not place.batches or place.is_over or self._feed.may_skip:
+            self._place = place  # whoever is asked to answer may save the trial meanwhile
         yield Report(step=step, metrics=dict(metrics))
+        self._place = None
+
+    def _make_state(self) -> None:
+        """Plan a training step without taking it, for a trial that goes on with an evaluation."""
+        assert self.module is not None
+        assert self.optimizer is not None
+        now = self._data_state()
+        drawn = self._draw(self.task.train, shuffle=True)
+        try:
+            piece = next(pieces(next(drawn), self.task.split_batches))
+        finally:
+            drawn.close()
+        leaves = batches.flatten(piece.batch)
+        self._new_step(self._plans.find(self.module, self.optimizer, None, piece.batch, leaves, "train")).close()
+        self._streams.restore(now["streams"])
+        self._feed.restore(now["feed"])
 
     def _evaluate(self) -> Generator[PendingUnit, None, dict[str, Mean]]:
+        if self.state is None:
+            self._make_state()
         assert self.module is not None
         assert self.optimizer is not None
         assert self.state is not None

@@ -1,0 +1,121 @@
+"""`Attributes`: what objects of the user's keep beside their tensors, as far as it has changed since they were made."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_tune.checkpoint.values import encode
+from hydra_tune.errors import CheckpointError
+
+_GONE = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """An attribute as it was: the very object and, where it is a plain value, how that reads."""
+
+    value: object
+    text: str | None
+
+
+class Attributes:
+    """Attributes of some objects, held against what they were when this was made.
+
+    Args:
+        what: the objects are, for errors.
+        objects: gives them with their names, now as later.
+        left_out: attributes that are saved elsewhere.
+        tied: tensors that are saved elsewhere; what holds any of them is taken to be as its constructor makes it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        objects: Callable[[], Iterable[tuple[str, object]]],
+        left_out: frozenset[str],
+        tied: Iterable[Tensor] = (),
+    ) -> None:
+        self._tied = {id(tensor) for tensor in tied}
+        self._what = what
+        self._objects = objects
+        self._left_out = left_out
+        self._before = {
+            (path, name): _Seen(value, self._read(value)[0])
+            for path, one in objects()
+            for name, value in self._attributes(one)
+        }
+
+    def changed(self) -> dict[str, dict[str, Any]]:
+        """By object and name, what is not as it was, and all tensors; what is gone is not there.
+
+        Raises:
+            CheckpointError: something that no checkpoint can hold was put there since.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for path, one in self._objects():
+            for name, value in self._attributes(one):
+                before = self._before.get((path, name), _Seen(_GONE, None))
+                text, has_tensors = self._read(value)
+                if text is None:
+                    self._refuse_new(path, name, value, before.value)
+                elif has_tensors or text != before.text:
+                    found.setdefault(path, {})[name] = value
+        return found
+
+    def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Have attributes be what `changed` said."""
+        for path, one in self._objects():
+            for name, value in saved.get(path, {}).items():
+                present = vars(one).get(name, _GONE)
+                # A tensor that is the same stays, for other objects may hold it as well.
+                if not (isinstance(value, Tensor) and isinstance(present, Tensor) and same_value(value, present)):
+                    setattr(one, name, value)
+
+    def _attributes(self, one: object) -> Iterable[tuple[str, Any]]:
+        return [(name, value) for name, value in vars(one).items() if name not in self._left_out]
+
+    def _read(self, value: Any) -> tuple[str | None, bool]:
+        """How a value reads, None where no checkpoint can hold it; and whether it has tensors."""
+        tensors: dict[str, Tensor] = {}
+        try:
+            text = json.dumps(encode(value, "", tensors))
+        except CheckpointError:
+            return None, False
+        is_tied = any(id(tensor) in self._tied for tensor in tensors.values())
+        return (None, False) if is_tied else (text, bool(tensors))
+
+    def _refuse_new(self, path: str, name: str, value: object, before: object) -> None:
+        if value is before or callable(value):
+            return
+        try:
+            encode(value, f"attribute {'.'.join(filter(None, (path, name)))!r} of the {self._what}", {})
+        except CheckpointError as error:
+            raise CheckpointError(f"this trial cannot be checkpointed: {error}") from None
+        raise CheckpointError(
+            f"this trial cannot be checkpointed: attribute {'.'.join(filter(None, (path, name)))!r} of the {self._what} holds "
+            "parameters or buffers, and was put there while it trained; put it there in the constructor"
+        )
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values that a checkpoint can hold are the same, to the last bit; False where one is of another kind."""
+    found: list[tuple[str, dict[str, Tensor]]] = []
+    for value in (one, other):
+        tensors: dict[str, Tensor] = {}
+        try:
+            found.append((json.dumps(encode(value, "", tensors)), tensors))
+        except CheckpointError:
+            return one is other
+    (text, tensors), (other_text, others) = found
+    return text == other_text and all(_same_bits(tensor, others[name]) for name, tensor in tensors.items())
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    left, right = (each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(left, right)

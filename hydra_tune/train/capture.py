@@ -1,0 +1,228 @@
+"""A trial's state between two steps: out, as values and tensors, and into a trial that has just been built.
+
+Note: what is saved. Parameters and buffers, those that `state_dict` leaves out included; the optimizer's state and the options
+of its groups, by the parameters' names; the scheduler; the loss scale; all random streams; where samplers and generators of the
+data stand, now and when the pass under way began; reports and counts; and attributes of model and optimizer that have changed.
+What factories make is not saved: the model's and the optimizer's classes are those of the task that goes on.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.values import decode, encode
+from hydra_tune.errors import CheckpointError
+from hydra_tune.shard.capture import named_state
+from hydra_tune.task import TrainTask
+from hydra_tune.train.attributes import Attributes
+from hydra_tune.train.described import (
+    Change,
+    changes,
+    describe,
+    hyperparameters,
+    in_words,
+    is_essential,
+    is_of_the_pass,
+    merged,
+    schedule_of,
+)
+
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
+_OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step"})  # a scheduler puts its own step there
+_WEIGHT = "model."
+"""How the names of parameters and buffers begin in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a trial is in its data.
+
+    Attributes:
+        epoch: the pass it is in.
+        batches: those of the pass that it has had.
+        is_over: whether the pass is over and has been reported, but the epoch's scheduler has not stepped.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """What a trial begins from.
+
+    Attributes:
+        saved: a checkpoint.
+        allows_changes: whether the task may differ from the one that was saved; what has been changed is then as it is now.
+        only_weights: whether parameters and buffers are all that is taken, and the trial begins at its beginning.
+    """
+
+    saved: Saved
+    allows_changes: bool = False
+    only_weights: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Built:
+    """What a trial's factories have built, to be saved and restored.
+
+    Args:
+        task, module, optimizer, scheduler: the trial's, when they have just been built.
+    """
+
+    task: TrainTask
+    module: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    _description: dict[str, Any] = field(init=False)
+    _module_attributes: Attributes = field(init=False)
+    _optimizer_attributes: Attributes = field(init=False)
+
+    def __post_init__(self) -> None:
+        tied = [tensor for _, tensor in named_state(self.module)]
+        self._description = describe(self.task, self.module, self.optimizer, self.scheduler)
+        self._module_attributes = Attributes("model", self.module.named_modules, _MODULE_INTERNALS, tied)
+        self._optimizer_attributes = Attributes("optimizer", lambda: [("", self.optimizer)], _OPTIMIZER_INTERNALS, tied)
+
+    def state(self) -> dict[str, Any]:
+        """The state of all of them but for parameters and buffers; its tensors are the live ones.
+
+        Raises:
+            CheckpointError: an attribute that no checkpoint can hold.
+        """
+        named = dict(named_state(self.module))
+        names = {id(tensor): name for name, tensor in named.items()}
+        states = [(key, value) for key, value in self.optimizer.state.items() if value != {}]
+        return {
+            "made_for": self._description,
+            "trained": [name for name, tensor in named.items() if tensor.requires_grad],
+            "extra": {path: one.get_extra_state() for path, one in _with_extra_state(self.module)},
+            "attributes": self._module_attributes.changed(),
+            "optimizer": {names[id(p)]: value for p, value in states if isinstance(p, Tensor)},
+            "optimizer_other": {key: value for key, value in states if not isinstance(key, Tensor)},
+            "groups": [hyperparameters(group) for group in self.optimizer.param_groups],
+            "optimizer_attributes": self._optimizer_attributes.changed(),
+            "schedule": None if self.scheduler is None else schedule_of(self.scheduler),
+        }
+
+    def compare(self, state: Mapping[str, Any], *, allows_changes: bool) -> list[Change]:
+        """Where the task that was saved is not this one.
+
+        Raises:
+            CheckpointError: it differs, and may not, or in what the state hangs on.
+        """
+        found = changes(state["made_for"], self._description)
+        essential = [change for change in found if is_essential(change)]
+        if essential:
+            raise CheckpointError(
+                f"the checkpoint is of another model or optimizer: {in_words(essential)}; go on with the task it was saved "
+                "from, or begin another from its weights (warm_start)"
+            )
+        if found and not allows_changes:
+            raise CheckpointError(
+                f"the checkpoint is of another task: {in_words(found)}; go on with the task it was saved from, or allow what "
+                "has changed with resume='allow-changes'"
+            )
+        return found
+
+    def restore_weights(self, state: Mapping[str, Any]) -> None:
+        """Take parameters and buffers only.
+
+        Raises:
+            CheckpointError: they are not this model's.
+        """
+        parts = ("parameters", "buffers")
+        found = changes({p: state["made_for"][p] for p in parts}, {p: self._description[p] for p in parts})
+        if found:
+            raise CheckpointError(f"the checkpoint has the weights of another model: {in_words(found)}")
+        self._copy_weights(state)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Have all be as it was, but for the optimizer's state of parameters: that is for whoever has places for it."""
+        self._copy_weights(state)
+        trained = set(state["trained"])
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(name in trained)
+        for path, one in _with_extra_state(self.module):
+            if path in state["extra"]:
+                one.set_extra_state(state["extra"][path])
+        self._module_attributes.restore(state["attributes"])
+        self._restore_schedule(state)
+        for index, group in enumerate(self.optimizer.param_groups):
+            self._restore_group(group, state["groups"][index], state["made_for"]["groups"][index])
+        self.optimizer.state.update(state["optimizer_other"])
+        self._optimizer_attributes.restore(state["optimizer_attributes"])
+
+    def _copy_weights(self, state: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for name, tensor in named_state(self.module):
+                tensor.copy_(state["model"][name])
+
+    def _restore_schedule(self, state: Mapping[str, Any]) -> None:
+        built = state["made_for"]["schedule"]
+        if self.scheduler is None or state["made_for"]["scheduler"] != self._description["scheduler"]:
+            return  # another scheduler begins here
+        fresh = self.scheduler.state_dict()
+        self.scheduler.load_state_dict(fresh | merged(state["schedule"], built, schedule_of(self.scheduler)))
+
+    @staticmethod
+    def _restore_group(group: dict[str, Any], saved: Mapping[str, Any], built: Mapping[str, Any]) -> None:
+        """Options as they were; one that the task has changed is new, and a new rate goes on where a scheduler had it."""
+        now = hyperparameters(group)
+        found: dict[str, Any] = merged(dict(saved), dict(built), now)
+        if not isinstance(found.get("lr"), Tensor) and now.get("lr") != built.get("lr") and built.get("lr"):
+            found["lr"] = now["lr"] if saved["lr"] == built["lr"] else now["lr"] * (saved["lr"] / built["lr"])
+        for key, value in found.items():
+            present = group.get(key)
+            if isinstance(value, Tensor) and isinstance(present, Tensor) and value.shape == present.shape:
+                present.copy_(value)  # a scheduler may hold the very tensor
+            else:
+                group[key] = value
+
+
+def encoded(module: nn.Module, parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A trial's state as what JSON can hold, and its tensors by name; the tensors are the live ones.
+
+    Args:
+        module: whose parameters and buffers are among them.
+        parts: the rest.
+
+    Raises:
+        CheckpointError: something that no checkpoint can hold; the message names it.
+    """
+    tensors = {_WEIGHT + name: tensor for name, tensor in named_state(module)}
+    return {name: encode(value, name, tensors) for name, value in parts.items()}, tensors
+
+
+def decoded(saved: Saved) -> dict[str, Any]:
+    """A trial's state from a checkpoint.
+
+    Raises:
+        CheckpointError: it is not one of a trial.
+    """
+    parts: dict[str, Any] = decode(dict(saved.facts), saved.tensors)
+    parts["model"] = {n.removeprefix(_WEIGHT): tensor for n, tensor in saved.tensors.items() if n.startswith(_WEIGHT)}
+    missing = {"made_for", "optimizer", "streams", "place"} - parts.keys()
+    if missing:
+        raise CheckpointError(f"the checkpoint has no {min(missing)!r}, and is none of a trial")
+    return parts
+
+
+def place_after(state: Mapping[str, Any], found: list[Change]) -> Place:
+    """Where a trial goes on, its task having changed so."""
+    place = Place(**state["place"])
+    if place.batches and not place.is_over and any(is_of_the_pass(change) for change in found):
+        return Place(epoch=place.epoch)
+    return place
+
+
+def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, one in module.named_modules():
+        if type(one).get_extra_state is not nn.Module.get_extra_state:
+            yield path, one

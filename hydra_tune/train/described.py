@@ -1,0 +1,168 @@
+"""What a checkpoint was made for: the task and what its factories built, in words that can be compared.
+
+A checkpoint is used by the same task again, and what differs is said by name: of most things it is then refused, unless whoever
+asks allows changes; what the state itself hangs on (parameters, buffers, the optimizer's class) can never differ.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from hydra_tune.checkpoint.values import decode, encode
+from hydra_tune.errors import CheckpointError
+from hydra_tune.shard.capture import named_state
+from hydra_tune.task import DataHandle, TrainTask, length_of
+from hydra_tune.train.attributes import same_value
+
+_TASK = (
+    "epochs", "batch_size", "accumulate", "split_batches", "split_operators", "max_grad_norm", "precision", "compile",
+    "scheduler_interval", "report_every", "seed",
+)  # fmt: skip
+_OF_THE_PASS = ("task.train", "task.batch_size", "task.seed")
+_ESSENTIAL = ("parameters", "buffers", "optimizer", "members", "task.split_operators")
+_MISSING = "nothing"
+
+Change = tuple[str, Any, Any]
+"""What differs, what it was, and what it is now."""
+
+
+def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+    """What a task is and has built, before it trains; plain values and tensors.
+
+    Args:
+        task: the task.
+        module: as its factory has just built it; so are the others.
+        optimizer: see `module`.
+        scheduler: see `module`; None if there is none.
+    """
+    named = dict(named_state(module))
+    names = {id(tensor): name for name, tensor in named.items()}
+    return {
+        "torch": torch.__version__.partition("+")[0],
+        "task": {
+            **{name: _plain(getattr(task, name)) for name in _TASK},
+            "train": _data(task.train),
+            "validate": _data(task.validate),
+        },
+        "parameters": {name: _kind(tensor) for name, tensor in named.items() if isinstance(tensor, nn.Parameter)},
+        "buffers": {name: _kind(tensor) for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)},
+        "optimizer": _class(optimizer),
+        "members": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
+        "groups": [copied(hyperparameters(group)) for group in optimizer.param_groups],
+        "scheduler": None if scheduler is None else _class(scheduler),
+        "schedule": None if scheduler is None else copied(schedule_of(scheduler)),
+    }
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group without its parameters; tensors are copied, for the optimizer and schedulers change them in place."""
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def copied(value: Any) -> Any:
+    """A copy that stays as it is, down to the values that a checkpoint can hold; others are shared."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        found = encode(value, "", tensors)
+    except CheckpointError:
+        return {key: copied(item) for key, item in value.items()} if isinstance(value, dict) else value
+    return decode(found, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def schedule_of(scheduler: Any) -> dict[str, Any]:
+    """The state of a scheduler, without functions, which its factory makes again."""
+    state: Mapping[str, Any] = scheduler.state_dict()
+    return {key: value for key, value in state.items() if not callable(value)}
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Where two descriptions differ."""
+    return list(_changes("", saved, now))
+
+
+def is_essential(change: Change) -> bool:
+    """Whether the saved state cannot be used where this differs."""
+    return _is_part_of(change, _ESSENTIAL)
+
+
+def is_of_the_pass(change: Change) -> bool:
+    """Whether a pass over the data that was under way has to begin anew."""
+    return _is_part_of(change, _OF_THE_PASS)
+
+
+def in_words(found: list[Change]) -> str:
+    """Changes as a text."""
+    shown = [f"{what}: {old!r} when it was saved, {new!r} now" for what, old, new in found[:6]]
+    return "; ".join(shown) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")  # noqa: PLR2004 - a few are enough
+
+
+def merged(saved: Any, built: Any, now: Any) -> Any:
+    """A saved value, but where what it was built as has been changed, the new one.
+
+    Args:
+        saved: the value when it was saved.
+        built: what the factories had made then, before any training.
+        now: what they have made now.
+    """
+    if isinstance(saved, dict) and isinstance(built, dict) and isinstance(now, dict):
+        return {
+            key: merged(value, built[key], now[key]) if key in built and key in now else value
+            for key, value in saved.items()
+        }
+    if isinstance(saved, list) and isinstance(built, list) and isinstance(now, list):
+        if len(saved) == len(built) == len(now):
+            return [merged(*each) for each in zip(saved, built, now, strict=True)]
+        return now if len(built) != len(now) else saved
+    return saved if same_value(built, now) else now
+
+
+def _changes(path: str, saved: Any, now: Any) -> Iterator[Change]:
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys((*saved, *now)):
+            yield from _changes(f"{path}.{key}".lstrip("."), saved.get(key, _MISSING), now.get(key, _MISSING))
+    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        for index, (old, new) in enumerate(zip(saved, now, strict=True)):
+            yield from _changes(f"{path}.{index}", old, new)
+    elif not same_value(saved, now):
+        yield path, saved, now
+
+
+def _is_part_of(change: Change, parts: tuple[str, ...]) -> bool:
+    return any(change[0] == part or change[0].startswith(f"{part}.") for part in parts)
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _class(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _data(handle: DataHandle | None) -> Any:
+    """What is known of data without drawing any."""
+    if handle is None:
+        return None
+    if isinstance(handle, DataLoader):
+        order = type(handle.sampler if handle.batch_sampler is None else handle.batch_sampler).__name__
+        inner = type(handle.sampler).__name__
+        return {
+            "of": _data(handle.dataset),
+            "batch_size": handle.batch_size,
+            "order": [order, inner],
+            "workers": handle.num_workers,
+        }
+    name = getattr(handle, "__qualname__", None) if not hasattr(handle, "__getitem__") else None
+    return {"is": type(handle).__name__ if name is None else "a callable", "samples": length_of(handle)}

@@ -1,0 +1,58 @@
+"""Trials run by hand on one device, saved between two steps and gone on with by another: no pool, no files, no threads."""
+
+import json
+from typing import Any
+
+from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.memory.pager import Pager
+from hydra_tune.shard.library import Budget, PlanLibrary
+from hydra_tune.task import TrainTask
+from hydra_tune.train.capture import Beginning
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.trial import Trial, run_unit
+
+
+class Collector:
+    """Saves a trial after each of its steps, and at reports."""
+
+    def __init__(self) -> None:
+        self.saved: list[Saved] = []
+
+    def reached(self, trial, *, steps, at_report, is_last) -> None:
+        found = trial.snapshot().copied({"steps": steps, "at_report": at_report})
+        facts = json.loads(json.dumps(found.facts, allow_nan=False))
+        self.saved.append(Saved(facts=facts, tensors=found.tensors, labels=found.labels))
+
+
+def library(budget_bytes: int = 64 * 2**20, **options: Any) -> PlanLibrary:
+    return PlanLibrary(Budget(budget_bytes=budget_bytes, buffer_fraction=0.0, alignment=64, **options))
+
+
+def run(task: TrainTask, keeper: Any = None, beginning: Beginning | None = None, **options: Any) -> Trial:
+    """Train to the end; the trial keeps its weights."""
+    device = CpuDevice(0, 64 * 2**20)
+    pager = Pager(device)
+    trial = Trial(task, library(**options), device, keeper=keeper, beginning=beginning)
+    try:
+        with device.worker():
+            while (step := trial.advance()) is not None:
+                if isinstance(step, PendingUnit):
+                    run_unit(step, device, pager, None)
+        trial.close(keep=True)
+    finally:
+        device.close()
+    return trial
+
+
+def outcome(trial: Trial) -> dict[str, Any]:
+    """All that has to be the same."""
+    assert trial.module is not None
+    assert trial.optimizer is not None
+    history = [{key: value for key, value in entry.items() if key != "seconds"} for entry in trial.history]
+    return {
+        "state": dict(trial.module.state_dict()),
+        "optimizer": trial.optimizer.state_dict(),
+        "history": history,
+        "metrics": trial.metrics,
+    }
