@@ -6,8 +6,9 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -15,16 +16,19 @@ from typing import Any, Literal, Self
 import psutil
 
 from hydra_tune import __version__
+from hydra_tune.checkpoint.folder import load_checkpoint
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import num_cores, open_device, open_devices, parse_bandwidth
 from hydra_tune.devices.link import link_of
-from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
 from hydra_tune.observe.eventlog import EventLog, check_log_path
+from hydra_tune.pool.checkpoints import Checkpoints, Origin, check_saving, folder_name
 from hydra_tune.pool.forecast import Forecast
-from hydra_tune.pool.job import EventStream, Job, Result, check_priority
+from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkpoint, remove_checkpoint
+from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import PoolStats
@@ -72,6 +76,9 @@ class HydraExecutor:
         record: keep what happens for `recording()`: some kilobytes of host memory for each unit run.
         event_log: a file for what happens, written while the pool runs, which `hydra-tune trace` reads: units, copies, what
             becomes of trials. Replaced if it is there; missing folders are made. None: none is written.
+        checkpoint_dir: a folder for the checkpoints of all trials, a folder each; made if it is not there. Each trial is saved
+            at its reports, and what a killed process leaves another goes on from, bit for bit. None: nothing is saved.
+        checkpoint_every: how often trials are saved beside that: a number of optimizer steps, or a time such as "30s".
 
     Raises:
         ConfigError: an option that makes no sense, by name.
@@ -93,6 +100,8 @@ class HydraExecutor:
         optimizer_placement: Literal["device", "host"] = "device",
         spill_dir: str | os.PathLike[str] | None = None,
         event_log: str | os.PathLike[str] | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every: str | int | None = None,
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -119,6 +128,7 @@ class HydraExecutor:
         self._link_bandwidth = link_bandwidth
         self._record = record
         self._event_log = None if event_log is None else check_log_path(event_log)
+        self._saving = check_saving(checkpoint_dir, checkpoint_every)
         self._devices = devices
         self._device_memory = device_memory
         self._host_bytes = None if host_memory is None else parse_bytes(host_memory, what="host_memory")
@@ -154,25 +164,130 @@ class HydraExecutor:
         return self._started().device_names if self._pool is None else self._pool.device_names
 
     def submit(
-        self, task: TrainTask, name: str | None = None, events: EventStream | None = None, *, priority: int = 0
+        self,
+        task: TrainTask,
+        name: str | None = None,
+        events: EventStream | None = None,
+        *,
+        priority: int = 0,
+        resume_from: str | os.PathLike[str] | None = None,
+        resume: Literal["strict", "allow-changes"] = "strict",
+        warm_start: str | os.PathLike[str] | None = None,
+        labels: Mapping[str, Any] | None = None,
     ) -> Job:
         """Queue a task.
 
         Args:
             task: what to train.
-            name: for messages and tables.
+            name: for messages and tables, and for the folder of its checkpoints.
             events: where the job's events go; such a job waits at each report until it is answered.
             priority: jobs of a higher one are admitted, and get devices, before all of a lower one, as with
                 `Job.set_priority`.
+            resume_from: the folder of a trial's checkpoints, to go on from the last good one: the job ends as that trial
+                would have. Reports made before it are in the result's history, and no events.
+            resume: "strict" refuses a checkpoint of another task, with what differs; "allow-changes" goes on with the task as
+                it is now, where parameters and optimizer class are the same: see docs/checkpoints.md.
+            warm_start: the folder of a trial's checkpoints, to begin anew with its weights.
+            labels: plain values that are saved with the job's checkpoints, for `find_checkpoint`.
 
         Raises:
-            ConfigError: not a task, or a priority that is not an int.
+            ConfigError: not a task, a priority that is not an int, or two checkpoints to go on from.
+            CheckpointError: there is no checkpoint in the folder. What is wrong with one fails the job.
             HydraTuneError: the executor is shut down.
         """
         if not isinstance(task, TrainTask):
             raise ConfigError(f"submit takes a TrainTask, not {type(task).__name__}")
         check_priority(priority)
-        return self._started().submit(task, name, events, priority=priority)
+        if resume not in ("strict", "allow-changes"):
+            raise ConfigError(f"resume must be 'strict' or 'allow-changes', not {resume!r}")
+        if resume_from is not None and warm_start is not None:
+            raise ConfigError("resume_from goes on with a trial, and warm_start begins one; give one of the two")
+        pool, origin = self._started(), Origin()
+        path = resume_from if warm_start is None else warm_start
+        if path is not None:
+            pool.checkpoints.flush()
+            found = check_checkpoint(Path(path).absolute())
+            origin = Origin(path=found, allows_changes=resume != "strict", only_weights=warm_start is not None)
+        return pool.submit(task, name, events, priority=priority, origin=origin, labels=labels)
+
+    def clone(
+        self,
+        job: Job,
+        changes: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        events: EventStream | None = None,
+        *,
+        priority: int = 0,
+    ) -> Job:
+        """Begin a job with another job's state: weights, optimizer state, random streams, and place in its data.
+
+        What of the task is changed is new from here on, and the rest goes on: with another `optimizer=` of the same class, the
+        state that the old one has gathered, and the new one's options. See docs/checkpoints.md.
+
+        Args:
+            job: a job of this executor. One that is under way is copied when its present step is over, or as it is if it waits
+                at a report; one that is over must have checkpoints.
+            changes: arguments of `TrainTask` that are to be others.
+            name: as of `submit`.
+            events: as of `submit`.
+            priority: as of `submit`.
+
+        Returns:
+            The new job, which no longer needs the old one.
+
+        Raises:
+            ConfigError: an argument that `TrainTask` has not.
+            TaskError: a task that cannot be trained as changed.
+            CheckpointError: the job is over and has no checkpoint, ends meanwhile, is paused within a step, or has something
+                that cannot be copied.
+        """
+        pool = self._started()
+        unknown = [key for key in changes or {} if key not in TrainTask.__dataclass_fields__]
+        if unknown:
+            raise ConfigError(f"TrainTask has no argument {unknown[0]!r} that could be changed")
+        check_priority(priority)
+        task = replace(job.task, **(changes or {}))
+        if job.state in OVER:
+            path = job.result().checkpoint
+            if path is None:
+                raise CheckpointError(f"{job.name!r} is over ({job.state}) and has no checkpoint that could be cloned")
+            pool.checkpoints.flush()
+            origin = Origin(saved=load_checkpoint(path), allows_changes=True)
+        else:
+            origin = Origin(saved=pool.copy(job).result(), allows_changes=True)
+        return pool.submit(task, name, events, priority=priority, origin=origin)
+
+    def find_checkpoint(self, name: str) -> FoundCheckpoint | None:
+        """The last good checkpoint of the trial of this name, whichever process has made it.
+
+        Args:
+            name: as it was given to `submit`.
+
+        Returns:
+            What is known of it, for `submit(..., resume_from=found.path)`; None if there is none.
+
+        Raises:
+            ConfigError: the executor has no `checkpoint_dir`.
+            CheckpointError: there are some, and none is whole.
+        """
+        return find_checkpoint(self._folder_of(name))
+
+    def remove_checkpoint(self, name: str) -> None:
+        """Remove the checkpoints of the trial of this name, if there are any.
+
+        Raises:
+            ConfigError: the executor has no `checkpoint_dir`.
+            CheckpointError: the trial is under way.
+            FileError: the system refuses.
+        """
+        remove_checkpoint(self._folder_of(name))
+
+    def _folder_of(self, name: str) -> Path:
+        pool = self._started()
+        if pool.checkpoints.root is None:
+            raise ConfigError("this executor has no checkpoints; make it with HydraExecutor(checkpoint_dir=...)")
+        pool.checkpoints.flush()
+        return pool.checkpoints.root / folder_name(name)
 
     def run(self, tasks: Iterable[TrainTask]) -> list[Result]:
         """Train tasks to their ends.
@@ -357,6 +472,7 @@ class HydraExecutor:
             host=host,
             sends_ahead=self._buffer_fraction > 0,
             log=None if self._event_log is None else self._log_to(self._event_log, devices),
+            checkpoints=Checkpoints(*self._saving, host),
         )
         _shut_down_at_exit(pool)
         return pool

@@ -54,7 +54,7 @@ class CheckpointFolder:
         make_private_folder(path)
         self._lock = _locked(path)
         try:
-            _check_private(path)
+            check_private(path)
             remove_leftovers(path)
             self._remove_unfinished()
         except BaseException:
@@ -266,7 +266,7 @@ def _locked(path: Path) -> int:
     return lock
 
 
-def _check_private(path: Path) -> None:
+def check_private(path: Path) -> None:
     """Whoever can write to the folder can replace what a trial goes on from."""
     mode = path.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH):

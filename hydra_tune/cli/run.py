@@ -43,9 +43,9 @@ class _WatchedExecutor(HydraExecutor):
         self._watch = watch
 
     def submit(
-        self, task: TrainTask, name: str | None = None, events: EventStream | None = None, *, priority: int = 0
+        self, task: TrainTask, name: str | None = None, events: EventStream | None = None, **options: Any
     ) -> Job:
-        job = super().submit(task, name=name, events=events, priority=priority)
+        job = super().submit(task, name=name, events=events, **options)
         self._watch(job)
         return job
 

@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,6 +68,7 @@ class Result:
             "recompute". The last shard's forward and backward are one unit.
         units_run: shard units run.
         units_saved: units it would still have run, had it not been pruned or cancelled; 0 where that is unknown.
+        checkpoint: the folder of its checkpoints, if it has any.
     """
 
     status: str
@@ -77,6 +79,7 @@ class Result:
     activations: tuple[str, ...] = ()
     units_run: int = 0
     units_saved: int = 0
+    checkpoint: Path | None = None
     _module: nn.Module | None = None
     _optimizer: torch.optim.Optimizer | None = None
 
@@ -135,6 +138,9 @@ class Steering(Protocol):
 
     def progress(self, job: "Job") -> Progress:
         """How far a job is."""
+
+    def save(self, job: "Job") -> "Future[Path]":
+        """Save a job when it is between two steps."""
 
 
 class Job:
@@ -202,6 +208,26 @@ class Job:
         """
         check_priority(priority)
         self._pool.prioritize(self, priority)
+
+    def checkpoint(self, timeout: float | None = None) -> Path:
+        """Save the job as it is when its present optimizer step is over, and wait until that is on disk.
+
+        A job that waits for an answer to a report is saved as it is now. One that is queued is saved after its first step. Of
+        one that is over the folder of what it has saved is returned.
+
+        Args:
+            timeout: seconds to wait; None for ever.
+
+        Returns:
+            The folder of the job's checkpoints, for `submit(..., resume_from=...)`; what it had two checkpoints ago is gone.
+
+        Raises:
+            CheckpointError: the pool has no `checkpoint_dir`; the job is paused within a step, or ends before it is saved; or
+                it has something that no checkpoint can hold.
+            FileError: the checkpoint cannot be written.
+            TimeoutError: it is not there by then.
+        """
+        return self._pool.save(self).result(timeout)
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the job's end.

@@ -11,19 +11,23 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+from hydra_tune.checkpoint.saved import Saved
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.eventlog import EventLog
+from hydra_tune.pool.checkpoints import Checkpoints, Every, Origin, TrialKeeper
 from hydra_tune.pool.core import Core
 from hydra_tune.pool.forecast import Forecast, forecast
-from hydra_tune.pool.job import EventStream, Job, Progress
+from hydra_tune.pool.job import OVER, EventStream, Job, Progress
 from hydra_tune.pool.lending import Lender
 from hydra_tune.pool.planned import planned_profile
 from hydra_tune.pool.preparer import Preparer
@@ -47,6 +51,8 @@ from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
 
+T = TypeVar("T")
+
 
 class Pool:
     """Trains jobs on devices.
@@ -64,6 +70,7 @@ class Pool:
         host: sends to disk what is beyond `host_bytes`; None: the host has to have room for all.
         sends_ahead: whether what a device does next is sent to it while it computes.
         log: is told what happens, and closed at the end; None: nobody is.
+        checkpoints: where and how often jobs are saved; None: they are not.
     """
 
     def __init__(
@@ -81,8 +88,10 @@ class Pool:
         host: HostTier | None = None,
         sends_ahead: bool = True,
         log: EventLog | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self._host = host
+        self.checkpoints = checkpoints or Checkpoints(None, Every(), host)
         self._log = log
         self._recorder = recorder
         self._library = library
@@ -225,9 +234,18 @@ class Pool:
         return [*self._worker_threads.values(), *self._threads]
 
     @hold_interrupts()
-    def submit(self, task: TrainTask, name: str | None, events: EventStream | None, *, priority: int = 0) -> Job:
+    def submit(
+        self,
+        task: TrainTask,
+        name: str | None,
+        events: EventStream | None,
+        *,
+        priority: int = 0,
+        origin: Origin | None = None,
+        labels: Mapping[str, Any] | None = None,
+    ) -> Job:
         """Queue a task."""
-        core = self._core
+        core, origin = self._core, origin or Origin()
         with self._changed:
             if core.is_closed:
                 message = "the executor is shut down" if core.error is None else f"the pool has broken: {core.error}"
@@ -235,11 +253,14 @@ class Pool:
             number = next(self._numbers)
             key = f"{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
-            self._records[key] = Record(job, core.failure(key), self._log)
+            folder = self.checkpoints.place(job.name, origin.folder)
+            keeper = TrialKeeper(self.checkpoints, job.name, folder, dict(labels or {}))
+            self._records[key] = Record(job, core.failure(key), self._log, keeper=keeper, begin=origin.beginning)
             try:
                 core.decide(JobSubmitted(job=key, priority=priority))
             except BaseException:
                 self._records.pop(key, None)
+                self.checkpoints.leave(folder)
                 raise
         core.release_all()
         return job
@@ -286,6 +307,40 @@ class Pool:
             if self._is_alive(job):
                 self._core.decide(PriorityChanged(job=job.key, priority=priority))
         self._core.release_all()
+
+    def save(self, job: Job) -> "Future[Path]":
+        """Save a job when it is between two steps."""
+        if self.checkpoints.root is None:
+            raise CheckpointError("this pool saves no checkpoints; make it with HydraExecutor(checkpoint_dir=...)")
+        if job.state in OVER:
+            found = job.result().checkpoint
+            if found is None:
+                raise CheckpointError(f"{job.name!r} is over ({job.state}) and was never saved")
+            self.checkpoints.flush()
+            done: Future[Path] = Future()
+            done.set_result(found)
+            return done
+        return self._asked(job, TrialKeeper.save)
+
+    def copy(self, job: Job) -> "Future[Saved]":
+        """Copy a job's state when it is between two steps."""
+        return self._asked(job, TrialKeeper.copy)
+
+    def _asked(self, job: Job, ask: "Callable[[TrialKeeper], Future[T]]") -> "Future[T]":
+        with hold_interrupts(), self._changed:
+            record = self._records.get(job.key)
+        if record is None or record.keeper is None:
+            raise CheckpointError(f"{job.name!r} is over ({job.state})")
+        future = ask(record.keeper)
+        with record.turn:
+            trial = record.trial
+            if trial is not None and trial.may_be_saved:
+                record.keeper.answer(trial)
+            elif job.paused:
+                raise CheckpointError(
+                    f"{job.name!r} is paused within a step, and can be saved between two of them only; unpause() it first"
+                )
+        return future
 
     def _is_alive(self, job: Job) -> bool:
         record = self._records.get(job.key)
@@ -380,6 +435,7 @@ class Pool:
         for record in self._core.abandoned:
             record.outcome = "cancelled"
             record.finish()
+        self.checkpoints.close()
         if self._host is not None:
             self._host.close()
         for device in self._devices.values():

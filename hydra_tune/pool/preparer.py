@@ -53,7 +53,23 @@ class Preparer:
                 core.tell(JobRejected(job=job.key))
                 return
             helpers = JobHelpers(self._lender, record)
-            trial = Trial(job.task, self._library, self._device, helpers, self._host, record.tenant)
+            keeper = record.keeper
+            if keeper is not None:
+                keeper.open()
+            beginning = record.begin()
+            if keeper is not None and beginning is not None:
+                keeper.goes_on_from(beginning.saved.path)
+            trial = Trial(
+                job.task,
+                self._library,
+                self._device,
+                helpers,
+                self._host,
+                record.tenant,
+                beginning=beginning,
+                keeper=keeper,
+            )
+            del beginning  # or a whole checkpoint would stay in memory
             record.trial = trial
             unit = record.advance(report_is_free=True)
             if trial.state is not None:

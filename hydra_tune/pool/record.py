@@ -1,13 +1,16 @@
 """What the pool knows of a job that is not over: its trial, how it ends, and what it leaves."""
 
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.observe.eventlog import EventLog
+from hydra_tune.pool.checkpoints import TrialKeeper
 from hydra_tune.pool.job import OVER, Job, Progress, Result
 from hydra_tune.schedule import Unit
+from hydra_tune.train.capture import Beginning
 from hydra_tune.train.spread import LaneUnit, Spread
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Report, Trial
@@ -43,6 +46,11 @@ def unit_of(pending: PendingUnit) -> Unit:
     return Unit(kind=pending.kind, shard=pending.shard, seconds=pending.seconds)
 
 
+def no_beginning() -> Beginning | None:
+    """A trial that begins anew."""
+    return None
+
+
 class Record:
     """A job in the pool.
 
@@ -50,6 +58,8 @@ class Record:
         job: its public side.
         on_failure: told by others that bytes of the job could not be kept.
         log: is told of reports; None: nobody is.
+        keeper: saves it; None: nobody does.
+        begin: gives what its trial goes on from, if anything; called when it is prepared.
 
     Attributes:
         tenant: the job, for the host's memory.
@@ -64,10 +74,22 @@ class Record:
         is_released: whether the scheduler has forgotten it.
         places: device of each shard that is on one.
         told: the places the scheduler knows of.
+        turn: held by whoever has the trial go on, or saves it while it waits for an answer to a report.
     """
 
-    def __init__(self, job: Job, on_failure: Callable[[BaseException], None], log: EventLog | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        on_failure: Callable[[BaseException], None],
+        log: EventLog | None = None,
+        *,
+        keeper: TrialKeeper | None = None,
+        begin: Callable[[], Beginning | None] = no_beginning,
+    ) -> None:
         self.job = job
+        self.keeper = keeper
+        self.begin = begin
+        self.turn = threading.RLock()
         self._log = log
         self.tenant = Tenant(on_failure)
         self.trial: Trial | None = None
@@ -141,14 +163,15 @@ class Record:
     def advance(self, *, report_is_free: bool) -> PendingUnit | Spread | Report | None:
         """The job's next unit, or batches side by side, a report that waits for an answer, or None at its end."""
         assert self.trial is not None
-        following = self.trial.advance()
-        while isinstance(following, Report):
-            if self._log is not None:
-                step, metrics = following.step, following.metrics
-                self._log.job(self.key, "report", step=step, metrics=metrics, waits=not report_is_free)
-            if not report_is_free:
-                break
+        with self.turn:
             following = self.trial.advance()
+            while isinstance(following, Report):
+                if self._log is not None:
+                    step, metrics = following.step, following.metrics
+                    self._log.job(self.key, "report", step=step, metrics=metrics, waits=not report_is_free)
+                if not report_is_free:
+                    break
+                following = self.trial.advance()
         if isinstance(following, PendingUnit):
             self.pending = following
         return following
@@ -178,6 +201,17 @@ class Record:
 
     def finish(self) -> Result:
         """Give the job's memory back and say what it left; a completed job's weights come to the host."""
+        with self.turn:
+            try:
+                result = self._finish()
+            finally:
+                if self.keeper is not None:
+                    self.keeper.close(self.outcome or "failed")
+        if self.keeper is not None and self.keeper.has_any:
+            result.checkpoint = self.keeper.path
+        return result
+
+    def _finish(self) -> Result:
         assert self.outcome is not None
         trial, self.trial, self.pending = self.trial, None, None
         self.spread, self.beside = None, {}

@@ -18,19 +18,16 @@ def state_of(original: object, own: Any, known: AbstractSet[int]) -> Any:
         own: the copy.
         known: ids of all copies: these have states of their own.
     """
-    if isinstance(own, torch.Generator):
-        return own.get_state()
-    if isinstance(own, random.Random):
-        return own.getstate()
+    if isinstance(own, torch.Generator | random.Random):
+        return own.get_state() if isinstance(own, torch.Generator) else own.getstate()
     if type(own).__module__.startswith("numpy.random"):
         return _numpy_state(own)
-    if isinstance(own, DataLoader):
-        return None
     if _keeps_its_state(own):
         return own.state_dict()
-    if not hasattr(own, "__dict__"):
-        return own  # which is refused by whoever writes it
-    return _moved(original, own, known)
+    if isinstance(own, DataLoader):
+        return None
+    # What has no attributes is refused by whoever writes it.
+    return _moved(original, own, known) if hasattr(own, "__dict__") else own
 
 
 def give_state(own: Any, state: Any) -> None:
@@ -41,11 +38,9 @@ def give_state(own: Any, state: Any) -> None:
         own.setstate(state)
     elif type(own).__module__.startswith("numpy.random"):
         _set_numpy_state(own, state)
-    elif isinstance(own, DataLoader):
-        return
     elif _keeps_its_state(own):
         own.load_state_dict(state)
-    else:
+    elif not isinstance(own, DataLoader):
         vars(own).update(state)
 
 
