@@ -163,6 +163,11 @@ class HydraExecutor:
         """Names of the pool's devices, e.g. `("cuda:0", "cuda:1")`."""
         return self._started().device_names if self._pool is None else self._pool.device_names
 
+    @property
+    def checkpoint_dir(self) -> Path | None:
+        """The folder for checkpoints; None if nothing is saved."""
+        return self._saving[0]
+
     def submit(
         self,
         task: TrainTask,

@@ -25,15 +25,16 @@ class Collector:
         self.saved.append(Saved(facts=facts, tensors=found.tensors, labels=found.labels))
 
 
-def library(budget_bytes: int = 64 * 2**20, **options: Any) -> PlanLibrary:
-    return PlanLibrary(Budget(budget_bytes=budget_bytes, buffer_fraction=0.0, alignment=64, **options))
+def library(**options: Any) -> PlanLibrary:
+    """Makes plans for a device that has room for all; to be shared by trials that are alike, which makes them quick."""
+    return PlanLibrary(Budget(budget_bytes=64 * 2**20, buffer_fraction=0.0, alignment=64, **options))
 
 
-def run(task: TrainTask, keeper: Any = None, beginning: Beginning | None = None, **options: Any) -> Trial:
+def run(task: TrainTask, plans: PlanLibrary, keeper: Any = None, beginning: Beginning | None = None) -> Trial:
     """Train to the end; the trial keeps its weights."""
     device = CpuDevice(0, 64 * 2**20)
     pager = Pager(device)
-    trial = Trial(task, library(**options), device, keeper=keeper, beginning=beginning)
+    trial = Trial(task, plans, device, keeper=keeper, beginning=beginning)
     try:
         with device.worker():
             while (step := trial.advance()) is not None:

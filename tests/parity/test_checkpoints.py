@@ -1,0 +1,199 @@
+"""Trained in one go, or saved between any two steps and gone on with by another trial: the same bits.
+
+Weights, buffers, optimizer state, reports. What is saved goes through JSON; it is gone on with on another cut.
+"""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.task import TrainTask
+from hydra_tune.train.capture import Beginning
+from tests.parity.exact import differences
+from tests.parity.features import Samples
+from tests.parity.registry import ENTRIES, Spec, build, product
+from tests.support.checkpointed import Collector, library, outcome, run
+from tests.unit.pool.tasks import SAMPLES, X, Y, task
+
+FAST = (
+    "mlp/plateau/lion/5",
+    "cnn/all at once/sgd/5",
+    "gpt2/one cycle/adamw/5",
+    "lstm/float16/adam/5",
+)
+
+
+def assert_goes_on(described: TrainTask, *, every: bool = False, updates_on_host: bool = False) -> list[Saved]:
+    """Train, saving after each step; go on from some of what was saved, or all of it, to the same end."""
+    plans = library(num_shards=3, updates_on_host=updates_on_host)
+    others = library(num_shards=2, updates_on_host=updates_on_host)
+    keeper = Collector()
+    expected = outcome(run(described, plans, keeper))
+    saved = keeper.saved
+    chosen = saved if every else [saved[index] for index in sorted({1, len(saved) // 2, len(saved) - 1})]
+    assert len(chosen) > 1
+    for one in chosen:
+        found = outcome(run(described, others, beginning=Beginning(saved=one)))
+        assert list(differences(expected, found)) == [], (one.labels, one.facts["place"])
+    return saved
+
+
+@pytest.mark.parametrize("spec", FAST)
+def test_the_registry(spec):
+    assert_goes_on(build(Spec.parse(spec)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ENTRIES)
+def test_the_whole_registry(model):
+    for spec in product([model]):
+        if ENTRIES[model].train != "refused":
+            assert_goes_on(build(spec))
+
+
+def noisy() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 4))
+
+
+class Augmented(Dataset[Any]):
+    """Samples with noise from each of the streams that a dataset may draw from."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.randn(8) + torch.randn(8, generator=self.generator) + float(np.random.rand())  # noqa: NPY002
+        return X[index] + 0.1 * noise, Y[index]
+
+
+class Lazy(Sampler[int]):
+    """Draws the next index only when it is asked for, and counts its passes."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        left = list(range(self.count))
+        while left:
+            yield left.pop((int(torch.randint(len(left), ())) + self.passes) % len(left))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class Walk(IterableDataset[Any]):
+    """A walk whose next place depends on the last one, by a stream of its own."""
+
+    def __init__(self) -> None:
+        self.stream = np.random.default_rng(3)
+        self.at = 0
+
+    def __iter__(self):
+        for _ in range(24):
+            self.at = (self.at + int(self.stream.integers(1, 9))) % 24
+            yield X[self.at], Y[self.at]
+
+
+def drawn_batches() -> Any:
+    """A generator whose batches depend on what it has drawn before, among what the model draws."""
+    place = 0
+    for _ in range(3):
+        place = (place + int(torch.randint(8, ()))) % 16
+        yield X[place : place + 8].clone(), Y[place : place + 8].clone()
+
+
+def own_loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(SAMPLES, 8, shuffle=True, generator=torch.Generator().manual_seed(9), **options)
+
+
+DATA = {
+    "shuffled": SAMPLES,
+    "a generator of the loader's": own_loader(),
+    "workers": own_loader(num_workers=2),
+    "augmented": DataLoader(Augmented(), 8, shuffle=True),
+    "a sampler that draws": DataLoader(SAMPLES, 8, sampler=Lazy(24)),
+    "an iterable with a place": DataLoader(Walk(), 8),
+    "a generator that draws": drawn_batches,
+    "batches at hand": lambda: [(X[:8].clone(), Y[:8].clone()), (X[8:16].clone(), Y[8:16].clone())],
+}
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_the_very_same_batches_come(data):
+    described = task(model=noisy, train=DATA[data], epochs=3, report_every=2)
+    saved = assert_goes_on(described, every=data.startswith("a "))
+    in_a_pass = [one for one in saved if one.facts["place"]["batches"] and not one.facts["place"]["is_over"]]
+    # Where the next batches depend on what was drawn among other draws, a pass is saved at its end only.
+    assert bool(in_a_pass) == (data not in ("a sampler that draws", "a generator that draws"))
+
+
+SCHEDULES = {
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.9**step),
+    "multi step": partial(lr_scheduler.MultiStepLR, milestones=[2, 4], gamma=0.5),
+    "cyclic": partial(lr_scheduler.CyclicLR, base_lr=1e-3, max_lr=1e-2, step_size_up=2, cycle_momentum=False),
+    "warm restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=2),
+    "chained": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        milestones=[3],
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule):
+    assert_goes_on(task(scheduler=SCHEDULES[schedule], scheduler_interval="step", report_every=2))
+
+
+def test_updates_on_the_host():
+    assert_goes_on(task(model=noisy), updates_on_host=True)
+
+
+class Counting(nn.Module):
+    """Runs whole; keeps a count, a moving mean that is no buffer, and a list of its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.seen, self.mean, self.all = 0, torch.zeros(4), list(self.inner.parameters())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        y = self.inner(x) / (1 + float(self.mean.abs().sum())) * self.seen
+        self.mean = 0.9 * self.mean + y.detach().mean(0)
+        return y
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def test_what_a_model_keeps_outside_of_buffers():
+    assert_goes_on(task(model=Counting))
+
+
+def test_samples_of_another_length_are_refused():
+    """The first thing to be changed by mistake."""
+    keeper, plans = Collector(), library()
+    described = build(Spec("mlp"))
+    run(described, plans, keeper)
+    shorter = TrainTask(
+        **{name: getattr(described, name) for name in described.__dataclass_fields__ if name != "train"},
+        train=Samples(ENTRIES["mlp"].samples(12)),
+    )
+    with pytest.raises(Exception, match=r"task.train.samples: 16 when it was saved, 12 now"):
+        run(shorter, plans, beginning=Beginning(saved=keeper.saved[0]))

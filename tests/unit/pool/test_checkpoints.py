@@ -1,0 +1,234 @@
+"""Trials of a pool are saved beside the work, gone on with, cloned, and begun from others' weights."""
+
+import errno
+import logging
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hydra_tune.checkpoint import files
+from hydra_tune.checkpoint.folder import generations
+from hydra_tune.errors import CheckpointError, ConfigError
+from hydra_tune.pool.checkpoints import Every, folder_name, parse_every
+from tests.parity.exact import differences
+from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
+
+REPORTS = {"epochs": 3, "report_every": 1}
+
+
+def at_report(pool, described, number, name="trial"):
+    """A job that waits at its report of that number, from 1."""
+    events = pool.events()
+    job = pool.submit(described, name, events)
+    for count in range(1, number + 1):
+        assert events.get(PATIENCE_SECONDS) is not None
+        if count < number:
+            job.proceed()
+    return job
+
+
+def finished(job):
+    result = job.result(PATIENCE_SECONDS)
+    if result.error is not None:
+        raise result.error
+    return result
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_every": 2}, {"checkpoint_every": "1h"}])
+def test_saving_changes_nothing_and_leaves_the_last_state(tmp_path, options):
+    described = task(epochs=3)
+    with running(devices="cpu:2", num_shards=2, checkpoint_dir=tmp_path, **options) as pool:
+        result = finished(pool.submit(described, "a trial"))
+        found = pool.find_checkpoint("a trial")
+        assert against_plain(described, result) == []
+        assert (found.steps, [entry["step"] for entry in found.history]) == (9, [0, 1, 2])
+        again = finished(pool.submit(described, "again", resume_from=result.checkpoint))
+        assert list(differences(dict(result.state_dict()), dict(again.state_dict()))) == []
+        assert len(generations(result.checkpoint)) == 1  # one that is over needs no other
+
+
+def test_another_pool_goes_on_from_any_report(tmp_path):
+    described = task(**REPORTS)
+    for number in (1, 5):
+        with running(devices="cpu:1", num_shards=3, checkpoint_dir=tmp_path) as pool:
+            job = at_report(pool, described, number)
+            path = job.checkpoint(PATIENCE_SECONDS)
+            job.cancel()
+        with running(devices="cpu:2", num_shards=1, spill_dir=tmp_path) as pool:
+            assert against_plain(described, finished(pool.submit(described, resume_from=path))) == []
+        with running(checkpoint_dir=tmp_path) as pool:
+            found = pool.find_checkpoint("trial")
+            assert (found.steps, len(found.history)) == (number, number)
+            result = finished(pool.submit(described, "trial", resume_from=found.path))
+            assert result.checkpoint == path
+            assert against_plain(described, result) == []
+            pool.remove_checkpoint("trial")
+            assert pool.find_checkpoint("trial") is None
+
+
+def test_with_little_host_memory_a_trial_is_written_from_where_it_lies(tmp_path):
+    described = task(model=lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)), nn.Linear(8, 4)), **REPORTS)
+    (tmp_path / "spill").mkdir()
+    with running(
+        devices="cpu:1",
+        device_memory="12KiB",
+        host_memory="6KiB",
+        spill_dir=tmp_path / "spill",
+        checkpoint_dir=tmp_path / "saved",
+    ) as pool:
+        job = at_report(pool, described, 4)
+        path = job.checkpoint(PATIENCE_SECONDS)
+        job.proceed()
+        job.cancel()
+        assert pool.stats().disk.bytes_written > 0
+    with running() as pool:
+        assert against_plain(described, finished(pool.submit(described, resume_from=path))) == []
+
+
+def test_a_running_job_is_saved_after_its_step(tmp_path):
+    reached, go_on = threading.Event(), threading.Event()
+
+    def batches():
+        for batch in ((torch.ones(2, 8), torch.zeros(2).long()),) * 4:
+            yield batch
+            reached.set()
+            assert go_on.wait(PATIENCE_SECONDS)
+
+    with running(checkpoint_dir=tmp_path) as pool:
+        job = pool.submit(task(train=batches), "trial")
+        assert reached.wait(PATIENCE_SECONDS)
+        threading.Timer(0.2, go_on.set).start()
+        assert generations(job.checkpoint(PATIENCE_SECONDS))
+        finished(job)
+        assert job.checkpoint() == tmp_path / "trial"
+
+
+def test_what_cannot_be_saved_fails_the_trial_by_name(tmp_path):
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            self.thing = object()
+            return super().forward(x)
+
+    described = task(model=lambda: Keeps(8, 4))
+    with running(checkpoint_dir=tmp_path) as pool:
+        with pytest.raises(CheckpointError, match=r"attribute 'thing' of the model is of type builtins.object"):
+            finished(pool.submit(described))
+        assert finished(pool.submit(task())).status == "completed"
+    with running() as pool:
+        assert finished(pool.submit(described)).status == "completed"
+
+
+def test_a_full_disk_is_said_and_training_goes_on(tmp_path, monkeypatch, caplog):
+    described = task(**REPORTS)
+    with running(checkpoint_dir=tmp_path) as pool, caplog.at_level(logging.ERROR):
+        job = at_report(pool, described, 3)
+        path = job.checkpoint(PATIENCE_SECONDS)
+        before = generations(path)
+
+        def full(folder):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(files, "_flush_folder", full)
+        job.proceed()
+        while job.state != "waiting":
+            pass
+        with pytest.raises(Exception, match="No space left"):
+            job.checkpoint(PATIENCE_SECONDS)
+        assert "training goes on" in caplog.text
+        assert generations(path) == before
+        monkeypatch.undo()
+        job.checkpoint(PATIENCE_SECONDS)
+        assert generations(path)[0] > before[0]
+        job.cancel()
+
+
+def test_a_clone_goes_on_by_itself(tmp_path):
+    described = task(**REPORTS, scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5))
+    with running(devices="cpu:2") as pool:
+        job = at_report(pool, described, 5)  # the rate is half of what it was
+        same = pool.clone(job)
+        other = pool.clone(job, {"optimizer": partial(torch.optim.AdamW, lr=1.0)}, "other")
+        finished(other)
+        assert (
+            against_plain(described, finished(same)) == []
+        )  # with nothing beside it: both draw from torch's own stream
+        assert finished(other).optimizer_state_dict()["param_groups"][0]["lr"] == 1.0 * 0.5**3
+        assert finished(other).history[:5] == finished(same).history[:5]
+        job.cancel()
+        job.result(PATIENCE_SECONDS)
+        with pytest.raises(CheckpointError, match="no checkpoint that could be cloned"):
+            pool.clone(job)
+        with pytest.raises(ConfigError, match="no argument 'lr'"):
+            pool.clone(job, {"lr": 1.0})
+    with running(checkpoint_dir=tmp_path) as pool:
+        done = pool.submit(described)
+        first = finished(done)
+        longer = finished(pool.clone(done, {"epochs": 4}))
+        assert [entry["step"] for entry in longer.history] == list(range(1, 13))
+        assert longer.history[:9] == first.history
+
+
+def test_a_warm_start_takes_weights_only(tmp_path):
+    described = task(**REPORTS)
+    with running(checkpoint_dir=tmp_path) as pool:
+        first = finished(pool.submit(described, "first"))
+        warm = finished(pool.submit(described, "warm", warm_start=first.checkpoint))
+        assert len(warm.history) == 9
+        assert warm.history[0]["train_loss"] < first.history[0]["train_loss"]
+        with pytest.raises(CheckpointError, match=r"weights of another model: parameters.0.weight"):
+            finished(pool.submit(task(model=lambda: nn.Linear(8, 4)), warm_start=first.checkpoint))
+
+
+def test_another_task_is_refused_with_what_differs_or_allowed(tmp_path):
+    described, longer = task(**REPORTS), task(epochs=4, report_every=1)
+    with running(checkpoint_dir=tmp_path) as pool:
+        job = at_report(pool, described, 4)
+        path = job.checkpoint(PATIENCE_SECONDS)
+        with pytest.raises(CheckpointError, match=r"task.epochs: 3 when it was saved, 4 now"):
+            finished(pool.submit(longer, resume_from=path))
+        assert against_plain(longer, finished(pool.submit(longer, resume_from=path, resume="allow-changes"))) == []
+        for changes, what in (
+            ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, r"optimizer: 'torch.optim.adamw.AdamW' when"),
+            ({"model": lambda: nn.Linear(8, 4)}, r"parameters.0.weight: 'float32 \[16, 8\]' when"),
+        ):
+            with pytest.raises(CheckpointError, match=what):
+                finished(pool.submit(task(**REPORTS, **changes), resume_from=path, resume="allow-changes"))
+        job.cancel()
+
+
+def test_one_folder_for_each_trial(tmp_path):
+    with running(checkpoint_dir=tmp_path) as pool:
+        results = [finished(pool.submit(task(), name)) for name in ("same", "same", "../up", "")]
+        folders = [result.checkpoint for result in results]
+    assert len(set(folders)) == 4
+    assert {folder.parent for folder in folders} == {tmp_path}
+    assert folders[:2] == [tmp_path / "same", tmp_path / "same~2"]
+    assert folder_name("a/b") != folder_name("a-b")
+
+
+@pytest.mark.parametrize("call", ["checkpoint", "find_checkpoint"])
+def test_without_a_folder_that_is_said(call):
+    with running() as pool:
+        job = pool.submit(task(), "trial")
+        with pytest.raises((CheckpointError, ConfigError), match="checkpoint_dir="):
+            job.checkpoint() if call == "checkpoint" else pool.find_checkpoint("trial")
+        with pytest.raises(CheckpointError, match="there is no checkpoint"):
+            pool.submit(task(), resume_from="/nowhere")
+        with pytest.raises(ConfigError, match="give one of the two"):
+            pool.submit(task(), resume_from="/a", warm_start="/b")
+        finished(job)
+
+
+def test_how_often():
+    assert parse_every(None) == Every()
+    assert parse_every(100) == Every(steps=100)
+    assert [parse_every(text).seconds for text in ("30s", "1.5 min", "2h")] == [30.0, 90.0, 7200.0]
+
+
+@pytest.mark.parametrize("text", [0, -1, True, "often", "3 days", "0s", 1.5])
+def test_how_often_in_other_words_is_refused(text):
+    with pytest.raises(ConfigError, match="checkpoint_every must be"):
+        parse_every(text)
