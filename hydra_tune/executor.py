@@ -27,7 +27,7 @@ from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
 from hydra_tune.observe.eventlog import EventLog, check_log_path
 from hydra_tune.pool.checkpoints import Checkpoints, Origin, check_saving, folder_name
 from hydra_tune.pool.forecast import Forecast
-from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkpoint, remove_checkpoint
+from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkpoint, remove_checkpoint, remove_or_log
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import Recorder
@@ -179,12 +179,13 @@ class HydraExecutor:
         resume: Literal["strict", "allow-changes"] = "strict",
         warm_start: str | os.PathLike[str] | None = None,
         labels: Mapping[str, Any] | None = None,
+        saved_as: str | None = None,
     ) -> Job:
         """Queue a task.
 
         Args:
             task: what to train.
-            name: for messages and tables, and for the folder of its checkpoints.
+            name: for messages and tables.
             events: where the job's events go; such a job waits at each report until it is answered.
             priority: jobs of a higher one are admitted, and get devices, before all of a lower one, as with
                 `Job.set_priority`.
@@ -194,6 +195,7 @@ class HydraExecutor:
                 it is now, where parameters and optimizer class are the same: see docs/checkpoints.md.
             warm_start: the folder of a trial's checkpoints, to begin anew with its weights.
             labels: plain values that are saved with the job's checkpoints, for `find_checkpoint`.
+            saved_as: what `find_checkpoint` finds them by; None: `name`.
 
         Raises:
             ConfigError: not a task, a priority that is not an int, or two checkpoints to go on from.
@@ -213,7 +215,7 @@ class HydraExecutor:
             pool.checkpoints.flush()
             found = check_checkpoint(Path(path).absolute())
             origin = Origin(path=found, allows_changes=resume != "strict", only_weights=warm_start is not None)
-        return pool.submit(task, name, events, priority=priority, origin=origin, labels=labels)
+        return pool.submit(task, name, events, priority=priority, origin=origin, labels=labels, saved_as=saved_as)
 
     def clone(
         self,
@@ -266,7 +268,7 @@ class HydraExecutor:
         """The last good checkpoint of the trial of this name, whichever process has made it.
 
         Args:
-            name: as it was given to `submit`.
+            name: as it was given to `submit`, as `saved_as` or else as `name`.
 
         Returns:
             What is known of it, for `submit(..., resume_from=found.path)`; None if there is none.
@@ -277,21 +279,30 @@ class HydraExecutor:
         """
         return find_checkpoint(self._folder_of(name))
 
-    def remove_checkpoint(self, name: str) -> None:
+    def remove_checkpoint(self, name: str, *, waits: bool = True) -> None:
         """Remove the checkpoints of the trial of this name, if there are any.
+
+        Args:
+            name: as of `find_checkpoint`.
+            waits: whether to wait until that is done; if not, what goes wrong is logged.
 
         Raises:
             ConfigError: the executor has no `checkpoint_dir`.
             CheckpointError: the trial is under way.
             FileError: the system refuses.
         """
-        remove_checkpoint(self._folder_of(name))
+        if waits:
+            remove_checkpoint(self._folder_of(name))
+        else:
+            folder = self._folder_of(name, is_settled=False)
+            self._started().checkpoints.start(lambda: remove_or_log(folder))
 
-    def _folder_of(self, name: str) -> Path:
+    def _folder_of(self, name: str, *, is_settled: bool = True) -> Path:
         pool = self._started()
         if pool.checkpoints.root is None:
             raise ConfigError("this executor has no checkpoints; make it with HydraExecutor(checkpoint_dir=...)")
-        pool.checkpoints.flush()
+        if is_settled:
+            pool.checkpoints.flush()
         return pool.checkpoints.root / folder_name(name)
 
     def run(self, tasks: Iterable[TrainTask]) -> list[Result]:

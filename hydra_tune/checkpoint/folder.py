@@ -160,6 +160,21 @@ def generations(folder: Path) -> list[int]:
     return sorted((int(each[1]) for each in found if each is not None and each[2] == "manifest"), reverse=True)
 
 
+def is_in_use(folder: Path) -> bool:
+    """Whether somebody has the folder open, here or in another process."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 def load_checkpoint(path: Path) -> Saved:
     """Read the last good checkpoint.
 

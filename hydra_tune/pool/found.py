@@ -1,13 +1,16 @@
 """Checkpoints that are looked for by whoever goes on with a trial: what a study needs to know before it submits."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
-from hydra_tune.errors import CheckpointError
+from hydra_tune.checkpoint.folder import CheckpointFolder, generations, is_in_use, load_checkpoint
+from hydra_tune.errors import CheckpointError, HydraTuneError
 from hydra_tune.train.capture import decoded
+
+_LOGGER = logging.getLogger("hydra_tune.checkpoints")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,7 @@ class FoundCheckpoint:
         history: of the reports that the trial had made, as of `Result.history`.
         epoch: the epoch it was in, from 0.
         steps: optimizer steps it had done.
+        is_in_use: whether the trial is under way, here or in another process.
     """
 
     path: Path
@@ -27,6 +31,7 @@ class FoundCheckpoint:
     history: list[dict[str, float]]
     epoch: int
     steps: int
+    is_in_use: bool
 
 
 def find_checkpoint(folder: Path) -> FoundCheckpoint | None:
@@ -46,6 +51,7 @@ def find_checkpoint(folder: Path) -> FoundCheckpoint | None:
         history=state["history"],
         epoch=state["place"]["epoch"],
         steps=state["progress"]["steps"],
+        is_in_use=is_in_use(folder),
     )
 
 
@@ -69,3 +75,11 @@ def remove_checkpoint(folder: Path) -> None:
     """
     if folder.is_dir():
         CheckpointFolder(folder).remove()
+
+
+def remove_or_log(folder: Path) -> None:
+    """The same for whoever does not wait."""
+    try:
+        remove_checkpoint(folder)
+    except HydraTuneError as error:
+        _LOGGER.warning("Checkpoints that are not needed any more could not be removed: %s", error)

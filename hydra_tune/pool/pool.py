@@ -243,6 +243,7 @@ class Pool:
         priority: int = 0,
         origin: Origin | None = None,
         labels: Mapping[str, Any] | None = None,
+        saved_as: str | None = None,
     ) -> Job:
         """Queue a task."""
         core, origin = self._core, origin or Origin()
@@ -253,7 +254,7 @@ class Pool:
             number = next(self._numbers)
             key = f"{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
-            folder = self.checkpoints.place(job.name, origin.folder)
+            folder = self.checkpoints.place(saved_as or job.name, origin.folder)
             keeper = TrialKeeper(self.checkpoints, job.name, folder, dict(labels or {}))
             self._records[key] = Record(job, core.failure(key), self._log, keeper=keeper, begin=origin.beginning)
             try:

@@ -8,6 +8,7 @@ order. This module knows nothing of shards and devices.
 import copy
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from hydra_tune.interrupts import hold_interrupts, let_interrupts_through
 from hydra_tune_optuna import private
 from hydra_tune_optuna.errors import TrialCancelledError
 from hydra_tune_optuna.heartbeat import Heartbeat
+from hydra_tune_optuna.resuming import Left, find_left, forget, submit_options
 from hydra_tune_optuna.values import (
     Values,
     check_result_choice,
@@ -119,6 +121,7 @@ class Driver:
         self._running: dict[int, _Running] = {}
         self._error: Exception | None = None
         self._hint = limits.useless_pruner
+        self._left: deque[Left] = deque()  # trials of a dead process, to be gone on with
 
     def run(self) -> None:
         """Search to the end.
@@ -129,6 +132,7 @@ class Driver:
         """
         with hold_interrupts(), self._heartbeat:
             try:
+                self._left.extend(find_left(self._study, self._pool))
                 while self._step():
                     pass
             except BaseException as error:
@@ -163,20 +167,32 @@ class Driver:
         limits = self._limits
         if self._error is not None or private.stop_requested(self._study) or len(self._untold) >= limits.width:
             return False
+        if self._left and not self._is_late():
+            return True
         if limits.n_trials is not None and self._asked >= limits.n_trials:
             return False
-        if limits.timeout_seconds is not None and self._elapsed_seconds() >= limits.timeout_seconds:
+        if self._is_late():
             return False
         # With nothing in flight the sampler is asked all the same, and repeats a point and stops, as in plain Optuna.
         return not self._untold or not private.nothing_new_to_sample(self._study)
+
+    def _is_late(self) -> bool:
+        limit = self._limits.timeout_seconds
+        return limit is not None and self._elapsed_seconds() >= limit
 
     def _elapsed_seconds(self) -> float:
         return time.monotonic() - self._started_seconds
 
     def _start_trial(self) -> None:
-        private.fail_stale(self._study)
-        trial = private.ask(self._study)
-        self._asked += 1
+        left = self._left.popleft() if self._left else None
+        if left is None:
+            private.fail_stale(self._study)
+            trial = private.ask(self._study)
+            self._asked += 1
+        else:
+            trial = private.take_up(self._study, left.frozen)
+            steps = left.checkpoint.steps
+            _logger.info("Trial %d goes on from its checkpoint after %d optimizer steps.", trial.number, steps)
         self._untold[private.trial_id(trial)] = trial
         self._heartbeat.add(private.trial_id(trial))
         try:
@@ -186,7 +202,7 @@ class Driver:
             self._conclude_error(trial, error)
             return
         if isinstance(outcome, TrainTask):
-            self._submit(trial, outcome)
+            self._submit(trial, outcome, left)
         elif self._conclude(trial, value=outcome) == TrialState.FAIL and not looks_like_a_value(outcome):
             _logger.warning(
                 "Trial %d: with an executor, the objective returns a hydra_tune.TrainTask, or a number; this one "
@@ -195,7 +211,7 @@ class Driver:
                 in_words(outcome),
             )
 
-    def _submit(self, trial: Trial, task: TrainTask) -> None:
+    def _submit(self, trial: Trial, task: TrainTask, left: Left | None) -> None:
         unfit = wrong_arity(task, self._study.directions)
         if unfit is not None:  # known before training, so nothing is trained
             self._conclude(trial, state=TrialState.FAIL, reason=unfit)
@@ -205,10 +221,31 @@ class Driver:
         except TaskError as error:
             self._conclude_error(trial, error)
             return
+        reports: list[Values] = []
+        if left is not None:
+            try:
+                reports, prune = self._catch_up(trial, task, left)
+            except Exception as error:  # noqa: BLE001 - a pruner may raise anything; `catch` decides
+                self._conclude_error(trial, error)
+                return
+            if prune:
+                self._conclude_error(trial, TrialPruned())
+                return
         # What submitting raises is about the executor, e.g. that it is shut down, and would be raised for every task; so
         # it ends the search, whatever `catch` says.
-        job = self._pool.submit(task, name=f"trial {trial.number}", events=self._stream)
-        self._running[id(job)] = _Running(trial=trial, task=task, job=job)
+        saving = submit_options(self._study, self._pool, private.stored(self._study, trial), left)
+        job = self._pool.submit(task, name=f"trial {trial.number}", events=self._stream, **saving)
+        self._running[id(job)] = _Running(trial=trial, task=task, job=job, reports=reports)
+
+    @staticmethod
+    def _catch_up(trial: Trial, task: TrainTask, left: Left) -> tuple[list[Values], bool]:
+        """Report what the study has not been told of a trial that goes on; returns all values, and whether to prune it."""
+        known = left.frozen.intermediate_values
+        reports = [reported_values(task, entry) for entry in left.checkpoint.history]
+        for values, entry in zip(reports, left.checkpoint.history, strict=True):
+            if len(values) == 1 and int(entry["step"]) not in known:
+                trial.report(values[0], int(entry["step"]))
+        return reports, bool(reports) and len(reports[-1]) == 1 and trial.should_prune()
 
     def _on_report(self, event: Reported) -> None:
         running = self._running[id(event.job)]
@@ -267,6 +304,8 @@ class Driver:
         told = self._tell(trial, value=value, state=state, error=error, reason=reason)
         if self._weights is not None and trained is not None:
             self._weights.completed(private.stored(self._study, trial), *trained)
+        if told in (TrialState.COMPLETE, TrialState.PRUNED):
+            forget(self._study, self._pool, trial.number)
         if self._limits.gc_after_trial:
             gc.collect()
         if told == TrialState.FAIL and error is not None and not isinstance(error, self._limits.catch):

@@ -85,6 +85,16 @@ def ask(study: Study) -> Trial:
     return trial
 
 
+def running(study: Study) -> list[FrozenTrial]:
+    """The trials that the storage takes to be running, whoever runs them."""
+    return study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+
+
+def take_up(study: Study, frozen: FrozenTrial) -> Trial:
+    """A trial that another process has asked for, to go on with; what it has suggested it suggests again."""
+    return _HeldTrial(study, frozen._trial_id)
+
+
 def stored(study: Study, trial: Trial) -> FrozenTrial:
     """The trial as the storage has it now; to be copied for whoever may change it."""
     return study._storage.get_trial(trial._trial_id)
