@@ -88,7 +88,8 @@ class Built:
         tied = [tensor for _, tensor in named_state(self.module)]
         self._description = describe(self.task, self.module, self.optimizer, self.scheduler)
         self._module_attributes = Attributes("model", self.module.named_modules, _MODULE_INTERNALS, tied)
-        self._optimizer_attributes = Attributes("optimizer", lambda: [("", self.optimizer)], _OPTIMIZER_INTERNALS, tied)
+        optimizer = self.optimizer  # not self: a circle would keep the weights until the garbage collector comes
+        self._optimizer_attributes = Attributes("optimizer", lambda: [("", optimizer)], _OPTIMIZER_INTERNALS, tied)
 
     def state(self) -> dict[str, Any]:
         """The state of all of them but for parameters and buffers; its tensors are the live ones.

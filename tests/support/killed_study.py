@@ -1,4 +1,4 @@
-"""A search with checkpoints that may be killed at any moment: `python -m tests.support.killed_study FOLDER`, started by tests."""
+"""A search with checkpoints that may be killed at any moment; tests start it: `python -m tests.support.killed_study FOLDER`."""
 
 import sys
 from functools import partial
