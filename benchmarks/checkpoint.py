@@ -4,9 +4,9 @@
     python benchmarks/checkpoint.py --reports 10 --steps 16 --folder /data
 
 One trial on one CPU device. It is saved at every second report, so that both are measured in one run: CPU time of the process
-and wall time for each report's steps. A difference of some per cent is noise on a busy machine, so the parts are measured as well:
-CPU and wall time that the trial's thread spends saving (the trial waits), and the writing thread's. The cost is what one
-checkpoint takes of a report's 30 seconds, of one core.
+and wall time for each report's steps. A difference of some per cent is noise on a busy machine, so the parts are measured as
+well: CPU and wall time that the trial's thread spends saving (the trial waits), and the writing thread's. The cost is what
+one checkpoint takes of a report's 30 seconds, of one core.
 """
 
 import argparse

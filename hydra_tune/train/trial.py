@@ -247,6 +247,7 @@ class Trial:
         """Of all that holds weights: a trial has cycles, so that it may be there until the garbage collector comes by."""
         self.module, self.optimizer, self.state = None, None, None
         self._scheduler, self._operators, self._helpers = None, SplitOperators(), None
+        self._built, self._beginning, self._saved_optimizer, self._pass_began = None, None, {}, {}
 
     def _hand_over(self, state: ModelState) -> None:
         try:

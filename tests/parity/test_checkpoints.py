@@ -19,7 +19,7 @@ from hydra_tune.train.capture import Beginning
 from tests.parity.exact import differences
 from tests.parity.features import Samples
 from tests.parity.registry import ENTRIES, Spec, build, product
-from tests.support.checkpointed import Collector, library, outcome, run
+from tests.support.checkpointed import Collector, library, run
 from tests.unit.pool.tasks import SAMPLES, X, Y, task
 
 FAST = (
@@ -35,12 +35,12 @@ def assert_goes_on(described: TrainTask, *, every: bool = False, updates_on_host
     plans = library(num_shards=3, updates_on_host=updates_on_host)
     others = library(num_shards=2, updates_on_host=updates_on_host)
     keeper = Collector()
-    expected = outcome(run(described, plans, keeper))
+    expected = run(described, plans, keeper)
     saved = keeper.saved
     chosen = saved if every else [saved[index] for index in sorted({1, len(saved) // 2, len(saved) - 1})]
     assert len(chosen) > 1
     for one in chosen:
-        found = outcome(run(described, others, beginning=Beginning(saved=one)))
+        found = run(described, others, beginning=Beginning(saved=one))
         assert list(differences(expected, found)) == [], (one.labels, one.facts["place"])
     return saved
 

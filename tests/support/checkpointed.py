@@ -30,8 +30,8 @@ def library(**options: Any) -> PlanLibrary:
     return PlanLibrary(Budget(budget_bytes=64 * 2**20, buffer_fraction=0.0, alignment=64, **options))
 
 
-def run(task: TrainTask, plans: PlanLibrary, keeper: Any = None, beginning: Beginning | None = None) -> Trial:
-    """Train to the end; the trial keeps its weights."""
+def run(task: TrainTask, plans: PlanLibrary, keeper: Any = None, beginning: Beginning | None = None) -> dict[str, Any]:
+    """Train to the end; returns all that has to be the same."""
     device = CpuDevice(0, 64 * 2**20)
     pager = Pager(device)
     trial = Trial(task, plans, device, keeper=keeper, beginning=beginning)
@@ -40,20 +40,16 @@ def run(task: TrainTask, plans: PlanLibrary, keeper: Any = None, beginning: Begi
             while (step := trial.advance()) is not None:
                 if isinstance(step, PendingUnit):
                     run_unit(step, device, pager, None)
+        module, optimizer = trial.module, trial.optimizer
         trial.close(keep=True)
     finally:
         device.close()
-    return trial
-
-
-def outcome(trial: Trial) -> dict[str, Any]:
-    """All that has to be the same."""
-    assert trial.module is not None
-    assert trial.optimizer is not None
+    assert module is not None
+    assert optimizer is not None
     history = [{key: value for key, value in entry.items() if key != "seconds"} for entry in trial.history]
     return {
-        "state": dict(trial.module.state_dict()),
-        "optimizer": trial.optimizer.state_dict(),
+        "state": dict(module.state_dict()),
+        "optimizer": optimizer.state_dict(),
         "history": history,
         "metrics": trial.metrics,
     }
