@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hydra_tune.checkpoint.direct import written_directly
 from hydra_tune.checkpoint.files import file_error, replacing
 from hydra_tune.errors import FileError
 
@@ -96,11 +97,11 @@ def save_tensors(
         )
     own = {"format": _FORMAT, "crc32": _checksum(stored, metadata or {}, views), "views": views}
     header = _header(stored, {**(metadata or {}), _OWN_KEY: json.dumps(own)})
-    with replacing(path, overwrite=overwrite) as file:
-        file.write(header)
+    with replacing(path, overwrite=overwrite) as file, written_directly(file) as writer:
+        writer.write(header)
         for tensor in stored.values():
             for piece in _pieces(tensor):
-                file.write(piece)
+                writer.write(piece)
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

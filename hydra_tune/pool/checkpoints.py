@@ -352,7 +352,7 @@ class TrialKeeper:
             self._steps = 0
 
     def _is_due(self, steps: int, *, at_report: bool, is_last: bool) -> bool:
-        if steps == self._steps and not self._is_owed:
+        if steps == self._steps and not (at_report or self._is_owed):
             return False  # nothing has been trained since
         every = self._all.every
         by_steps = every.steps is not None and steps % every.steps == 0

@@ -118,7 +118,11 @@ def test_one_at_a_time(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed(written):
-    for name in ("00000009.safetensors", "00000009.json", ".00000009.manifest.999999999-" + "0" * 32 + ".tmp"):
+    for name in (
+        "00000009.safetensors",
+        "00000009.json",
+        f".00000009.manifest.{files._MACHINE}-999999999-" + "0" * 32 + ".tmp",
+    ):
         (written / name).write_bytes(b"half")
     (written / "notes.txt").write_text("the user's")
     CheckpointFolder(written).close()

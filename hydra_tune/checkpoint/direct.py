@@ -1,0 +1,97 @@
+"""Large files past the page cache: what is kept is not read soon, and copying it there takes most of the CPU time."""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from typing import BinaryIO
+
+_ALIGNMENT = 4096
+_BUFFER_BYTES = 8 * 2**20
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class DirectWriter:
+    """Writes to a file that is open and empty, through one aligned buffer.
+
+    Args:
+        file: to write to; nothing else writes to it meanwhile.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._descriptor = file.fileno()
+        self._view = memoryview(mmap.mmap(-1, _BUFFER_BYTES))  # pages of its own, aligned as the system asks
+        self._filled = 0
+        self._offset = 0
+        self._is_direct = self._set_direct(wanted=True)
+
+    def write(self, piece: bytes | memoryview) -> None:
+        """Write bytes after those before.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        rest = memoryview(piece).cast("B")
+        while rest.nbytes:
+            count = min(rest.nbytes, _BUFFER_BYTES - self._filled)
+            self._view[self._filled : self._filled + count] = rest[:count]
+            self._filled += count
+            rest = rest[count:]
+            if self._filled == _BUFFER_BYTES:
+                self._put(_BUFFER_BYTES)
+
+    def finish(self) -> None:
+        """Write what is left; the file has as many bytes as were given.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        size = self._offset + self._filled
+        if self._filled:
+            self._put(-(-self._filled // _ALIGNMENT) * _ALIGNMENT)
+        os.ftruncate(self._descriptor, size)
+
+    def close(self) -> None:
+        """Leave the file as it was opened."""
+        self._set_direct(wanted=False)
+
+    def _put(self, count: int) -> None:
+        done = 0
+        while done < count:
+            try:
+                done += os.pwrite(self._descriptor, self._view[done:count], self._offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._is_direct = self._set_direct(
+                    wanted=False
+                )  # a file system that takes the flag and means nothing by it
+        self._offset += count
+        self._filled = 0
+
+    def _set_direct(self, *, wanted: bool) -> bool:
+        """Whether the file goes past the page cache from now on."""
+        if not _DIRECT:
+            return False
+        with contextlib.suppress(OSError):
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | _DIRECT if wanted else flags & ~_DIRECT)
+            return wanted
+        return False
+
+
+@contextlib.contextmanager
+def written_directly(file: BinaryIO) -> Iterator[DirectWriter]:
+    """A writer to a file that is open and empty; what it was given is in the file when the block ends.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    writer = DirectWriter(file)
+    try:
+        yield writer
+        writer.finish()
+    finally:
+        writer.close()
