@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hydra_tune.cli.devices import devices
 from hydra_tune.cli.distributions import DISTRIBUTIONS
 from hydra_tune.cli.plan import plan
 from hydra_tune.cli.simulate import simulate_command
@@ -13,6 +14,8 @@ from hydra_tune.cli.sweep import sweep
 from hydra_tune.cli.sweep_file import read_sweep_file
 from hydra_tune.cli.sweep_model import PRUNING, Hydra, SweepModel
 from hydra_tune.cli.trace import trace
+from hydra_tune.devices.link import LinkRates
+from hydra_tune.devices.survey import Crossing, FoundDevice, Survey
 from hydra_tune.observe.figures import DeviceFigures, RunFigures
 from hydra_tune.observe.snapshot import SweepView
 from hydra_tune.observe.summary import to_json
@@ -48,7 +51,7 @@ def test_the_defaults_of_early_termination_are_the_documented_ones(kind):
     "option",
     [
         name
-        for option in (*sweep.params, *plan.params, *simulate_command.params, *trace.params)
+        for option in (*sweep.params, *plan.params, *devices.params, *simulate_command.params, *trace.params)
         for name in option.opts
         if name.startswith("--")
     ],
@@ -65,6 +68,11 @@ def test_every_key_of_the_json_is_documented():
 def test_every_key_of_a_simulation_is_documented():
     parts = [field.name for part in (SimulationResult, DeviceOutcome, Interval) for field in fields(part)]
     keys = [*parts, "bytes_moved", "loads_per_unit"]
+    assert [key for key in keys if f"`{key}`" not in CLI] == []
+
+
+def test_every_key_of_a_survey_is_documented():
+    keys = [field.name for part in (Survey, FoundDevice, Crossing, LinkRates) for field in fields(part)]
     assert [key for key in keys if f"`{key}`" not in CLI] == []
 
 
