@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from hydra_tune.observe.screen import SweepScreen
 from hydra_tune.observe.snapshot import SweepView, TrialView
-from hydra_tune.observe.terminal import LiveView, SweepScreen
+from hydra_tune.observe.terminal import LiveView
 
 
 def drawn(view, *, width=80, height=24, recent=()):
@@ -20,8 +21,14 @@ def drawn(view, *, width=80, height=24, recent=()):
 
 def test_the_header_counts_and_names_the_best(view):
     lines = drawn(view)
-    assert lines[0] == "vit  4/20 trials  2 done  1 pruned  1 failed  1m32s"
-    assert lines[1] == "best val_acc 0.97 in trial 1: lr=0.001235 width=128 act=relu"
+    assert lines[0] == "vit  1m32s"
+    assert lines[1] == "4/20 trials  ━━━──────────  2 done  1 pruned  1 failed  4 in flight"
+    assert lines[2] == "best val_acc 0.97 in trial 1: lr=0.001235 width=128 act=relu"
+
+
+def test_the_makespan_is_held_against_its_bound(view):
+    lines = drawn(replace(view, makespan_seconds=130.0, bound_seconds=100.0))
+    assert lines[0] == "vit  1m32s of about 2m10s, 1.30 x the lower bound 1m40s"
 
 
 def test_trials_have_state_progress_metric_and_eta(view):
@@ -52,13 +59,14 @@ def test_trials_that_do_not_fit_are_counted(view):
     many = replace(view, trials=tuple(TrialView(number=n, state="running") for n in range(50)))
     lines = drawn(many, height=24)
     shown = sum(" running" in line for line in lines)
-    assert f"... and {50 - shown} more" in lines
+    assert f"... and {50 - shown} more: {50 - shown} running" in lines
     assert shown >= 10
 
 
 def test_before_the_first_trial_there_is_something_to_read():
     empty = SweepView(name="vit", metric="val_loss", goal="minimize", status="running")
-    assert drawn(empty) == ["vit  0 trials  0 done  0 pruned  0 failed  0.0s", "no trial has completed yet"]
+    counts = "0 trials  0 done  0 pruned  0 failed  0 in flight"
+    assert drawn(empty) == ["vit  0.0s", counts, "no trial has completed yet"]
 
 
 def test_markup_in_names_is_text(view):
