@@ -147,7 +147,7 @@ def _trials(active: Sequence[TrialView], metric: str, width: int, room: int) -> 
     order = _varying_first(active)
     name = min(20, max(5, *(len(trial.name or str(trial.number)) for trial in active)))
     columns = [Column("trial", name, is_right=True), Column("state", 9), Column("done", bars)]
-    columns += [Column("epoch", epochs, is_right=True), Column(metric, max(9, min(14, len(metric))), is_right=True)]
+    columns += [Column("epoch", epochs, is_right=True), Column(metric, max(10, min(14, len(metric))), is_right=True)]
     columns += [Column("reports", spark), Column("left", 6, is_right=True), Column("parameters", 0)]
     shown = active if len(active) <= room else active[: room - 1]
     lines: list[Line] = [[], heads(columns, width)]
