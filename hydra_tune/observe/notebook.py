@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
-from hydra_tune.observe.screen import SweepScreen
+from hydra_tune.observe.screen import sweep_lines
 from hydra_tune.observe.snapshot import SweepView
 from hydra_tune.observe.ticker import Ticker
 
@@ -34,7 +34,7 @@ class NotebookView(AbstractContextManager["NotebookView"]):
         self._ticker = Ticker(self._update, period_seconds=_PERIOD_SECONDS)
 
     def _shown(self) -> dict[str, str]:
-        lines = SweepScreen(self._snapshot()).lines(_WIDTH, _HEIGHT)
+        lines = sweep_lines(self._snapshot(), (), _WIDTH, _HEIGHT)
         plain = "\n".join("".join(segment.text for segment in line).rstrip() for line in lines)
         style = "line-height: 1.2; white-space: pre"
         return {"text/plain": plain, "text/html": f'<pre style="{style}">{html.escape(plain)}</pre>'}

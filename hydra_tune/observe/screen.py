@@ -6,13 +6,12 @@ Widths do not depend on what the numbers are at the moment, so that nothing move
 import functools
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.text import Text
 
 from hydra_tune.observe import text
 from hydra_tune.observe.rows import Cell, Column, Line, bar, heads, one_line, row
-from hydra_tune.observe.snapshot import ENDED, DeviceView, SweepView, TrialView
+from hydra_tune.observe.snapshot import DeviceView, SweepView, TrialView
 from hydra_tune.observe.sparkline import sparkline
 from hydra_tune.quantities import format_bytes, format_seconds
 
@@ -24,35 +23,33 @@ _LEAST_TRIALS = 4  # lines that devices leave to trials
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█━─×↑↓…", "__..--==#-x^v~")  # noqa: RUF001
 
 
-class SweepScreen:
-    """A `SweepView` as something rich can draw, cut to the height there is.
+def sweep_lines(
+    view: SweepView, recent: Iterable[str], width: int, height: int, *, is_ascii: bool = False
+) -> list[Line]:
+    """A sweep in so many lines and columns, at most.
 
     Args:
-        view: what to draw.
-        recent: lines to fill the rest of the screen with; the last ones are shown.
+        view: the sweep.
+        recent: lines to fill the rest with; the last ones are shown.
+        width: columns there are.
+        height: lines there are.
+        is_ascii: whether other characters cannot be shown.
     """
+    lines = _header(view, width)
+    lines += _devices(view.devices, width, height - len(lines) - _LEAST_TRIALS)
+    active = sorted(
+        (trial for trial in view.trials if not trial.is_over),
+        key=lambda trial: (_ORDER.get(trial.state, 9), trial.number),
+    )
+    lines += _trials(active, view.metric, width, height - len(lines))
+    lines = (lines + _tail(tuple(recent), width, height - len(lines)))[:height]
+    if is_ascii:
+        return [[Segment(_to_ascii(segment.text), segment.style) for segment in line] for line in lines]
+    return lines
 
-    def __init__(self, view: SweepView, recent: Iterable[str] = ()) -> None:
-        self._view = view
-        self._recent = tuple(recent)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in self.lines(options.max_width, options.height or options.max_height):
-            for segment in line:
-                yield Segment(segment.text.translate(_ASCII), segment.style) if options.ascii_only else segment
-            yield Segment.line()
-
-    def lines(self, width: int, height: int) -> list[Line]:
-        """What is drawn: at most `height` lines of at most `width` columns."""
-        view = self._view
-        lines = _header(view, width)
-        lines += _devices(view.devices, width, height - len(lines) - _LEAST_TRIALS)
-        active = sorted(
-            (trial for trial in view.trials if trial.state not in ENDED),
-            key=lambda trial: (_ORDER.get(trial.state, 9), trial.number),
-        )
-        lines += _trials(active, view.metric, width, height - len(lines))
-        return (lines + _tail(self._recent, width, height - len(lines)))[:height]
+def _to_ascii(shown: str) -> str:
+    return shown.translate(_ASCII).encode("ascii", "replace").decode()
 
 
 def _header(view: SweepView, width: int) -> list[Line]:
@@ -80,7 +77,7 @@ def _times(view: SweepView) -> list[Cell]:
 
 
 def _counts(view: SweepView, width: int) -> list[Cell]:
-    ended = sum(trial.state in ENDED for trial in view.trials)
+    ended = sum(trial.is_over for trial in view.trials)
     planned = f"/{view.num_planned}" if view.num_planned is not None else ""
     failed, cancelled = view.count("failed"), view.count("cancelled")
     cells = [Cell(f"{ended}{planned} trials  ")]

@@ -1,6 +1,6 @@
 """The live view of a sweep on a terminal.
 
-Draws on the terminal's second screen: whatever size the terminal becomes, the next refresh fills all of it anew, and
+Draws on the terminal's second screen: whatever size the terminal becomes, the next picture fills all of it anew, and
 leaving it brings back what was there. It is given a function that returns a plain `SweepView` and knows nothing of
 where that comes from; it calls that function from a thread of its own.
 """
@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, RenderableType
-from rich.live import Live
+from rich.console import Console
 
-from hydra_tune.observe.screen import SweepScreen
+from hydra_tune.observe.paint import Screen
+from hydra_tune.observe.screen import sweep_lines
 from hydra_tune.observe.snapshot import SweepView
 from hydra_tune.observe.ticker import Ticker
 
@@ -33,26 +33,27 @@ class LiveView(AbstractContextManager["LiveView"]):
     def __init__(self, console: Console, snapshot: Callable[[], SweepView], recent: deque[str]) -> None:
         self._snapshot = snapshot
         self._recent = recent
-        self._live = Live(
-            console=console,
-            screen=True,
-            get_renderable=self._screen,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._ticker = Ticker(self._live.refresh, on_error=self._live.stop)
+        self._screen = Screen(console)
+        self._ticker = Ticker(self.refresh, on_error=self._screen.close)
 
     @property
     def cpu_seconds(self) -> float:
         """CPU time that the view's thread has used."""
         return self._ticker.cpu_seconds
 
-    def _screen(self) -> RenderableType:
-        return SweepScreen(self._snapshot(), self._recent.copy())
+    def refresh(self) -> None:
+        """Draw the sweep as it is now."""
+        width, height = size = self._screen.size
+        lines = sweep_lines(self._snapshot(), self._recent.copy(), width, height, is_ascii=self._screen.is_ascii)
+        self._screen.paint(lines, size)
 
     def __enter__(self) -> Self:
-        self._live.start(refresh=True)
+        self._screen.open()
+        try:
+            self.refresh()
+        except BaseException:
+            self._screen.close()
+            raise
         self._ticker.start()
         return self
 
@@ -62,4 +63,4 @@ class LiveView(AbstractContextManager["LiveView"]):
         try:
             self._ticker.stop()
         finally:
-            self._live.stop()
+            self._screen.close()

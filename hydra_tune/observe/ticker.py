@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 _PERIOD_SECONDS = 0.5
 _SHARE = 0.005
-_MOST_SECONDS = 5.0
+_MOST_SECONDS = 2.5
 
 _LOGGER = logging.getLogger(__name__)
 
 
 class Ticker:
-    """Calls a function until it is stopped, as often as may be, but no more than half a per cent of its thread's time.
+    """Calls a function until it is stopped, often, but for no more than half a per cent of this process's CPU time.
 
-    A function that took 10 ms of CPU time is called again after 2 s, so that what is shown costs training next to nothing
-    however much there is to show; at least every 5 s it is called.
+    So what is shown costs training next to nothing, however much there is to show and however slow the machine is. At least
+    every 2.5 s it is called.
 
     Args:
         function: what to call. If it raises, it is not called again.
@@ -52,9 +52,12 @@ class Ticker:
             self._thread.join()
 
     def _run(self) -> None:
-        pause = self._period_seconds
-        while not self._over.wait(pause):
-            before = time.thread_time()
+        called, spent, cpu = time.monotonic(), 0.0, time.process_time()
+        while not self._over.wait(self._period_seconds):
+            used = time.process_time() - cpu
+            if spent > _SHARE * used and time.monotonic() - called < _MOST_SECONDS:
+                continue
+            called, cpu, before = time.monotonic(), time.process_time(), time.thread_time()
             try:
                 self._function()
             except Exception as error:  # noqa: BLE001 - whatever is wrong with the view is not wrong with the training
@@ -64,4 +67,3 @@ class Ticker:
                 return
             self.cpu_seconds = time.thread_time()
             spent = self.cpu_seconds - before
-            pause = min(max(self._period_seconds, spent / _SHARE), max(self._period_seconds, _MOST_SECONDS))

@@ -1,5 +1,6 @@
 """The live view in a notebook that has nothing but a kernel: below its cell, updated while the pool works."""
 
+import json
 import sys
 from textwrap import dedent
 
@@ -46,8 +47,8 @@ def run(tmp_path, monkeypatch):
     """Run cells in a kernel; returns their outputs, and each text that was shown in the place of an earlier one."""
     kernels = tmp_path / "kernels" / "here"
     kernels.mkdir(parents=True)
-    argv = '["%s", "-m", "ipykernel_launcher", "-f", "{connection_file}"]' % sys.executable
-    (kernels / "kernel.json").write_text(f'{{"argv": {argv}, "display_name": "here", "language": "python"}}')
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernels / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "here", "language": "python"}))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
