@@ -6,8 +6,8 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -23,11 +23,14 @@ from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
 from hydra_tune.observe.eventlog import EventLog, check_log_path
+from hydra_tune.observe.snapshot import Goal
 from hydra_tune.pool.forecast import Forecast
 from hydra_tune.pool.job import EventStream, Job, Result, check_priority
+from hydra_tune.pool.live import shown
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import PoolStats
+from hydra_tune.pool.watch import Watch
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import Policy, check_admission, make_policy
 from hydra_tune.shard.library import Budget, PlanLibrary
@@ -134,6 +137,7 @@ class HydraExecutor:
         self._pool: Pool | None = None
         self._width = 0
         self._is_shut_down = False
+        self._watches: list[Watch] = []
         self._only_way: str | None = None  # in which steps are split; set by tests and measurements before the start
 
     @property
@@ -172,7 +176,10 @@ class HydraExecutor:
         if not isinstance(task, TrainTask):
             raise ConfigError(f"submit takes a TrainTask, not {type(task).__name__}")
         check_priority(priority)
-        return self._started().submit(task, name, events, priority=priority)
+        job = self._started().submit(task, name, events, priority=priority)
+        for watch in tuple(self._watches):
+            watch.add([job])
+        return job
 
     def run(self, tasks: Iterable[TrainTask]) -> list[Result]:
         """Train tasks to their ends.
@@ -201,6 +208,33 @@ class HydraExecutor:
         """Figures since the pool began."""
         pool = self._pool  # figures may be read after the end as well
         return (pool or self._started()).stats()
+
+    @contextmanager
+    def live(self, *, goal: Goal = "minimize", name: str = "hydra-tune") -> Iterator[None]:
+        """Show what the pool does until the block is left: its jobs, its devices, and when it will be over.
+
+        On a terminal as `hydra-tune sweep` does, on the terminal's second screen: what is printed and logged meanwhile is shown
+        below, and printed again on standard error at the end. In a notebook below the cell, where it stays. Elsewhere as lines:
+        one for each job that ends, and one every half a minute. At the end, but for notebooks, the best jobs and the devices.
+
+        Args:
+            goal: which way the first of each task's metrics is better.
+            name: what the whole is called.
+
+        Raises:
+            ConfigError: another goal.
+            HydraTuneError: the executor is shut down.
+        """
+        if goal not in ("minimize", "maximize"):
+            raise ConfigError(f"goal must be 'minimize' or 'maximize', not {goal!r}")
+        pool = self._started()
+        with shown(name, goal, pool.stats) as watch:
+            self._watches.append(watch)
+            try:
+                watch.add(pool.jobs())
+                yield
+            finally:
+                self._watches.remove(watch)
 
     def recording(self) -> Recording:
         """What the pool was told, decided and did since it began; best asked for after `shutdown()`.

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import psutil
-import pynvml
 import torch
 
+from hydra_tune.devices import nvml
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.cuda import CudaDevice
 from hydra_tune.devices.device import Device
+from hydra_tune.devices.nvml import NvmlError
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import format_bytes, parse_bytes
 
@@ -190,11 +191,6 @@ def gpu_memory(index: int) -> tuple[int, int]:
     properties: Any = torch.cuda.get_device_properties(index)  # torch's stub lacks the PCI fields
     address = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # a GPU that is not NVIDIA's
+        return nvml.memory(address)
+    except NvmlError:  # a GPU that is not NVIDIA's, or a driver that does not answer
         return torch.cuda.mem_get_info(index)
-    try:
-        memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByPciBusId(address.encode()))
-        return int(memory.free), int(memory.total)
-    finally:
-        pynvml.nvmlShutdown()

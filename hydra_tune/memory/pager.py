@@ -112,6 +112,13 @@ class Pager:
         with self._lock:
             return sum(block.nbytes for block in self._resident.values())
 
+    @property
+    def loads_under_way(self) -> int:
+        """Blocks that the device's copy threads are still to bring, as far as can be told without their locks."""
+        with self._lock:
+            coming = [block.coming for block in self._resident.values()]
+        return sum(one is not None and not one.copy.is_over for one in coming)
+
     def lease(self, blocks: Iterable[Block], workspace_bytes: int) -> Lease:
         """Blocks on the device and room to work, for the length of a `with`.
 

@@ -41,6 +41,8 @@ class Progress:
         num_shards: shards its model is cut into; 0 before the job has started.
         units_run: shard units run.
         metrics: of the last report.
+        history: the last reports, as in `Result.history`, up to 64 of them.
+        compute_seconds: time that its units computed, copies left out.
     """
 
     epoch: int
@@ -51,6 +53,8 @@ class Progress:
     num_shards: int
     units_run: int
     metrics: dict[str, float]
+    history: tuple[dict[str, float], ...] = ()
+    compute_seconds: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +71,7 @@ class Result:
             "recompute". The last shard's forward and backward are one unit.
         units_run: shard units run.
         units_saved: units it would still have run, had it not been pruned or cancelled; 0 where that is unknown.
+        compute_seconds: time that its units computed, copies left out.
     """
 
     status: str
@@ -77,6 +82,7 @@ class Result:
     activations: tuple[str, ...] = ()
     units_run: int = 0
     units_saved: int = 0
+    compute_seconds: float = 0.0
     _module: nn.Module | None = None
     _optimizer: torch.optim.Optimizer | None = None
 

@@ -299,6 +299,12 @@ class Pool:
             return progress_without_trial(job) if record is None else record.progress()
 
     @hold_interrupts()
+    def jobs(self) -> list[Job]:
+        """Those that are not over, in the order in which they were submitted."""
+        with self._changed:
+            return [record.job for record in self._records.values()]
+
+    @hold_interrupts()
     def stats(self) -> PoolStats:
         """Figures since the pool began."""
         with self._changed:

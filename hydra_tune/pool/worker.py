@@ -84,6 +84,7 @@ class Worker:
             waiting_seconds=pager.waiting_ns / 1e9,
             copying_seconds=pager.copying_ns / 1e9,
             units_repeated=self._pressure.units_repeated,
+            loads_under_way=pager.loads_under_way,
         )
 
     @contextlib.contextmanager

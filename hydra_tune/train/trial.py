@@ -86,6 +86,7 @@ class Trial:
     ) -> None:
         self.task = task
         self.history: list[dict[str, float]] = []
+        self.compute_seconds = 0.0
         self.metrics: dict[str, float] = {}
         self.units_run = 0
         self.num_shards = 0
@@ -152,6 +153,7 @@ class Trial:
     def finished(self, unit: PendingUnit, seconds: float) -> None:
         """A unit took so long."""
         with self._lock:
+            self.compute_seconds += seconds
             self.units_run += unit.kind != "sum"  # which is no unit where batches run one after the other
             self._step_left = max(0.0, self._step_left - unit.seconds)
             unit.times.measured(unit.key, seconds)
