@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 
@@ -40,7 +41,7 @@ def run_plan(spec: SweepSpec, given: Mapping[str, str | None], *, count: int, se
         with output.quiet():
             parameters = _parameters(spec)
             build = TaskBuilder(spec=spec, function=load_task(spec))
-            with opened(_overridden(spec, given), HydraExecutor) as pool:
+            with opened(_overridden(spec, given), partial(HydraExecutor, plans_only=True)) as pool:
                 found = [
                     _planned(number, params, build, pool)
                     for number, params in enumerate(sample(parameters, count, seed))
