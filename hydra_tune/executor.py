@@ -30,9 +30,9 @@ from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import Policy, check_admission, make_policy
+from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.library import Budget, PlanLibrary
 from hydra_tune.shard.partition import NumShards
-from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train.workers import is_worker_starting

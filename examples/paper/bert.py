@@ -49,7 +49,9 @@ def loss(logits, labels):
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
-def build(*, batch_size, lr, data=None, layers=77, width=1024, heads=16, tokens=128, vocabulary=30522, epochs=4, seed=0):
+def build(
+    *, batch_size, lr, data=None, layers=77, width=1024, heads=16, tokens=128, vocabulary=30522, epochs=4, seed=0
+):
     """Describe the training of a `Bert`.
 
     Args:

@@ -82,7 +82,7 @@ class _Arrays(pickle.Unpickler):
 
     def find_class(self, module: str, name: str):
         known = {"_reconstruct": np.zeros(0).__reduce__()[0], "ndarray": np.ndarray, "dtype": np.dtype}
-        if module.split(".")[0] == "numpy" and name in known:
+        if module.partition(".")[0] == "numpy" and name in known:
             return known[name]
         if (module, name) == ("_codecs", "encode"):
             return super().find_class(module, name)
@@ -101,5 +101,7 @@ def _folders(folder: Path, names: list[str], size: int):
                 images.append(torch.from_numpy(np.array(scaled)).permute(2, 0, 1))
                 labels.append(label)
     if not images:
-        raise FileNotFoundError(f"{folder} has no image files in folders named as train's: {', '.join(names) or 'none'}")
+        raise FileNotFoundError(
+            f"{folder} has no image files in folders named as train's: {', '.join(names) or 'none'}"
+        )
     return torch.stack(images), torch.tensor(labels)

@@ -12,6 +12,8 @@ SPECIAL = 4
 IGNORED = -100
 """The label of a place whose word is not asked for; what `cross_entropy` leaves out."""
 
+_ASKED = 0.15  # of all places
+_MASKED, _REPLACED = 0.8, 0.1  # of those
 _HELD_OUT = 0.1  # of a single file
 
 
@@ -34,13 +36,13 @@ class MaskedText(Dataset):
 
     def __getitem__(self, index: int):
         words = torch.cat([torch.tensor([START]), self.words[index].long()])
-        asked = torch.rand(len(words)) < 0.15
+        asked = torch.rand(len(words)) < _ASKED
         asked[0] = False
         labels = torch.where(asked, words, IGNORED)
         fate = torch.rand(len(words))
         others = torch.randint(SPECIAL, self.vocabulary, words.shape)
-        words = torch.where(asked & (fate < 0.8), MASK, words)
-        return torch.where(asked & (fate >= 0.8) & (fate < 0.9), others, words), labels
+        words = torch.where(asked & (fate < _MASKED), MASK, words)
+        return torch.where(asked & (fate >= _MASKED) & (fate < _MASKED + _REPLACED), others, words), labels
 
 
 @cache

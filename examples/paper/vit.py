@@ -51,7 +51,9 @@ def evaluate(module, batch):
     }
 
 
-def build(*, batch_size, layers, lr=1e-3, data=None, width=1024, heads=16, size=32, patch=8, classes=10, epochs=5, seed=0):
+def build(
+    *, batch_size, layers, lr=1e-3, data=None, width=1024, heads=16, size=32, patch=8, classes=10, epochs=5, seed=0
+):
     """Describe the training of a `ViT`.
 
     Args:

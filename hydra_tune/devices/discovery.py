@@ -83,12 +83,15 @@ def open_device(
     raise ConfigError(f"a device's name is like 'cuda:1' or 'cpu:3', not {name!r}")
 
 
-def open_planned_devices(devices: str, device_memory: str | int | None, link_bandwidth: str | int | None) -> list[Device]:
+def open_planned_devices(
+    devices: str, device_memory: str | int | None, link_bandwidth: str | int | None
+) -> list[Device]:
     """Open devices to plan for: where they are not there, or not as large, CPU devices stand for them and take no memory.
 
     Args:
-        devices, device_memory, link_bandwidth: as of `open_devices`. Only devices that are counted ("cuda:0,1", "cpu:8") and whose
-            memory is given can be stood for.
+        devices: as of `open_devices`; only devices that are counted ("cuda:0,1", "cpu:8") can be stood for,
+        device_memory: and only with this.
+        link_bandwidth: as of `open_devices`.
 
     Raises:
         ConfigError: not a device text, or devices that are not there and cannot be stood for.

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.errors import BadLossError, MetricError, TaskError
-from hydra_tune.shard.operators import split_operators
 from hydra_tune.shapes_only import refuse_shapes_only
+from hydra_tune.shard.operators import split_operators
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.data import make_loader, no_batch, num_samples
 from hydra_tune.train.pieces import check_pieces, pieces
