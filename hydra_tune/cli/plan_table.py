@@ -70,8 +70,8 @@ def print_planned(console: Console, planned: Sequence[Planned], notes: Sequence[
         console.print(Text(note, style="bold yellow"), soft_wrap=True)
     if found:
         console.print(Text(_devices(found[0][1])), soft_wrap=True)
-    for line in _configurations(planned):
-        console.print(Text(line), soft_wrap=True)
+    for words in _configurations(planned):
+        console.print(Text(words), soft_wrap=True)
     if found:
         console.print()
         console.print(_shape(found))

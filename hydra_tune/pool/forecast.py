@@ -31,7 +31,7 @@ from hydra_tune.train.rehearsal import Rehearsal
 from hydra_tune.train.trial import Trial
 
 _WARM_STEPS = 2  # the first makes optimizer state, the second is the first that loads it
-_STEPS_ALONE = 2
+_STEPS_ALONE = 1  # they repeat to the byte
 _STEPS_TOGETHER = 8  # trials take turns of some steps
 _MOST_BUILT_BYTES = 256 << 20  # of a model, to be built for real
 _MOST_CHECKED_BYTES = 1 << 30  # that a step may need on the host
