@@ -43,7 +43,7 @@ class QuickPartitioner(Partitioner):
             peak_bytes: the most that a unit of it needs.
         """
         high = min(self._budget, self._with_buffer(peak_bytes))
-        low = middle = min(high, self._with_buffer(self._least_room()))
+        low = min(high, self._with_buffer(self._least_room()))
         if self._would_do(low, num_shards, ()):
             return low
         above = 1 + low // _PRECISION
