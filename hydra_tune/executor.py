@@ -16,7 +16,7 @@ import psutil
 
 from hydra_tune import __version__
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.discovery import num_cores, open_device, open_devices, parse_bandwidth
+from hydra_tune.devices.discovery import num_cores, open_device, open_devices, open_planned_devices, parse_bandwidth
 from hydra_tune.devices.link import link_of
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.memory.disk import Disk
@@ -33,6 +33,7 @@ from hydra_tune.pool.stats import PoolStats
 from hydra_tune.pool.watch import Watch
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import Policy, check_admission, make_policy
+from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.library import Budget, PlanLibrary
 from hydra_tune.shard.partition import NumShards
 from hydra_tune.simulate.recording import Recording
@@ -75,6 +76,8 @@ class HydraExecutor:
         record: keep what happens for `recording()`: some kilobytes of host memory for each unit run.
         event_log: a file for what happens, written while the pool runs, which `hydra-tune trace` reads: units, copies, what
             becomes of trials. Replaced if it is there; missing folders are made. None: none is written.
+        plans_only: only `plan` and `profile` are asked for. Devices that are not there, or not as large as `device_memory`, are
+            then stood for by as many CPU devices of that memory, which take none of it.
 
     Raises:
         ConfigError: an option that makes no sense, by name.
@@ -96,6 +99,7 @@ class HydraExecutor:
         optimizer_placement: Literal["device", "host"] = "device",
         spill_dir: str | os.PathLike[str] | None = None,
         event_log: str | os.PathLike[str] | None = None,
+        plans_only: bool = False,
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -118,6 +122,7 @@ class HydraExecutor:
         if not isinstance(record, bool):
             raise ConfigError(f"record must be true or false, not {record!r}")
         _check_placement(optimizer_placement, spill_dir)
+        self._plans_only = plans_only
         self._updates_on_host = optimizer_placement == "host"
         self._link_bandwidth = link_bandwidth
         self._record = record
@@ -170,12 +175,16 @@ class HydraExecutor:
                 `Job.set_priority`.
 
         Raises:
-            ConfigError: not a task, or a priority that is not an int.
+            ConfigError: not a task, a task whose data is `ShapesOnly`, a priority that is not an int, or an executor that only
+                plans.
             HydraTuneError: the executor is shut down.
         """
         if not isinstance(task, TrainTask):
             raise ConfigError(f"submit takes a TrainTask, not {type(task).__name__}")
         check_priority(priority)
+        refuse_shapes_only(task)
+        if self._plans_only:
+            raise ConfigError("this HydraExecutor was made with plans_only=True and trains nothing; make one without")
         job = self._started().submit(task, name, events, priority=priority)
         for watch in tuple(self._watches):
             watch.add([job])
@@ -357,7 +366,8 @@ class HydraExecutor:
 
     def _start(self) -> Pool:
         host_bytes = self._host_bytes or int(psutil.virtual_memory().available * _HOST_SHARE)
-        devices = open_devices(self._devices, self._device_memory, self._link_bandwidth)
+        opening = open_planned_devices if self._plans_only else open_devices
+        devices = opening(self._devices, self._device_memory, self._link_bandwidth)
         self._width = self._max_concurrent or 2 * len(devices)
         has_cpu = any(device.torch_device.type == "cpu" for device in devices)
         library = PlanLibrary(

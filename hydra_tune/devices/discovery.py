@@ -84,6 +84,32 @@ def open_device(
     raise ConfigError(f"a device's name is like 'cuda:1' or 'cpu:3', not {name!r}")
 
 
+def open_planned_devices(
+    devices: str, device_memory: str | int | None, link_bandwidth: str | int | None
+) -> list[Device]:
+    """Open devices to plan for: where they are not there, or not as large, CPU devices stand for them and take no memory.
+
+    Args:
+        devices: as of `open_devices`; only devices that are counted ("cuda:0,1", "cpu:8") can be stood for,
+        device_memory: and only with this.
+        link_bandwidth: as of `open_devices`.
+
+    Raises:
+        ConfigError: not a device text, or devices that are not there and cannot be stood for.
+    """
+    try:
+        return open_devices(devices, device_memory, link_bandwidth)
+    except ConfigError as error:
+        cpu, cuda = _CPU.fullmatch(devices), _CUDA.fullmatch(devices)
+        count = int(cpu[1] or 1) if cpu else len(cuda[1].split(",")) if cuda and cuda[1] else 0
+        if not count:
+            raise ConfigError(f"{error}; to plan for GPUs that are not here, say which: devices='cuda:0,1'") from error
+        if device_memory is None:
+            raise ConfigError(f"{error}; to plan for devices that are not here, give device_memory") from error
+        budget = parse_bytes(device_memory, what="device_memory")
+        return [CpuDevice(index, budget, parse_bandwidth(link_bandwidth)) for index in range(count)]
+
+
 def num_cores() -> int:
     """Cores this process may use; not every system can tell them from those there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

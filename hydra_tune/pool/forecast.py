@@ -21,8 +21,9 @@ from hydra_tune.memory.block import Kind
 from hydra_tune.pool.rehearsal import Moved, Play
 from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import Policy
-from hydra_tune.shard.fingerprint import architecture_key
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
+from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.stage import Stage
 from hydra_tune.shard.unbuilt import BuildLimit, TooLargeError, Unbuilt
 from hydra_tune.task import TrainTask
@@ -30,7 +31,7 @@ from hydra_tune.train.rehearsal import Rehearsal
 from hydra_tune.train.trial import Trial
 
 _WARM_STEPS = 2  # the first makes optimizer state, the second is the first that loads it
-_STEPS_ALONE = 2
+_STEPS_ALONE = 1  # they repeat to the byte
 _STEPS_TOGETHER = 8  # trials take turns of some steps
 _MOST_BUILT_BYTES = 256 << 20  # of a model, to be built for real
 _MOST_CHECKED_BYTES = 1 << 30  # that a step may need on the host
@@ -145,6 +146,7 @@ def forecast(
     tasks: Mapping[str, TrainTask],
     library: PlanLibrary,
     architectures: dict[Hashable, int],
+    known: "dict[Hashable, Known]",
     devices: Sequence[Device],
     policy: Policy,
     *,
@@ -158,6 +160,7 @@ def forecast(
         tasks: by name.
         library: the pool's.
         architectures: the numbers of those that are known; takes new ones.
+        known: what was found of tasks alone; takes what is found.
         devices: where they would run; nothing is done there.
         policy: as of the pool, and so all that follows.
         max_concurrent: trials in flight.
@@ -165,11 +168,24 @@ def forecast(
         sends_ahead: whether what a device does next is sent to it while it computes.
     """
     with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
-        company = _Company(library, architectures, devices)
+        company = _Company(library, architectures, known, devices)
         thread.submit(company.cast, tasks).result()
         return thread.submit(
             company.perform, policy, max_concurrent=max_concurrent, admission=admission, sends_ahead=sends_ahead
         ).result()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What was found of a task alone, and so holds of all that have its plan.
+
+    Attributes:
+        prepared: the plan, which is kept for its identity.
+        found: the forecast.
+    """
+
+    prepared: Prepared
+    found: Forecast
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,6 +193,8 @@ class _Part:
     """One trial: what is known of it, and its rehearsals, each of which can be run once."""
 
     rehearsals: list[Rehearsal]
+    prepared: Prepared
+    key: Hashable
     smallest_budget_bytes: int
     is_checked: bool
     architecture: int | None
@@ -184,9 +202,16 @@ class _Part:
 
 
 class _Company:
-    def __init__(self, library: PlanLibrary, architectures: dict[Hashable, int], devices: Sequence[Device]) -> None:
+    def __init__(
+        self,
+        library: PlanLibrary,
+        architectures: dict[Hashable, int],
+        known: dict[Hashable, Known],
+        devices: Sequence[Device],
+    ) -> None:
         self._architectures = architectures
-        self._library = PlanLibrary(library.budget, most_checked_bytes=_MOST_CHECKED_BYTES, known=library)
+        self._known = known
+        self._library = library.for_plans(_MOST_CHECKED_BYTES)
         self._host = devices[0]
         self._devices = devices
         self._stage = Stage()
@@ -226,15 +251,19 @@ class _Company:
             assert optimizer is not None
             knows_length = trial.progress.num_steps is not None
             device = WeightlessDevice(self._host)
+            prepared = kept.prepared
+            same = _likeness(task, prepared, optimizer, knows_length=knows_length)
             with self._stage:
                 rehearsals = [
                     Rehearsal(task, module, optimizer, kept, leaves, device, knows_length=knows_length)
-                    for _ in self._lengths
+                    for _ in ([] if self._is_known(same) else self._lengths)
                 ]
-            prepared, key = kept.prepared, architecture_key(task, module)
+            key = architecture_key(task, module)
             known = self._architectures
             return _Part(
                 rehearsals=rehearsals,
+                prepared=prepared,
+                key=same,
                 smallest_budget_bytes=prepared.smallest_budget(),
                 is_checked=prepared.is_checked,
                 architecture=None if key is None else known.setdefault(key, len(known)),
@@ -245,6 +274,21 @@ class _Company:
 
     def perform(self, policy: Policy, *, max_concurrent: int, admission: str, sends_ahead: bool) -> Forecast:
         """Rehearse, and say what was seen."""
+        name, part = next(iter(self._parts.items()))
+        if not self._is_known(part.key):
+            found = self._performed(policy, max_concurrent=max_concurrent, admission=admission, sends_ahead=sends_ahead)
+            if len(self._parts) > 1 or part.is_checked:
+                return found
+            self._known[part.key] = Known(prepared=part.prepared, found=found)
+        found = self._known[part.key].found
+        (trial,) = found.trials
+        return replace(found, trials=(replace(trial, name=name, architecture=part.architecture),))
+
+    def _is_known(self, key: Hashable) -> bool:
+        """Whether there is one task, which has been rehearsed already, or one that is like it."""
+        return len(self._lengths) == 1 and key in self._known
+
+    def _performed(self, policy: Policy, *, max_concurrent: int, admission: str, sends_ahead: bool) -> Forecast:
         plays = []
         for number, length in enumerate(self._lengths):
             play = Play(
@@ -289,6 +333,12 @@ class _Company:
             is_checked=part.is_checked,
             cut=part.why,
         )
+
+
+def _likeness(task: TrainTask, prepared: Prepared, optimizer: torch.optim.Optimizer, *, knows_length: bool) -> Hashable:
+    """Equal for tasks that rehearse alike: of one plan, but for rates and other numbers that move no bytes."""
+    parts = (task.accumulate, task.split_batches, repr(task.split_operators), knows_length)
+    return (id(prepared), GradientRules.of(task), optimizer_key(optimizer), *parts)
 
 
 def _of_device(device: Device, play: Play, before: Moved, after: Moved, count: int) -> DeviceForecast:

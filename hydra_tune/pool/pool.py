@@ -22,7 +22,7 @@ from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.core import Core
-from hydra_tune.pool.forecast import Forecast, forecast
+from hydra_tune.pool.forecast import Forecast, Known, forecast
 from hydra_tune.pool.job import EventStream, Job, Progress
 from hydra_tune.pool.lending import Lender
 from hydra_tune.pool.planned import planned_profile
@@ -90,6 +90,7 @@ class Pool:
         self._sends_ahead = sends_ahead
         self._numbers = itertools.count()
         self._architectures: dict[Hashable, int] = {}
+        self._forecasts: dict[Hashable, Known] = {}
         self._ended = False
         self._started = time.perf_counter()
         self._devices = {device.name: device for device in devices}
@@ -349,6 +350,7 @@ class Pool:
             tasks,
             self._library,
             self._architectures,
+            self._forecasts,
             list(self._devices.values()),
             self._policy,
             max_concurrent=self._max_concurrent,

@@ -202,6 +202,18 @@ class PlanLibrary:
         self.checked: _Shelf = _Shelf() if known is None else known.checked
         self._unchecked = _Shelf()
         self._lock = self.checked.lock
+        self._for_plans: PlanLibrary | None = None
+
+    def for_plans(self, most_checked_bytes: int) -> "PlanLibrary":
+        """The library of those who only plan, for this one's budget; the same each time, so that plans alike are made once.
+
+        Args:
+            most_checked_bytes: what a step may need for its plan to be checked; of the first who asks.
+        """
+        with self._lock:
+            if self._for_plans is None:
+                self._for_plans = PlanLibrary(self.budget, most_checked_bytes=most_checked_bytes, known=self)
+            return self._for_plans
 
     def prepare(
         self,

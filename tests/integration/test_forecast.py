@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import BudgetError, ConfigError
+from hydra_tune.train.rehearsal import Rehearsal
 from tests.unit.pool.tasks import running, task
 
 WIDTH, LAYERS = 64, 8
@@ -226,6 +227,27 @@ def test_what_was_not_checked_is_not_trained_with(monkeypatch):
         pool.run([noisy(2)])
         assert library.checked.plans
         assert pool.plan([noisy(2)]).trials[0].is_checked
+
+
+def test_what_was_not_built_is_captured_and_rehearsed_once_for_all_that_differ_in_rates(monkeypatch):
+    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_CHECKED_BYTES", 1 << 10)
+    rehearsed = []
+
+    class Counted(Rehearsal):
+        def steps(self, count):
+            rehearsed.append(count)
+            return super().steps(count)
+
+    monkeypatch.setattr("hydra_tune.pool.forecast.Rehearsal", Counted)
+    with running(device_memory="260KiB") as pool:
+        made = [noisy(2, optimizer=partial(torch.optim.AdamW, lr=lr)) for lr in (0.1, 0.2)]
+        one, other = (pool.plan([task]) for task in made)
+        assert len(rehearsed) == 1
+        assert other == one
+        sgd = pool.plan([noisy(2, optimizer=partial(torch.optim.SGD, lr=0.1))])
+        summed = pool.plan([noisy(2, optimizer=partial(torch.optim.AdamW, lr=0.1), accumulate=2)])
+        assert len(rehearsed) == 3
+    assert one.bytes_by_kind not in (sgd.bytes_by_kind, summed.bytes_by_kind)
 
 
 def test_a_plan_is_made_once_for_planning_and_training():
