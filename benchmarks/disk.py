@@ -1,7 +1,7 @@
 """What training costs when host memory holds half of a trial's state: against all of it on the host, and against the disk.
 
     python benchmarks/disk.py [FOLDER] [--rows 64 --rows 256] [--link 1GB/s]
-    python benchmarks/disk.py --rows 1 --light    # bound by the disk
+    python benchmarks/disk.py --rows 1 --light    # as little to compute as there can be for what the disk moves
 
 A step of one trial with its state on the host, the same with half of it on disk, first with nothing sent ahead, so that units
 wait for copies between host and device (the disk's thread reads ahead all the same), and what the disk alone takes for the
