@@ -111,10 +111,14 @@ def _keeping(shard: Shard, pilot: Pilot, wanted: Activations, room: Room) -> Sha
 
 
 def _spare_host_bytes(plan: Plan, room: Room) -> float:
-    """What the host has left for kept activations that are spilled, so that keeping them never keeps a trial out."""
+    """What the host has left for kept activations that are spilled, so that keeping them never keeps a trial out.
+
+    Never less than nothing: a graph that refers only to parameters and to values that wait anyway keeps no bytes, and is worth
+    keeping wherever the trial's state is.
+    """
     if room.host_bytes is None:
         return math.inf
-    return room.host_bytes - sum(shard.cost.state_bytes + shard.cost.held_bytes for shard in plan.shards)
+    return max(0, room.host_bytes - sum(shard.cost.state_bytes + shard.cost.held_bytes for shard in plan.shards))
 
 
 def _total(seconds: UnitSeconds, index: int) -> float:

@@ -38,6 +38,7 @@ from hydra_tune.train.host_share import HostShare, fixed_bytes, largest_bytes
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.pieces import Piece, check_pieces, pieces
 from hydra_tune.train.plans import Kept, TrialPlans
+from hydra_tune.train.shared_times import SharedTimes
 from hydra_tune.train.spread import Spread
 from hydra_tune.train.state import ModelState, check_optimizer
 from hydra_tune.train.step import EvaluationStep, PendingUnit
@@ -73,6 +74,7 @@ class Trial:
         helpers: asked before a step whose batches may run side by side, if anybody could help.
         host: counts host copies and sends some to disk; None: the host has room for all.
         tenant: the trial, for `host`.
+        times: of the units of plans, which the trials of a pool measure together; None: this one does alone.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Trial:
         helpers: Helpers | None = None,
         host: HostTier | None = None,
         tenant: Tenant | None = None,
+        times: SharedTimes | None = None,
     ) -> None:
         self.task = task
         self.history: list[dict[str, float]] = []
@@ -112,7 +115,7 @@ class Trial:
         self._scheduler: Any = None
         self._operators = SplitOperators()
         self._share = HostShare(host, tenant)
-        self._plans = TrialPlans(task, library, self._streams, device, self._share)
+        self._plans = TrialPlans(task, library, self._streams, device, self._share, times or SharedTimes())
         self._interval = Mean()
         self._started = time.perf_counter()
         self._train_times = UnitTimes({})
