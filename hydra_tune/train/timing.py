@@ -9,7 +9,6 @@ Note: a trial of its own. The steps are those of a new trial of the task, from i
 so that whoever asks is left as he was. It reports nothing and evaluates nothing.
 """
 
-import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -30,8 +29,8 @@ from hydra_tune.train.ways import GROUPED, Offer
 
 _WARM_STEPS = 2  # the first makes optimizer state, the second is the first that loads it
 _MOST_STEPS = 9
-_LEAST_STEPS = 3
-_ENOUGH_SECONDS = 1.0
+_LEAST_STEPS = 5
+_ENOUGH_SECONDS = 2.0
 
 Place = tuple[str, int, int]
 """Kind and shard of a unit, and how many alike have gone before it in its step."""
@@ -78,7 +77,7 @@ def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends
         sends_ahead: whether what comes next is sent while a unit computes.
 
     Returns:
-        The median of the steps after the second, or of what there are; None where the data has no whole step.
+        The lower quartile of the steps after the second, or of what there are; None where the data has no whole step.
 
     Raises:
         HydraTuneError: a unit cannot be run.
@@ -147,5 +146,6 @@ class _Run:
         for step in self._steps[min(_WARM_STEPS, self.num_steps - 1) :]:
             for place, seconds in step.items():
                 seen[place].append(seconds)
-        medians = {place: statistics.median(found) for place, found in seen.items()}
-        return StepTimes(seconds=medians, link=self._copies.link(guess), times=self._trial.unit_times)
+        # The lower quartile: what else the machine does only makes a unit longer.
+        usual = {place: sorted(found)[len(found) // 4] for place, found in seen.items()}
+        return StepTimes(seconds=usual, link=self._copies.link(guess), times=self._trial.unit_times)
