@@ -285,12 +285,13 @@ class HydraExecutor:
     def plan(self, tasks: Iterable[TrainTask]) -> Forecast:
         """What these tasks would do in the pool together: shards, units, memory, and bytes moved in a step by kind.
 
-        Each model is built, captured, cut and checked on the host with its first batch, as `submit` would have it; one that is
-        too large for that is planned without being built, and not checked. Then some steps are rehearsed on tensors without
-        bytes, by the scheduler and pagers of a run; nothing is trained, and nothing touches the devices. The bytes are those of
-        `stats()`, in a step once all optimizer state is there; what is sent ahead is taken to arrive while a unit computes, and
-        all trials to have as many steps to go. Left out are evaluation, the shorter last batch of an epoch, the disk of
-        `spill_dir`, and the batches of a step that run side by side when devices have nothing else to do.
+        Each model is built, captured, cut and checked on the host with its first batch, as `submit` would have it; one that
+        is too large for that is planned without being built, and not checked. For CPU devices a few steps of it are timed, on
+        a device and with a model of their own. Then some steps are rehearsed on tensors without bytes, by the scheduler and
+        pagers of a run, on a virtual clock; nothing touches the pool's devices. The bytes are those of `stats()`, in a step
+        once all optimizer state is there; all trials are taken to have as many steps to go. Left out are evaluation, the
+        shorter last batch of an epoch, the disk of `spill_dir`, and the batches of a step that run side by side when devices
+        have nothing else to do.
 
         Args:
             tasks: the trials; at least one.

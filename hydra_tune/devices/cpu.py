@@ -77,6 +77,7 @@ class CpuDevice:
         link_bandwidth: bytes a second that its copies take, both ways together; None: as fast as they are.
 
     Attributes:
+        bandwidth: as given.
         link: what slows its copies down, if anything does.
     """
 
@@ -88,6 +89,7 @@ class CpuDevice:
         self.budget_bytes = budget_bytes
         self.alignment = CPU_ALIGNMENT
         self.generator = DefaultCpuGenerator()
+        self.bandwidth = link_bandwidth
         self.link = None if link_bandwidth is None else Link(link_bandwidth)
         self._copies = CopyThread(self.name)
         self._ahead = BackgroundCopies(self.name)

@@ -1,4 +1,8 @@
-"""How fast a device's copies are: measured once, where that tells something."""
+"""How fast a device's copies are: measured, and as they are taken to be by whoever decides beforehand.
+
+The latter is not measured: what is decided by a measurement is decided differently each time, and on a machine that does other
+work besides one copy is as fast as ten others (note in `shard/estimate.py`). A link that was given a bandwidth has that.
+"""
 
 import time
 from collections.abc import Callable
@@ -17,6 +21,8 @@ _LARGE_BYTES, _SMALL_BYTES = 4 << 20, 64
 _ROUNDS = 3
 _MOST_BYTES = 64 << 20  # beyond what caches hold, and long against what a copy costs whatever its size
 _PART = 4  # of a device's budget, for the two of its blocks that a measurement takes
+_BYTES_PER_SECOND = 4e9  # of a core that copies memory which is in no cache
+_SECONDS_PER_BLOCK = 2e-5  # of what is done for each copy around it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +58,15 @@ class LinkRates:
 
 
 def link_of(device: Device) -> Link | None:
-    """A device's link; None for a GPU, whose copies cannot be compared with seconds measured on the host.
+    """A device's link; None for a GPU, whose copies cannot be compared with seconds of the host.
 
     Args:
-        device: where copies are made; of a CPU device's memory nothing is kept.
+        device: where copies would be made.
     """
     if not isinstance(device, CpuDevice):
         return None
-    per_block = _seconds(device, _SMALL_BYTES)
-    large = max(_seconds(device, _LARGE_BYTES) - per_block, 1e-9)
-    return Link(bytes_per_second=_LARGE_BYTES / large, seconds_per_block=per_block)
+    pace = _BYTES_PER_SECOND if device.bandwidth is None else min(_BYTES_PER_SECOND, device.bandwidth)
+    return Link(bytes_per_second=pace, seconds_per_block=_SECONDS_PER_BLOCK)
 
 
 def link_rates(device: Device) -> LinkRates:

@@ -44,11 +44,10 @@ from hydra_tune.memory.block import Block, Coming, Kind, whole_storage
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.ledger import Ledger
-from hydra_tune.memory.meter import LinkMeter
+from hydra_tune.memory.meter import CopyLog, LinkMeter
 from hydra_tune.memory.pressure import is_out_of_memory
 from hydra_tune.memory.states import State
 from hydra_tune.memory.tenant import check_tenant
-from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.observe.turns import note
 from hydra_tune.quantities import format_bytes
 
@@ -82,7 +81,7 @@ class Pager:
     def __init__(self, device: Device, host: HostTier | None = None) -> None:
         self.device = device
         self.host = host
-        self.log: EventLog | None = None
+        self.log: CopyLog | None = None
         self.ready_ns = 0
         self.ledger = Ledger(device.name, device.budget_bytes)
         self.bytes_in: Counter[Kind] = Counter()

@@ -58,6 +58,7 @@ def write_trace(log: RunLog, path: Path) -> None:
 def trace_events(log: RunLog) -> Iterator[dict[str, Any]]:
     """The events of the trace of a run."""
     yield named("process", "trials", _TRIALS)
+    yield placed("process", len(log.budgets) + 3, _TRIALS)
     yield from _stories(log)
     for number, device in enumerate(log.budgets, start=_TRIALS + 1):
         yield named("process", device, number)
@@ -76,7 +77,7 @@ def _units(log: RunLog, device: str, process: int) -> Iterator[dict[str, Any]]:
         if unit.device != device:
             continue
         what = {"job": unit.job, "kind": unit.kind, "shard": unit.shard, "failed": unit.is_failed}
-        yield bar(f"{unit.job} {unit.kind} {unit.shard}", row, unit.start_ns, unit.end_ns, what)
+        yield bar(f"{unit.kind[0].upper()}{unit.shard} {unit.job}", row, unit.start_ns, unit.end_ns, what)
         if unit.ready_ns > unit.start_ns:
             yield bar("waits for bytes", row, unit.start_ns, unit.ready_ns, {"kind": "wait", "job": unit.job})
 

@@ -1,9 +1,11 @@
 """What tasks would ask of devices and move between them and the host, before anything is trained.
 
-Each task's model is built, captured, cut and checked as the pool would. Then some steps are rehearsed on tensors without bytes
-(`train/rehearsal.py`), by the scheduler and the pagers of a run, and what they have moved is counted.
+Each task's model is built, captured, cut and checked as the pool would, and a few of its steps are timed (`train/timing.py`).
+Then some steps are rehearsed on tensors without bytes (`train/rehearsal.py`), by the scheduler and the pagers of a run, and
+what they have moved and taken is counted.
 """
 
+import statistics
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Device
+from hydra_tune.devices.link import Link
 from hydra_tune.devices.weightless import WeightlessDevice
 from hydra_tune.errors import ConfigError
 from hydra_tune.memory.block import Kind
@@ -28,6 +32,7 @@ from hydra_tune.shard.stage import Stage
 from hydra_tune.shard.unbuilt import BuildLimit, TooLargeError, Unbuilt
 from hydra_tune.task import TrainTask
 from hydra_tune.train.rehearsal import Rehearsal
+from hydra_tune.train.timing import timed_steps
 from hydra_tune.train.trial import Trial
 
 _WARM_STEPS = 2  # the first makes optimizer state, the second is the first that loads it
@@ -54,7 +59,8 @@ class TrialForecast:
         smallest_budget_bytes: memory of a device with which it could still be cut, to a per mille.
         architecture: equal numbers stand for equal models and steps, widths and depths included, among all that the pool has
             planned; None where that cannot be told.
-        step_seconds: compute of an optimizer step on a core of the host; 0 where it is not known: whole, or not checked.
+        step_seconds: from the end of an optimizer step to the end of the next one, with all that the pool does meanwhile: the
+            mean of its steps beside the others. 0 where it is not known: not checked, or on a GPU.
         is_checked: whether its plan has been compared with a step of the model, as every plan is before training; not so
             where the model or its step is too large for that.
         cut: where `num_shards` is "tuned" and there was a choice, what was chosen and why; else None.
@@ -168,11 +174,9 @@ def forecast(
         sends_ahead: whether what a device does next is sent to it while it computes.
     """
     with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
-        company = _Company(library, architectures, known, devices)
+        company = _Company(library, architectures, known, devices, sends_ahead=sends_ahead)
         thread.submit(company.cast, tasks).result()
-        return thread.submit(
-            company.perform, policy, max_concurrent=max_concurrent, admission=admission, sends_ahead=sends_ahead
-        ).result()
+        return thread.submit(company.perform, policy, max_concurrent=max_concurrent, admission=admission).result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +203,7 @@ class _Part:
     is_checked: bool
     architecture: int | None
     why: str | None
+    link: Link | None = None
 
 
 class _Company:
@@ -208,7 +213,10 @@ class _Company:
         architectures: dict[Hashable, int],
         known: dict[Hashable, Known],
         devices: Sequence[Device],
+        *,
+        sends_ahead: bool,
     ) -> None:
+        self._sends_ahead = sends_ahead
         self._architectures = architectures
         self._known = known
         self._library = library.for_plans(_MOST_CHECKED_BYTES)
@@ -230,7 +238,7 @@ class _Company:
             # What a compiler makes cannot be rehearsed; it is cut and updated alike, and keeps nothing.
             task = replace(task, compile=None, activations="recompute")
         try:
-            return self._built(task, BuildLimit(_MOST_BUILT_BYTES))
+            return self._timed(task, self._built(task, BuildLimit(_MOST_BUILT_BYTES)))
         except TooLargeError:
             pass
         try:
@@ -272,11 +280,35 @@ class _Company:
         finally:
             trial.close(keep=False)
 
-    def perform(self, policy: Policy, *, max_concurrent: int, admission: str, sends_ahead: bool) -> Forecast:
+    def _timed(self, task: TrainTask, part: "_Part") -> "_Part":
+        """The same, with what its steps take, where that can be found out on the host."""
+        host = self._host
+        if not part.is_checked or not all(isinstance(device, CpuDevice) for device in self._devices):
+            return part
+        assert isinstance(host, CpuDevice)
+        pace = timed_steps(task, self._library, host, sends_ahead=self._sends_ahead)
+        if pace is not None:
+            part.link = pace.link
+            for rehearsal in part.rehearsals:
+                rehearsal.keep_pace(pace)
+        return part
+
+    @property
+    def _link(self) -> Link | None:
+        """What copies were seen to take: the mean of all trials; None where one of them has not been timed."""
+        links = [part.link for part in self._parts.values() if part.link is not None]
+        if len(links) < len(self._parts):
+            return None
+        return Link(
+            bytes_per_second=statistics.fmean(link.bytes_per_second for link in links),
+            seconds_per_block=statistics.fmean(link.seconds_per_block for link in links),
+        )
+
+    def perform(self, policy: Policy, *, max_concurrent: int, admission: str) -> Forecast:
         """Rehearse, and say what was seen."""
         name, part = next(iter(self._parts.items()))
         if not self._is_known(part.key):
-            found = self._performed(policy, max_concurrent=max_concurrent, admission=admission, sends_ahead=sends_ahead)
+            found = self._performed(policy, max_concurrent=max_concurrent, admission=admission)
             if len(self._parts) > 1 or part.is_checked:
                 return found
             self._known[part.key] = Known(prepared=part.prepared, found=found)
@@ -288,17 +320,17 @@ class _Company:
         """Whether there is one task, which has been rehearsed already, or one that is like it."""
         return len(self._lengths) == 1 and key in self._known
 
-    def _performed(self, policy: Policy, *, max_concurrent: int, admission: str, sends_ahead: bool) -> Forecast:
+    def _performed(self, policy: Policy, *, max_concurrent: int, admission: str) -> Forecast:
         plays = []
         for number, length in enumerate(self._lengths):
             play = Play(
                 {name: part.rehearsals[number] for name, part in self._parts.items()},
-                [WeightlessDevice(device) for device in self._devices],
+                [WeightlessDevice(device, self._link) for device in self._devices],
                 policy,
                 max_concurrent=max_concurrent,
                 admission=admission,
                 num_steps=length,
-                sends_ahead=sends_ahead,
+                sends_ahead=self._sends_ahead,
             )
             with self._stage:
                 play.run()
@@ -329,7 +361,7 @@ class _Company:
             unit_bytes=plan.peak_bytes,
             smallest_budget_bytes=part.smallest_budget_bytes,
             architecture=part.architecture,
-            step_seconds=rehearsal.times.total if part.is_checked and not plan.eager else 0.0,
+            step_seconds=0.0 if part.link is None else _step_seconds(play, name),
             is_checked=part.is_checked,
             cut=part.why,
         )
@@ -339,6 +371,13 @@ def _likeness(task: TrainTask, prepared: Prepared, optimizer: torch.optim.Optimi
     """Equal for tasks that rehearse alike: of one plan, but for rates and other numbers that move no bytes."""
     parts = (task.accumulate, task.split_batches, repr(task.split_operators), knows_length)
     return (id(prepared), GradientRules.of(task), optimizer_key(optimizer), *parts)
+
+
+def _step_seconds(play: Play, name: str) -> float:
+    """The mean of a trial's steps, and what the scheduler takes for one, as was seen in this very play."""
+    ends = play.step_ends[name][_WARM_STEPS - 1 :]
+    per_unit = play.deciding_seconds / play.num_units
+    return (ends[-1] - ends[0]) / (len(ends) - 1) + play.units_per_step[name] * per_unit
 
 
 def _of_device(device: Device, play: Play, before: Moved, after: Moved, count: int) -> DeviceForecast:

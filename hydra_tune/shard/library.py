@@ -321,15 +321,16 @@ class PlanLibrary:
             if request.mode == "train" and len(plan.shards) > 1:
                 check_separable(request.optimizer, dict(request.model.named_parameters()), state_specs(request.model))
         is_checked = self._may_check(request, pilot.cost(0, nodes))
+        estimates = functools.cache(lambda: estimated_seconds(pilot, plan, kept))
         seconds: UnitSeconds
         kept_seconds: UnitSeconds | None
         if is_checked:
             seconds, kept_seconds = self._verified(request, captured, answers, plan, kept)
         else:
-            seconds, kept_seconds = (estimated_seconds(one, pilot) for one in (plan, kept))
+            seconds, kept_seconds = estimates()
         if kept_seconds is not None:
             if request.task.activations == "auto":
-                kept = chosen(plan, kept, seconds, kept_seconds, self.budget.link(), room)
+                kept = chosen(plan, kept, *estimates(), self.budget.link(), room)
             plan, seconds = kept, seconds_of(kept, seconds, kept_seconds)
         if request.task.compile is not None:
             plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
