@@ -33,8 +33,15 @@ def link_of(device: Device) -> Link | None:
     Args:
         device: where copies are made; of a CPU device's memory nothing is kept.
     """
-    if not isinstance(device, CpuDevice):
-        return None
+    return measured_link(device) if isinstance(device, CpuDevice) else None
+
+
+def measured_link(device: Device) -> Link:
+    """A device's link, whatever it is.
+
+    Args:
+        device: as of `link_of`.
+    """
     per_block = _seconds(device, _SMALL_BYTES)
     large = max(_seconds(device, _LARGE_BYTES) - per_block, 1e-9)
     return Link(bytes_per_second=_LARGE_BYTES / large, seconds_per_block=per_block)

@@ -8,6 +8,7 @@ not show them.
 Source: HYDRA section 4.1, the pilot runs of Algorithm 1. Differs: there an out-of-memory error of a real pass is the signal.
 """
 
+import copy
 import gc
 import math
 import weakref
@@ -251,6 +252,14 @@ class Pilot:
         self._costs: dict[tuple[int, int], ShardCost] = {}
         self._runs: dict[Hashable, _Runs] = {}
         self._likenesses: Likenesses | None = None
+
+    def placed(self, *, updates_on_host: bool) -> "Pilot":
+        """One of the same step for updates there, which shares what this one has run and will run."""
+        if updates_on_host == self._updates_on_host:
+            return self
+        other = copy.copy(self)
+        other._updates_on_host, other._costs = updates_on_host, {}  # noqa: SLF001 - a copy of its own
+        return other
 
     def cost(self, first: int, last: int) -> ShardCost:
         """Bytes of the shard of nodes `first` to `last`; measured once."""

@@ -148,7 +148,7 @@ class TrainingBatch(Step):
 
     def _update_blocks(self, names: tuple[str, ...]) -> list[Block]:
         """What an update needs on its device."""
-        if self._is_updated_on_host:
+        if self._plan.updates_on_host:
             return []
         keys, state = [parameter_gradient_key(name) for name in names], self._state
         return [*state.groups(names), *state.optimizer_groups(names), *self._store.blocks(keys, (), ())]
@@ -250,16 +250,12 @@ class TrainingBatch(Step):
     def _lease(self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int) -> Iterator[Lease]:
         """With stand-ins for the parameters, where an update on the host may be under way."""
         with super()._lease(pager, names, blocks, workspace) as lease:
-            if self._is_updated_on_host and not self._plan.eager:
+            if self._plan.updates_on_host and not self._plan.eager:
                 self._store.stand_ins = self._state.stand_ins(names)
             try:
                 yield lease
             finally:
                 self._store.stand_ins = {}
-
-    @property
-    def _is_updated_on_host(self) -> bool:
-        return any(shard.cost.updates_on_host for shard in self._plan.shards)
 
     def _backward(self, index: int, device: Device, completes: bool) -> None:
         shard = self._plan.shards[index]
