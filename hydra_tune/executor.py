@@ -344,6 +344,7 @@ class HydraExecutor:
                 link=functools.cache(lambda: link_of(devices[0])),
                 # A host beside GPUs is slower than they are, and has nothing else to compute.
                 checks_sample=not has_cpu,
+                counts_draws=has_cpu,
                 host_threads=1 if has_cpu else num_cores(),
             )
         )

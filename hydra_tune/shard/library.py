@@ -66,6 +66,7 @@ class Budget:
         host_bytes: host memory for each trial in flight; None for as much as it likes.
         link: how fast the devices' copies are, if that can be compared with seconds measured on the host.
         checks_sample: whether a plan may be checked with a few samples of its batch; see `sample.py`.
+        counts_draws: whether random numbers can be drawn ahead of their batches, as on CPU devices alone.
         host_threads: intra-op threads to check plans with, which changes nothing but the time that takes.
     """
 
@@ -79,6 +80,7 @@ class Budget:
     host_bytes: int | None = None
     link: Callable[[], Link | None] = lambda: None
     checks_sample: bool = False
+    counts_draws: bool = True
     host_threads: int = 1
 
     @property
@@ -376,7 +378,7 @@ class PlanLibrary:
         edges = partitioner.partition(self.budget.num_shards)
         if self.budget.num_shards != "tuned" or not _may_be_tuned(request, edges):
             return _Packed(pilot=pilot, partitioner=partitioner, edges=edges)
-        choice = self._tuned(request.task, partitioner, pilot, edges)
+        choice = self._tuned(request.task, partitioner, build_plan(captured, analysis, pilot, edges), pilot, edges)
         return _Packed(pilot=pilot, partitioner=partitioner, edges=list(choice.packing.edges), why=choice.reason)
 
     def _placement(
@@ -386,12 +388,14 @@ class PlanLibrary:
         assert self.budget.speeds is not None, "auto comes with the speeds of the machine"
         speeds = self.budget.speeds()
 
+        def plan_of(packed: _Packed) -> Plan:
+            return build_plan(captured, analysis, packed.pilot, packed.edges)
+
         def cut(packed: _Packed) -> Cut:
-            plan = build_plan(captured, analysis, packed.pilot, packed.edges)
             measure = self._measure(request.task, packed.pilot, packed.edges[-1])
             return Cut(
                 costs=[measure(first, last) for first, last in pairwise(packed.edges)],
-                seconds=estimated_seconds(plan, packed.pilot) if speeds.is_host else None,
+                seconds=estimated_seconds(plan_of(packed), packed.pilot) if speeds.is_host else None,
             )
 
         with GATE.shared():
@@ -400,7 +404,7 @@ class PlanLibrary:
             None if on_device is None else cut(on_device),
             cut(on_host),
             self.budget.budget_bytes,
-            self._habits(request.task),
+            self._habits(request.task, plan_of(on_host)),
             speeds,
             rate,
         )
@@ -410,16 +414,21 @@ class PlanLibrary:
         most = self._most_checked_bytes
         return most is None or (whole.peak_bytes <= most and not is_unbuilt(request.model))
 
-    def _tuned(self, task: TrainTask, partitioner: QuickPartitioner, pilot: Pilot, largest: list[int]) -> Choice:
+    def _tuned(
+        self, task: TrainTask, partitioner: QuickPartitioner, plan: Plan, pilot: Pilot, largest: list[int]
+    ) -> Choice:
         """Where the shards start and end with which a step moves the fewest bytes."""
         measure = self._measure(task, pilot, largest[-1])
-        return choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, self._habits(task))
+        return choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, self._habits(task, plan))
 
-    def _habits(self, task: TrainTask) -> Habits:
-        """How a step of a task uses its shards."""
+    def _habits(self, task: TrainTask, plan: Plan) -> Habits:
+        """How a step of a task uses its shards; `plan` is one that it may be cut by."""
+        counted = self.budget.counts_draws or not plan.is_stochastic
         return Habits(
             waits=GradientRules.of(task).has_two_phases,
             sends_ahead=self.budget.buffer_fraction > 0,
+            num_batches=task.accumulate * task.split_batches,
+            may_group=counted and plan.may_be_pipelined,
         )
 
     def _measure(self, task: TrainTask, pilot: Pilot, end: int) -> Callable[[int, int], ShardCost]:
@@ -527,8 +536,8 @@ class PlanLibrary:
 
 
 def _may_be_tuned(request: _Request, edges: list[int]) -> bool:
-    """Whether there is a cut to tune, and what a step moves can be told: not of several batches that share a step."""
-    return request.mode == "train" and len(edges) > 2 and not GradientRules.of(request.task).accumulates  # noqa: PLR2004
+    """Whether there is a cut to tune."""
+    return request.mode == "train" and len(edges) > 2  # noqa: PLR2004
 
 
 def _twin(model: nn.Module) -> nn.Module:

@@ -136,6 +136,7 @@ class ShardCost:
         kept_bytes: activations that the forward unit keeps for the backward unit; 0 if that recomputes them.
         kept_blocks: storages that these activations lie on.
         recompute_workspace: bytes made during the backward unit if it recomputes after all; 0 if it always does.
+        input_bytes: of `value_bytes`, those of batch tensors and constants, which stay until the step lets the batch go.
         summed_bytes: gradients of these parameters that earlier batches of the step leave; 0 if it has one batch.
     """
 
@@ -155,6 +156,7 @@ class ShardCost:
     kept_blocks: int = 0
     recompute_workspace: int = 0
     summed_bytes: int = 0
+    input_bytes: int = 0
 
     @property
     def gradient_bytes(self) -> int:
@@ -201,6 +203,7 @@ class _Runs:
     backward: int
     handed_bytes: int
     value_bytes: int
+    input_bytes: int
 
 
 UpdatePilot = Callable[[Sequence[str]], tuple[int, int, int]]
@@ -326,6 +329,7 @@ class Pilot:
         return ShardCost(
             state_bytes=sum(self._spec_bytes(name) for name in self._loaded(alike.state)),
             value_bytes=runs.value_bytes,
+            input_bytes=runs.input_bytes,
             handed_bytes=runs.handed_bytes,
             optimizer_bytes=state_bytes,
             forward_workspace=runs.forward,
@@ -355,6 +359,7 @@ class Pilot:
             backward=backward + (saved if runs_forward else 0) + copied,
             handed_bytes=handed_bytes,
             value_bytes=self._storage_bytes(values),
+            input_bytes=self._storage_bytes([*operands.constants, *operands.inputs]),
         )
 
     def _loaded(self, names: Sequence[str]) -> list[str]:

@@ -113,7 +113,7 @@ def choose_placement(
     updating = (
         sum(_update_seconds(cost, speeds, seconds_per_byte) for cost in on_device.costs) if speeds.is_host else 0.0
     )
-    computing = _computing(on_device) + updating
+    computing = _computing(on_device, habits.num_batches) + updating
     device = _beside(computing, speeds.link.seconds(traffic.nbytes, traffic.copies), habits)
     host, host_bytes = _on_host(on_host, budget_bytes, habits, speeds, seconds_per_byte)
     place: OptimizerPlacement = "host" if host < device * _WORTH else "device"
@@ -152,8 +152,11 @@ def _update_seconds(cost: ShardCost, speeds: Speeds, seconds_per_byte: float) ->
     return max(touched / speeds.dram_bytes_per_second, cost.trained_bytes * seconds_per_byte)
 
 
-def _computing(cut: Cut) -> float:
-    return 0.0 if cut.seconds is None else sum(cut.seconds.forward[:-1]) + sum(cut.seconds.backward)
+def _computing(cut: Cut, num_batches: int) -> float:
+    """Seconds of a step's forward and backward units."""
+    if cut.seconds is None:
+        return 0.0
+    return num_batches * (sum(cut.seconds.forward[:-1]) + sum(cut.seconds.backward))
 
 
 def _beside(computing: float, copying: float, habits: Habits) -> float:
@@ -166,7 +169,7 @@ def _on_host(cut: Cut, budget_bytes: int, habits: Habits, speeds: Speeds, second
     traffic = step_traffic(cut.costs, budget_bytes, habits)
     down = speeds.link.seconds(sum(cost.trained_bytes for cost in cut.costs), len(cut.costs))
     others = max(0.0, speeds.link.seconds(traffic.nbytes, traffic.copies) - down)
-    computing = _computing(cut)
+    computing = _computing(cut, habits.num_batches)
     updates = [_update_seconds(cost, speeds, seconds_per_byte) for cost in cut.costs]
     left = sum(updates)
     if speeds.has_core and not habits.waits:
