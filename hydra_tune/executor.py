@@ -17,7 +17,8 @@ import psutil
 from hydra_tune import __version__
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import num_cores, open_device, open_devices, open_planned_devices, parse_bandwidth
-from hydra_tune.devices.link import link_of
+from hydra_tune.devices.dram import dram_bandwidth
+from hydra_tune.devices.link import link_of, measured_link
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.host import HostTier
@@ -36,12 +37,13 @@ from hydra_tune.schedule import Policy, check_admission, make_policy
 from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.library import Budget, PlanLibrary
 from hydra_tune.shard.partition import NumShards
+from hydra_tune.shard.placement import Speeds
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train.workers import is_worker_starting
 
 _HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
-_PLACEMENTS = ("device", "host")
+_PLACEMENTS = ("device", "host", "auto")
 
 
 class HydraExecutor:
@@ -69,8 +71,11 @@ class HydraExecutor:
             mean finer interleaving, more units, and more values that cross cuts.
         instrument: returns a context manager, entered on the worker thread around every unit (trackers, profilers).
         optimizer_placement: where optimizer state is and updates are made: on the "device", or on the "host", where state
-            stays: then a step moves the gradients down and the parameters up, and no optimizer state. On GPUs the host's
-            arithmetic rounds differently from theirs; on CPU devices the numbers are the same.
+            stays: then a step moves the gradients down and the parameters up, and no optimizer state, and updates go on
+            beside the device's next units. "auto": wherever a step of the plan is expected to take less time, by measured
+            speeds of copies and of the host's memory; `plan`, the log and `Result.optimizer_placement` say where that was.
+            On GPUs the host's arithmetic rounds differently from theirs, so that with "auto" last digits depend on what was
+            measured; on CPU devices the numbers are the same wherever updates are made.
         link_bandwidth: what copies to and from each CPU device are slowed down to, e.g. "200MB/s", to see what a slow link
             would do; None: as fast as they are.
         record: keep what happens for `recording()`: some kilobytes of host memory for each unit run.
@@ -96,7 +101,7 @@ class HydraExecutor:
         admission: Literal["eager", "staggered"] = "eager",
         link_bandwidth: str | int | None = None,
         record: bool = False,
-        optimizer_placement: Literal["device", "host"] = "device",
+        optimizer_placement: Literal["device", "host", "auto"] = "device",
         spill_dir: str | os.PathLike[str] | None = None,
         event_log: str | os.PathLike[str] | None = None,
         plans_only: bool = False,
@@ -123,7 +128,7 @@ class HydraExecutor:
             raise ConfigError(f"record must be true or false, not {record!r}")
         _check_placement(optimizer_placement, spill_dir)
         self._plans_only = plans_only
-        self._updates_on_host = optimizer_placement == "host"
+        self._optimizer_placement: Literal["device", "host", "auto"] = optimizer_placement
         self._link_bandwidth = link_bandwidth
         self._record = record
         self._event_log = None if event_log is None else check_log_path(event_log)
@@ -377,12 +382,14 @@ class HydraExecutor:
                 buffer_fraction=self._buffer_fraction,
                 alignment=math.lcm(*(device.alignment for device in devices)),
                 num_shards=self._num_shards,
-                updates_on_host=self._updates_on_host,
+                optimizer_placement=self._optimizer_placement,
+                speeds=functools.cache(lambda: _speeds(devices, is_host=has_cpu)),
                 trials=-(-self._width // len(devices)),
                 host_bytes=host_bytes // self._width,
                 link=functools.cache(lambda: link_of(devices[0])),
                 # A host beside GPUs is slower than they are, and has nothing else to compute.
                 checks_sample=not has_cpu,
+                counts_draws=has_cpu,
                 host_threads=1 if has_cpu else num_cores(),
             )
         )
@@ -433,11 +440,22 @@ def _check_count(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
+def _speeds(devices: Sequence[Device], *, is_host: bool) -> Speeds:
+    """What choosing a placement of updates goes by; measured here."""
+    return Speeds(
+        link=measured_link(devices[0]),
+        dram_bytes_per_second=dram_bandwidth(),
+        is_host=is_host,
+        has_core=not is_host or num_cores() > len(devices),
+    )
+
+
 def _check_placement(placement: str, spill_dir: object) -> None:
     if placement not in _PLACEMENTS:
-        raise ConfigError(f"optimizer_placement must be 'device' or 'host', not {placement!r}")
-    if placement == "host" and spill_dir is not None:
+        raise ConfigError(f"optimizer_placement must be 'device', 'host' or 'auto', not {placement!r}")
+    if placement != "device" and spill_dir is not None:
+        keeps = "keeps" if placement == "host" else "may keep"
         raise ConfigError(
-            "optimizer_placement='host' keeps optimizer state in host memory, which spill_dir is there to relieve; give "
-            "one of the two"
+            f"optimizer_placement={placement!r} {keeps} optimizer state in host memory, which spill_dir is there to relieve; "
+            "give one of the two"
         )

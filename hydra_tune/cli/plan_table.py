@@ -43,17 +43,25 @@ class Planned:
         """Where `num_shards` is "tuned" and there was a choice, what was chosen and why."""
         return [] if self.forecast is None else [trial.cut for trial in self.forecast.trials if trial.cut is not None]
 
+    @property
+    def placements(self) -> list[str]:
+        """Where `optimizer_placement` is "auto", where updates are made and why."""
+        trials = () if self.forecast is None else self.forecast.trials
+        return [trial.placement for trial in trials if trial.placement is not None]
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         found: dict[str, Any] = {"number": self.number, "params": dict(self.params), "error": self.error}
         found["shapes_only"] = self.shapes_only
         if self.cuts:
             found["cuts"] = self.cuts
+        if self.placements:
+            found["placements"] = self.placements
         if self.forecast is None:
             return found | {"smallest_budget_bytes": self.enough_bytes}
         plain = self.forecast.to_json()
         (trial,) = plain.pop("trials")
-        del trial["name"], trial["cut"]
+        del trial["name"], trial["cut"], trial["placement"]
         return {**found, **trial, **plain}
 
 
@@ -81,8 +89,8 @@ def print_planned(console: Console, planned: Sequence[Planned], notes: Sequence[
             console.print()
             console.print(line, soft_wrap=True)
     for one in planned:
-        for cut in one.cuts:
-            console.print(Text(f"\ntrial {one.number}: {cut}"), soft_wrap=True)
+        for reason in (*one.cuts, *one.placements):
+            console.print(Text(f"\ntrial {one.number}: {reason}"), soft_wrap=True)
         if one.error is not None:
             remedy = "" if one.enough_bytes is None else f" (device_memory: {format_bytes_up(one.enough_bytes)})"
             console.print(Text(f"\ntrial {one.number} cannot be trained{remedy}: {one.error}"), soft_wrap=True)
@@ -129,7 +137,7 @@ def _table(*names: str) -> Table:
 
 
 def _shape(found: Sequence[tuple[int, Forecast]]) -> Table:
-    table = _table("trial", "|W|", "shards", "units", "activations", "peak", "least budget", "step")
+    table = _table("trial", "|W|", "shards", "units", "activations", "updates", "peak", "least budget", "step")
     for number, forecast in found:
         (trial,) = forecast.trials
         table.add_row(
@@ -138,6 +146,7 @@ def _shape(found: Sequence[tuple[int, Forecast]]) -> Table:
             "whole" if trial.is_whole else str(trial.num_shards),
             str(trial.units_per_step),
             _counted(trial.activations),
+            f"on {trial.optimizer_placement}",
             format_bytes(max(device.peak_bytes for device in forecast.devices.values())),
             format_bytes_up(trial.smallest_budget_bytes),
             format_seconds(trial.step_seconds) if trial.step_seconds else _NOTHING,

@@ -69,6 +69,17 @@ def link_of(device: Device) -> Link | None:
     return Link(bytes_per_second=pace, seconds_per_block=_SECONDS_PER_BLOCK)
 
 
+def measured_link(device: Device) -> Link:
+    """A device's link, whatever it is.
+
+    Args:
+        device: of whose memory nothing is kept.
+    """
+    per_block = _seconds(device, _SMALL_BYTES)
+    large = max(_seconds(device, _LARGE_BYTES) - per_block, 1e-9)
+    return Link(bytes_per_second=_LARGE_BYTES / large, seconds_per_block=per_block)
+
+
 def link_rates(device: Device) -> LinkRates:
     """Measure a device's link; takes a part of its memory meanwhile, 64 MiB twice at most.
 

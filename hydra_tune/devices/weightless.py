@@ -10,6 +10,7 @@ over when the unit is beside which it was begun.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -151,6 +152,17 @@ class WeightlessDevice:
     def on_host(self, function: Callable[[], T]) -> T:
         """Run a function at once."""
         return function()
+
+    def start_on_host(self, function: Callable[[], None]) -> Future[None]:
+        """Run a function at once."""
+        over: Future[None] = Future()
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 - it is raised to whoever waits
+            over.set_exception(error)
+        else:
+            over.set_result(None)
+        return over
 
     def load(self, pairs: Pairs) -> None:
         """There is nothing to copy, and that takes its time."""

@@ -35,6 +35,9 @@ class CopyLog(Protocol):
     def saved(self, device: str, bytes_in: int, bytes_out: int) -> None:
         """A unit has had activations kept on the host."""
 
+    def updated_on_host(self, device: str, owner: int, shard: int, start_ns: int, end_ns: int) -> None:
+        """A shard has been updated on the host, beside a device."""
+
 
 class CopyTimes:
     """Keeps what copies that were waited for have taken, and says what others will take."""
@@ -64,6 +67,9 @@ class CopyTimes:
 
     def saved(self, device: str, bytes_in: int, bytes_out: int) -> None:
         """A unit has had activations kept on the host, which is part of its time."""
+
+    def updated_on_host(self, device: str, owner: int, shard: int, start_ns: int, end_ns: int) -> None:
+        """An update has been made on the host, which is no copy."""
 
     def link(self, guess: Link) -> Link:
         """What copies take, as far as enough have been seen: the median of the small ones, and of the others' pace.

@@ -70,6 +70,7 @@ class Pager:
         bytes_across: bytes taken over from other devices.
         bytes_ahead, bytes_in_vain: bytes loaded in the background, and those of them that no unit came for.
         waiting_ns, copying_ns: nanoseconds that units waited for copies, and that copies took.
+        host_ns: nanoseconds that updates on the host took beside this device.
         begins: called on the worker's thread when a unit's blocks are there and it begins to compute.
         num_leases: units that have had their blocks brought.
         last_short: how many there had been when room was made last.
@@ -92,6 +93,7 @@ class Pager:
         self.bytes_in_vain = 0
         self.waiting_ns = 0
         self.copying_ns = 0
+        self.host_ns = 0
         self.begins: Callable[[], None] | None = None
         self.num_leases = 0
         self.last_short = -_SHORT_LEASES
@@ -421,6 +423,13 @@ class Pager:
             return  # whoever needs the room tries again, and hears of it
         block.dirty = False
         self.bytes_out[block.kind] += block.size
+
+    def updated(self, owner: int, shard: int, began_ns: int, ended_ns: int) -> None:
+        """A shard of a trial has been updated on the host, beside this device. On any thread."""
+        with self._lock:
+            self.host_ns += ended_ns - began_ns
+        if self.log is not None and ended_ns > began_ns:
+            self.log.updated_on_host(self.device.name, owner, shard, began_ns, ended_ns)
 
     def _awaited(self, block: Block, since_ns: int) -> None:
         """A unit has waited for a copy that was made in the background."""

@@ -40,6 +40,7 @@ class Lines:
             "copy": self.copy,
             "wait": self.wait,
             "saved": self.saved,
+            "host": self.host,
             "disk": self.disk,
             "job": self.job,
             "device": self.device,
@@ -136,6 +137,13 @@ class Lines:
         return _object(
             event="saved", device=device, bytes_in=bytes_in, bytes_out=bytes_out, at_ns=at_ns - self.start_ns
         )
+
+    def host(self, device: str, owner: int, shard: int, start_ns: int, end_ns: int) -> str:
+        """A shard was updated on the host, beside a device."""
+        quote = self._quote
+        job = quote(self._owners.get(owner))
+        span = self._span(start_ns, end_ns)
+        return f'{{"event":"host","device":{quote(device)},"job":{job},"shard":{shard},{span}}}\n'
 
     def disk(self, what: str, nbytes: int, start_ns: int, end_ns: int) -> str:
         """The disk was written to or read from."""

@@ -64,6 +64,8 @@ class TrialForecast:
         is_checked: whether its plan has been compared with a step of the model, as every plan is before training; not so
             where the model or its step is too large for that.
         cut: where `num_shards` is "tuned" and there was a choice, what was chosen and why; else None.
+        optimizer_placement: where its updates are made: "device" or "host".
+        placement: where `optimizer_placement` is "auto", why they are made there; else None.
     """
 
     name: str
@@ -79,6 +81,8 @@ class TrialForecast:
     step_seconds: float
     is_checked: bool
     cut: str | None
+    optimizer_placement: str
+    placement: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +207,7 @@ class _Part:
     is_checked: bool
     architecture: int | None
     why: str | None
+    placement_why: str | None
     link: Link | None = None
 
 
@@ -276,6 +281,7 @@ class _Company:
                 is_checked=prepared.is_checked,
                 architecture=None if key is None else known.setdefault(key, len(known)),
                 why=prepared.why,
+                placement_why=prepared.placement_why,
             )
         finally:
             trial.close(keep=False)
@@ -364,6 +370,8 @@ class _Company:
             step_seconds=0.0 if part.link is None else _step_seconds(play, name),
             is_checked=part.is_checked,
             cut=part.why,
+            optimizer_placement=plan.optimizer_placement,
+            placement=part.placement_why,
         )
 
 

@@ -69,6 +69,7 @@ class Result:
         num_shards: shards its model was cut into; 0 if it failed before that.
         activations: what was done with the activations of each shard but the last until its backward: "keep", "spill" or
             "recompute". The last shard's forward and backward are one unit.
+        optimizer_placement: where its updates were made: "device" or "host"; None if it failed before that.
         units_run: shard units run.
         units_saved: units it would still have run, had it not been pruned or cancelled; 0 where that is unknown.
         compute_seconds: time that its units computed, copies left out.
@@ -80,6 +81,7 @@ class Result:
     error: BaseException | None = None
     num_shards: int = 0
     activations: tuple[str, ...] = ()
+    optimizer_placement: str | None = None
     units_run: int = 0
     units_saved: int = 0
     compute_seconds: float = 0.0

@@ -191,6 +191,7 @@ class Record:
         result.num_shards, result.units_run = trial.num_shards, trial.units_run
         result.activations = trial.activations
         result.compute_seconds = trial.compute_seconds
+        result.optimizer_placement = trial.optimizer_placement
         if result.status in ("pruned", "cancelled") and planned is not None:
             result.units_saved = max(0, planned - trial.units_run)
         module, optimizer = trial.module, trial.optimizer

@@ -21,6 +21,7 @@ class DeviceStats:
         waiting_seconds: time that units waited for loads and spills, and for what came from another device.
         copying_seconds: time that all these took, those that nobody waited for included.
         loads_under_way: blocks on their way to it in the background now.
+        host_update_seconds: time that updates on the host took beside it.
         units_repeated: units run once more because the device had really run out of memory; each is logged as a warning.
     """
 
@@ -36,6 +37,7 @@ class DeviceStats:
     bytes_in_vain: int = 0
     waiting_seconds: float = 0.0
     copying_seconds: float = 0.0
+    host_update_seconds: float = 0.0
     units_repeated: int = 0
     loads_under_way: int = 0
 

@@ -93,6 +93,7 @@ class Trial:
         self.metrics: dict[str, float] = {}
         self.units_run = 0
         self.num_shards = 0
+        self.optimizer_placement: str | None = None
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: ModelState | None = None
@@ -359,6 +360,7 @@ class Trial:
             self._share.check(kept.plan)
             self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant)
             self.num_shards = len(kept.plan.shards)
+            self.optimizer_placement = kept.plan.optimizer_placement
         self._train_times, self._step_left = kept.times, kept.times.total
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, how)
 
