@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from hydra_tune.cli.settings import set_option, with_settings
 from hydra_tune.cli.sweep import USAGE, check_size
 from hydra_tune.cli.sweep_file import read_sweep_file
 from hydra_tune.errors import ConfigError
@@ -21,6 +22,7 @@ _MOST = 8
 
 @click.command(epilog=_EXIT_CODES)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@set_option
 @click.option(
     "--trials", type=click.IntRange(min=1), metavar="N", help=f"Configurations to plan.  [run_cap, at most {_MOST}]"
 )
@@ -31,6 +33,7 @@ _MOST = 8
 def plan(
     *,
     file: Path,
+    settings: tuple[str, ...],
     trials: int | None,
     seed: int | None,
     devices: str | None,
@@ -43,7 +46,7 @@ def plan(
     the bytes that a step moves, by kind.
     """
     try:
-        spec = read_sweep_file(file)
+        spec = with_settings(read_sweep_file(file), settings)
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)
