@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from hydra_tune.cli.domains import grid_size
+from hydra_tune.cli.settings import set_option, with_settings
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.sweep import USAGE, check_size
 from hydra_tune.cli.sweep_file import read_sweep_file
@@ -36,6 +37,7 @@ def _count(spec: SweepSpec) -> int:
 
 @click.command(epilog=_EXIT_CODES)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@set_option
 @click.option(
     "--trials",
     type=click.IntRange(min=1),
@@ -49,6 +51,7 @@ def _count(spec: SweepSpec) -> int:
 def plan(
     *,
     file: Path,
+    settings: tuple[str, ...],
     trials: int | None,
     seed: int | None,
     devices: str | None,
@@ -61,7 +64,7 @@ def plan(
     smallest budget that would do, and the bytes that a step moves, by kind.
     """
     try:
-        spec = read_sweep_file(file)
+        spec = with_settings(read_sweep_file(file), settings)
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)

@@ -155,6 +155,16 @@ def test_what_makes_no_sense_is_code_2_with_its_place(folder, old, new, told):
     assert done.stdout == ""
 
 
+def test_what_is_set_goes_before_what_the_file_fixes(folder):
+    change(folder, "{distribution: log_uniform_values, min: 1e-5, max: 0.1}", "{value: 0.1}")
+    done = run(folder, "--json", "--trials", "2", "--set", "lr=1e-3")
+    assert done.exit_code == 0, done.stderr
+    assert [trial["params"]["lr"] for trial in json.loads(done.stdout)["trials"]] == [1e-3, 1e-3]
+    refused = run(folder, "--set", "width=16")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert ":5:3: parameters.width is searched, not fixed" in refused.stderr
+
+
 def test_a_tuned_cut_is_shown_with_its_reason(folder):
     change(folder, 'devices: "cpu:1"', 'num_shards: tuned, devices: "cpu:1"')
     done = run(folder, "--trials", "2")
