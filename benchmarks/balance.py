@@ -2,10 +2,12 @@
 
     python benchmarks/balance.py
     python benchmarks/balance.py --devices 4 --rounds 3
+    python benchmarks/balance.py --steps 60
 
 Harmony (Li et al.), Figure 2, shows a pipeline whose first stages swap several times as much as its last ones. Here eight
-equal trials share equal CPU devices: a model of eight equal layers in four shards with AdamW, 12 steps each. *fits*: there is
-room for the state of all trials. *most*: for three quarters of it. *tight*: for one trial's and a fourth of it.
+equal trials share equal CPU devices: a model of eight equal layers in four shards with AdamW, 12 steps each or as many as are
+asked for. *fits*: there is room for the state of all trials. *most*: for three quarters of it. *tight*: for one trial's and a
+fourth of it.
 
 The last rows are of one trial of four batches a step, split over the devices, pipelined and data-parallel: what Harmony's
 figure is about.
@@ -82,9 +84,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1, help="runs of each; the median difference is shown")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each of the eight trials")
     options = parser.parse_args()
     each = STATE_BYTES * TRIALS // options.devices
-    eight = [task(seed) for seed in range(TRIALS)]
+    eight = [task(seed, steps=options.steps) for seed in range(TRIALS)]
     settings = {
         "fits": (eight, 2 * each, SHARDS, None),
         "most": (eight, 3 * each // 4, SHARDS, None),

@@ -1,6 +1,7 @@
 """What training costs when host memory holds half of a trial's state: against all of it on the host, and against the disk.
 
     python benchmarks/disk.py [FOLDER] [--rows 64 --rows 256] [--link 1GB/s]
+    python benchmarks/disk.py --rows 1 --light    # as little to compute as there can be for what the disk moves
 
 A step of one trial with its state on the host, the same with half of it on disk, first with nothing sent ahead, so that units
 wait for copies between host and device (the disk's thread reads ahead all the same), and what the disk alone takes for the
@@ -16,7 +17,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -30,11 +31,34 @@ from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.spill_dir import SpillFolder
 
 WIDTH, LAYERS = 1024, 12
-WARM_UP, STEPS = 4, 10  # when blocks are needed is known after two steps
+WARM_UP = 4  # when blocks are needed is known after two steps
 LAYER_BYTES = (WIDTH + 1) * WIDTH * 4
-STATE_BYTES = 3 * LAYERS * LAYER_BYTES
-DEVICE_BYTES = 10 * WIDTH * WIDTH * 4 + 2**24
+DEVICE_BYTES, LIGHT_DEVICE_BYTES = 10 * WIDTH * WIDTH * 4 + 2**24, 6 * WIDTH * WIDTH * 4
 ROWS = (64, 256, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is trained: samples of a batch, steps that count, and whether by SGD with momentum in place of AdamW."""
+
+    rows: int
+    steps: int
+    is_light: bool
+
+    @property
+    def optimizer(self) -> Callable[..., torch.optim.Optimizer]:
+        """Makes the optimizer."""
+        return partial(torch.optim.SGD, lr=1e-3, momentum=0.9) if self.is_light else partial(torch.optim.AdamW, lr=1e-3)
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters and what the optimizer keeps of each."""
+        return (2 if self.is_light else 3) * LAYERS * LAYER_BYTES
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of the device."""
+        return LIGHT_DEVICE_BYTES if self.is_light else DEVICE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +99,9 @@ def _device_read() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes")), 0)
 
 
-def _run(rows: int, folder: Path | None, link: str | None, *, ahead: bool = True) -> Step:
+def _run(case: Case, folder: Path | None, link: str | None, *, ahead: bool = True) -> Step:
     marks: list[Mark] = []
-    x = torch.randn(rows, WIDTH)
+    x, steps = torch.randn(case.rows, WIDTH), case.steps
 
     def mark() -> None:
         stats = pool.stats()
@@ -89,18 +113,16 @@ def _run(rows: int, folder: Path | None, link: str | None, *, ahead: bool = True
         marks.append(Mark(time.perf_counter(), cpu, read, written, seconds, _device_read(), device.waiting_seconds))
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(WARM_UP + STEPS):
+        for _ in range(WARM_UP + steps):
             mark()
             yield x, x
         mark()
 
-    task = TrainTask(
-        model=_model, optimizer=partial(torch.optim.AdamW, lr=1e-3), loss=nn.MSELoss(), train=batches, epochs=1
-    )
-    host = STATE_BYTES // 2 if folder else 2**33
+    task = TrainTask(model=_model, optimizer=case.optimizer, loss=nn.MSELoss(), train=batches, epochs=1)
+    host = case.state_bytes // 2 if folder else 2**33
     with HydraExecutor(
         devices="cpu:1",
-        device_memory=DEVICE_BYTES,
+        device_memory=case.device_bytes,
         host_memory=host,
         spill_dir=folder,
         num_shards="layer",
@@ -110,13 +132,13 @@ def _run(rows: int, folder: Path | None, link: str | None, *, ahead: bool = True
         (result,) = pool.run([task])
         if result.error is not None:
             raise result.error
-    kept = marks[-STEPS - 1 :]
+    kept = marks[-steps - 1 :]
     wall = statistics.median(b.wall - a.wall for a, b in pairwise(kept))
     first, last = kept[0], kept[-1]
     return Step(
         wall,
         *(
-            (getattr(last, name) - getattr(first, name)) / STEPS
+            (getattr(last, name) - getattr(first, name)) / steps
             for name in ("cpu", "read", "written", "disk_seconds", "device_read", "waiting")
         ),
     )
@@ -149,22 +171,27 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, action="append", help=f"samples of a batch; default: {ROWS}")
     parser.add_argument("--link", help="bandwidth of the device's link; default: as fast as it is")
+    parser.add_argument("--steps", type=int, default=10, help="steps that count")
+    parser.add_argument(
+        "--light", action="store_true", help="SGD with momentum: little to compute for the bytes it moves"
+    )
     given = parser.parse_args()
-    print(f"state {STATE_BYTES / 1e6:.0f} MB, of which the host holds half; {os.cpu_count()} cores")
+    cases = [Case(rows, given.steps, given.light) for rows in given.rows or ROWS]
+    print(f"state {cases[0].state_bytes / 1e6:.0f} MB, of which the host holds half; {os.cpu_count()} cores")
     print(
         "rows | step on host | of it CPU | half on disk, nothing ahead | of it waiting | step, half on disk | of it waiting | "
         "of it CPU | read MB (kernel's count) | written MB | disk's thread | disk alone | reached"
     )
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
         folder = Path(name)
-        for rows in given.rows or ROWS:
-            host, waiting = _run(rows, None, given.link), _run(rows, folder, given.link, ahead=False)
+        for case in cases:
+            host, waiting = _run(case, None, given.link), _run(case, folder, given.link, ahead=False)
             before, is_direct = _alone(folder, waiting.read, waiting.written)
-            spilled = _run(rows, folder, given.link)
+            spilled = _run(case, folder, given.link)
             after, _ = _alone(folder, spilled.read, spilled.written)
             alone = (before + after) / 2
             print(
-                f"{rows:4} | {host.wall:.3f} s | {host.cpu:.3f} s | {waiting.wall:.3f} s | {waiting.waiting:.3f} s | "
+                f"{case.rows:4} | {host.wall:.3f} s | {host.cpu:.3f} s | {waiting.wall:.3f} s | {waiting.waiting:.3f} s | "
                 f"{spilled.wall:.3f} s | {spilled.waiting:.3f} s | {spilled.cpu:.3f} s | "
                 f"{spilled.read / 1e6:.0f} ({spilled.device_read / 1e6:.0f}) | {spilled.written / 1e6:.0f} | "
                 f"{spilled.disk_seconds:.3f} s | {alone:.3f} s ({'O_DIRECT' if is_direct else 'buffered'}) | "

@@ -1,8 +1,9 @@
-"""What the event log costs: CPU time of whole runs with and without it, and of its own thread.
+"""What the event log and the live view cost: CPU time of whole runs with and without them, and of their own threads.
 
     python benchmarks/event_log.py                    # five rounds
     python benchmarks/event_log.py --rounds 3
     python benchmarks/event_log.py --switch 110       # one run of the tiny ones, in which the log goes on and off
+    python benchmarks/event_log.py --view             # with the log and the live view, or neither; also with --switch
     python benchmarks/event_log.py --run run.jsonl    # one spilled run behind slow links, for hydra-tune trace
 
 Two workloads on two CPU devices, each in a process of its own with one intra-op thread, with and without a log in turns:
@@ -14,6 +15,9 @@ The CPU time of a run is that of its process, all threads, from the first submis
 cent from run to run, more than the log takes, so its parts are measured as well: the log's thread says what it has used, and
 telling it of a unit or a copy is timed in a loop and multiplied by how many there were. With --switch one run is cut into
 windows of 0.6 s, with the log and without in turns, whose CPU time for a unit is compared: far less noise.
+
+With --view whatever has a log also has a live view of 160 columns and 50 lines, whose bytes go to /dev/null: its thread says
+what it has used; what it asks of the pool, under the pool's lock, it asks on that thread.
 """
 
 import argparse
@@ -24,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -34,12 +39,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 import transformer  # noqa: E402 - benchmarks/ is the script's folder
+from rich.console import Console  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from hydra_tune import HydraExecutor, TrainTask  # noqa: E402
 from hydra_tune.observe.eventlog import EventLog  # noqa: E402
 from hydra_tune.observe.runlog import read_log  # noqa: E402
+from hydra_tune.observe.terminal import LiveView  # noqa: E402
+from hydra_tune.pool.job import Job  # noqa: E402
+from hydra_tune.pool.watch import Watch  # noqa: E402
 
 NUM_TRIALS = 4
 NUM_TIMED, NUM_BURSTS = 10_000, 8  # events in the loop, between which they are written
@@ -70,14 +79,51 @@ WORKLOADS = {
 }
 
 
-def run(workload: str, log: str | None, **options: str) -> dict[str, float]:
+class View:
+    """A live view that nobody sees.
+
+    Args:
+        pool: what it shows.
+
+    Attributes:
+        is_on: whether it draws; jobs are watched all the time.
+    """
+
+    def __init__(self, pool: HydraExecutor) -> None:
+        self.is_on = True
+        self._pool = pool
+        self._watch = Watch("benchmark", "minimize", lambda _trial, _metric: None)
+        self._file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - closed in `close`
+        console = Console(file=self._file, force_terminal=True, color_system="256", width=160, height=50)
+        self._shown = LiveView(console, lambda: self._watch.snapshot(pool.stats()), deque())
+        draw = self._shown._ticker._function  # noqa: SLF001 - nothing public holds a view back
+        self._shown._ticker._function = lambda: draw() if self.is_on else None  # noqa: SLF001
+        self._shown.__enter__()
+
+    def add(self, jobs: list[Job]) -> None:
+        """Show these too."""
+        self._watch.add(jobs)
+
+    def close(self) -> float:
+        """End it; returns the CPU seconds of its thread."""
+        self._shown.__exit__(None, None, None)
+        self._file.close()
+        return self._shown.cpu_seconds
+
+
+def run(workload: str, log: str | None, *, with_view: bool = False, **options: str) -> dict[str, float]:
     """One run in this process; the process was started for it."""
     torch.set_num_threads(1)
     build, num_steps, more = WORKLOADS[workload]
     tasks = [build(seed, num_steps) for seed in range(NUM_TRIALS)]
     with HydraExecutor(devices="cpu:2", max_concurrent=NUM_TRIALS, event_log=log, **more, **options) as pool:
+        view = View(pool) if with_view else None
         started, cpu_started = time.perf_counter(), time.process_time()
-        results = pool.run(tasks)
+        jobs = [pool.submit(task) for task in tasks]
+        if view is not None:
+            view.add(jobs)
+        results = [job.result() for job in jobs]
+        view_seconds = 0.0 if view is None else view.close()
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     for result in results:
         if result.error is not None:
@@ -95,6 +141,7 @@ def run(workload: str, log: str | None, **options: str) -> dict[str, float]:
         found = read_log(Path(log))
         num_told = len(found.units) + len(found.copies) + len(found.waits)
         figures |= {
+            "view_share": view_seconds / cpu_seconds,
             "thread_share": found.cpu_seconds / cpu_seconds,
             "telling_share": telling_seconds() * num_told / cpu_seconds,
             "events_per_unit": num_told / stats.units_run,
@@ -119,8 +166,9 @@ def telling_seconds() -> float:
     return seconds / (NUM_TIMED * NUM_BURSTS)
 
 
-def run_apart(workload: str, log: str | None) -> dict[str, float]:
+def run_apart(workload: str, log: str | None, *, with_view: bool) -> dict[str, float]:
     arguments = [sys.executable, __file__, "--arm", workload, *(["--run", log] if log else [])]
+    arguments += ["--view"] if with_view else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -128,12 +176,13 @@ def run_apart(workload: str, log: str | None) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-def compare(workload: str, rounds: int) -> None:
+def compare(workload: str, rounds: int, *, with_view: bool) -> None:
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
             for is_logged in (number % 2 == 0, number % 2 == 1):
-                found[is_logged].append(run_apart(workload, f"{folder}/{number}.jsonl" if is_logged else None))
+                log = f"{folder}/{number}.jsonl" if is_logged else None
+                found[is_logged].append(run_apart(workload, log, with_view=with_view and is_logged))
     if len({one["loss"] for some in found.values() for one in some}) > 1:
         sys.exit(f"{workload}: losses differ")
     with_log, without = ([one["cpu_seconds"] for one in found[is_logged]] for is_logged in (True, False))
@@ -142,18 +191,19 @@ def compare(workload: str, rounds: int) -> None:
         f"{workload}: {middle['units']:.0f} units of {1e3 * middle['unit_seconds']:.1f} ms, {middle['events_per_unit']:.1f} "
         f"events and {middle['bytes_per_unit']:.0f} bytes of log for each"
     )
-    for name, some in (("with a log", with_log), ("without", without)):
-        print(f"  {name:<12} {statistics.median(some):.3f} CPU seconds ({min(some):.3f} to {max(some):.3f})")
-    print(f"  ratio        {statistics.median(with_log) / statistics.median(without):.4f}")
+    for name, some in (("with a log and view" if with_view else "with a log", with_log), ("without", without)):
+        print(f"  {name:<19} {statistics.median(some):.3f} CPU seconds ({min(some):.3f} to {max(some):.3f})")
+    print(f"  ratio               {statistics.median(with_log) / statistics.median(without):.4f}")
     print(
         f"  of the run's CPU time: its thread {middle['thread_share']:.3%}, telling it {middle['telling_share']:.3%}, "
-        f"together {middle['thread_share'] + middle['telling_share']:.3%}",
+        f"the view's thread {middle['view_share']:.3%}, "
+        f"together {middle['thread_share'] + middle['telling_share'] + middle['view_share']:.3%}",
         flush=True,
     )
 
 
-def switch(seconds: float) -> None:
-    """One run in which the log goes on and off: CPU time of the process for a unit, with it and without."""
+def switch(seconds: float, *, with_view: bool) -> None:
+    """One run in which the log, and the view, go on and off: CPU time of the process for a unit, with them and without."""
     torch.set_num_threads(1)
     build, _, more = WORKLOADS["tiny"]
     found: dict[bool, list[tuple[float, int]]] = {True: [], False: []}
@@ -162,6 +212,9 @@ def switch(seconds: float) -> None:
         HydraExecutor(devices="cpu:2", max_concurrent=NUM_TRIALS, event_log=f"{folder}/run.jsonl", **more) as executor,
     ):
         jobs = [executor.submit(build(seed, 1_000_000)) for seed in range(NUM_TRIALS)]
+        view = View(executor) if with_view else None
+        if view is not None:
+            view.add(jobs)
         while any(job.state != "running" for job in jobs):
             time.sleep(0.1)
         pool = executor._pool  # noqa: SLF001 - nothing public switches the log of a running pool
@@ -171,18 +224,23 @@ def switch(seconds: float) -> None:
         while time.perf_counter() < end:
             for told in (core, *pagers):
                 told.log = log if is_on else None
+            if view is not None:
+                view.is_on = is_on
             time.sleep(0.05)
             cpu, units = time.process_time(), executor.stats().units_run
             time.sleep(0.6)
             units = executor.stats().units_run - units
             found[is_on].append((time.process_time() - cpu, units))
             is_on = not is_on
+        if view is not None:
+            view.close()
         for job in jobs:
             job.cancel()
     with_log, without = ([cpu / units for cpu, units in found[is_on]] for is_on in (True, False))
     pooled = [sum(cpu for cpu, _ in some) / sum(units for _, units in some) for some in (found[True], found[False])]
+    told = "a log and a view" if with_view else "a log"
     print(
-        f"{len(with_log)} windows with a log, {len(without)} without: {1e3 * statistics.median(with_log):.4f} and "
+        f"{len(with_log)} windows with {told}, {len(without)} without: {1e3 * statistics.median(with_log):.4f} and "
         f"{1e3 * statistics.median(without):.4f} ms of CPU time for a unit, ratio "
         f"{statistics.median(with_log) / statistics.median(without):.4f}; of all windows together {pooled[0] / pooled[1]:.4f}"
     )
@@ -193,18 +251,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--switch", type=float, metavar="SECONDS", help="one run in which the log goes on and off")
     parser.add_argument("--only", choices=WORKLOADS, help="one of the two workloads")
+    parser.add_argument("--view", action="store_true", help="have a live view wherever there is a log")
     parser.add_argument("--run", metavar="FILE", help="make one spilled run behind slow links, with this log")
     parser.add_argument("--arm", choices=WORKLOADS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.arm:
-        print(json.dumps(run(arguments.arm, arguments.run)))
+        print(json.dumps(run(arguments.arm, arguments.run, with_view=arguments.view)))
     elif arguments.switch:
-        switch(arguments.switch)
+        switch(arguments.switch, with_view=arguments.view)
     elif arguments.run:
         print(run("spilled", arguments.run, link_bandwidth="150MB/s"))
     else:
         for workload in [arguments.only] if arguments.only else WORKLOADS:
-            compare(workload, arguments.rounds)
+            compare(workload, arguments.rounds, with_view=arguments.view)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
     python benchmarks/forecast.py --kinds    # each kind of bytes as well
     python benchmarks/forecast.py --runs 5   # count so often: how far runs are apart
 
-Counts, not times. Each case is planned, and run twice with numbers of steps that differ, so that beginnings and ends cancel.
+Counts, not times. Each case is planned, and run with numbers of steps that differ, so that beginnings and ends cancel; where
+what is sent ahead has come too late once, at a beginning, that is spread over all steps.
 A row is one case: bytes of a step as planned and as counted (the median of the runs), how far apart they are, the kind that is
 furthest off, in percent of all bytes, and the spread of the runs' totals. Each case is there with what is sent ahead and
 without it; what is sent ahead depends on how fast copies are. Exits with 1 if anything is off by more than 2% of all bytes, and
@@ -40,6 +41,7 @@ from hydra_tune.shard.pilot import StorageTracker  # noqa: E402
 
 VOCABULARY, WIDTH, HEADS, DEPTH, LENGTH, BATCH_SIZE = 512, 64, 4, 5, 32, 4
 WARM_STEPS = 2
+STEPS = 20  # of a trial alone
 MOST = 2.0  # percent of all bytes
 AHEAD = {0.0: "", 0.15: ", sent ahead"}  # by the part of a device that is kept for that
 Make = Callable[[int], TrainTask]
@@ -67,28 +69,28 @@ def cases(spill_dir: str) -> Iterator[tuple[str, Make, int, int, dict[str, Any]]
     """Name, task, trials, steps to count, and options of the pool."""
     for batches in (1, 2, 4, 8):
         options = {"devices": "cpu:1", "device_memory": "272KiB", "num_shards": traffic.LAYERS}
-        yield f"linear m={batches}", partial(_linear, batches), 1, 3, options
+        yield f"linear m={batches}", partial(_linear, batches), 1, STEPS, options
     clipped = partial(_linear, 4, max_grad_norm=1.0)
-    yield "linear m=4 clipped", clipped, 1, 3, options
-    yield "linear m=4 on the host", partial(_linear, 4), 1, 3, options | {"optimizer_placement": "host"}
+    yield "linear m=4 clipped", clipped, 1, STEPS, options
+    yield "linear m=4 on the host", partial(_linear, 4), 1, STEPS, options | {"optimizer_placement": "host"}
     peak = _plain_peak()
     alone = {"devices": "cpu:1", "device_memory": peak * 4 // 10}
     for percent in (40, 20):
         for activations in ("recompute", "keep", "spill", "auto"):
             options = alone | {"device_memory": peak * percent // 100}
-            yield f"gpt {percent}% {activations}", partial(gpt, activations=activations), 1, 3, options
-    yield "gpt clipped", partial(gpt, max_grad_norm=1.0), 1, 3, alone
-    yield "gpt accumulated", partial(gpt, accumulate=2), 1, 3, alone
+            yield f"gpt {percent}% {activations}", partial(gpt, activations=activations), 1, STEPS, options
+    yield "gpt clipped", partial(gpt, max_grad_norm=1.0), 1, STEPS, alone
+    yield "gpt accumulated", partial(gpt, accumulate=2), 1, STEPS, alone
     yield (
         "gpt accumulated, kept, clipped",
         partial(gpt, activations="keep", accumulate=2, max_grad_norm=1.0),
         1,
-        3,
+        STEPS,
         alone,
     )
-    yield "gpt on the host", gpt, 1, 3, alone | {"optimizer_placement": "host"}
+    yield "gpt on the host", gpt, 1, STEPS, alone | {"optimizer_placement": "host"}
     disk = {"spill_dir": spill_dir, "host_memory": peak * 8 // 10}
-    yield "gpt, with a disk", gpt, 1, 3, alone | disk
+    yield "gpt, with a disk", gpt, 1, STEPS, alone | disk
     yield "two on one device", gpt, 2, 40, alone | {"max_concurrent": 2}
     yield "two on one device, kept", partial(gpt, activations="keep"), 2, 40, alone | {"max_concurrent": 2}
     yield "two on one device, clipped", partial(gpt, max_grad_norm=1.0), 2, 40, alone | {"max_concurrent": 2}

@@ -17,6 +17,7 @@ _HOMES = {
     "Job": "hydra_tune.pool.job",
     "Reported": "hydra_tune.pool.job",
     "Result": "hydra_tune.pool.job",
+    "ShapesOnly": "hydra_tune.shapes_only",
     "TrainTask": "hydra_tune.task",
     "load_module": "hydra_tune.train.weights",
     "train_plain": "hydra_tune.train.plain",

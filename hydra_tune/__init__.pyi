@@ -6,6 +6,7 @@ from hydra_tune.pool.job import Finished as Finished
 from hydra_tune.pool.job import Job as Job
 from hydra_tune.pool.job import Reported as Reported
 from hydra_tune.pool.job import Result as Result
+from hydra_tune.shapes_only import ShapesOnly as ShapesOnly
 from hydra_tune.task import TrainTask as TrainTask
 from hydra_tune.train.plain import train_plain as train_plain
 

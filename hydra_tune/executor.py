@@ -6,8 +6,8 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,30 +18,36 @@ import psutil
 from hydra_tune import __version__
 from hydra_tune.checkpoint.folder import load_checkpoint
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.discovery import num_cores, open_device, open_devices, parse_bandwidth
-from hydra_tune.devices.link import link_of
+from hydra_tune.devices.discovery import num_cores, open_device, open_devices, open_planned_devices, parse_bandwidth
+from hydra_tune.devices.dram import dram_bandwidth
+from hydra_tune.devices.link import link_of, measured_link
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
 from hydra_tune.observe.eventlog import EventLog, check_log_path
+from hydra_tune.observe.snapshot import Goal
 from hydra_tune.pool.checkpoints import Checkpoints, Origin, check_saving, folder_name
 from hydra_tune.pool.forecast import Forecast
 from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkpoint, remove_checkpoint, remove_or_log
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
+from hydra_tune.pool.live import shown
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import PoolStats
+from hydra_tune.pool.watch import Watch
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import Policy, check_admission, make_policy
+from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.library import Budget, PlanLibrary
 from hydra_tune.shard.partition import NumShards
+from hydra_tune.shard.placement import Speeds
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train.workers import is_worker_starting
 
 _HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
-_PLACEMENTS = ("device", "host")
+_PLACEMENTS = ("device", "host", "auto")
 
 
 class HydraExecutor:
@@ -69,8 +75,11 @@ class HydraExecutor:
             mean finer interleaving, more units, and more values that cross cuts.
         instrument: returns a context manager, entered on the worker thread around every unit (trackers, profilers).
         optimizer_placement: where optimizer state is and updates are made: on the "device", or on the "host", where state
-            stays: then a step moves the gradients down and the parameters up, and no optimizer state. On GPUs the host's
-            arithmetic rounds differently from theirs; on CPU devices the numbers are the same.
+            stays: then a step moves the gradients down and the parameters up, and no optimizer state, and updates go on
+            beside the device's next units. "auto": wherever a step of the plan is expected to take less time, by measured
+            speeds of copies and of the host's memory; `plan`, the log and `Result.optimizer_placement` say where that was.
+            On GPUs the host's arithmetic rounds differently from theirs, so that with "auto" last digits depend on what was
+            measured; on CPU devices the numbers are the same wherever updates are made.
         link_bandwidth: what copies to and from each CPU device are slowed down to, e.g. "200MB/s", to see what a slow link
             would do; None: as fast as they are.
         record: keep what happens for `recording()`: some kilobytes of host memory for each unit run.
@@ -79,6 +88,8 @@ class HydraExecutor:
         checkpoint_dir: a folder for the checkpoints of all trials, a folder each; made if it is not there. Each trial is saved
             at its reports, and what a killed process leaves another goes on from, bit for bit. None: nothing is saved.
         checkpoint_every: how often trials are saved beside that: a number of optimizer steps, or a time such as "30s".
+        plans_only: only `plan` and `profile` are asked for. Devices that are not there, or not as large as `device_memory`, are
+            then stood for by as many CPU devices of that memory, which take none of it.
 
     Raises:
         ConfigError: an option that makes no sense, by name.
@@ -97,9 +108,10 @@ class HydraExecutor:
         admission: Literal["eager", "staggered"] = "eager",
         link_bandwidth: str | int | None = None,
         record: bool = False,
-        optimizer_placement: Literal["device", "host"] = "device",
+        optimizer_placement: Literal["device", "host", "auto"] = "device",
         spill_dir: str | os.PathLike[str] | None = None,
         event_log: str | os.PathLike[str] | None = None,
+        plans_only: bool = False,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: str | int | None = None,
     ) -> None:
@@ -124,7 +136,8 @@ class HydraExecutor:
         if not isinstance(record, bool):
             raise ConfigError(f"record must be true or false, not {record!r}")
         _check_placement(optimizer_placement, spill_dir)
-        self._updates_on_host = optimizer_placement == "host"
+        self._plans_only = plans_only
+        self._optimizer_placement: Literal["device", "host", "auto"] = optimizer_placement
         self._link_bandwidth = link_bandwidth
         self._record = record
         self._event_log = None if event_log is None else check_log_path(event_log)
@@ -136,14 +149,14 @@ class HydraExecutor:
         self._policy = make_policy(policy)
         self._policy_name = policy if isinstance(policy, str) else type(policy).__name__
         self._buffer_fraction = buffer_fraction
-        self._max_concurrent = max_concurrent
-        self._admission = admission
+        self._max_concurrent, self._admission = max_concurrent, admission
         self._num_shards: NumShards = num_shards
         self._instrument = instrument
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._width = 0
         self._is_shut_down = False
+        self._watches: list[Watch] = []
         self._only_way: str | None = None  # in which steps are split; set by tests and measurements before the start
 
     @property
@@ -198,13 +211,16 @@ class HydraExecutor:
             saved_as: what `find_checkpoint` finds them by; None: `name`.
 
         Raises:
-            ConfigError: not a task, a priority that is not an int, or two checkpoints to go on from.
+            ConfigError: not a task, a task whose data is `ShapesOnly`, a priority that is not an int, two checkpoints to go on
+                from, or an executor that only plans.
             CheckpointError: there is no checkpoint in the folder. What is wrong with one fails the job.
             HydraTuneError: the executor is shut down.
         """
         if not isinstance(task, TrainTask):
             raise ConfigError(f"submit takes a TrainTask, not {type(task).__name__}")
         check_priority(priority)
+        refuse_shapes_only(task)
+        self._check_trains()
         if resume not in ("strict", "allow-changes"):
             raise ConfigError(f"resume must be 'strict' or 'allow-changes', not {resume!r}")
         if resume_from is not None and warm_start is not None:
@@ -215,7 +231,17 @@ class HydraExecutor:
             pool.checkpoints.flush()
             found = check_checkpoint(Path(path).absolute())
             origin = Origin(path=found, allows_changes=resume != "strict", only_weights=warm_start is not None)
-        return pool.submit(task, name, events, priority=priority, origin=origin, labels=labels, saved_as=saved_as)
+        job = pool.submit(task, name, events, priority=priority, origin=origin, labels=labels, saved_as=saved_as)
+        return self._watched(job)
+
+    def _check_trains(self) -> None:
+        if self._plans_only:
+            raise ConfigError("this HydraExecutor was made with plans_only=True and trains nothing; make one without")
+
+    def _watched(self, job: Job) -> Job:
+        for watch in tuple(self._watches):
+            watch.add([job])
+        return job
 
     def clone(
         self,
@@ -248,6 +274,7 @@ class HydraExecutor:
             CheckpointError: the job is over and has no checkpoint, ends meanwhile, is paused within a step, or has something
                 that cannot be copied.
         """
+        self._check_trains()
         pool = self._started()
         unknown = [key for key in changes or {} if key not in TrainTask.__dataclass_fields__]
         if unknown:
@@ -262,7 +289,7 @@ class HydraExecutor:
             origin = Origin(saved=load_checkpoint(path), allows_changes=True)
         else:
             origin = Origin(saved=pool.copy(job).result(), allows_changes=True)
-        return pool.submit(task, name, events, priority=priority, origin=origin)
+        return self._watched(pool.submit(task, name, events, priority=priority, origin=origin))
 
     def find_checkpoint(self, name: str) -> FoundCheckpoint | None:
         """The last good checkpoint of the trial of this name, whichever process has made it.
@@ -333,6 +360,33 @@ class HydraExecutor:
         pool = self._pool  # figures may be read after the end as well
         return (pool or self._started()).stats()
 
+    @contextmanager
+    def live(self, *, goal: Goal = "minimize", name: str = "hydra-tune") -> Iterator[None]:
+        """Show what the pool does until the block is left: its jobs, its devices, and when it will be over.
+
+        On a terminal as `hydra-tune sweep` does, on the terminal's second screen: what is printed and logged meanwhile is shown
+        below, and printed again on standard error at the end. In a notebook below the cell, where it stays. Elsewhere as lines:
+        one for each job that ends, and one every half a minute. At the end, but for notebooks, the best jobs and the devices.
+
+        Args:
+            goal: which way the first of each task's metrics is better.
+            name: what the whole is called.
+
+        Raises:
+            ConfigError: another goal.
+            HydraTuneError: the executor is shut down.
+        """
+        if goal not in ("minimize", "maximize"):
+            raise ConfigError(f"goal must be 'minimize' or 'maximize', not {goal!r}")
+        pool = self._started()
+        with shown(name, goal, pool.stats) as watch:
+            self._watches.append(watch)
+            try:
+                watch.add(pool.jobs())
+                yield
+            finally:
+                self._watches.remove(watch)
+
     def recording(self) -> Recording:
         """What the pool was told, decided and did since it began; best asked for after `shutdown()`.
 
@@ -373,12 +427,13 @@ class HydraExecutor:
     def plan(self, tasks: Iterable[TrainTask]) -> Forecast:
         """What these tasks would do in the pool together: shards, units, memory, and bytes moved in a step by kind.
 
-        Each model is built, captured, cut and checked on the host with its first batch, as `submit` would have it; one that is
-        too large for that is planned without being built, and not checked. Then some steps are rehearsed on tensors without
-        bytes, by the scheduler and pagers of a run; nothing is trained, and nothing touches the devices. The bytes are those of
-        `stats()`, in a step once all optimizer state is there; what is sent ahead is taken to arrive while a unit computes, and
-        all trials to have as many steps to go. Left out are evaluation, the shorter last batch of an epoch, the disk of
-        `spill_dir`, and the batches of a step that run side by side when devices have nothing else to do.
+        Each model is built, captured, cut and checked on the host with its first batch, as `submit` would have it; one that
+        is too large for that is planned without being built, and not checked. For CPU devices a few steps of it are timed, on
+        a device and with a model of their own. Then some steps are rehearsed on tensors without bytes, by the scheduler and
+        pagers of a run, on a virtual clock; nothing touches the pool's devices. The bytes are those of `stats()`, in a step
+        once all optimizer state is there; all trials are taken to have as many steps to go. Left out are evaluation, the
+        shorter last batch of an epoch, the disk of `spill_dir`, and the batches of a step that run side by side when devices
+        have nothing else to do.
 
         Args:
             tasks: the trials; at least one.
@@ -454,7 +509,8 @@ class HydraExecutor:
 
     def _start(self) -> Pool:
         host_bytes = self._host_bytes or int(psutil.virtual_memory().available * _HOST_SHARE)
-        devices = open_devices(self._devices, self._device_memory, self._link_bandwidth)
+        opening = open_planned_devices if self._plans_only else open_devices
+        devices = opening(self._devices, self._device_memory, self._link_bandwidth)
         self._width = self._max_concurrent or 2 * len(devices)
         has_cpu = any(device.torch_device.type == "cpu" for device in devices)
         library = PlanLibrary(
@@ -463,12 +519,14 @@ class HydraExecutor:
                 buffer_fraction=self._buffer_fraction,
                 alignment=math.lcm(*(device.alignment for device in devices)),
                 num_shards=self._num_shards,
-                updates_on_host=self._updates_on_host,
+                optimizer_placement=self._optimizer_placement,
+                speeds=functools.cache(lambda: _speeds(devices, is_host=has_cpu)),
                 trials=-(-self._width // len(devices)),
                 host_bytes=host_bytes // self._width,
                 link=functools.cache(lambda: link_of(devices[0])),
                 # A host beside GPUs is slower than they are, and has nothing else to compute.
                 checks_sample=not has_cpu,
+                counts_draws=has_cpu,
                 host_threads=1 if has_cpu else num_cores(),
             )
         )
@@ -520,11 +578,22 @@ def _check_count(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
+def _speeds(devices: Sequence[Device], *, is_host: bool) -> Speeds:
+    """What choosing a placement of updates goes by; measured here."""
+    return Speeds(
+        link=measured_link(devices[0]),
+        dram_bytes_per_second=dram_bandwidth(),
+        is_host=is_host,
+        has_core=not is_host or num_cores() > len(devices),
+    )
+
+
 def _check_placement(placement: str, spill_dir: object) -> None:
     if placement not in _PLACEMENTS:
-        raise ConfigError(f"optimizer_placement must be 'device' or 'host', not {placement!r}")
-    if placement == "host" and spill_dir is not None:
+        raise ConfigError(f"optimizer_placement must be 'device', 'host' or 'auto', not {placement!r}")
+    if placement != "device" and spill_dir is not None:
+        keeps = "keeps" if placement == "host" else "may keep"
         raise ConfigError(
-            "optimizer_placement='host' keeps optimizer state in host memory, which spill_dir is there to relieve; give "
-            "one of the two"
+            f"optimizer_placement={placement!r} {keeps} optimizer state in host memory, which spill_dir is there to relieve; "
+            "give one of the two"
         )

@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hydra_tune.cli.meter import Meter
 from hydra_tune.cli.request import TrialRecord
 from hydra_tune.cli.spec import SweepSpec
-from hydra_tune.cli.trial_views import Entry, final_view, live_view, one_line
+from hydra_tune.cli.trial_views import Entry, final_view, live_view
 from hydra_tune.observe.snapshot import Status, SweepView, TrialView
 from hydra_tune.observe.summary import trial_line
 from hydra_tune.pool.job import Job
+from hydra_tune.pool.job_views import one_line, with_outlook
+from hydra_tune.pool.meter import Meter
+from hydra_tune.pool.outlook import Forecaster
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.task import TrainTask
 
@@ -46,7 +48,7 @@ class Board:
         self._entries: dict[int, Entry] = {}
         self._warnings: list[str] = []
         self._weights: dict[int, str] = {}
-        self._meter = Meter()
+        self._meter, self._forecaster = Meter(), Forecaster()
         self._lock = threading.Lock()
         self._started_seconds = time.monotonic()
         self._ended_seconds: float | None = None
@@ -142,7 +144,7 @@ class Board:
         now = self._ended_seconds or time.monotonic()
         with self._lock:
             trials = tuple(live_view(self._entries[number]) for number in sorted(self._entries))
-            return SweepView(
+            view = SweepView(
                 name=self._spec.name or self._spec.task,
                 metric=self._spec.metric,
                 goal=self._spec.goal,
@@ -161,6 +163,15 @@ class Board:
                 event_log=self._log_file(),
                 weights=dict(self._weights),
             )
+            return with_outlook(view, self._forecaster, num_unstarted=self._num_unstarted(), stats=stats)
+
+    def _num_unstarted(self) -> int | None:
+        """Trials that are still to come."""
+        if self._ended_seconds is not None:
+            return 0
+        if self._num_planned is None or self._status == "stopping":
+            return None
+        return max(0, self._num_planned - len(self._entries))
 
     def _log_file(self) -> str | None:
         """The file of the event log, once it is there: without a trial there is none."""

@@ -3,23 +3,21 @@
 Decides which of the three, and keeps what the user's code prints out of the other two.
 """
 
-import io
 import json
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import TextIO
+from contextlib import contextmanager, redirect_stdout
 
 from rich.console import Console
 
 from hydra_tune.cli.options import Display
+from hydra_tune.observe.plain_lines import PlainView, RateLimit
+from hydra_tune.observe.printed import kept
 from hydra_tune.observe.snapshot import SweepView
 from hydra_tune.observe.summary import print_summary, to_json
 from hydra_tune.observe.terminal import LiveView
 
-_NUM_KEPT = 1000
 _NUM_RECENT = 200
 
 
@@ -38,13 +36,15 @@ class Output:
         terminal = self._stdout.isatty() and not self._console.is_dumb_terminal
         self._live = display.live and terminal and not display.as_json
         self._recent: deque[str] = deque(maxlen=_NUM_RECENT)
+        lines_to = self._stderr if self._as_json else self._stdout
+        self._say = RateLimit(lambda line: print(line, file=lines_to, flush=True))
 
     def log(self, line: str) -> None:
         """Show one line about a trial that has ended."""
         if self._live:
             self._recent.append(line)
         else:
-            print(line, file=self._stderr if self._as_json else self._stdout, flush=True)
+            self._say(line)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -62,20 +62,15 @@ class Output:
         Args:
             snapshot: returns the sweep as it is now; for the live view called from another thread.
         """
-        if not self._live:
-            with self.quiet():
+        if self._live:
+            with kept(self._recent), LiveView(self._console, snapshot, self._recent):
                 yield
             return
-        printed = _Lines(self._recent)
         try:
-            with (
-                redirect_stdout(printed),
-                redirect_stderr(printed),
-                LiveView(self._console, snapshot, self._recent),
-            ):
+            with self.quiet(), PlainView(self._say, snapshot):
                 yield
         finally:
-            printed.replay(self._stderr)
+            self._say.flush()
 
     def report(self, view: SweepView) -> None:
         """Show what the sweep came to."""
@@ -85,36 +80,3 @@ class Output:
             self._stdout.flush()
         else:
             print_summary(self._console, view)
-
-
-class _Lines(io.TextIOBase):
-    """A text file that keeps its last lines, and shows them among the recent ones. Written to from many threads."""
-
-    def __init__(self, recent: deque[str]) -> None:
-        super().__init__()
-        self._recent = recent
-        self._kept: deque[str] = deque(maxlen=_NUM_KEPT)
-        self._open = ""
-        self._lock = threading.Lock()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        with self._lock:
-            *lines, self._open = (self._open + text).split("\n")
-            for line in lines:
-                # A progress bar redraws its line after a carriage return; the last state is the one to show.
-                shown = line.rstrip("\r").rpartition("\r")[2]
-                self._kept.append(shown)
-                self._recent.append(shown)
-        return len(text)
-
-    def replay(self, stream: TextIO) -> None:
-        """Write the lines that were kept where they were meant to go."""
-        with self._lock:
-            lines = [*self._kept, *([self._open] if self._open else [])]
-            self._kept.clear()
-            self._open = ""
-        for line in lines:
-            print(line, file=stream)

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import click
 
+from hydra_tune.cli.domains import grid_size
+from hydra_tune.cli.settings import set_option, with_settings
+from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.sweep import USAGE, check_size
 from hydra_tune.cli.sweep_file import read_sweep_file
 from hydra_tune.errors import ConfigError
@@ -17,12 +20,29 @@ Exit codes:
   130  interrupted by Ctrl-C
 """
 _MOST = 8
+_MOST_OF_A_GRID = 32
+
+
+def _count(spec: SweepSpec) -> int:
+    """Configurations to plan, unless it is said how many: all of a grid that is not too large, else a few."""
+    most = spec.run_cap or _MOST_OF_A_GRID
+    if (
+        spec.method == "grid"
+        and spec.parameters is not None
+        and grid_size(spec.parameters) <= min(most, _MOST_OF_A_GRID)
+    ):
+        return grid_size(spec.parameters)
+    return min(most, _MOST)
 
 
 @click.command(epilog=_EXIT_CODES)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@set_option
 @click.option(
-    "--trials", type=click.IntRange(min=1), metavar="N", help=f"Configurations to plan.  [run_cap, at most {_MOST}]"
+    "--trials",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"Configurations to plan.  [a grid's, else at most {_MOST}]",
 )
 @click.option("--seed", type=int, metavar="N", help="Of the draws.  [the file's, or 0]")
 @click.option("--devices", metavar="NAMES", help="Devices to plan for, e.g. auto, cpu:2, cuda, cuda:0,1.")
@@ -31,6 +51,7 @@ _MOST = 8
 def plan(
     *,
     file: Path,
+    settings: tuple[str, ...],
     trials: int | None,
     seed: int | None,
     devices: str | None,
@@ -39,17 +60,17 @@ def plan(
 ) -> None:
     """Show what trials of the sweep that FILE describes would do, without training.
 
-    Draws configurations from all over the space. For each: shards, units, memory, the smallest budget that would do, and
-    the bytes that a step moves, by kind.
+    Takes all configurations of a small grid, or draws some from all over the space. For each: shards, units, memory, the
+    smallest budget that would do, and the bytes that a step moves, by kind.
     """
     try:
-        spec = read_sweep_file(file)
+        spec = with_settings(read_sweep_file(file), settings)
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)
     # torch takes seconds to import; help, version and a wrong file do not wait for it.
     from hydra_tune.cli.planning import run_plan  # noqa: PLC0415
 
-    count = trials or min(spec.run_cap or _MOST, _MOST)
+    count = trials or _count(spec)
     given = {"devices": devices, "device_memory": device_memory}
     sys.exit(run_plan(spec, given, count=count, seed=spec.seed or 0 if seed is None else seed, as_json=as_json))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ class Planned:
         forecast: of the trial alone in the pool; None if it cannot be planned.
         error: why not.
         enough_bytes: where memory is short, a budget that would do.
+        shapes_only: whether it was planned without its data.
     """
 
     number: int
@@ -34,36 +36,50 @@ class Planned:
     forecast: Forecast | None
     error: str | None = None
     enough_bytes: int | None = None
+    shapes_only: bool = False
 
     @property
     def cuts(self) -> list[str]:
         """Where `num_shards` is "tuned" and there was a choice, what was chosen and why."""
         return [] if self.forecast is None else [trial.cut for trial in self.forecast.trials if trial.cut is not None]
 
+    @property
+    def placements(self) -> list[str]:
+        """Where `optimizer_placement` is "auto", where updates are made and why."""
+        trials = () if self.forecast is None else self.forecast.trials
+        return [trial.placement for trial in trials if trial.placement is not None]
+
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         found: dict[str, Any] = {"number": self.number, "params": dict(self.params), "error": self.error}
+        found["shapes_only"] = self.shapes_only
         if self.cuts:
             found["cuts"] = self.cuts
+        if self.placements:
+            found["placements"] = self.placements
         if self.forecast is None:
             return found | {"smallest_budget_bytes": self.enough_bytes}
         plain = self.forecast.to_json()
         (trial,) = plain.pop("trials")
-        del trial["name"], trial["cut"]
+        del trial["name"], trial["cut"], trial["placement"]
         return {**found, **trial, **plain}
 
 
-def print_planned(console: Console, planned: Sequence[Planned]) -> None:
+def print_planned(console: Console, planned: Sequence[Planned], notes: Sequence[str] = ()) -> None:
     """Print what was found.
 
     Args:
         console: where to.
         planned: the configurations.
+        notes: of how all of them were planned; said first.
     """
-    for one in planned:
-        params = ", ".join(f"{name}={value}" for name, value in one.params.items())
-        console.print(Text(f"trial {one.number}: {params}"), soft_wrap=True)
     found = [(one.number, one.forecast) for one in planned if one.forecast is not None]
+    for note in notes:
+        console.print(Text(note, style="bold yellow"), soft_wrap=True)
+    if found:
+        console.print(Text(_devices(found[0][1])), soft_wrap=True)
+    for words in _configurations(planned):
+        console.print(Text(words), soft_wrap=True)
     if found:
         console.print()
         console.print(_shape(found))
@@ -73,11 +89,29 @@ def print_planned(console: Console, planned: Sequence[Planned]) -> None:
             console.print()
             console.print(line, soft_wrap=True)
     for one in planned:
-        for cut in one.cuts:
-            console.print(Text(f"\ntrial {one.number}: {cut}"), soft_wrap=True)
+        for reason in (*one.cuts, *one.placements):
+            console.print(Text(f"\ntrial {one.number}: {reason}"), soft_wrap=True)
         if one.error is not None:
             remedy = "" if one.enough_bytes is None else f" (device_memory: {format_bytes_up(one.enough_bytes)})"
             console.print(Text(f"\ntrial {one.number} cannot be trained{remedy}: {one.error}"), soft_wrap=True)
+
+
+def _devices(forecast: Forecast) -> str:
+    budgets = Counter(device.budget_bytes for device in forecast.devices.values())
+    sizes = ", ".join(f"{count} of {format_bytes(budget)}" for budget, count in budgets.items())
+    return f"devices: {sizes}; each trial as if it were alone on them"
+
+
+def _configurations(planned: Sequence[Planned]) -> list[str]:
+    """What is the same in all, once; and what is each one's own."""
+    first = planned[0].params if len(planned) > 1 else {}
+    same = {name for name, value in first.items() if all(one.params[name] == value for one in planned)}
+    lines = [f"all: {_written(first, same)}"] if same else []
+    return lines + [f"trial {one.number}: {_written(one.params, one.params.keys() - same)}" for one in planned]
+
+
+def _written(params: Mapping[str, Scalar], names: AbstractSet[str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in params.items() if name in names)
 
 
 def _alike(found: Sequence[tuple[int, Forecast]]) -> list[Text]:
@@ -103,14 +137,16 @@ def _table(*names: str) -> Table:
 
 
 def _shape(found: Sequence[tuple[int, Forecast]]) -> Table:
-    table = _table("trial", "shards", "units", "activations", "peak", "least budget", "step")
+    table = _table("trial", "|W|", "shards", "units", "activations", "updates", "peak", "least budget", "step")
     for number, forecast in found:
         (trial,) = forecast.trials
         table.add_row(
             str(number),
+            format_bytes(trial.parameter_bytes),
             "whole" if trial.is_whole else str(trial.num_shards),
             str(trial.units_per_step),
             _counted(trial.activations),
+            f"on {trial.optimizer_placement}",
             format_bytes(max(device.peak_bytes for device in forecast.devices.values())),
             format_bytes_up(trial.smallest_budget_bytes),
             format_seconds(trial.step_seconds) if trial.step_seconds else _NOTHING,

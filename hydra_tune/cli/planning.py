@@ -3,22 +3,24 @@
 import json
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 
 from hydra_tune.cli.build import TaskBuilder
-from hydra_tune.cli.domains import Domain, Scalar
+from hydra_tune.cli.domains import Domain, Scalar, grid_size
 from hydra_tune.cli.options import Display
 from hydra_tune.cli.output import Output
 from hydra_tune.cli.plan_table import Planned, print_planned
 from hydra_tune.cli.run import DONE, FAILED, INTERRUPTED, USAGE, opened
-from hydra_tune.cli.sampling import sample
+from hydra_tune.cli.sampling import grid, sample
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.task_ref import load_task
 from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, SweepFileError
 from hydra_tune.executor import HydraExecutor
+from hydra_tune.shapes_only import has_shapes_only
 
 
 def run_plan(spec: SweepSpec, given: Mapping[str, str | None], *, count: int, seed: int, as_json: bool) -> int:
@@ -40,22 +42,47 @@ def run_plan(spec: SweepSpec, given: Mapping[str, str | None], *, count: int, se
         with output.quiet():
             parameters = _parameters(spec)
             build = TaskBuilder(spec=spec, function=load_task(spec))
-            with opened(_overridden(spec, given), HydraExecutor) as pool:
-                found = [
-                    _planned(number, params, build, pool)
-                    for number, params in enumerate(sample(parameters, count, seed))
-                ]
+            overridden = _overridden(spec, given)
+            with opened(overridden, partial(HydraExecutor, plans_only=True)) as pool:
+                points = _points(spec, parameters, count, seed)
+                found = [_planned(number, params, build, pool) for number, params in enumerate(points)]
+                notes = [*_stood_for(str(overridden.engine.get("devices", "auto")), pool), *_made_up(found)]
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
     if as_json:
-        json.dump({"file": spec.file, "task": spec.task, "trials": [one.to_json() for one in found]}, stdout)
+        trials = [one.to_json() for one in found]
+        json.dump({"file": spec.file, "task": spec.task, "notes": notes, "trials": trials}, stdout)
         stdout.write("\n")
     else:
-        print_planned(Console(file=stdout, highlight=False), found)
+        print_planned(Console(file=stdout, highlight=False), found, notes)
     return FAILED if any(one.forecast is None for one in found) else DONE
+
+
+def _points(spec: SweepSpec, parameters: Mapping[str, Domain], count: int, seed: int) -> list[dict[str, Scalar]]:
+    if spec.method == "grid" and count >= grid_size(parameters):
+        return grid(parameters)
+    return sample(parameters, count, seed)
+
+
+def _stood_for(asked: str, pool: HydraExecutor) -> list[str]:
+    """What is said where GPUs are not here."""
+    names = pool.device_names
+    if "cuda" not in asked or not all(name.startswith("cpu") for name in names):
+        return []
+    return [f"{asked}: not here; {len(names)} CPU devices of the same memory stand for them"]
+
+
+def _made_up(found: Sequence[Planned]) -> list[str]:
+    """What is said where data is not here."""
+    numbers = ", ".join(str(one.number) for one in found if one.shapes_only)
+    return (
+        [f"NO DATA: planned with made-up batches of the right shape, and not to be trained so: {numbers}"]
+        if numbers
+        else []
+    )
 
 
 def _parameters(spec: SweepSpec) -> Mapping[str, Domain]:
@@ -75,9 +102,11 @@ def _overridden(spec: SweepSpec, given: Mapping[str, str | None]) -> SweepSpec:
 
 
 def _planned(number: int, params: dict[str, Scalar], build: TaskBuilder, pool: HydraExecutor) -> Planned:
-    forecast, error, enough = None, None, None
+    forecast, error, enough, shapes_only = None, None, None, False
     try:
-        forecast = pool.plan([build(**params)])
+        task = build(**params)
+        shapes_only = has_shapes_only(task)
+        forecast = pool.plan([task])
     except BudgetError as refusal:
         error, enough = str(refusal), refusal.enough_bytes
     except HydraTuneError as refusal:
@@ -85,4 +114,6 @@ def _planned(number: int, params: dict[str, Scalar], build: TaskBuilder, pool: H
     except Exception as fault:  # noqa: BLE001 - the user's code may raise anything
         traceback.print_exception(fault, file=sys.stderr)
         error = f"{type(fault).__name__}: {fault}"
-    return Planned(number=number, params=params, forecast=forecast, error=error, enough_bytes=enough)
+    return Planned(
+        number=number, params=params, forecast=forecast, error=error, enough_bytes=enough, shapes_only=shapes_only
+    )

@@ -4,6 +4,7 @@ import click
 
 from hydra_tune import __version__
 from hydra_tune.cli.best import best
+from hydra_tune.cli.devices import devices
 from hydra_tune.cli.plan import plan
 from hydra_tune.cli.simulate import simulate_command
 from hydra_tune.cli.sweep import sweep
@@ -17,6 +18,7 @@ def main() -> None:
 
 
 main.add_command(best)
+main.add_command(devices)
 main.add_command(simulate_command, name="simulate")
 main.add_command(plan)
 main.add_command(sweep)

@@ -1,5 +1,6 @@
-"""Points of a sweep's space without a tuner: spread evenly, so that a few of them show what there is."""
+"""Points of a sweep's space without a tuner: all of a small grid, or a few spread evenly, which show what there is."""
 
+import itertools
 import math
 import random
 from collections.abc import Mapping
@@ -21,6 +22,12 @@ def sample(parameters: Mapping[str, Domain], count: int, seed: int) -> list[dict
     source = random.Random(seed)  # noqa: S311 - not for secrets
     columns = {name: _column(domain, count, source) for name, domain in parameters.items()}
     return [{name: column[number] for name, column in columns.items()} for number in range(count)]
+
+
+def grid(parameters: Mapping[str, Domain]) -> list[dict[str, Scalar]]:
+    """Every combination once, the last parameter's values in turn first; of parameters that have an end of values."""
+    columns = [domain.grid() or () for domain in parameters.values()]
+    return [dict(zip(parameters, values, strict=True)) for values in itertools.product(*columns)]
 
 
 def _column(domain: Domain, count: int, source: random.Random) -> list[Scalar]:

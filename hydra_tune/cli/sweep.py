@@ -7,6 +7,7 @@ import click
 
 from hydra_tune.cli.log_file import log_path
 from hydra_tune.cli.options import Display, Overrides, with_overrides
+from hydra_tune.cli.settings import set_option, with_settings
 from hydra_tune.cli.sweep_file import read_sweep_file
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import parse_bytes
@@ -46,6 +47,7 @@ def _policy(context: click.Context, parameter: click.Parameter, value: str | Non
 
 @click.command(epilog=_EXIT_CODES)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@set_option
 @click.option("--devices", metavar="NAMES", help="Devices to use, e.g. auto, cpu:2, cuda, cuda:0,1.")
 @click.option("--device-memory", metavar="SIZE", callback=check_size, help="Bytes to use on each device, e.g. 11GiB.")
 @click.option("--max-concurrent", type=click.IntRange(min=1), metavar="N", help="Trials in flight at once.")
@@ -80,6 +82,7 @@ def _policy(context: click.Context, parameter: click.Parameter, value: str | Non
 def sweep(
     *,
     file: Path,
+    settings: tuple[str, ...],
     devices: str | None,
     device_memory: str | None,
     max_concurrent: int | None,
@@ -109,7 +112,7 @@ def sweep(
         storage=storage,
     )
     try:
-        spec = with_overrides(read_sweep_file(file), overrides)
+        spec = with_overrides(with_settings(read_sweep_file(file), settings), overrides)
         log = log_path(spec, event_log, no_log=no_log)
     except ConfigError as error:
         click.echo(str(error), err=True)

@@ -30,6 +30,7 @@ _ENGINE = (
     "max_concurrent",
     "admission",
     "num_shards",
+    "optimizer_placement",
 )
 
 

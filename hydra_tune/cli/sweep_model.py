@@ -171,6 +171,7 @@ class Hydra(Block):
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     admission: Literal["eager", "staggered"] | None = None
     num_shards: Shards | None = None
+    optimizer_placement: Literal["device", "host", "auto"] | None = None
     storage: Annotated[str, Field(min_length=1)] | None = None
     study: Annotated[str, Field(min_length=1)] | None = None
     keep_best: Annotated[int, Field(ge=1)] | None = None

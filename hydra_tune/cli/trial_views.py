@@ -3,12 +3,10 @@
 from dataclasses import dataclass, replace
 
 from hydra_tune.cli.request import TrialRecord
-from hydra_tune.errors import HydraTuneError
 from hydra_tune.observe.snapshot import ENDED, TrialView
 from hydra_tune.pool.job import Job, Result
+from hydra_tune.pool.job_views import one_line, with_progress
 from hydra_tune.task import TrainTask
-
-_BEFORE_TRAINING = frozenset({"queued", "preparing"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,18 +31,8 @@ def live_view(entry: Entry) -> TrialView:
     job = entry.job
     if job is None:
         return entry.view
-    progress, state = job.progress, job.state
-    metric = progress.metrics.get(job.task.metrics[0])
-    return replace(
-        entry.view,
-        # The pool may have ended the job before the tuner has heard of it: for the sweep it is not over yet.
-        state="waiting" if state in ENDED else state,
-        value=None if metric is None else float(metric),
-        epoch=0 if state in _BEFORE_TRAINING else progress.epoch + 1,
-        step=progress.step,
-        num_steps=progress.num_steps,
-        remaining_seconds=progress.remaining_seconds,
-    )
+    # The pool may have ended the job before the tuner has heard of it: for the sweep it is not over yet.
+    return with_progress(entry.view, job, state="waiting" if job.state in ENDED else job.state)
 
 
 def final_view(entry: Entry, record: TrialRecord, *, stopping: bool) -> tuple[TrialView, BaseException | None]:
@@ -71,8 +59,10 @@ def final_view(entry: Entry, record: TrialRecord, *, stopping: bool) -> tuple[Tr
         value=record.value,
         epoch=int(last["epoch"]) + 1 if last else entry.view.epoch,
         num_shards=result.num_shards if result is not None else 0,
+        optimizer_placement=result.optimizer_placement if result is not None else None,
         units_run=result.units_run if result is not None else 0,
         units_saved=result.units_saved if result is not None else 0,
+        compute_seconds=result.compute_seconds if result is not None else 0.0,
         error=None if error is None else one_line(error),
     )
     return view, error
@@ -80,16 +70,3 @@ def final_view(entry: Entry, record: TrialRecord, *, stopping: bool) -> tuple[Tr
 
 def _is_cancelled(result: Result | None) -> bool:
     return result is not None and result.status == "cancelled"
-
-
-def one_line(error: BaseException) -> str:
-    """`TypeError: what (file.py:12)`, with the place where it was raised; our own errors say enough without."""
-    trace = None if isinstance(error, HydraTuneError) else error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    if trace is None:
-        return text
-    file = trace.tb_frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
-    return f"{text} ({file}:{trace.tb_lineno})"

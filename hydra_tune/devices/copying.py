@@ -1,5 +1,7 @@
 """The copy threads that every device has: one that somebody always waits for, and some for copies in the background.
 
+Beside them is a thread for work on the host that goes on while the device computes (`HostThread`).
+
 Note: copies in the background. What is waited for anyway (`CopyThread`) never stands in line behind what is not: background
 copies have threads of their own, one for each direction that the device can copy in at once, and the copies of a direction
 are made in the order in which they were asked for. The copy owns its tensors until it is over, and lets go of them before it
@@ -128,6 +130,25 @@ class BackgroundCopies:
     def close(self) -> None:
         """Finish what has begun, forget the rest, and end the thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class HostThread:
+    """One thread that computes on the host while its device goes on; made when it is first asked.
+
+    Args:
+        name: of the device, for the thread's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, f"hydra-host-{name}", initializer=_start, initargs=(None,))
+
+    def start(self, function: Callable[[], None]) -> Future[None]:
+        """Have a function run after those that were asked for before."""
+        return self._pool.submit(function)
+
+    def close(self) -> None:
+        """Finish what was asked for and end the thread."""
+        self._pool.shutdown(wait=True)
 
 
 class Link:

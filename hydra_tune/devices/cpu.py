@@ -12,6 +12,7 @@ operators (the pool's own count of what a model makes, or a mode of the user's) 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -21,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, Link, Pairs
+from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, HostThread, Link, Pairs
 from hydra_tune.devices.device import Device, Reach
 
 T = TypeVar("T")
@@ -77,6 +78,7 @@ class CpuDevice:
         link_bandwidth: bytes a second that its copies take, both ways together; None: as fast as they are.
 
     Attributes:
+        bandwidth: as given.
         link: what slows its copies down, if anything does.
     """
 
@@ -88,8 +90,10 @@ class CpuDevice:
         self.budget_bytes = budget_bytes
         self.alignment = CPU_ALIGNMENT
         self.generator = DefaultCpuGenerator()
+        self.bandwidth = link_bandwidth
         self.link = None if link_bandwidth is None else Link(link_bandwidth)
         self._copies = CopyThread(self.name)
+        self._beside = HostThread(self.name)
         self._ahead = BackgroundCopies(self.name)
 
     @contextmanager
@@ -109,6 +113,10 @@ class CpuDevice:
     def on_host(self, function: Callable[[], T]) -> T:
         """Run a function on the copy thread and wait for it."""
         return self._copies.run(function)
+
+    def start_on_host(self, function: Callable[[], None]) -> Future[None]:
+        """Run a function on a thread of its own, with one intra-op thread."""
+        return self._beside.start(function)
 
     def load(self, pairs: Pairs) -> None:
         """Copy host to device."""
@@ -145,6 +153,7 @@ class CpuDevice:
 
     def close(self) -> None:
         """Stop the copy threads."""
+        self._beside.close()
         self._ahead.close()
         self._copies.close()
 

@@ -29,13 +29,14 @@ reads it again does so in turn.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, Pairs
+from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, HostThread, Pairs
 from hydra_tune.devices.device import Device, Reach
 
 T = TypeVar("T")
@@ -89,6 +90,7 @@ class CudaDevice:
         self._inward = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self.outward = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._copies = CopyThread(self.name, self._choose)
+        self._beside = HostThread(self.name)
         self._loads = BackgroundCopies(f"{self.name}-in", self._choose)
         self._spills = BackgroundCopies(f"{self.name}-out", self._choose)
 
@@ -111,6 +113,10 @@ class CudaDevice:
     def on_host(self, function: Callable[[], T]) -> T:
         """Run a function on the copy thread and wait for it."""
         return self._copies.run(function)
+
+    def start_on_host(self, function: Callable[[], None]) -> Future[None]:
+        """Run a function on a thread of its own, with one intra-op thread."""
+        return self._beside.start(function)
 
     def load(self, pairs: Pairs) -> None:
         """Copy host to device."""
@@ -160,7 +166,7 @@ class CudaDevice:
 
     def close(self) -> None:
         """Stop the copy threads."""
-        for thread in (self._loads, self._spills, self._copies):
+        for thread in (self._beside, self._loads, self._spills, self._copies):
             thread.close()
 
     def _choose(self) -> None:

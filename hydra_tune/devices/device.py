@@ -11,6 +11,7 @@ long as one copy takes, where the way over the host takes each of them in turn.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -77,6 +78,9 @@ class Device(Protocol):
 
     def on_host(self, function: Callable[[], T]) -> T:
         """Run a function on the copy thread and wait for it: host memory is made and looked at there."""
+
+    def start_on_host(self, function: Callable[[], None]) -> Future[None]:
+        """Begin to run a function on the host, which the device goes on beside; after those that were begun before."""
 
     def load(self, pairs: Pairs) -> None:
         """Copy host tensors to device tensors, pairs of (source, target); done when it returns."""

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import psutil
-import pynvml
 import torch
 
+from hydra_tune.devices import nvml
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.cuda import CudaDevice
 from hydra_tune.devices.device import Device
+from hydra_tune.devices.nvml import NvmlError
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import format_bytes, parse_bytes
 
@@ -81,6 +82,32 @@ def open_device(
     if cuda:
         return _open_cuda(cuda[1], budget)[0]
     raise ConfigError(f"a device's name is like 'cuda:1' or 'cpu:3', not {name!r}")
+
+
+def open_planned_devices(
+    devices: str, device_memory: str | int | None, link_bandwidth: str | int | None
+) -> list[Device]:
+    """Open devices to plan for: where they are not there, or not as large, CPU devices stand for them and take no memory.
+
+    Args:
+        devices: as of `open_devices`; only devices that are counted ("cuda:0,1", "cpu:8") can be stood for,
+        device_memory: and only with this.
+        link_bandwidth: as of `open_devices`.
+
+    Raises:
+        ConfigError: not a device text, or devices that are not there and cannot be stood for.
+    """
+    try:
+        return open_devices(devices, device_memory, link_bandwidth)
+    except ConfigError as error:
+        cpu, cuda = _CPU.fullmatch(devices), _CUDA.fullmatch(devices)
+        count = int(cpu[1] or 1) if cpu else len(cuda[1].split(",")) if cuda and cuda[1] else 0
+        if not count:
+            raise ConfigError(f"{error}; to plan for GPUs that are not here, say which: devices='cuda:0,1'") from error
+        if device_memory is None:
+            raise ConfigError(f"{error}; to plan for devices that are not here, give device_memory") from error
+        budget = parse_bytes(device_memory, what="device_memory")
+        return [CpuDevice(index, budget, parse_bandwidth(link_bandwidth)) for index in range(count)]
 
 
 def num_cores() -> int:
@@ -190,11 +217,6 @@ def gpu_memory(index: int) -> tuple[int, int]:
     properties: Any = torch.cuda.get_device_properties(index)  # torch's stub lacks the PCI fields
     address = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # a GPU that is not NVIDIA's
+        return nvml.memory(address)
+    except NvmlError:  # a GPU that is not NVIDIA's, or a driver that does not answer
         return torch.cuda.mem_get_info(index)
-    try:
-        memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByPciBusId(address.encode()))
-        return int(memory.free), int(memory.total)
-    finally:
-        pynvml.nvmlShutdown()

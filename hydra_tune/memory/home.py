@@ -1,7 +1,7 @@
 """Blocks given up, and brought home to the host, from wherever they are."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Sequence
 
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.states import State
@@ -25,22 +25,57 @@ def drop(block: Block) -> None:
         block.host = None
 
 
-_HOST = object()
-"""What blocks are pinned for that must not leave the host."""
+class AtHome:
+    """Blocks that somebody works on, on the host: whoever wants one of them on a device waits until he has done.
+
+    Args:
+        blocks: which; brought home here, and pinned for this.
+    """
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._over = threading.Event()
+        self._blocks: list[Block] = []
+        try:
+            for block in blocks:
+                pin(block, self)
+                self._blocks.append(block)
+                bring_home(block)
+        except BaseException:
+            self.leave()
+            raise
+
+    def wait(self) -> None:
+        """Until the blocks may go where they are wanted."""
+        self._over.wait()
+
+    def leave(self) -> None:
+        """The work is done, or given up."""
+        for block in self._blocks:
+            with block.lock:
+                block.pinned_for = None
+        self._over.set()
 
 
-@contextmanager
-def staying_home(block: Block) -> Iterator[None]:
-    """A block is on the host meanwhile, and no device loads it."""
-    with block.lock:
-        assert block.pinned_for is None, "a unit of the trial runs"
-        bring_home(block)
-        block.pinned_for = _HOST
-    try:
-        yield
-    finally:
+def await_home(block: Block) -> None:
+    """Have work on a block over that is done on the host. To be called without its lock."""
+    work = block.pinned_for
+    if isinstance(work, AtHome):
+        work.wait()
+
+
+def pin(block: Block, holder: object) -> None:
+    """Have a block stay with a pager that runs a unit, or at home; waits for work that is done on it at home.
+
+    Nobody who works at home waits for a block in turn, so that this ends. To be called without a block's lock.
+    """
+    while True:
         with block.lock:
-            block.pinned_for = None
+            worker = block.pinned_for
+            if not isinstance(worker, AtHome):
+                assert worker in (None, holder), "two units of one trial at once"
+                block.pinned_for = holder
+                return
+        worker.wait()
 
 
 def bring_home(block: Block) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 from torch import Tensor
 
 from hydra_tune.memory.block import Block, Kind, storage_identity
-from hydra_tune.memory.home import drop
+from hydra_tune.memory.home import drop, pin
 from hydra_tune.memory.saved import SavedTensors
 from hydra_tune.memory.states import State
 from hydra_tune.observe.turns import note
@@ -29,9 +29,7 @@ class Lease:
 
     def __enter__(self) -> Self:
         for block in self._blocks:
-            with block.lock:
-                assert block.pinned_for in (None, self._pager), "two units of one trial at once"
-                block.pinned_for = self._pager
+            pin(block, self._pager)
         self._pager.owner = next((block.owner for block in self._blocks if block.owner is not None), None)
         note("lease", self._blocks, self._workspace_bytes)
         try:

@@ -44,11 +44,10 @@ from hydra_tune.memory.block import Block, Coming, Kind, whole_storage
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.ledger import Ledger
-from hydra_tune.memory.meter import LinkMeter
+from hydra_tune.memory.meter import CopyLog, LinkMeter
 from hydra_tune.memory.pressure import is_out_of_memory
 from hydra_tune.memory.states import State
 from hydra_tune.memory.tenant import check_tenant
-from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.observe.turns import note
 from hydra_tune.quantities import format_bytes
 
@@ -71,6 +70,7 @@ class Pager:
         bytes_across: bytes taken over from other devices.
         bytes_ahead, bytes_in_vain: bytes loaded in the background, and those of them that no unit came for.
         waiting_ns, copying_ns: nanoseconds that units waited for copies, and that copies took.
+        host_ns: nanoseconds that updates on the host took beside this device.
         begins: called on the worker's thread when a unit's blocks are there and it begins to compute.
         num_leases: units that have had their blocks brought.
         last_short: how many there had been when room was made last.
@@ -82,7 +82,7 @@ class Pager:
     def __init__(self, device: Device, host: HostTier | None = None) -> None:
         self.device = device
         self.host = host
-        self.log: EventLog | None = None
+        self.log: CopyLog | None = None
         self.ready_ns = 0
         self.ledger = Ledger(device.name, device.budget_bytes)
         self.bytes_in: Counter[Kind] = Counter()
@@ -93,6 +93,7 @@ class Pager:
         self.bytes_in_vain = 0
         self.waiting_ns = 0
         self.copying_ns = 0
+        self.host_ns = 0
         self.begins: Callable[[], None] | None = None
         self.num_leases = 0
         self.last_short = -_SHORT_LEASES
@@ -111,6 +112,13 @@ class Pager:
         """Bytes of all blocks on the device, and on their way to it."""
         with self._lock:
             return sum(block.nbytes for block in self._resident.values())
+
+    @property
+    def loads_under_way(self) -> int:
+        """Blocks that the device's copy threads are still to bring, as far as can be told without their locks."""
+        with self._lock:
+            coming = [block.coming for block in self._resident.values()]
+        return sum(one is not None and not one.copy.is_over for one in coming)
 
     def lease(self, blocks: Iterable[Block], workspace_bytes: int) -> Lease:
         """Blocks on the device and room to work, for the length of a `with`.
@@ -415,6 +423,13 @@ class Pager:
             return  # whoever needs the room tries again, and hears of it
         block.dirty = False
         self.bytes_out[block.kind] += block.size
+
+    def updated(self, owner: int, shard: int, began_ns: int, ended_ns: int) -> None:
+        """A shard of a trial has been updated on the host, beside this device. On any thread."""
+        with self._lock:
+            self.host_ns += ended_ns - began_ns
+        if self.log is not None and ended_ns > began_ns:
+            self.log.updated_on_host(self.device.name, owner, shard, began_ns, ended_ns)
 
     def _awaited(self, block: Block, since_ns: int) -> None:
         """A unit has waited for a copy that was made in the background."""

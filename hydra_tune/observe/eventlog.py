@@ -158,6 +158,10 @@ class EventLog:
         """This thread has waited for a copy in the background, to or from a device."""
         self._append(("wait", device, threading.get_ident(), start_ns, end_ns))
 
+    def updated_on_host(self, device: str, owner: int, shard: int, start_ns: int, end_ns: int) -> None:
+        """A shard has been updated on the host, beside a device; `owner` as of `copied`."""
+        self._append(("host", device, owner, shard, start_ns, end_ns))
+
     def saved(self, device: str, bytes_in: int, bytes_out: int) -> None:
         """A unit has had activations kept on the host: bytes that came back, and that went, while it ran."""
         if bytes_in or bytes_out:

@@ -33,6 +33,8 @@ class DeviceFigures:
         under_compute_seconds: of these, those that lie under compute on it.
         overlap: share of the copying that lies under compute; 0 where nothing was copied.
         waiting_seconds: time that units waited for copies.
+        host_update_seconds: time that updates on the host took beside it.
+        host_update_overlap: share of it that lies under compute on it; 0 where there was none.
         bytes_in_by_kind, bytes_out_by_kind, bytes_across_by_kind: loaded from and spilled to the host; taken over from other
             devices.
         bytes_ahead, bytes_in_vain: of the bytes loaded, those that were sent ahead, and of these those that no unit came for.
@@ -48,6 +50,8 @@ class DeviceFigures:
     under_compute_seconds: float
     overlap: float
     waiting_seconds: float
+    host_update_seconds: float
+    host_update_overlap: float
     bytes_in_by_kind: Mapping[str, int]
     bytes_out_by_kind: Mapping[str, int]
     bytes_across_by_kind: Mapping[str, int]
@@ -140,6 +144,8 @@ def _device(log: RunLog, name: str, makespan_ns: int) -> DeviceFigures:
     under_ns = sum(_inside(spans, [(copy.start_ns, copy.end_ns) for copy in copies]))
     waiting_ns = sum(copy.end_ns - copy.start_ns for copy in copies if copy.how == "waited")
     waiting_ns += sum(wait.end_ns - wait.start_ns for wait in log.waits if wait.device == name)
+    updates = [(update.start_ns, update.end_ns) for update in log.host_updates if update.device == name]
+    updating_ns = sum(end - start for start, end in updates)
     by_kind = {what: Counter[str]() for what in ("in", "out", "across")}
     for copy in copies:
         by_kind[copy.what][copy.kind] += copy.nbytes
@@ -159,6 +165,8 @@ def _device(log: RunLog, name: str, makespan_ns: int) -> DeviceFigures:
         under_compute_seconds=under_ns / _SECOND,
         overlap=_share(under_ns, copying_ns),
         waiting_seconds=waiting_ns / _SECOND,
+        host_update_seconds=updating_ns / _SECOND,
+        host_update_overlap=_share(sum(_inside(spans, updates)), updating_ns),
         bytes_in_by_kind=dict(by_kind["in"]),
         bytes_out_by_kind=dict(by_kind["out"]),
         bytes_across_by_kind=dict(by_kind["across"]),

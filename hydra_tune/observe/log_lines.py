@@ -20,7 +20,8 @@ _FAILED = ',"failed":true'
 class Lines:
     """Makes lines. Times are given as `time.perf_counter_ns` has them, and written as nanoseconds since the start.
 
-    Units, copies and waits, of which there are many, are put together by hand: `json.dumps` would take three times as long.
+    Units, copies and waits, of which there are many, are put together by hand: `json.dumps` would take several times as long.
+    What is the same step after step, all but the times, is kept.
 
     Attributes:
         start_ns: the start.
@@ -33,11 +34,13 @@ class Lines:
         self._owners: dict[int, str] = {}
         self._owned: dict[str, int] = {}
         self._quoted: dict[str, str] = {}
+        self._heads: dict[tuple[Any, ...], str] = {}  # of units and copies, up to the times
         self._makers: dict[str, Callable[..., str]] = {
             "unit": self.unit,
             "copy": self.copy,
             "wait": self.wait,
             "saved": self.saved,
+            "host": self.host,
             "disk": self.disk,
             "job": self.job,
             "device": self.device,
@@ -45,12 +48,12 @@ class Lines:
 
     def made(self, record: tuple[Any, ...]) -> str:
         """The line of a record: its event, and what the method of that name takes."""
-        event, *facts = record
-        return self._makers[event](*facts)
+        return self._makers[record[0]](*record[1:])
 
     def owns(self, job: str, owner: int) -> None:
         """Blocks of this owner are a job's."""
         self._owners[owner], self._owned[job] = job, owner
+        self._heads.clear()
 
     def header(self, devices: Sequence[tuple[str, int]], facts: Mapping[str, Any]) -> str:
         """The first line: name and budget of each device, and whatever else."""
@@ -71,10 +74,15 @@ class Lines:
         is_failed: bool,
     ) -> str:
         """A unit: when it began, when all it needed was there, and when it ended."""
-        zero, quote = self.start_ns, self._quote
+        zero, key = self.start_ns, (device, job, kind, shard)
+        head = self._heads.get(key)
+        if head is None:
+            quote = self._quote
+            head = self._heads[key] = (
+                f'{{"event":"unit","device":{quote(device)},"job":{quote(job)},"kind":{quote(kind)},"shard":{shard},'
+            )
         return (
-            f'{{"event":"unit","device":{quote(device)},"job":{quote(job)},"kind":{quote(kind)},"shard":{shard},'
-            f'"start_ns":{start_ns - zero},"ready_ns":{ready_ns - zero},"end_ns":{end_ns - zero}'
+            f'{head}"start_ns":{start_ns - zero},"ready_ns":{ready_ns - zero},"end_ns":{end_ns - zero}'
             f"{_FAILED if is_failed else ''}}}\n"
         )
 
@@ -92,13 +100,31 @@ class Lines:
         end_ns: int,
     ) -> str:
         """A copy; as `EventLog.copied`, and the thread that has told."""
+        zero, key = self.start_ns, (device, what, owner, kind, shard, nbytes, how, thread)
+        head = self._heads.get(key)
+        if head is None:
+            head = self._copy_head(*key)
+            if owner is None or owner in self._owners:  # else it may be told yet whose these are
+                self._heads[key] = head
+        return f'{head}"start_ns":{start_ns - zero},"end_ns":{end_ns - zero}}}\n'
+
+    def _copy_head(
+        self,
+        device: str,
+        what: str,
+        owner: int | None,
+        kind: str,
+        shard: int | None,
+        nbytes: int,
+        how: str,
+        thread: int,
+    ) -> str:
         quote = self._quote
         by = None if how in ("background", "vain") else self.workers.get(thread)
         job = None if owner is None else self._owners.get(owner)
         return (
             f'{{"event":"copy","device":{quote(device)},"what":"{what}","job":{quote(job)},"kind":{quote(kind)},'
             f'"shard":{"null" if shard is None else shard},"bytes":{nbytes},"how":"{how}","by":{quote(by)},'
-            f"{self._span(start_ns, end_ns)}}}\n"
         )
 
     def wait(self, device: str, thread: int, start_ns: int, end_ns: int) -> str:
@@ -112,6 +138,13 @@ class Lines:
             event="saved", device=device, bytes_in=bytes_in, bytes_out=bytes_out, at_ns=at_ns - self.start_ns
         )
 
+    def host(self, device: str, owner: int, shard: int, start_ns: int, end_ns: int) -> str:
+        """A shard was updated on the host, beside a device."""
+        quote = self._quote
+        job = quote(self._owners.get(owner))
+        span = self._span(start_ns, end_ns)
+        return f'{{"event":"host","device":{quote(device)},"job":{job},"shard":{shard},{span}}}\n'
+
     def disk(self, what: str, nbytes: int, start_ns: int, end_ns: int) -> str:
         """The disk was written to or read from."""
         return f'{{"event":"disk","what":"{what}","bytes":{nbytes},{self._span(start_ns, end_ns)}}}\n'
@@ -120,6 +153,7 @@ class Lines:
         """Something has become of a job."""
         if what == "over":
             self._quoted.pop(job, None)
+            self._heads.clear()
             self._owners.pop(self._owned.pop(job, -1), None)
         facts = {name: plain(value) for name, value in more.items()}
         return _object(event="job", job=job, what=what, at_ns=at_ns - self.start_ns, **facts)

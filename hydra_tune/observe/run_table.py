@@ -76,6 +76,10 @@ def _totals(figures: RunFigures) -> Iterator[tuple[str, str]]:
         "units",
         f"{figures.units_run} run, {figures.units_saved} saved by pruning ({figures.units_saved / planned:.0%})",
     )
+    updating = sum(device.host_update_seconds for device in figures.devices)
+    if updating:
+        under = sum(device.host_update_seconds * device.host_update_overlap for device in figures.devices)
+        yield "updates", f"{format_seconds(updating)} on the host, {under / updating:.1%} of it under compute"
     if figures.disk_seconds:
         read, written = format_bytes(figures.disk_read_bytes), format_bytes(figures.disk_written_bytes)
         yield "disk", f"{read} read, {written} written, busy for {format_seconds(figures.disk_seconds)}"

@@ -69,6 +69,16 @@ class DiskUse(NamedTuple):
     end_ns: int
 
 
+class HostUpdate(NamedTuple):
+    """A shard was updated on the host, beside a device."""
+
+    device: str
+    job: str | None
+    shard: int
+    start_ns: int
+    end_ns: int
+
+
 class Saved(NamedTuple):
     """Activations that a unit had on the host meanwhile."""
 
@@ -95,7 +105,7 @@ class RunLog:
         version: of hydra-tune.
         policy, admission, max_concurrent: the pool's.
         budgets: bytes of each device, by name.
-        units, copies, waits, disk, saved, jobs: what happened, in the order in which it was over.
+        units, copies, waits, disk, host_updates, saved, jobs: what happened, in the order in which it was over.
         lost: events that the log had no room for.
         end_ns: when it was closed; None if it never was: the run goes on, was killed, or could write no more.
         is_cut: whether its last line is not whole.
@@ -112,6 +122,7 @@ class RunLog:
     copies: list[CopyMade] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     disk: list[DiskUse] = field(default_factory=list)
+    host_updates: list[HostUpdate] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     jobs: list[JobEvent] = field(default_factory=list)
     lost: int = 0
@@ -122,10 +133,10 @@ class RunLog:
     @property
     def last_ns(self) -> int:
         """When the last of all that is known was over."""
-        ends = (
-            one.end_ns
-            for one in chain[UnitRun | CopyMade | Wait | DiskUse](self.units, self.copies, self.waits, self.disk)
+        timed = chain[UnitRun | CopyMade | Wait | DiskUse | HostUpdate](
+            self.units, self.copies, self.waits, self.disk, self.host_updates
         )
+        ends = (one.end_ns for one in timed)
         return max(chain(ends, (event.at_ns for event in self.jobs), [self.end_ns or 0]))
 
 
@@ -208,6 +219,9 @@ def _take(log: RunLog, data: dict[str, Any], texts: dict[str, str]) -> None:
             log.waits.append(Wait(name("device"), name("by"), data["start_ns"], data["end_ns"]))
         case "disk":
             log.disk.append(DiskUse(name("what"), data["bytes"], data["start_ns"], data["end_ns"]))
+        case "host":
+            span = (data["start_ns"], data["end_ns"])
+            log.host_updates.append(HostUpdate(name("device"), name("job"), data["shard"], *span))
         case "saved":
             log.saved.append(Saved(name("device"), data["bytes_in"], data["bytes_out"]))
         case "job":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ENDED: frozenset[str] = frozenset({"completed", "pruned", "cancelled", "failed"})
+Goal = Literal["minimize", "maximize"]
 Status = Literal["running", "stopping", "completed", "interrupted", "failed"]
 
 
@@ -27,10 +28,14 @@ class TrialView:
         num_steps: optimizer steps planned; None where the data has no length.
         remaining_seconds: time left, as the pool estimates it.
         num_shards: shards its model was cut into; 0 where that is not known.
+        optimizer_placement: where its updates were made, "device" or "host"; None where that is not known.
         units_run: shard units run.
         units_saved: shard units never run, because it was pruned or cancelled; 0 where that is not known.
         error: what made it fail, on one line.
         earlier: it ended before this run, in a study that is continued.
+        name: what it is called; None: by its number.
+        values: the metric of its last reports, oldest first.
+        compute_seconds: time that its units computed.
     """
 
     number: int
@@ -43,10 +48,19 @@ class TrialView:
     num_steps: int | None = None
     remaining_seconds: float | None = None
     num_shards: int = 0
+    optimizer_placement: str | None = None
     units_run: int = 0
     units_saved: int = 0
     error: str | None = None
     earlier: bool = False
+    name: str | None = None
+    values: tuple[float, ...] = ()
+    compute_seconds: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, in whichever way."""
+        return self.state in ENDED
 
     @property
     def share_done(self) -> float:
@@ -68,6 +82,9 @@ class DeviceView:
         bytes_out_by_kind: bytes spilled to the host.
         bytes_across_by_kind: bytes taken over from another device.
         units: shard units it ran.
+        loads_under_way: blocks on their way to it in the background.
+        bytes_in_per_second, bytes_out_per_second: lately in a live view, overall in a summary; in from other devices
+            too, out to the host alone.
     """
 
     name: str
@@ -79,6 +96,9 @@ class DeviceView:
     bytes_out_by_kind: Mapping[str, int] = field(default_factory=dict)
     bytes_across_by_kind: Mapping[str, int] = field(default_factory=dict)
     units: int = 0
+    loads_under_way: int = 0
+    bytes_in_per_second: float = 0.0
+    bytes_out_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +122,13 @@ class SweepView:
         warnings: what is to be told about the sweep itself.
         event_log: the file for `hydra-tune trace`; None: there is none.
         weights: the files of the weights that are kept, by trial, the best first.
+        makespan_seconds: what it will have taken in the end, as far as can be told; once it has ended, what it took.
+        bound_seconds: what no schedule of its units on these devices could have been below.
     """
 
     name: str
     metric: str
-    goal: Literal["minimize", "maximize"]
+    goal: Goal
     status: Status
     trials: tuple[TrialView, ...] = ()
     devices: tuple[DeviceView, ...] = ()
@@ -120,6 +142,8 @@ class SweepView:
     warnings: tuple[str, ...] = ()
     event_log: str | None = None
     weights: Mapping[int, str] = field(default_factory=dict)
+    makespan_seconds: float | None = None
+    bound_seconds: float | None = None
 
     def count(self, state: str) -> int:
         """How many trials are in `state`."""

@@ -29,7 +29,7 @@ _ENDS = {
 
 def trial_line(trial: TrialView, metric: str) -> str:
     """One line for a trial that has ended: `trial 7  pruned  val_loss 0.31  epoch 3/10  lr=0.001`."""
-    parts = [f"trial {trial.number}", trial.state]
+    parts = [text.label(trial), trial.state]
     if trial.value is not None:
         parts.append(f"{metric} {text.number(trial.value)}")
     if trial.epoch is not None:
@@ -63,7 +63,7 @@ def print_summary(console: Console, view: SweepView) -> None:
     if best is None:
         console.print(Text("no trial completed", style="bold red"))
     else:
-        console.print(Text(f"best: trial {best.number}, {view.metric} {text.number(best.value)}", style="bold green"))
+        console.print(Text(f"best: {text.label(best)}, {view.metric} {text.number(best.value)}", style="bold green"))
         for name, value in best.params.items():
             # All digits: these are for copying into a program.
             console.print(Text(f"  {name}: {value}"), soft_wrap=True)
@@ -87,7 +87,7 @@ def _best_table(trials: tuple[TrialView, ...], view: SweepView) -> Table:
     for rank, trial in enumerate(trials, start=1):
         table.add_row(
             str(rank),
-            str(trial.number),
+            trial.name or str(trial.number),
             text.number(trial.value),
             text.epochs(trial.epoch, trial.epochs),
             str(trial.num_shards or ""),
@@ -137,7 +137,7 @@ def _totals(view: SweepView) -> list[str]:
     weights = [f"weights of trial {number}: {path}" for number, path in view.weights.items()]
     log = [f"event log: {view.event_log}"] if view.event_log else []
     return [
-        f"sweep {view.name}: {_ENDS[view.status]} after {format_seconds(view.elapsed_seconds)}",
+        f"sweep {view.name}: {_ENDS[view.status]} after {format_seconds(view.elapsed_seconds)}{_bound(view)}",
         f"trials: {len(view.trials)}{kept}: {', '.join(counts)}",
         f"units run: {view.units_run}",
         f"units saved by pruning: {view.units_saved}{share}",
@@ -145,6 +145,14 @@ def _totals(view: SweepView) -> list[str]:
         *weights[:_NUM_WEIGHTS],
         *([f"... and of {len(weights) - _NUM_WEIGHTS} more beside them"] if len(weights) > _NUM_WEIGHTS else []),
     ]
+
+
+def _bound(view: SweepView) -> str:
+    """What no schedule of the same units on these devices could have been below."""
+    if not view.bound_seconds:
+        return ""
+    ratio = view.elapsed_seconds / view.bound_seconds
+    return f", {ratio:.2f} x the lower bound of {format_seconds(view.bound_seconds)}"
 
 
 def to_json(view: SweepView) -> dict[str, Any]:
@@ -171,6 +179,7 @@ def to_json(view: SweepView) -> dict[str, Any]:
         "units_saved": view.units_saved,
         "devices": {device.name: _device(device) for device in view.devices},
         "elapsed_seconds": view.elapsed_seconds,
+        "bound_seconds": view.bound_seconds,
         "scheduler_seconds": view.scheduler_seconds,
         "event_log": view.event_log,
         "weights": {str(number): path for number, path in view.weights.items()},
@@ -179,12 +188,13 @@ def to_json(view: SweepView) -> dict[str, Any]:
 
 def _trial(trial: TrialView) -> dict[str, Any]:
     data = asdict(trial)
-    for live in ("step", "num_steps", "remaining_seconds"):
+    for live in ("step", "num_steps", "remaining_seconds", "name", "values"):
         del data[live]
     return {name: text.plain(value) for name, value in data.items()}
 
 
 def _device(device: DeviceView) -> dict[str, Any]:
     data = asdict(device)
-    del data["name"]
+    for live in ("name", "loads_under_way", "bytes_in_per_second", "bytes_out_per_second"):
+        del data[live]
     return data

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from hydra_tune.observe.snapshot import TrialView
+
 
 def number(value: float | None) -> str:
     """A metric with five digits that count, `-` if there is none."""
@@ -34,3 +36,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     return value
+
+
+def label(trial: TrialView) -> str:
+    """What a trial is called."""
+    return trial.name or f"trial {trial.number}"

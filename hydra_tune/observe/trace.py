@@ -14,6 +14,7 @@ from hydra_tune.observe.chrome import COPY_TITLES, bar, mark, named, placed
 from hydra_tune.observe.runlog import CopyMade, JobEvent, RunLog
 
 _TRIALS = 1
+_HOST_UPDATES = 2  # the row below that of the units
 _BASES = {
     "submitted": "queued",
     "preparing": "preparing",
@@ -58,11 +59,13 @@ def write_trace(log: RunLog, path: Path) -> None:
 def trace_events(log: RunLog) -> Iterator[dict[str, Any]]:
     """The events of the trace of a run."""
     yield named("process", "trials", _TRIALS)
+    yield placed("process", len(log.budgets) + 3, _TRIALS)
     yield from _stories(log)
     for number, device in enumerate(log.budgets, start=_TRIALS + 1):
         yield named("process", device, number)
         yield placed("process", number, number)
         yield from _units(log, device, number)
+        yield from _host_updates(log, device, number)
         yield from _copies([copy for copy in log.copies if copy.device == device], number)
     if log.disk:
         yield from _disk(log, len(log.budgets) + _TRIALS + 1)
@@ -76,13 +79,25 @@ def _units(log: RunLog, device: str, process: int) -> Iterator[dict[str, Any]]:
         if unit.device != device:
             continue
         what = {"job": unit.job, "kind": unit.kind, "shard": unit.shard, "failed": unit.is_failed}
-        yield bar(f"{unit.job} {unit.kind} {unit.shard}", row, unit.start_ns, unit.end_ns, what)
+        yield bar(f"{unit.kind[0].upper()}{unit.shard} {unit.job}", row, unit.start_ns, unit.end_ns, what)
         if unit.ready_ns > unit.start_ns:
             yield bar("waits for bytes", row, unit.start_ns, unit.ready_ns, {"kind": "wait", "job": unit.job})
 
 
+def _host_updates(log: RunLog, device: str, process: int) -> Iterator[dict[str, Any]]:
+    """One after the other, on one thread."""
+    row = (process, _HOST_UPDATES)
+    found = [update for update in log.host_updates if update.device == device]
+    if found:
+        yield named("thread", "updates on the host", *row)
+        yield placed("thread", _HOST_UPDATES, *row)
+    for update in found:
+        what = {"job": update.job, "kind": "update", "shard": update.shard}
+        yield bar(f"{update.job} update {update.shard}", row, update.start_ns, update.end_ns, what)
+
+
 def _copies(copies: Sequence[CopyMade], process: int) -> Iterator[dict[str, Any]]:
-    thread = 2
+    thread = _HOST_UPDATES + 1
     for (what, is_background), title in _ROWS.items():
         mine = [copy for copy in copies if (copy.what, copy.is_in_background) == (what, is_background)]
         for row, some in enumerate(_apart(mine)):

@@ -1,9 +1,11 @@
 """What tasks would ask of devices and move between them and the host, before anything is trained.
 
-Each task's model is built, captured, cut and checked as the pool would. Then some steps are rehearsed on tensors without bytes
-(`train/rehearsal.py`), by the scheduler and the pagers of a run, and what they have moved is counted.
+Each task's model is built, captured, cut and checked as the pool would, and a few of its steps are timed (`train/timing.py`).
+Then some steps are rehearsed on tensors without bytes (`train/rehearsal.py`), by the scheduler and the pagers of a run, and
+what they have moved and taken is counted.
 """
 
+import statistics
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,23 +16,27 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Device
+from hydra_tune.devices.link import Link
 from hydra_tune.devices.weightless import WeightlessDevice
 from hydra_tune.errors import ConfigError
 from hydra_tune.memory.block import Kind
 from hydra_tune.pool.rehearsal import Moved, Play
 from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import Policy
-from hydra_tune.shard.fingerprint import architecture_key
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
+from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.stage import Stage
 from hydra_tune.shard.unbuilt import BuildLimit, TooLargeError, Unbuilt
 from hydra_tune.task import TrainTask
 from hydra_tune.train.rehearsal import Rehearsal
+from hydra_tune.train.timing import timed_steps
 from hydra_tune.train.trial import Trial
 
 _WARM_STEPS = 2  # the first makes optimizer state, the second is the first that loads it
-_STEPS_ALONE = 2
+_STEPS_ALONE = 1  # they repeat to the byte
 _STEPS_TOGETHER = 8  # trials take turns of some steps
 _MOST_BUILT_BYTES = 256 << 20  # of a model, to be built for real
 _MOST_CHECKED_BYTES = 1 << 30  # that a step may need on the host
@@ -53,10 +59,13 @@ class TrialForecast:
         smallest_budget_bytes: memory of a device with which it could still be cut, to a per mille.
         architecture: equal numbers stand for equal models and steps, widths and depths included, among all that the pool has
             planned; None where that cannot be told.
-        step_seconds: compute of an optimizer step on a core of the host; 0 where it is not known: whole, or not checked.
+        step_seconds: from the end of an optimizer step to the end of the next one, with all that the pool does meanwhile: the
+            mean of its steps beside the others. 0 where it is not known: not checked, or on a GPU.
         is_checked: whether its plan has been compared with a step of the model, as every plan is before training; not so
             where the model or its step is too large for that.
         cut: where `num_shards` is "tuned" and there was a choice, what was chosen and why; else None.
+        optimizer_placement: where its updates are made: "device" or "host".
+        placement: where `optimizer_placement` is "auto", why they are made there; else None.
     """
 
     name: str
@@ -72,6 +81,8 @@ class TrialForecast:
     step_seconds: float
     is_checked: bool
     cut: str | None
+    optimizer_placement: str
+    placement: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +156,7 @@ def forecast(
     tasks: Mapping[str, TrainTask],
     library: PlanLibrary,
     architectures: dict[Hashable, int],
+    known: "dict[Hashable, Known]",
     devices: Sequence[Device],
     policy: Policy,
     *,
@@ -158,6 +170,7 @@ def forecast(
         tasks: by name.
         library: the pool's.
         architectures: the numbers of those that are known; takes new ones.
+        known: what was found of tasks alone; takes what is found.
         devices: where they would run; nothing is done there.
         policy: as of the pool, and so all that follows.
         max_concurrent: trials in flight.
@@ -165,11 +178,22 @@ def forecast(
         sends_ahead: whether what a device does next is sent to it while it computes.
     """
     with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
-        company = _Company(library, architectures, devices)
+        company = _Company(library, architectures, known, devices, sends_ahead=sends_ahead)
         thread.submit(company.cast, tasks).result()
-        return thread.submit(
-            company.perform, policy, max_concurrent=max_concurrent, admission=admission, sends_ahead=sends_ahead
-        ).result()
+        return thread.submit(company.perform, policy, max_concurrent=max_concurrent, admission=admission).result()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What was found of a task alone, and so holds of all that have its plan.
+
+    Attributes:
+        prepared: the plan, which is kept for its identity.
+        found: the forecast.
+    """
+
+    prepared: Prepared
+    found: Forecast
 
 
 @dataclass(slots=True, kw_only=True)
@@ -177,16 +201,30 @@ class _Part:
     """One trial: what is known of it, and its rehearsals, each of which can be run once."""
 
     rehearsals: list[Rehearsal]
+    prepared: Prepared
+    key: Hashable
     smallest_budget_bytes: int
     is_checked: bool
     architecture: int | None
     why: str | None
+    placement_why: str | None
+    link: Link | None = None
 
 
 class _Company:
-    def __init__(self, library: PlanLibrary, architectures: dict[Hashable, int], devices: Sequence[Device]) -> None:
+    def __init__(
+        self,
+        library: PlanLibrary,
+        architectures: dict[Hashable, int],
+        known: dict[Hashable, Known],
+        devices: Sequence[Device],
+        *,
+        sends_ahead: bool,
+    ) -> None:
+        self._sends_ahead = sends_ahead
         self._architectures = architectures
-        self._library = PlanLibrary(library.budget, most_checked_bytes=_MOST_CHECKED_BYTES, known=library)
+        self._known = known
+        self._library = library.for_plans(_MOST_CHECKED_BYTES)
         self._host = devices[0]
         self._devices = devices
         self._stage = Stage()
@@ -205,7 +243,7 @@ class _Company:
             # What a compiler makes cannot be rehearsed; it is cut and updated alike, and keeps nothing.
             task = replace(task, compile=None, activations="recompute")
         try:
-            return self._built(task, BuildLimit(_MOST_BUILT_BYTES))
+            return self._timed(task, self._built(task, BuildLimit(_MOST_BUILT_BYTES)))
         except TooLargeError:
             pass
         try:
@@ -226,35 +264,79 @@ class _Company:
             assert optimizer is not None
             knows_length = trial.progress.num_steps is not None
             device = WeightlessDevice(self._host)
+            prepared = kept.prepared
+            same = _likeness(task, prepared, optimizer, knows_length=knows_length)
             with self._stage:
                 rehearsals = [
                     Rehearsal(task, module, optimizer, kept, leaves, device, knows_length=knows_length)
-                    for _ in self._lengths
+                    for _ in ([] if self._is_known(same) else self._lengths)
                 ]
-            prepared, key = kept.prepared, architecture_key(task, module)
+            key = architecture_key(task, module)
             known = self._architectures
             return _Part(
                 rehearsals=rehearsals,
+                prepared=prepared,
+                key=same,
                 smallest_budget_bytes=prepared.smallest_budget(),
                 is_checked=prepared.is_checked,
                 architecture=None if key is None else known.setdefault(key, len(known)),
                 why=prepared.why,
+                placement_why=prepared.placement_why,
             )
         finally:
             trial.close(keep=False)
 
-    def perform(self, policy: Policy, *, max_concurrent: int, admission: str, sends_ahead: bool) -> Forecast:
+    def _timed(self, task: TrainTask, part: "_Part") -> "_Part":
+        """The same, with what its steps take, where that can be found out on the host."""
+        host = self._host
+        if not part.is_checked or not all(isinstance(device, CpuDevice) for device in self._devices):
+            return part
+        assert isinstance(host, CpuDevice)
+        pace = timed_steps(task, self._library, host, sends_ahead=self._sends_ahead)
+        if pace is not None:
+            part.link = pace.link
+            for rehearsal in part.rehearsals:
+                rehearsal.keep_pace(pace)
+        return part
+
+    @property
+    def _link(self) -> Link | None:
+        """What copies were seen to take: the mean of all trials; None where one of them has not been timed."""
+        links = [part.link for part in self._parts.values() if part.link is not None]
+        if len(links) < len(self._parts):
+            return None
+        return Link(
+            bytes_per_second=statistics.fmean(link.bytes_per_second for link in links),
+            seconds_per_block=statistics.fmean(link.seconds_per_block for link in links),
+        )
+
+    def perform(self, policy: Policy, *, max_concurrent: int, admission: str) -> Forecast:
         """Rehearse, and say what was seen."""
+        name, part = next(iter(self._parts.items()))
+        if not self._is_known(part.key):
+            found = self._performed(policy, max_concurrent=max_concurrent, admission=admission)
+            if len(self._parts) > 1 or part.is_checked:
+                return found
+            self._known[part.key] = Known(prepared=part.prepared, found=found)
+        found = self._known[part.key].found
+        (trial,) = found.trials
+        return replace(found, trials=(replace(trial, name=name, architecture=part.architecture),))
+
+    def _is_known(self, key: Hashable) -> bool:
+        """Whether there is one task, which has been rehearsed already, or one that is like it."""
+        return len(self._lengths) == 1 and key in self._known
+
+    def _performed(self, policy: Policy, *, max_concurrent: int, admission: str) -> Forecast:
         plays = []
         for number, length in enumerate(self._lengths):
             play = Play(
                 {name: part.rehearsals[number] for name, part in self._parts.items()},
-                [WeightlessDevice(device) for device in self._devices],
+                [WeightlessDevice(device, self._link) for device in self._devices],
                 policy,
                 max_concurrent=max_concurrent,
                 admission=admission,
                 num_steps=length,
-                sends_ahead=sends_ahead,
+                sends_ahead=self._sends_ahead,
             )
             with self._stage:
                 play.run()
@@ -285,10 +367,25 @@ class _Company:
             unit_bytes=plan.peak_bytes,
             smallest_budget_bytes=part.smallest_budget_bytes,
             architecture=part.architecture,
-            step_seconds=rehearsal.times.total if part.is_checked and not plan.eager else 0.0,
+            step_seconds=0.0 if part.link is None else _step_seconds(play, name),
             is_checked=part.is_checked,
             cut=part.why,
+            optimizer_placement=plan.optimizer_placement,
+            placement=part.placement_why,
         )
+
+
+def _likeness(task: TrainTask, prepared: Prepared, optimizer: torch.optim.Optimizer, *, knows_length: bool) -> Hashable:
+    """Equal for tasks that rehearse alike: of one plan, but for rates and other numbers that move no bytes."""
+    parts = (task.accumulate, task.split_batches, repr(task.split_operators), knows_length)
+    return (id(prepared), GradientRules.of(task), optimizer_key(optimizer), *parts)
+
+
+def _step_seconds(play: Play, name: str) -> float:
+    """The mean of a trial's steps, and what the scheduler takes for one, as was seen in this very play."""
+    ends = play.step_ends[name][_WARM_STEPS - 1 :]
+    per_unit = play.deciding_seconds / play.num_units
+    return (ends[-1] - ends[0]) / (len(ends) - 1) + play.units_per_step[name] * per_unit
 
 
 def _of_device(device: Device, play: Play, before: Moved, after: Moved, count: int) -> DeviceForecast:

@@ -42,6 +42,8 @@ class Progress:
         num_shards: shards its model is cut into; 0 before the job has started.
         units_run: shard units run.
         metrics: of the last report.
+        history: the last reports, as in `Result.history`, up to 64 of them.
+        compute_seconds: time that its units computed, copies left out.
     """
 
     epoch: int
@@ -52,6 +54,8 @@ class Progress:
     num_shards: int
     units_run: int
     metrics: dict[str, float]
+    history: tuple[dict[str, float], ...] = ()
+    compute_seconds: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,9 +70,11 @@ class Result:
         num_shards: shards its model was cut into; 0 if it failed before that.
         activations: what was done with the activations of each shard but the last until its backward: "keep", "spill" or
             "recompute". The last shard's forward and backward are one unit.
+        optimizer_placement: where its updates were made: "device" or "host"; None if it failed before that.
         units_run: shard units run.
         units_saved: units it would still have run, had it not been pruned or cancelled; 0 where that is unknown.
         checkpoint: the folder of its checkpoints, if it has any.
+        compute_seconds: time that its units computed, copies left out.
     """
 
     status: str
@@ -77,9 +83,11 @@ class Result:
     error: BaseException | None = None
     num_shards: int = 0
     activations: tuple[str, ...] = ()
+    optimizer_placement: str | None = None
     units_run: int = 0
     units_saved: int = 0
     checkpoint: Path | None = None
+    compute_seconds: float = 0.0
     _module: nn.Module | None = None
     _optimizer: torch.optim.Optimizer | None = None
 

@@ -26,7 +26,7 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.checkpoints import Checkpoints, Every, Origin, TrialKeeper
 from hydra_tune.pool.core import Core
-from hydra_tune.pool.forecast import Forecast, forecast
+from hydra_tune.pool.forecast import Forecast, Known, forecast
 from hydra_tune.pool.job import OVER, EventStream, Job, Progress
 from hydra_tune.pool.lending import Lender
 from hydra_tune.pool.planned import planned_profile
@@ -99,6 +99,7 @@ class Pool:
         self._sends_ahead = sends_ahead
         self._numbers = itertools.count()
         self._architectures: dict[Hashable, int] = {}
+        self._forecasts: dict[Hashable, Known] = {}
         self._ended = False
         self._started = time.perf_counter()
         self._devices = {device.name: device for device in devices}
@@ -355,6 +356,12 @@ class Pool:
             return progress_without_trial(job) if record is None else record.progress()
 
     @hold_interrupts()
+    def jobs(self) -> list[Job]:
+        """Those that are not over, in the order in which they were submitted."""
+        with self._changed:
+            return [record.job for record in self._records.values()]
+
+    @hold_interrupts()
     def stats(self) -> PoolStats:
         """Figures since the pool began."""
         with self._changed:
@@ -399,6 +406,7 @@ class Pool:
             tasks,
             self._library,
             self._architectures,
+            self._forecasts,
             list(self._devices.values()),
             self._policy,
             max_concurrent=self._max_concurrent,

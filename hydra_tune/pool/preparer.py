@@ -10,6 +10,7 @@ from hydra_tune.pool.record import Record, unit_of
 from hydra_tune.pool.room import has_room
 from hydra_tune.schedule import JobAdmitted, JobRejected
 from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.train.shared_times import SharedTimes
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Trial
 
@@ -35,6 +36,7 @@ class Preparer:
         self._lender = lender
         self._host = host
         self._host_bytes = host_bytes
+        self._times = SharedTimes()
 
     def work(self) -> None:
         """The thread's life."""
@@ -66,6 +68,7 @@ class Preparer:
                 helpers,
                 self._host,
                 record.tenant,
+                self._times,
                 beginning=beginning,
                 keeper=keeper,
             )

@@ -15,6 +15,8 @@ from hydra_tune.train.spread import LaneUnit, Spread
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Report, Trial
 
+_MOST_REPORTS = 64  # that are handed out of a job under way
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Following:
@@ -222,6 +224,8 @@ class Record:
         result.metrics, result.history = trial.metrics, trial.history
         result.num_shards, result.units_run = trial.num_shards, trial.units_run
         result.activations = trial.activations
+        result.compute_seconds = trial.compute_seconds
+        result.optimizer_placement = trial.optimizer_placement
         if result.status in ("pruned", "cancelled") and planned is not None:
             result.units_saved = max(0, planned - trial.units_run)
         module, optimizer = trial.module, trial.optimizer
@@ -249,6 +253,8 @@ class Record:
             num_shards=trial.num_shards,
             units_run=trial.units_run,
             metrics=dict(trial.metrics),
+            history=tuple(trial.history[-_MOST_REPORTS:]),
+            compute_seconds=trial.compute_seconds,
         )
 
 
@@ -264,6 +270,8 @@ def progress_without_trial(job: Job) -> Progress:
         num_shards=result.num_shards if result else 0,
         units_run=result.units_run if result else 0,
         metrics=result.metrics if result else {},
+        history=tuple(result.history[-_MOST_REPORTS:]) if result else (),
+        compute_seconds=result.compute_seconds if result else 0.0,
     )
 
 

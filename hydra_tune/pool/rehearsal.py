@@ -1,14 +1,15 @@
 """Steps of several trials on several devices, rehearsed: what would be where, and what would move.
 
-The scheduler, the pagers, what is sent ahead and the steps themselves are those of a run. The devices copy nothing, a virtual
-clock has units take as long as their pilots say, and what is copied beside a unit is over when the unit is.
+The scheduler, the pagers, what is sent ahead and the steps themselves are those of a run. The devices copy nothing. A virtual
+clock has units and copies take as long as they were seen to take (`train/timing.py`), so that a unit waits here for what it
+would wait for; where that is not known units take what their pilots say, and what is copied beside a unit is over when it is.
 """
 
 import heapq
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from hydra_tune.devices.weightless import WeightlessDevice
@@ -54,7 +55,9 @@ class _Player:
         self._knows_length = rehearsal.knows_length
         self._steps_done = 0
         self._left_seconds = self.step_seconds  # of the present step
-        self._units_run = 0  # of the present step
+        self._pace = rehearsal.pace
+        self._alike: Counter[tuple[str, int]] = Counter()  # units of the present step, by kind and shard
+        self.step_ends: list[float] = []
         self.units_per_step = 0
         self.pending: PendingUnit | None = None
         self.places: dict[int, str | None] = {}
@@ -66,27 +69,34 @@ class _Player:
         while self.pending is None and self._steps_done < self._num_steps:
             self._steps_done += 1
             self._left_seconds = self.step_seconds
-            self.units_per_step, self._units_run = self._units_run, 0
+            self.units_per_step = self._alike.total()
+            self._alike.clear()
             self._on_step()
             self.pending = next(self._units, None)
         return self.pending
 
     def run(self, stand: "_Stand", needs: Callable[["_Player", PendingUnit, str], list[Need]]) -> float:
-        """Run the unit that is due, and an update of its shard that comes with it; returns their seconds."""
+        """Run the unit that is due, and an update of its shard that comes with it; returns what the scheduler is told."""
         shard, seconds = self._unit().shard, 0.0
         while True:
             unit = self._unit()
             self.pending = None
             if stand.prefetch is not None:
                 stand.prefetch.asks = partial(needs, self, unit, stand.device.name)
-            unit.run(stand.device, stand.pager)
-            stand.device.moment += 1
-            self._units_run += 1
+            stand.run(unit, self._seconds(unit))
+            self._alike[unit.key] += 1
             seconds += max(unit.seconds, _LEAST_SECONDS)
             self._left_seconds = max(0.0, self._left_seconds - unit.seconds)
+            steps_done = self._steps_done
             following = self.advance()
+            self.step_ends += [stand.device.now] * (self._steps_done - steps_done)
             if following is None or (following.kind, following.shard) != ("update", shard):
                 return seconds
+
+    def _seconds(self, unit: PendingUnit) -> float:
+        """What a unit takes of its device, but for copies that it waits for."""
+        seen = None if self._pace is None else self._pace.seconds.get((*unit.key, self._alike[unit.key]))
+        return max(unit.seconds if seen is None else seen, _LEAST_SECONDS)
 
     def _unit(self) -> PendingUnit:
         assert self.pending is not None
@@ -121,13 +131,30 @@ class _Player:
         return shard, place
 
 
-@dataclass(slots=True)
 class _Stand:
     """One device."""
 
-    device: WeightlessDevice
-    pager: Pager
-    prefetch: Prefetch | None
+    def __init__(self, device: WeightlessDevice, pager: Pager, *, sends_ahead: bool) -> None:
+        self.device, self.pager = device, pager
+        self.prefetch = Prefetch(pager) if sends_ahead else None
+        self._due = 0.0  # seconds of the unit that has not begun to compute
+        pager.begins = self._compute
+
+    def run(self, unit: PendingUnit, seconds: float) -> None:
+        """Run a unit that takes so long once its blocks are there."""
+        self._due = seconds
+        unit.run(self.device, self.pager)
+        self._pass()  # of a unit that needs nothing of the device
+        self.device.moment += 1
+
+    def _compute(self) -> None:
+        if self.prefetch is not None:
+            self.prefetch.begin()
+        self._pass()
+
+    def _pass(self) -> None:
+        self.device.now += self._due
+        self._due = 0.0
 
 
 class Play:
@@ -144,7 +171,9 @@ class Play:
 
     Attributes:
         pagers: of each device.
-        seconds: until the last unit ends, copies not counted.
+        seconds: until the last unit ends.
+        num_units: that have run.
+        deciding_seconds: CPU time that the scheduler has taken, and whoever chose what is sent ahead.
         marks: what had been moved by the end of each step, of whichever trial.
     """
 
@@ -161,7 +190,11 @@ class Play:
     ) -> None:
         self.pagers = {device.name: Pager(device) for device in devices}
         self.seconds = 0.0
-        self._stands = {device.name: _stand(device, self.pagers[device.name], sends_ahead) for device in devices}
+        self.deciding_seconds = 0.0
+        self.num_units = 0
+        self._stands = {
+            device.name: _Stand(device, self.pagers[device.name], sends_ahead=sends_ahead) for device in devices
+        }
         self._scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
         self.marks: list[Moved] = []
         self._players = {name: _Player(name, trial, num_steps, self._mark) for name, trial in trials.items()}
@@ -181,6 +214,12 @@ class Play:
             self._tell(finished)
             if finished.unit is None:
                 self._tell(JobStopped(job=finished.job))
+        self.deciding_seconds += self._next.seconds
+
+    @property
+    def step_ends(self) -> dict[str, list[float]]:
+        """When the steps of each trial have ended, by the virtual clock."""
+        return {name: player.step_ends for name, player in self._players.items()}
 
     @property
     def moved(self) -> Moved:
@@ -201,9 +240,11 @@ class Play:
         self.marks.append(self.moved)
 
     def _tell(self, *events: Event) -> None:
+        start = time.thread_time()
         moves = self._shard_moves(events)
         commands = self._scheduler.handle(*moves, *events)
         self._next.decided((*moves, *events), commands)
+        self.deciding_seconds += time.thread_time() - start
         for command in commands:
             self._carry_out(command)
 
@@ -236,9 +277,10 @@ class Play:
         )
 
     def _run(self, name: str, device: str) -> None:
-        player = self._players[name]
+        player, stand = self._players[name], self._stands[device]
+        stand.device.now = max(stand.device.now, self.seconds)
         try:
-            seconds = player.run(self._stands[device], self._next.needs)
+            seconds = player.run(stand, self._next.needs)
         except HydraTuneError:
             raise
         except Exception as error:
@@ -247,6 +289,7 @@ class Play:
                 "train some steps of it, and look at stats()"
             ) from error
         self._num_ends += 1
+        self.num_units = sum(stand.device.moment for stand in self._stands.values())
         finished = UnitFinished(
             job=name,
             device=device,
@@ -255,8 +298,4 @@ class Play:
             remaining_seconds=player.remaining_seconds,
             step_seconds=player.step_seconds,
         )
-        heapq.heappush(self._ends, (self.seconds + seconds, self._num_ends, finished))
-
-
-def _stand(device: WeightlessDevice, pager: Pager, sends_ahead: bool) -> _Stand:
-    return _Stand(device, pager, Prefetch(pager) if sends_ahead else None)
+        heapq.heappush(self._ends, (stand.device.now, self._num_ends, finished))

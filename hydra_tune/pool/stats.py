@@ -20,6 +20,8 @@ class DeviceStats:
         bytes_in_vain: of these, those that no unit came for.
         waiting_seconds: time that units waited for loads and spills, and for what came from another device.
         copying_seconds: time that all these took, those that nobody waited for included.
+        loads_under_way: blocks on their way to it in the background now.
+        host_update_seconds: time that updates on the host took beside it.
         units_repeated: units run once more because the device had really run out of memory; each is logged as a warning.
     """
 
@@ -35,7 +37,9 @@ class DeviceStats:
     bytes_in_vain: int = 0
     waiting_seconds: float = 0.0
     copying_seconds: float = 0.0
+    host_update_seconds: float = 0.0
     units_repeated: int = 0
+    loads_under_way: int = 0
 
     @property
     def overlap(self) -> float:

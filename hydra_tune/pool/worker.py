@@ -83,7 +83,9 @@ class Worker:
             bytes_in_vain=pager.bytes_in_vain,
             waiting_seconds=pager.waiting_ns / 1e9,
             copying_seconds=pager.copying_ns / 1e9,
+            host_update_seconds=pager.host_ns / 1e9,
             units_repeated=self._pressure.units_repeated,
+            loads_under_way=pager.loads_under_way,
         )
 
     @contextlib.contextmanager

@@ -17,9 +17,9 @@ class ShardedLRTF(IncrementalPolicy):
     """The job with the longest remaining time, within a slack that saves transfers.
 
     The job that ran last on this device goes on, if its remaining time is within the slack of the longest and its next
-    shard is here or on no device. If not, among the candidates within half the slack of the longest, the first of: a job
-    whose next shard is here; one whose next shard is on no device; one whose next shard is on another device. Within each
-    of these the longest, then the earliest submitted.
+    shard is here or on no device. If not, the first of: a job within half the slack of the longest whose next shard is here;
+    one within half the slack whose next shard is on no device; one within the whole slack whose next shard is here; the
+    longest. Within each of these the longest, then the earliest submitted.
 
     Without transfers the makespan stays within one unit and the slack of the bound of `makespan_bound`.
 
@@ -38,7 +38,9 @@ class ShardedLRTF(IncrementalPolicy):
           units travel to their shard and almost nothing is loaded.
         * A device goes on with its job until the slack is used up. The longest of those at hand would be another one
           after every unit, so that a device goes through all of them in turn, and what it holds is never what comes next.
-          Half the slack for all others makes it change to one that can go on for some time.
+          Half the slack for all others makes it change to one that can go on for some time. Only rather than take a job
+          from another device it changes to any of its own within the slack: each device goes through its jobs at its own
+          pace, so that the longest of one is often a step ahead of those of another, and not because either has more to do.
         * Late binding. The paper chooses for the buffer, while another unit still computes, and among "Idle Models";
           there the longest job, being the one that runs, is passed over again and again. Here the choice is made when
           the device is free, and the job that just ran on it is a candidate like any other.
@@ -98,7 +100,12 @@ class _LRTFSelection:
             view = self._first(heap) if heap else None
             if view is not None and view.remaining_seconds >= least_seconds:
                 return view
-        return longest  # all others within half the slack are elsewhere, and the longest is one of them
+        # All others within half the slack are elsewhere, and the longest is one of them.
+        heap = self._at.get(device)
+        view = self._first(heap) if heap else None
+        if view is not None and view.remaining_seconds >= longest.remaining_seconds - slack_seconds:
+            return view
+        return longest
 
     def _push(self, view: JobView) -> None:
         self._num_pushed += 1

@@ -10,6 +10,8 @@ Source: the choice between swap and recompute of mu-TWO (section 4.3), for shard
 not weighed, because among what is kept the pager spills first what is needed last.
 
 Differs, on GPUs: what units and copies take there is not known when the plan is made on the host, so `"auto"` recomputes.
+
+Note: no clock. The seconds that are weighed are estimates (`shard/estimate.py`, `devices/link.py`), the same each time.
 """
 
 import math
@@ -67,9 +69,10 @@ def chosen(
     Args:
         plan: recomputes everywhere.
         kept: keeps what can be kept.
-        seconds: of the units of `plan`.
-        kept_seconds: of the units of `kept`.
-        link: how fast copies are; None where the units' seconds are not those of the devices, so that nothing can be compared.
+        seconds: that the units of `plan` are taken to need.
+        kept_seconds: those of `kept`.
+        link: how fast copies are taken to be; None where the units' seconds are not those of the devices, so that nothing
+            can be compared.
         room: what there is.
     """
     if link is None:
@@ -111,10 +114,14 @@ def _keeping(shard: Shard, pilot: Pilot, wanted: Activations, room: Room) -> Sha
 
 
 def _spare_host_bytes(plan: Plan, room: Room) -> float:
-    """What the host has left for kept activations that are spilled, so that keeping them never keeps a trial out."""
+    """What the host has left for kept activations that are spilled, so that keeping them never keeps a trial out.
+
+    Never less than nothing: a graph that refers only to parameters and to values that wait anyway keeps no bytes, and is worth
+    keeping wherever the trial's state is.
+    """
     if room.host_bytes is None:
         return math.inf
-    return room.host_bytes - sum(shard.cost.state_bytes + shard.cost.held_bytes for shard in plan.shards)
+    return max(0, room.host_bytes - sum(shard.cost.state_bytes + shard.cost.held_bytes for shard in plan.shards))
 
 
 def _total(seconds: UnitSeconds, index: int) -> float:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from hydra_tune.shard.outcome import UnitSeconds
 from hydra_tune.shard.packing import CHOICES, Choice, choose_packing
 from hydra_tune.shard.partition import NumShards
 from hydra_tune.shard.pilot import Pilot, ShardCost, UpdatePilot
+from hydra_tune.shard.placement import Cut, OptimizerPlacement, Placement, Speeds, choose_placement, update_seconds
 from hydra_tune.shard.plan import Plan, build_plan, operators
 from hydra_tune.shard.precision import autocast, share_casts
 from hydra_tune.shard.quick_partition import QuickPartitioner
@@ -58,11 +60,13 @@ class Budget:
         buffer_fraction: part of it kept free next to a running shard; nothing is kept where the whole model fits.
         alignment: bytes to which the devices align allocations.
         num_shards: see `Partitioner.partition`.
-        updates_on_host: whether optimizer state stays on the host.
+        optimizer_placement: where optimizer state stays and updates are made; "auto": see `placement.py`.
+        speeds: of the machine, which "auto" asks for.
         trials: trials in flight for each device.
         host_bytes: host memory for each trial in flight; None for as much as it likes.
         link: how fast the devices' copies are, if that can be compared with seconds measured on the host.
         checks_sample: whether a plan may be checked with a few samples of its batch; see `sample.py`.
+        counts_draws: whether random numbers can be drawn ahead of their batches, as on CPU devices alone.
         host_threads: intra-op threads to check plans with, which changes nothing but the time that takes.
     """
 
@@ -70,11 +74,13 @@ class Budget:
     buffer_fraction: float
     alignment: int
     num_shards: NumShards = None
-    updates_on_host: bool = False
+    optimizer_placement: OptimizerPlacement | Literal["auto"] = "device"
+    speeds: Callable[[], Speeds] | None = None
     trials: int = 1
     host_bytes: int | None = None
     link: Callable[[], Link | None] = lambda: None
     checks_sample: bool = False
+    counts_draws: bool = True
     host_threads: int = 1
 
     @property
@@ -104,6 +110,7 @@ class Prepared:
         smallest_budget: finds the bytes of a device with which the step could still be cut, to a per mille.
         is_checked: whether its numbers have been compared with those of the eager step; else its seconds are estimates.
         why: why it was cut so, where there was a choice; else None.
+        placement_why: why its updates are made where they are, where there was a choice; else None.
     """
 
     plan: Plan
@@ -112,6 +119,7 @@ class Prepared:
     smallest_budget: Callable[[], int]
     is_checked: bool = True
     why: str | None = None
+    placement_why: str | None = None
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it is for a batch with these tensors, which has the signature that it was prepared for."""
@@ -181,6 +189,17 @@ class _Shelf:
             self.plans.popitem(last=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packed:
+    """Where the shards of a step start and end, and why; `pilot` measures for the placement of updates that it is for."""
+
+    pilot: Pilot
+    partitioner: QuickPartitioner
+    edges: list[int]
+    why: str | None = None
+    placement_why: str | None = None
+
+
 class PlanLibrary:
     """Plans by architecture, mode and batch signature.
 
@@ -202,6 +221,18 @@ class PlanLibrary:
         self.checked: _Shelf = _Shelf() if known is None else known.checked
         self._unchecked = _Shelf()
         self._lock = self.checked.lock
+        self._for_plans: PlanLibrary | None = None
+
+    def for_plans(self, most_checked_bytes: int) -> "PlanLibrary":
+        """The library of those who only plan, for this one's budget; the same each time, so that plans alike are made once.
+
+        Args:
+            most_checked_bytes: what a step may need for its plan to be checked; of the first who asks.
+        """
+        with self._lock:
+            if self._for_plans is None:
+                self._for_plans = PlanLibrary(self.budget, most_checked_bytes=most_checked_bytes, known=self)
+            return self._for_plans
 
     def prepare(
         self,
@@ -246,7 +277,9 @@ class PlanLibrary:
         key = None
         if architecture is not None:
             tail = (optimizer_key(optimizer), GradientRules.of(task), task.activations) if mode == "train" else None
-            held = None if like is None else (like.plan.mode, like.plan.cuts, frozenset(like.owners.items()))
+            held = None
+            if like is not None:
+                held = (like.plan.mode, like.plan.cuts, like.plan.updates_on_host, frozenset(like.owners.items()))
             key = (architecture, mode, leaves.signature, tail, held)
         with self._lock, preserved_streams():
             entries = [e for shelf in (self.checked, self._unchecked) for e in shelf.plans.get(key, ())]
@@ -289,18 +322,10 @@ class PlanLibrary:
         analysis, pilot = self._measured(request, captured, request.leaves.tensors)
         _check_gradients(captured, analysis)
         nodes = len(captured.nodes)
-        partitioner = QuickPartitioner(
-            pilot, analysis, nodes, budget_bytes=self.budget.budget_bytes, buffer_bytes=self.budget.buffer_bytes
-        )
-        why = None
-        if request.like is None:
-            edges = partitioner.partition(self.budget.num_shards)
-            if self.budget.num_shards == "tuned" and _may_be_tuned(request, edges):
-                choice = self._tuned(request.task, partitioner, pilot, edges)
-                edges, why = list(choice.packing.edges), choice.reason
-                CHOICES.info("%s", why)
-        else:
-            edges = partitioner.partition(None, _cuts_like(captured, analysis, request.like))
+        packed = self._packed(request, captured, analysis, pilot)
+        pilot, partitioner, edges = packed.pilot, packed.partitioner, packed.edges
+        for reason in filter(None, (packed.why, packed.placement_why)):
+            CHOICES.info("%s", reason)
         plan = build_plan(captured, analysis, pilot, edges)
         room = self.budget.room
         # A compiler's graphs save through functions of their own, which know nothing of units.
@@ -309,15 +334,16 @@ class PlanLibrary:
             if request.mode == "train" and len(plan.shards) > 1:
                 check_separable(request.optimizer, dict(request.model.named_parameters()), state_specs(request.model))
         is_checked = self._may_check(request, pilot.cost(0, nodes))
+        estimates = functools.cache(lambda: estimated_seconds(pilot, plan, kept))
         seconds: UnitSeconds
         kept_seconds: UnitSeconds | None
         if is_checked:
             seconds, kept_seconds = self._verified(request, captured, answers, plan, kept)
         else:
-            seconds, kept_seconds = (estimated_seconds(one, pilot) for one in (plan, kept))
+            seconds, kept_seconds = estimates()
         if kept_seconds is not None:
             if request.task.activations == "auto":
-                kept = chosen(plan, kept, seconds, kept_seconds, self.budget.link(), room)
+                kept = chosen(plan, kept, *estimates(), self.budget.link(), room)
             plan, seconds = kept, seconds_of(kept, seconds, kept_seconds)
         if request.task.compile is not None:
             plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
@@ -325,7 +351,75 @@ class PlanLibrary:
                 seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
         smallest = functools.cache(partial(partitioner.least_budget, self.budget.num_shards, plan.peak_bytes))
         return Prepared(
-            plan=plan, seconds=seconds, guard=request.guard, smallest_budget=smallest, is_checked=is_checked, why=why
+            plan=plan,
+            seconds=seconds,
+            guard=request.guard,
+            smallest_budget=smallest,
+            is_checked=is_checked,
+            why=packed.why,
+            placement_why=packed.placement_why,
+        )
+
+    def _packed(self, request: _Request, captured: Captured, analysis: Analysis, pilot: Pilot) -> _Packed:
+        """The step cut into shards, for updates where they are made."""
+        like, wanted = request.like, self.budget.optimizer_placement
+        if like is not None:  # its optimizer state is where it is
+            return self._packed_for(
+                request, captured, analysis, pilot.placed(updates_on_host=like.plan.updates_on_host)
+            )
+        if wanted != "auto" or request.mode != "train":
+            return self._packed_for(request, captured, analysis, pilot.placed(updates_on_host=wanted == "host"))
+        on_device = None
+        with suppress(BudgetError):
+            on_device = self._packed_for(request, captured, analysis, pilot)
+        on_host = self._packed_for(request, captured, analysis, pilot.placed(updates_on_host=True))
+        choice = self._placement(request, captured, analysis, on_device, on_host)
+        packed = on_host if choice.place == "host" or on_device is None else on_device
+        return replace(packed, placement_why=choice.reason)
+
+    def _packed_for(self, request: _Request, captured: Captured, analysis: Analysis, pilot: Pilot) -> _Packed:
+        partitioner = QuickPartitioner(
+            pilot,
+            analysis,
+            len(captured.nodes),
+            budget_bytes=self.budget.budget_bytes,
+            buffer_bytes=self.budget.buffer_bytes,
+        )
+        if request.like is not None:
+            edges = partitioner.partition(None, _cuts_like(captured, analysis, request.like))
+            return _Packed(pilot=pilot, partitioner=partitioner, edges=edges)
+        edges = partitioner.partition(self.budget.num_shards)
+        if self.budget.num_shards != "tuned" or not _may_be_tuned(request, edges):
+            return _Packed(pilot=pilot, partitioner=partitioner, edges=edges)
+        choice = self._tuned(request.task, partitioner, build_plan(captured, analysis, pilot, edges), pilot, edges)
+        return _Packed(pilot=pilot, partitioner=partitioner, edges=list(choice.packing.edges), why=choice.reason)
+
+    def _placement(
+        self, request: _Request, captured: Captured, analysis: Analysis, on_device: _Packed | None, on_host: _Packed
+    ) -> Placement:
+        """Where updates are expected to take less time."""
+        assert self.budget.speeds is not None, "auto comes with the speeds of the machine"
+        speeds = self.budget.speeds()
+
+        def plan_of(packed: _Packed) -> Plan:
+            return build_plan(captured, analysis, packed.pilot, packed.edges)
+
+        def cut(packed: _Packed) -> Cut:
+            measure, plan = self._measure(request.task, packed.pilot, packed.edges[-1]), plan_of(packed)
+            return Cut(
+                costs=[measure(first, last) for first, last in pairwise(packed.edges)],
+                seconds=estimated_seconds(packed.pilot, plan, plan)[0] if speeds.is_host else None,
+            )
+
+        with GATE.shared():
+            rate = update_seconds(request.optimizer, list(request.model.parameters()))
+        return choose_placement(
+            None if on_device is None else cut(on_device),
+            cut(on_host),
+            self.budget.budget_bytes,
+            self._habits(request.task, plan_of(on_host)),
+            speeds,
+            rate,
         )
 
     def _may_check(self, request: _Request, whole: ShardCost) -> bool:
@@ -333,9 +427,26 @@ class PlanLibrary:
         most = self._most_checked_bytes
         return most is None or (whole.peak_bytes <= most and not is_unbuilt(request.model))
 
-    def _tuned(self, task: TrainTask, partitioner: QuickPartitioner, pilot: Pilot, largest: list[int]) -> Choice:
+    def _tuned(
+        self, task: TrainTask, partitioner: QuickPartitioner, plan: Plan, pilot: Pilot, largest: list[int]
+    ) -> Choice:
         """Where the shards start and end with which a step moves the fewest bytes."""
-        room, end = self.budget.room, largest[-1]
+        measure = self._measure(task, pilot, largest[-1])
+        return choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, self._habits(task, plan))
+
+    def _habits(self, task: TrainTask, plan: Plan) -> Habits:
+        """How a step of a task uses its shards; `plan` is one that it may be cut by."""
+        counted = self.budget.counts_draws or not plan.is_stochastic
+        return Habits(
+            waits=GradientRules.of(task).has_two_phases,
+            sends_ahead=self.budget.buffer_fraction > 0,
+            num_batches=task.accumulate * task.split_batches,
+            may_group=counted and plan.may_be_pipelined,
+        )
+
+    def _measure(self, task: TrainTask, pilot: Pilot, end: int) -> Callable[[int, int], ShardCost]:
+        """What a shard of a step of so many nodes costs, with the activations that it is expected to keep."""
+        room = self.budget.room
         # "auto" keeps most of what it can where units and copies can be compared, and nothing elsewhere.
         keeps = task.activations in ("keep", "spill") or (task.activations == "auto" and self.budget.link() is not None)
 
@@ -343,11 +454,7 @@ class PlanLibrary:
             kept = pilot.cost_keeping(first, last) if keeps and last < end and task.compile is None else None
             return pilot.cost(first, last) if kept is None or kept.peak_bytes > room.capacity_bytes else kept
 
-        habits = Habits(
-            waits=GradientRules.of(task).has_two_phases,
-            sends_ahead=self.budget.buffer_fraction > 0,
-        )
-        return choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, habits)
+        return measure
 
     def _measured(self, request: _Request, captured: Captured, tensors: tuple[Tensor, ...]) -> tuple[Analysis, Pilot]:
         """Where a captured step may be cut, and what its parts would need."""
@@ -362,7 +469,6 @@ class PlanLibrary:
             alignment=self.budget.alignment,
             groups={} if request.like is None else request.like.groups(specs),
             rules=GradientRules.of(request.task),
-            updates_on_host=self.budget.updates_on_host,
         )
         return analysis, pilot
 
@@ -405,6 +511,19 @@ class PlanLibrary:
                 f"the model cannot be cut ({reason}), and what it needs whole is found by running it, for which it is too "
                 "large here; make it capturable, or train some steps of it"
             ) from reason
+        if request.like is not None:
+            return self._whole_for(request, reason, updates_on_host=request.like.plan.updates_on_host)
+        wanted = self.budget.optimizer_placement
+        if wanted != "auto":
+            return self._whole_for(request, reason, updates_on_host=wanted == "host")
+        try:
+            why = "updates on the device: the model runs whole, and fits with its optimizer state"
+            return replace(self._whole_for(request, reason, updates_on_host=False), placement_why=why)
+        except BudgetError:
+            why = "updates on the host: the model runs whole, and would not fit with its optimizer state"
+            return replace(self._whole_for(request, reason, updates_on_host=True), placement_why=why)
+
+    def _whole_for(self, request: _Request, reason: CaptureError, *, updates_on_host: bool) -> Prepared:
         specs = state_specs(request.model)
         with GATE.shared():
             plan = whole_plan(
@@ -417,7 +536,7 @@ class PlanLibrary:
                 update=self._update_pilot(request, specs),
                 budget_bytes=self.budget.budget_bytes,
                 alignment=self.budget.alignment,
-                updates_on_host=self.budget.updates_on_host,
+                updates_on_host=updates_on_host,
                 reason=reason,
             )
         return Prepared(plan=plan, seconds=None, smallest_budget=lambda: plan.peak_bytes)
@@ -430,8 +549,8 @@ class PlanLibrary:
 
 
 def _may_be_tuned(request: _Request, edges: list[int]) -> bool:
-    """Whether there is a cut to tune, and what a step moves can be told: not of several batches that share a step."""
-    return request.mode == "train" and len(edges) > 2 and not GradientRules.of(request.task).accumulates  # noqa: PLR2004
+    """Whether there is a cut to tune."""
+    return request.mode == "train" and len(edges) > 2  # noqa: PLR2004
 
 
 def _twin(model: nn.Module) -> nn.Module:

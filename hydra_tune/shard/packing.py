@@ -9,7 +9,8 @@ long a step takes is another matter. More shards mean more units, and a smaller 
 computed again; on fast links that can cost more than the bytes are worth (docs/memory.md).
 
 Source: task packing and the tuner of Harmony (Li et al., section 3). Differs: batches are as large as the task says, for
-other sizes give other numbers; and a shard is one pack for forward and backward, which share what is verified.
+other sizes give other numbers; and a shard is one pack for forward and backward, for larger packs of the forward alone would
+move no fewer bytes under a pager that lets parameters stay (docs/memory.md has figures).
 """
 
 import logging

@@ -8,6 +8,7 @@ not show them.
 Source: HYDRA section 4.1, the pilot runs of Algorithm 1. Differs: there an out-of-memory error of a real pass is the signal.
 """
 
+import copy
 import gc
 import math
 import weakref
@@ -135,6 +136,7 @@ class ShardCost:
         kept_bytes: activations that the forward unit keeps for the backward unit; 0 if that recomputes them.
         kept_blocks: storages that these activations lie on.
         recompute_workspace: bytes made during the backward unit if it recomputes after all; 0 if it always does.
+        input_bytes: of `value_bytes`, those of batch tensors and constants, which stay until the step lets the batch go.
         summed_bytes: gradients of these parameters that earlier batches of the step leave; 0 if it has one batch.
     """
 
@@ -154,6 +156,7 @@ class ShardCost:
     kept_blocks: int = 0
     recompute_workspace: int = 0
     summed_bytes: int = 0
+    input_bytes: int = 0
 
     @property
     def gradient_bytes(self) -> int:
@@ -200,6 +203,7 @@ class _Runs:
     backward: int
     handed_bytes: int
     value_bytes: int
+    input_bytes: int
 
 
 UpdatePilot = Callable[[Sequence[str]], tuple[int, int, int]]
@@ -251,6 +255,14 @@ class Pilot:
         self._costs: dict[tuple[int, int], ShardCost] = {}
         self._runs: dict[Hashable, _Runs] = {}
         self._likenesses: Likenesses | None = None
+
+    def placed(self, *, updates_on_host: bool) -> "Pilot":
+        """One of the same step for updates there, which shares what this one has run and will run."""
+        if updates_on_host == self._updates_on_host:
+            return self
+        other = copy.copy(self)
+        other._updates_on_host, other._costs = updates_on_host, {}  # noqa: SLF001 - a copy of its own
+        return other
 
     def cost(self, first: int, last: int) -> ShardCost:
         """Bytes of the shard of nodes `first` to `last`; measured once."""
@@ -317,6 +329,7 @@ class Pilot:
         return ShardCost(
             state_bytes=sum(self._spec_bytes(name) for name in self._loaded(alike.state)),
             value_bytes=runs.value_bytes,
+            input_bytes=runs.input_bytes,
             handed_bytes=runs.handed_bytes,
             optimizer_bytes=state_bytes,
             forward_workspace=runs.forward,
@@ -346,6 +359,7 @@ class Pilot:
             backward=backward + (saved if runs_forward else 0) + copied,
             handed_bytes=handed_bytes,
             value_bytes=self._storage_bytes(values),
+            input_bytes=self._storage_bytes([*operands.constants, *operands.inputs]),
         )
 
     def _loaded(self, names: Sequence[str]) -> list[str]:

@@ -90,6 +90,16 @@ class Plan:
         return max(shard.cost.peak_bytes for shard in self.shards)
 
     @property
+    def updates_on_host(self) -> bool:
+        """Whether optimizer state stays on the host, and updates are made there."""
+        return any(shard.cost.updates_on_host for shard in self.shards)
+
+    @property
+    def optimizer_placement(self) -> Literal["device", "host"]:
+        """The same as a word."""
+        return "host" if self.updates_on_host else "device"
+
+    @property
     def is_stochastic(self) -> bool:
         """Whether it draws random numbers."""
         return any(shard.graph.stochastic for shard in self.shards)

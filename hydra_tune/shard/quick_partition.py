@@ -7,6 +7,7 @@ bisection takes for granted, too, that a longer shard needs no less.
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise, product
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.shard.analysis import Analysis
@@ -14,6 +15,8 @@ from hydra_tune.shard.partition import NumShards, Partitioner
 from hydra_tune.shard.pilot import Pilot, ShardCost
 
 _PRECISION = 1000
+_STRIDE = 4  # times as far above the least conceivable budget
+_AROUND = 4  # pieces to each side
 
 
 class QuickPartitioner(Partitioner):
@@ -39,14 +42,50 @@ class QuickPartitioner(Partitioner):
             num_shards: with which it was cut.
             peak_bytes: the most that a unit of it needs.
         """
-        low, high = 0, min(self._budget, -(-peak_bytes * self._budget // self._capacity) + 1)
+        high = min(self._budget, self._with_buffer(peak_bytes))
+        low = min(high, self._with_buffer(self._least_room()))
+        if self._would_do(low, num_shards, ()):
+            return low
+        above = 1 + low // _PRECISION
         while high - low > 1 + high // _PRECISION:
-            middle = (low + high) // 2
+            # From below, and further each time: where budgets are small candidates are short, and soon measured.
+            middle = min(low + above, (low + high) // 2)
+            above *= _STRIDE
             if self._would_do(middle, num_shards, ()):
                 high = middle
             else:
                 low = middle
         return high
+
+    def _with_buffer(self, peak_bytes: int) -> int:
+        """The budget that leaves so much for a shard."""
+        return -(-peak_bytes * self._budget // self._capacity) + 1
+
+    def _least_room(self) -> int:
+        """What some shard needs however the step is cut: each piece between two cuts is part of one.
+
+        A piece may need less together with its neighbours, so the least of those around it counts.
+        """
+        edges = [0, *self._analysis.cuts, self._end]
+        pieces = [(self._cost(first, last), index) for index, (first, last) in enumerate(pairwise(edges))]
+        least, seen = 0, set()
+        for cost, index in sorted(pieces, key=lambda piece: -piece[0].peak_bytes):
+            if cost.peak_bytes <= least:
+                break
+            if cost not in seen:  # layers that are alike
+                seen.add(cost)
+                least = max(least, self._least_around(index, edges, least))
+        return least
+
+    def _least_around(self, index: int, edges: Sequence[int], enough: int) -> int:
+        """The least that a candidate with this piece needs, of those that go a little further; `enough` if that is less."""
+        found = self._cost(edges[index], edges[index + 1]).peak_bytes
+        for before, after in product(range(_AROUND + 1), repeat=2):
+            if index >= before and index + 1 + after < len(edges):
+                found = min(found, self._cost(edges[index - before], edges[index + 1 + after]).peak_bytes)
+            if found <= enough:
+                return enough
+        return found
 
     def _would_do(self, budget_bytes: int, num_shards: NumShards, boundaries: Sequence[int]) -> bool:
         capacity = budget_bytes * self._capacity // self._budget

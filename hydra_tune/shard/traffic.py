@@ -1,8 +1,9 @@
 """How many bytes an optimizer step moves between a device and the host, told from what the pilot knows of its shards.
 
-A trial that is alone on its device is played through some steps of one batch each: which blocks each unit needs, which go to
-make room for them in the pager's order, and what is sent ahead meanwhile. Blocks are whole shards, so this takes milliseconds
-where a rehearsal (`train/rehearsal.py`) takes seconds, and it can be asked of cuts that nobody has made yet.
+A trial that is alone on its device is played through some steps: which blocks each unit needs, which go to make room for them
+in the pager's order, and what is sent ahead meanwhile. Several batches of a step go through each shard together or one after
+the other, as in training (`train/grouped.py`). Blocks are whole shards, so this takes milliseconds where a rehearsal
+(`train/rehearsal.py`) takes seconds, and it can be asked of cuts that nobody has made yet.
 
 Note: the orders are those of `memory/pager.py` and `memory/prefetch.py`, which this must not import; who changes them looks
 here as well. `tests/integration/test_packing.py` holds this against a rehearsal.
@@ -16,7 +17,6 @@ from hydra_tune.shard.pilot import ShardCost
 _WARM_STEPS = 2  # after which a step moves what the one before did
 _SENT_UNITS = 2  # for which what was sent ahead goes last
 _STATE = ("parameters", "optimizer")
-_BATCH = ("values", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,17 @@ class Habits:
     Attributes:
         waits: whether no shard is updated before all gradients are there.
         sends_ahead: whether what comes next is sent to the device while it computes.
+        num_batches: batches, or pieces of batches, that make a step.
+        may_group: whether these may go through each shard together, where that is worth it (`is_worth_grouping`).
     """
 
     waits: bool = False
     sends_ahead: bool = True
+    num_batches: int = 1
+    may_group: bool = False
 
 
-_Block = tuple[str, int]  # what, of which shard
+_Block = tuple[str, int, int]  # what, of which shard, of which batch of the step (0 for what all of them share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,7 @@ def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: Habits |
     """
     habits = habits or Habits()
     units = list(_units(costs, habits))
-    device = _Device(_sizes(costs), budget_bytes)
+    device = _Device(_sizes(costs, habits.num_batches), budget_bytes)
     before = (0, 0)
     for _ in range(_WARM_STEPS + 1):
         before = (device.moved_bytes, device.copies)
@@ -83,61 +87,89 @@ def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: Habits |
     return Traffic(nbytes=device.moved_bytes - before[0], copies=device.copies - before[1], units=len(units))
 
 
-def _sizes(costs: Sequence[ShardCost]) -> dict[_Block, int]:
+def is_worth_grouping(costs: Sequence[ShardCost]) -> bool:
+    """Whether a batch moves fewer bytes in a group than after the others, where the device has no room for anything else.
+
+    After the others it loads all parameters twice, and the sums of gradients once each way. In a group its values come back
+    once more than they would, and their gradients and the activations that are kept go and come.
+    """
+    if len(costs) == 1:
+        return False
+    parameters = sum(cost.state_bytes for cost in costs)
+    gradients = sum(cost.trained_bytes for cost in costs)
+    values = sum(cost.value_bytes + 2 * (cost.handed_bytes + cost.kept_bytes) for cost in costs)
+    return values < 2 * parameters + 2 * gradients
+
+
+def _sizes(costs: Sequence[ShardCost], num_batches: int) -> dict[_Block, int]:
     """Bytes of what each shard has."""
     found: dict[_Block, int] = {}
     for index, cost in enumerate(costs):
-        found["parameters", index] = cost.state_bytes
-        found["optimizer", index] = 0 if cost.updates_on_host else cost.optimizer_bytes
-        found["gradients", index] = cost.trained_bytes
-        found["values", index] = cost.value_bytes
-        found["handed", index] = cost.handed_bytes
-        found["activations", index] = cost.kept_bytes
+        found["parameters", index, 0] = cost.state_bytes
+        found["optimizer", index, 0] = 0 if cost.updates_on_host else cost.optimizer_bytes
+        found["gradients", index, 0] = cost.trained_bytes
+        for batch in range(num_batches):
+            found["inputs", index, batch] = cost.input_bytes
+            found["values", index, batch] = cost.value_bytes - cost.input_bytes
+            found["handed", index, batch] = cost.handed_bytes
+            found["activations", index, batch] = cost.kept_bytes
     return found
 
 
 def _units(costs: Sequence[ShardCost], habits: Habits) -> Iterator[_Unit]:
     """Forward units, backward units and updates, in order."""
-    last = len(costs) - 1
-    for index in range(last):
-        yield _forward(costs[index], index)
-    for index in range(last, -1, -1):
-        yield _backward(costs[index], index)
-        if not habits.waits:
-            yield _update(costs[index], index)
+    last, batches = len(costs) - 1, range(habits.num_batches)
+    groups: Sequence[Sequence[int]] = [[batch] for batch in batches]
+    if habits.may_group and is_worth_grouping(costs):
+        groups = [batches]
+    for group in groups:
+        for index in range(last):
+            yield from (_forward(costs[index], index, batch) for batch in group)
+        for index in range(last, -1, -1):
+            yield from (_backward(costs[index], index, batch) for batch in group[:-1])
+            # The group's batches go when all of them have been everywhere.
+            over = [("inputs", shard, batch) for shard in range(last + 1) for batch in group] if index == 0 else []
+            yield _backward(costs[index], index, group[-1], over)
+            if not habits.waits and group[-1] == batches[-1]:
+                yield _update(costs[index], index)
     if habits.waits:
         yield from (_update(cost, index) for index, cost in enumerate(costs))
 
 
-def _forward(cost: ShardCost, index: int) -> _Unit:
+def _forward(cost: ShardCost, index: int, batch: int) -> _Unit:
     return _Unit(
-        needs=(("parameters", index), ("values", index)),
+        needs=(("parameters", index, 0), ("values", index, batch), ("inputs", index, batch)),
         workspace_bytes=cost.forward_workspace,
-        makes=(("values", index + 1), ("activations", index)),
+        makes=(("values", index + 1, batch), ("activations", index, batch)),
     )
 
 
-def _backward(cost: ShardCost, index: int) -> _Unit:
-    own: tuple[_Block, ...] = (("values", index), ("activations", index), ("handed", index))
-    gradients: tuple[_Block, ...] = (("gradients", index),)
+def _backward(cost: ShardCost, index: int, batch: int, over: Sequence[_Block] = ()) -> _Unit:
+    """The unit; `over` is what goes with it beside what it has used up."""
+    own: tuple[_Block, ...] = (("values", index, batch), ("activations", index, batch), ("handed", index, batch))
+    gradients: tuple[_Block, ...] = (("gradients", index, 0),)
+    made: tuple[_Block, ...] = (("handed", index - 1, batch),) if index else ()
+    is_first = batch == 0  # the others add to what the first has made
     return _Unit(
-        needs=(("parameters", index), *own),
+        needs=(("parameters", index, 0), *own, ("inputs", index, batch), *(() if is_first else gradients)),
         workspace_bytes=cost.backward_workspace,
-        makes=(*gradients, ("handed", index - 1)) if index else gradients,
-        drops=own,
+        makes=(*gradients, *made) if is_first else made,
+        changes=() if is_first else gradients,
+        drops=(*own, *over),
     )
 
 
 def _update(cost: ShardCost, index: int) -> _Unit:
+    gradients = ("gradients", index, 0)
     if cost.updates_on_host:
-        return _Unit(needs=(), is_update=True, drops=(("gradients", index), ("parameters", index)))
-    state: tuple[_Block, ...] = (("parameters", index), ("optimizer", index)) if cost.trained_bytes else ()
+        return _Unit(needs=(), is_update=True, drops=(gradients, ("parameters", index, 0)))
+    state: tuple[_Block, ...] = (("parameters", index, 0), ("optimizer", index, 0)) if cost.trained_bytes else ()
     return _Unit(
-        needs=(*state, ("gradients", index)),
+        needs=(*state, gradients),
         is_update=True,
         workspace_bytes=cost.update_workspace if state else 0,
         changes=state,
-        drops=(("gradients", index),),
+        drops=(gradients,),
     )
 
 
@@ -259,7 +291,7 @@ class _Device:
 
     def _drop(self, block: _Block) -> None:
         """It is not needed any more. What is updated on the host goes there, and what the device has is right no more."""
-        is_for_host = block[0] == "gradients" and self._sizes["optimizer", block[1]] == 0
+        is_for_host = block[0] == "gradients" and self._sizes["optimizer", block[1], 0] == 0
         if block in self._resident:
             if is_for_host:
                 self._write_back(block)
@@ -267,7 +299,7 @@ class _Device:
         self._away.discard(block)
 
     def _load(self, block: _Block) -> None:
-        if block != _BATCH:  # which comes whatever the cut
+        if block[0] != "inputs":  # which come whatever the cut
             self._move(block)
         self._add(block, dirty=False)
 
@@ -288,4 +320,4 @@ class _Device:
 
 
 def _is_always_there(block: _Block) -> bool:
-    return block[0] in _STATE or block == _BATCH
+    return block[0] in _STATE or block[0] == "inputs"

@@ -3,6 +3,7 @@
 Starts from the pilot's run and follows what is measured.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Hashable, Mapping
 
@@ -13,7 +14,7 @@ _UPDATE_BYTES_PER_SECOND = 2e9  # a first guess for updates, which the pilot doe
 
 
 class UnitTimes:
-    """Seconds of the units of one step, and their sum.
+    """Seconds of the units of one step, and their sum. Several trials may measure the same ones, each on its own thread.
 
     Args:
         seconds: first estimates by unit.
@@ -24,6 +25,7 @@ class UnitTimes:
         self._seconds = dict(seconds)
         self._repeats = dict(repeats or {})
         self._num_measured: Counter[Hashable] = Counter()
+        self._lock = threading.Lock()
         self.total = sum(value * self._repeats.get(unit, 1) for unit, value in seconds.items())
 
     def of(self, unit: Hashable) -> float:
@@ -38,17 +40,18 @@ class UnitTimes:
         """
         if unit not in self._seconds:
             return
-        known = self._seconds.get(unit, 0.0)
-        number = self._num_measured[unit]
-        self._num_measured[unit] += 1
-        if number == 0:
-            fresh = seconds
-        elif number == 1:
-            fresh = min(known, seconds)
-        else:
-            fresh = known + _WEIGHT * (min(seconds, _MOST * known) - known)
-        self._seconds[unit] = fresh
-        self.total += (fresh - known) * self._repeats.get(unit, 1)
+        with self._lock:
+            known = self._seconds[unit]
+            number = self._num_measured[unit]
+            self._num_measured[unit] += 1
+            if number == 0:
+                fresh = seconds
+            elif number == 1:
+                fresh = min(known, seconds)
+            else:
+                fresh = known + _WEIGHT * (min(seconds, _MOST * known) - known)
+            self._seconds[unit] = fresh
+            self.total += (fresh - known) * self._repeats.get(unit, 1)
 
     def __len__(self) -> int:
         return sum(self._repeats.get(unit, 1) for unit in self._seconds)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.traffic import is_worth_grouping
 from hydra_tune.train.step import Expected, PendingUnit
 from hydra_tune.train.training_batch import TrainingBatch
 
@@ -56,16 +57,5 @@ def _following(
 
 
 def is_worth_it(plan: Plan) -> bool:
-    """Whether a batch moves fewer bytes in a group than after the others, where the device has no room for anything else.
-
-    After the others it loads all parameters twice, and the sums of gradients once each way. In a group its values come back
-    once more than they would, and their gradients and the activations that are kept go and come.
-    """
-    if len(plan.shards) == 1:
-        return False
-    parameters = sum(shard.cost.state_bytes for shard in plan.shards)
-    gradients = sum(shard.cost.trained_bytes for shard in plan.shards)
-    values = sum(
-        shard.cost.value_bytes + 2 * (shard.cost.handed_bytes + shard.cost.kept_bytes) for shard in plan.shards
-    )
-    return values < 2 * parameters + 2 * gradients
+    """Whether a batch moves fewer bytes in a group than after the others; see `is_worth_grouping`."""
+    return is_worth_grouping([shard.cost for shard in plan.shards])

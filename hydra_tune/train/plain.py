@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.errors import BadLossError, MetricError, TaskError
+from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.operators import split_operators
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.data import make_loader, no_batch, num_samples
@@ -64,10 +65,12 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
         The metrics, the history, every loss, and the live module and optimizer.
 
     Raises:
+        ConfigError: the task's data is `ShapesOnly`.
         TaskError: data that yields nothing, or a loss that is not a scalar.
         BadLossError: a training loss that is NaN or infinite, with `on_bad_loss="fail"`.
         MetricError: an evaluation that is not made of scalars, or a metric that is not reported.
     """
+    refuse_shapes_only(task)
     _seed(task.seed)
     module = task.model()
     groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)

@@ -21,8 +21,8 @@ from hydra_tune.shard.verify import plain_attributes
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.host_share import HostShare
+from hydra_tune.train.shared_times import SharedTimes
 from hydra_tune.train.state import ModelState
-from hydra_tune.train.step import unit_times
 from hydra_tune.train.streams import RandomStreams
 
 _MAX_CAPTURES = 8  # kinds of batches for which a trial's step is captured; further ones run whole where that fits
@@ -59,12 +59,20 @@ class TrialPlans:
         streams: the trial's; a capture runs the user's code.
         device: any device of the pool, for host memory.
         share: the trial's, which a further plan may ask more of.
+        times: of the units of plans, which all trials of a pool measure together.
     """
 
     def __init__(
-        self, task: TrainTask, library: PlanLibrary, streams: RandomStreams, device: Device, share: HostShare
+        self,
+        task: TrainTask,
+        library: PlanLibrary,
+        streams: RandomStreams,
+        device: Device,
+        share: HostShare,
+        times: SharedTimes,
     ) -> None:
         self._share = share
+        self._times = times
         self._task = task
         self._library = library
         self._streams = streams
@@ -138,7 +146,7 @@ class TrialPlans:
             self._share.require([state.layout.plan, *self.all], prepared.plan)
             state.adopt_state(list(prepared.plan.used_state()), self._device)
         module.train()
-        times = unit_times(prepared, task.accumulate * task.split_batches if mode == "train" else 1)
+        times = self._times.of(prepared, task.accumulate * task.split_batches if mode == "train" else 1)
         draws = None if prepared.plan.is_stochastic else 0  # looked for when it has run
         return Kept(
             prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0

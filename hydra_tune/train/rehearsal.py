@@ -29,6 +29,7 @@ from hydra_tune.train.spread import Spread
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.timing import StepTimes
 from hydra_tune.train.training import OptimizerStep
 from hydra_tune.train.training_batch import Part
 from hydra_tune.train.ways import GROUPED
@@ -51,6 +52,10 @@ class Rehearsal:
         leaves: that batch.
         device: where host memory is made; the trial may run on others like it.
         knows_length: whether its data tells how many steps it has.
+
+    Attributes:
+        times: of its units, as the scheduler is told them.
+        pace: what its steps were seen to take; None where that is not known.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Rehearsal:
         knows_length: bool = True,
     ) -> None:
         self.knows_length = knows_length
+        self.pace: StepTimes | None = None
         self._task = task
         self._device = device
         twin, stand_in = _doubles(module, optimizer)
@@ -76,6 +82,10 @@ class Rehearsal:
         self.state = ModelState(twin, stand_in, self.plan, device)
         self._streams = RandomStreams(task.seed)
         self._gradients = _FiniteGradients(task)
+
+    def keep_pace(self, pace: StepTimes) -> None:
+        """Its steps were seen to take so long."""
+        self.pace, self.times = pace, pace.times
 
     @property
     def parameter_bytes(self) -> int:

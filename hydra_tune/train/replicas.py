@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block, Group
-from hydra_tune.memory.home import drop
+from hydra_tune.memory.home import await_home, drop
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
@@ -138,6 +138,7 @@ class Replicas:
 
     def _choose(self, group: Group, pager: Pager, *, copies: bool) -> Block:
         """The group itself, pinned so that it stays or comes here, or else a copy."""
+        await_home(group)
         homes = (pager,) if copies else (None, pager)
         with group.lock:
             with self._lock:

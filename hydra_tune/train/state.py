@@ -9,7 +9,7 @@ exists from that unit's first update on. What no shard uses stays on the host.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
 from hydra_tune.memory.block import Group, Kind, lay_out
-from hydra_tune.memory.home import bring_home, drop, staying_home
+from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.library import Layout
@@ -28,8 +29,12 @@ from hydra_tune.shard.own_state import check_state
 from hydra_tune.shard.plan import Plan, Shard
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.train.gradients import Gradients
+from hydra_tune.train.host_updates import HostUpdates
 
 _NUMBERS = itertools.count()
+
+STEP_BEGUN = "the optimizer's step had begun, which changes parameters and state in place"
+"""Why an update is not repeated."""
 
 
 class ModelState:
@@ -71,6 +76,7 @@ class ModelState:
         self._group_of: dict[str, Group] = {}
         self._optimizer_groups: dict[tuple[str, ...], list[Group]] = {}
         self._adopted: dict[tuple[str, str], Tensor] = {}
+        self._host_updates = HostUpdates()
         _check_storages(self.tensors)
         try:
             self._build(plan, device)
@@ -138,20 +144,45 @@ class ModelState:
                 self.tensors[name].grad = None
 
     def update_on_host(
-        self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: Gradients, device: Device
+        self,
+        names: tuple[str, ...],
+        gradients: dict[str, Tensor],
+        rules: Gradients,
+        device: Device,
+        over: Callable[[int, int], None],
     ) -> None:
         """The same on the host, for parameters whose optimizer state never leaves it; the copies on devices are given up.
 
+        It is begun here, and goes on beside what the device does next; see `HostUpdates`.
+
         Args:
             names: the parameters.
-            gradients: theirs, on the host.
+            gradients: theirs, on the host; emptied when it is over.
             rules: what is done with gradients.
-            device: on whose copy thread, where host memory is made.
+            device: beside which.
+            over: as of `HostUpdates.start`.
         """
-        with ExitStack() as stack:
-            for group in self.groups(names):
-                stack.enter_context(staying_home(group))
-            device.on_host(lambda: self._step(gradients, rules))
+
+        def step() -> None:
+            try:
+                with not_repeatable(STEP_BEGUN):
+                    self._step(gradients, rules)
+            finally:
+                gradients.clear()
+
+        self._host_updates.start(device, self.groups(names), step, over)
+
+    def stand_ins(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors to compute with in place of those of these parameters that are trained, which lie where they lie.
+
+        Their gradients are not the trial's own parameters', so that no step of the optimizer takes them.
+        """
+        tensors = {name: self.tensors[name] for name in names}
+        return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor.requires_grad}
+
+    def settle(self) -> None:
+        """Wait until all updates are over; raises what one of them has raised."""
+        self._host_updates.wait()
 
     def adopt_optimizer_state(self, names: tuple[str, ...], device: Device) -> None:
         """Take state tensors that the optimizer has just made into a group on the host, on the device's copy thread."""
@@ -186,12 +217,10 @@ class ModelState:
         """
         for name, entries in saved.items():
             self.optimizer.state[self.tensors[name]] = dict(entries)
-        shards = self.layout.plan.shards
-        if any(shard.cost.updates_on_host for shard in shards):
-            return
-        shared = [shard.trained for shard in shards if shard.trained]
-        rest = tuple(name for name in saved if not any(name in names for names in shared))
-        for names in (*shared, rest):
+        shards = [shard for shard in self.layout.plan.shards if shard.trained]
+        on_devices = [shard.trained for shard in shards if not shard.cost.updates_on_host]
+        rest = tuple(name for name in saved if not any(name in shard.trained for shard in shards))
+        for names in (*on_devices, rest):
             found = {
                 (name, key): value
                 for name in names
@@ -232,12 +261,14 @@ class ModelState:
 
     def bring_home(self) -> None:
         """Everything on the host."""
+        self.settle()
         for block in self._blocks():
             bring_home(block)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Everything on the host meanwhile, even beyond its budget."""
+        self.settle()
         blocks = self._blocks()
         with nullcontext() if self._host is None else self._host.whole(blocks):
             self.bring_home()
@@ -253,6 +284,7 @@ class ModelState:
 
     def drop(self) -> None:
         """Give up all device and host copies; the module must not be used afterwards."""
+        self._host_updates.wait_quietly()
         for block in self._blocks():
             drop(block)
 

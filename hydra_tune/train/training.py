@@ -219,6 +219,7 @@ class OptimizerStep:
             updates = self._waiting(set(gradients))
             for number, update in enumerate(updates):
                 yield batch.update_unit(update, partial(self._after_update, batch, updates[number + 1 :]))
+        self._state.settle()
         self._gradients.next_step()
 
     @staticmethod

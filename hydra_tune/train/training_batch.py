@@ -3,13 +3,17 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BadLossError, TaskError
 from hydra_tune.memory.block import Block, Value
+from hydra_tune.memory.home import drop
+from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.shard.batch import Leaves
@@ -18,11 +22,9 @@ from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.plan import Plan, Shard
 from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.gradients import Gradients
-from hydra_tune.train.state import ModelState
+from hydra_tune.train.state import STEP_BEGUN, ModelState
 from hydra_tune.train.step import Expected, PendingUnit, Step
 from hydra_tune.train.streams import RandomStreams
-
-_STEP = "the optimizer's step had begun, which changes parameters and state in place"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ class TrainingBatch(Step):
 
     def _update_blocks(self, names: tuple[str, ...]) -> list[Block]:
         """What an update needs on its device."""
-        if any(shard.cost.updates_on_host for shard in self._plan.shards):
+        if self._plan.updates_on_host:
             return []
         keys, state = [parameter_gradient_key(name) for name in names], self._state
         return [*state.groups(names), *state.optimizer_groups(names), *self._store.blocks(keys, (), ())]
@@ -202,7 +204,7 @@ class TrainingBatch(Step):
         """
         names, cost = update.names, update.shard.cost
         if cost.updates_on_host:
-            return self._unit("update", update.index, lambda device, _: self._update_on_host(names, device))
+            return self._unit("update", update.index, partial(self._update_on_host, update))
         keys = [parameter_gradient_key(name) for name in names]
 
         def run(device: Device, pager: Pager) -> float:
@@ -211,7 +213,7 @@ class TrainingBatch(Step):
             blocks = self._update_blocks(names)
             workspace = cost.update_workspace if optimizer_groups else cost.first_update_workspace
             start = time.perf_counter()
-            with pager.lease(blocks, workspace) as lease, not_repeatable(_STEP):
+            with pager.lease(blocks, workspace) as lease, not_repeatable(STEP_BEGUN):
                 gradients = self._present(names)
                 with GATE.shared():
                     waited = time.perf_counter() - start
@@ -225,19 +227,35 @@ class TrainingBatch(Step):
             "update", update.index, run, lambda: self._update_blocks(names), cost.update_workspace, following
         )
 
-    def _update_on_host(self, names: tuple[str, ...], device: Device) -> float:
+    def _update_on_host(self, update: Update, device: Device, pager: Pager) -> float:
+        """Begin an update on the host; returns the seconds that the gradients' way there took."""
         start = time.perf_counter()
-        keys = {name: parameter_gradient_key(name) for name in names}
+        keys = {name: parameter_gradient_key(name) for name in update.names}
         found = {name: self._store.bring_home(key) for name, key in keys.items()}
+        waited = time.perf_counter() - start
         gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-        with not_repeatable(_STEP):
-            with GATE.shared():
-                waited = time.perf_counter() - start
-                self._state.update_on_host(names, gradients, self._gradients, device)
-            gradients.clear()
-            found.clear()
-            self._store.drop_all(keys.values())
+        found.clear()
+        values = self._store.give_away(keys.values())
+
+        def over(began_ns: int, ended_ns: int) -> None:
+            for value in values.values():
+                drop(value.block)
+            pager.updated(self._state.number, update.index, began_ns, ended_ns)
+
+        with not_repeatable(STEP_BEGUN):
+            self._state.update_on_host(update.names, gradients, self._gradients, device, over)
         return waited
+
+    @contextmanager
+    def _lease(self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int) -> Iterator[Lease]:
+        """With stand-ins for the parameters, where an update on the host may be under way."""
+        with super()._lease(pager, names, blocks, workspace) as lease:
+            if self._plan.updates_on_host and not self._plan.eager:
+                self._store.stand_ins = self._state.stand_ins(names)
+            try:
+                yield lease
+            finally:
+                self._store.stand_ins = {}
 
     def _backward(self, index: int, device: Device, completes: bool) -> None:
         shard = self._plan.shards[index]

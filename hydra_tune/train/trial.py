@@ -40,6 +40,7 @@ from hydra_tune.train.host_share import HostShare, fixed_bytes, largest_bytes
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.pieces import Piece, check_pieces, pieces
 from hydra_tune.train.plans import Kept, TrialPlans
+from hydra_tune.train.shared_times import SharedTimes
 from hydra_tune.train.snapshot import Keeper, Snapshot
 from hydra_tune.train.spread import Spread
 from hydra_tune.train.state import ModelState, check_optimizer
@@ -76,6 +77,7 @@ class Trial:
         helpers: asked before a step whose batches may run side by side, if anybody could help.
         host: counts host copies and sends some to disk; None: the host has room for all.
         tenant: the trial, for `host`.
+        times: of the units of plans, which the trials of a pool measure together; None: this one does alone.
         beginning: what it goes on from; None: it begins anew.
         keeper: who saves it between its steps; None: nobody does.
     """
@@ -88,15 +90,18 @@ class Trial:
         helpers: Helpers | None = None,
         host: HostTier | None = None,
         tenant: Tenant | None = None,
+        times: SharedTimes | None = None,
         *,
         beginning: Beginning | None = None,
         keeper: Keeper | None = None,
     ) -> None:
         self.task = task
         self.history: list[dict[str, float]] = []
+        self.compute_seconds = 0.0
         self.metrics: dict[str, float] = {}
         self.units_run = 0
         self.num_shards = 0
+        self.optimizer_placement: str | None = None
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: ModelState | None = None
@@ -125,7 +130,7 @@ class Trial:
         self._pass_began: dict[str, Any] = {}
         self._operators = SplitOperators()
         self._share = HostShare(host, tenant)
-        self._plans = TrialPlans(task, library, self._streams, device, self._share)
+        self._plans = TrialPlans(task, library, self._streams, device, self._share, times or SharedTimes())
         self._interval = Mean()
         self._started = time.perf_counter()
         self._train_times = UnitTimes({})
@@ -166,6 +171,7 @@ class Trial:
     def finished(self, unit: PendingUnit, seconds: float) -> None:
         """A unit took so long."""
         with self._lock:
+            self.compute_seconds += seconds
             self.units_run += unit.kind != "sum"  # which is no unit where batches run one after the other
             self._step_left = max(0.0, self._step_left - unit.seconds)
             unit.times.measured(unit.key, seconds)
@@ -376,6 +382,7 @@ class Trial:
             self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant)
             self._adopt_saved()
             self.num_shards = len(kept.plan.shards)
+            self.optimizer_placement = kept.plan.optimizer_placement
         self._train_times, self._step_left = kept.times, kept.times.total
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, how)
 
@@ -496,6 +503,8 @@ class Trial:
         """
         assert self._built is not None
         assert self._place is not None, "a step is under way"
+        if self.state is not None:
+            self.state.settle()  # updates on the host may still be under way
         in_pass = self._place.batches > 0 and not self._place.is_over
         facts, tensors = encoded(
             self._built.module,

@@ -80,11 +80,10 @@ def test_tables_at_80_columns(folder):
     assert done.exit_code == 0, done.output
     lines = [line for line in done.stdout.splitlines() if line != "built"]
     assert max(map(len, lines)) <= 80
-    first, second = (
-        next(i for i, line in enumerate(lines) if line.startswith(word)) for word in ("trial shards", "moved ")
-    )
-    assert lines[first].split() == ["trial", "shards", "units", "activations", "peak", "least", "budget", "step"]
-    shards = dict(line.split()[:2] for line in lines[first + 1 : first + 3])
+    first, second = (next(i for i, line in enumerate(lines) if line.startswith(word)) for word in ("trial  ", "moved "))
+    assert lines[0].startswith("devices: 1 of 2.0 MiB")
+    assert lines[first].split() == ["trial", "|W|", "shards", "units", "activations", "peak", "least", "budget", "step"]
+    shards = {line.split()[0]: line.split()[3] for line in lines[first + 1 : first + 3]}
     assert shards["0"] == "1"
     assert int(shards["1"]) > 1
     assert lines[second].split()[1:] == ["parameters", "optimizer", "inputs", "over", "|W|"]
@@ -140,7 +139,7 @@ def test_a_task_that_cannot_be_made_is_told_and_the_others_are_planned(folder):
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("cpu:1", "cuda:99", ":6:18: hydra.devices: "),
+        ("cpu:1", "cuda:x", ":6:18: hydra.devices: "),
         ("build", "from_trial", "takes no argument"),
         ("parameters:\n  lr", "seed: 0\n#", "plan has no tuner; list them under parameters:"),
     ],
@@ -156,6 +155,16 @@ def test_what_makes_no_sense_is_code_2_with_its_place(folder, old, new, told):
     assert done.stdout == ""
 
 
+def test_what_is_set_goes_before_what_the_file_fixes(folder):
+    change(folder, "{distribution: log_uniform_values, min: 1e-5, max: 0.1}", "{value: 0.1}")
+    done = run(folder, "--json", "--trials", "2", "--set", "lr=1e-3")
+    assert done.exit_code == 0, done.stderr
+    assert [trial["params"]["lr"] for trial in json.loads(done.stdout)["trials"]] == [1e-3, 1e-3]
+    refused = run(folder, "--set", "width=16")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert ":5:3: parameters.width is searched, not fixed" in refused.stderr
+
+
 def test_a_tuned_cut_is_shown_with_its_reason(folder):
     change(folder, 'devices: "cpu:1"', 'num_shards: tuned, devices: "cpu:1"')
     done = run(folder, "--trials", "2")
@@ -165,3 +174,28 @@ def test_a_tuned_cut_is_shown_with_its_reason(folder):
     found = json.loads(run(folder, "--json", "--trials", "2").stdout)
     told = [(trial["params"]["width"], cut) for trial in found["trials"] for cut in trial.get("cuts", [])]
     assert [(width, f"trial 1: {cut}") for width, cut in told] == [(256, line)]
+
+
+def test_all_of_a_grid_are_planned_and_said_once_what_is_the_same_in_all(folder):
+    rates = ", ".join(f"0.{number}" for number in range(1, 10))
+    change(folder, "lr: {distribution: log_uniform_values, min: 1e-5, max: 0.1}", f"lr: {{values: [{rates}]}}")
+    change(folder, "parameters:", "method: grid\nparameters:")
+    change(folder, "width: {values: [16, 256]}", "width: {value: 8}")
+    done = run(folder)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    points = [f"trial {number}: lr=0.{number + 1}" for number in range(9)]
+    assert [line for line in lines if line.startswith(("all:", "trial "))][:10] == ["all: width=8", *points]
+    assert "same architecture: 0, 1, 2, 3, 4, 5, 6, 7, 8" in lines
+    few = json.loads(run(folder, "--json", "--trials", "2").stdout)
+    assert (len(few["trials"]), few["notes"]) == (2, [])
+
+
+def test_gpus_that_are_not_here_are_stood_for_and_it_is_said(folder):
+    change(folder, "cpu:1", "cuda:98,99")
+    done = run(folder, "--json", "--trials", "1")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["notes"] == ["cuda:98,99: not here; 2 CPU devices of the same memory stand for them"]
+    assert [device["budget_bytes"] for device in found["trials"][0]["devices"].values()] == [2000 << 10] * 2
+    assert found["trials"][0]["shapes_only"] is False

@@ -1,5 +1,6 @@
 """What `HydraExecutor.plan` says a step moves, against what a run counts."""
 
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import BudgetError, ConfigError
+from hydra_tune.train.rehearsal import Rehearsal
 from tests.unit.pool.tasks import running, task
 
 WIDTH, LAYERS = 64, 8
@@ -162,7 +164,8 @@ def test_a_model_that_runs_whole_is_planned_as_well():
     with running(device_memory="64KiB") as pool:
         (trial,) = pool.plan([task(model=Asking)]).trials
         (result,) = pool.run([task(model=Asking)])
-    assert (trial.is_whole, trial.num_shards, trial.step_seconds) == (True, 1, 0.0)
+    assert (trial.is_whole, trial.num_shards) == (True, 1)
+    assert trial.step_seconds > 0
     assert trial.units_per_step == 2
     assert result.status == "completed"
 
@@ -228,11 +231,77 @@ def test_what_was_not_checked_is_not_trained_with(monkeypatch):
         assert pool.plan([noisy(2)]).trials[0].is_checked
 
 
+def test_what_was_not_built_is_captured_and_rehearsed_once_for_all_that_differ_in_rates(monkeypatch):
+    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_CHECKED_BYTES", 1 << 10)
+    rehearsed = []
+
+    class Counted(Rehearsal):
+        def steps(self, count):
+            rehearsed.append(count)
+            return super().steps(count)
+
+    monkeypatch.setattr("hydra_tune.pool.forecast.Rehearsal", Counted)
+    with running(device_memory="260KiB") as pool:
+        made = [noisy(2, optimizer=partial(torch.optim.AdamW, lr=lr)) for lr in (0.1, 0.2)]
+        one, other = (pool.plan([task]) for task in made)
+        assert len(rehearsed) == 1
+        assert other == one
+        sgd = pool.plan([noisy(2, optimizer=partial(torch.optim.SGD, lr=0.1))])
+        summed = pool.plan([noisy(2, optimizer=partial(torch.optim.AdamW, lr=0.1), accumulate=2)])
+        assert len(rehearsed) == 3
+    assert one.bytes_by_kind not in (sgd.bytes_by_kind, summed.bytes_by_kind)
+
+
 def test_a_plan_is_made_once_for_planning_and_training():
     with running(device_memory="300KiB") as pool:
         planned = pool.plan([noisy(2, activations="auto")])
         (result,) = pool.run([noisy(2, activations="auto")])
     assert result.activations == planned.trials[0].activations
+
+
+class RandomClock:
+    """Makes no sense, as clocks of a busy machine do."""
+
+    def __init__(self, seed: int) -> None:
+        self._source = random.Random(seed)
+
+    def perf_counter(self) -> float:
+        return self._source.random()
+
+
+def test_what_is_kept_is_chosen_by_no_clock(monkeypatch):
+    """So a plan that is made today is that of the run tomorrow."""
+    plans = []
+    for seed in range(4):
+        monkeypatch.setattr("hydra_tune.shard.outcome.time", RandomClock(seed))
+        with running(device_memory="160KiB", buffer_fraction=0.0) as pool:
+            planned = pool.plan([noisy(2, activations="auto")])
+        plans.append((planned.trials[0].activations, planned.bytes_by_kind))
+    assert len(plans[0][0]) > 2
+    assert all(plan == plans[0] for plan in plans)
+
+
+@pytest.mark.parametrize("buffer_fraction", [0.0, 0.15])
+def test_a_step_takes_as_long_as_its_copies_at_least(buffer_fraction):
+    bandwidth = 10_000_000
+    options = {"device_memory": "300KiB", "link_bandwidth": bandwidth, "buffer_fraction": buffer_fraction}
+    with running(**options) as pool:
+        planned = pool.plan([noisy(5, activations="recompute")])
+    moved = sum(planned.bytes_by_kind.values())
+    assert moved > 0
+    assert planned.trials[0].step_seconds > moved / bandwidth
+
+
+def test_steps_of_two_trials_on_one_device_take_twice_as_long():
+    options = {
+        "devices": "cpu:1",
+        "device_memory": "300KiB",
+        "link_bandwidth": 1_000_000,
+    }  # copies are next to all there is
+    with running(**options) as pool:
+        alone = pool.plan([noisy(5, activations="recompute")])
+        both = pool.plan([noisy(5, activations="recompute")] * 2)
+    assert both.trials[0].step_seconds > 1.5 * alone.trials[0].step_seconds
 
 
 def test_a_large_model_that_cannot_be_cut_is_refused(monkeypatch):

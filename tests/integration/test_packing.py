@@ -26,9 +26,8 @@ def task(**changes):
         model=net,
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
         loss=functional.mse_loss,
-        train=lambda: [vectors(128, WIDTH)] * 3,
         seed=3,
-        **({"activations": "recompute"} | changes),
+        **({"activations": "recompute", "train": lambda: [vectors(128, WIDTH)] * 3} | changes),
     )
 
 
@@ -86,13 +85,26 @@ def test_the_choice_is_logged(caplog):
     assert "(tried " in message
 
 
-def test_a_step_of_several_batches_keeps_the_largest_shards(choices):
-    shards = []
-    for num_shards in (None, "tuned"):
-        with pool_of(num_shards) as pool:
-            shards.append(pool.plan([task(accumulate=3)]).trials[0].num_shards)
-    assert shards[0] == shards[1] > 1
-    assert choices == []
+KIB = 1 << 10
+BATCHES = {  # what a task asks for, the device's memory, and how many batches go through each shard together
+    "together": ({"accumulate": 3}, 600 * KIB, 3),
+    "one after the other": ({"accumulate": 3, "activations": "keep"}, 600 * KIB, 1),
+    "pieces": ({"split_batches": 4}, 360 * KIB, 4),
+    "both, clipped": ({"accumulate": 2, "split_batches": 2, "max_grad_norm": 1.0}, 450 * KIB, 4),
+}
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_bytes_of_several_batches_are_those_that_the_choice_went_by(choices, name, placement):
+    changes, memory, together = BATCHES[name]
+    with pool_of(buffer_fraction=0.0, device_memory=memory, optimizer_placement=placement) as pool:
+        planned = pool.plan([task(**changes)])
+    (choice,) = choices
+    moved = sum(nbytes for kind, nbytes in planned.bytes_by_kind.items() if kind != "inputs")
+    assert planned.trials[0].together == together
+    assert planned.trials[0].num_shards == choice.packing.num_shards
+    assert moved == pytest.approx(choice.packing.step_bytes, rel=0.02)
 
 
 def test_a_model_that_fits_is_not_cut(choices):

@@ -28,10 +28,10 @@ FAST = (
 )
 
 
-def assert_goes_on(described: TrainTask, *, every: bool = False, updates_on_host: bool = False) -> list[Saved]:
+def assert_goes_on(described: TrainTask, *, every: bool = False, placement: str = "device") -> list[Saved]:
     """Train, saving after each step; go on from some of what was saved, or all of it, to the same end."""
-    plans = library(num_shards=3, updates_on_host=updates_on_host)
-    others = library(num_shards=2, updates_on_host=updates_on_host)
+    plans = library(num_shards=3, optimizer_placement=placement)
+    others = library(num_shards=2, optimizer_placement=placement)
     keeper = Collector()
     expected = run(described, plans, keeper)
     saved = keeper.saved
@@ -175,7 +175,7 @@ def test_schedules(schedule):
 
 
 def test_updates_on_the_host():
-    assert_goes_on(task(model=noisy), updates_on_host=True)
+    assert_goes_on(task(model=noisy), placement="host")
 
 
 class Counting(nn.Module):

@@ -129,6 +129,7 @@ class SmallHost(RuleBasedStateMachine):
 
     @invariant()
     def no_byte_is_lost(self):
+        settle(self.host)  # or the disk's thread would take memory from under a tensor that is being read here
         for block, value in self.blocks.items():
             if block in self.tensors:
                 assert self.tensors[block].unique().tolist() == [value], "wherever it is, the tensor is right"

@@ -7,12 +7,12 @@ import torch
 
 from hydra_tune import TrainTask
 from hydra_tune.cli.board import Board
-from hydra_tune.cli.meter import Meter
 from hydra_tune.cli.request import TrialRecord
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.sweep_model import Hydra
 from hydra_tune.errors import BudgetError
 from hydra_tune.observe.summary import to_json
+from hydra_tune.pool.meter import Meter
 from hydra_tune.pool.stats import DeviceStats, PoolStats
 from hydra_tune.schedule import POLICIES
 

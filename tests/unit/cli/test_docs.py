@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hydra_tune.cli.best import best
+from hydra_tune.cli.devices import devices
 from hydra_tune.cli.distributions import DISTRIBUTIONS
 from hydra_tune.cli.plan import plan
 from hydra_tune.cli.simulate import simulate_command
@@ -14,6 +15,8 @@ from hydra_tune.cli.sweep import sweep
 from hydra_tune.cli.sweep_file import read_sweep_file
 from hydra_tune.cli.sweep_model import PRUNING, Hydra, SweepModel
 from hydra_tune.cli.trace import trace
+from hydra_tune.devices.link import LinkRates
+from hydra_tune.devices.survey import Crossing, FoundDevice, Survey
 from hydra_tune.observe.figures import DeviceFigures, RunFigures
 from hydra_tune.observe.snapshot import SweepView
 from hydra_tune.observe.summary import to_json
@@ -49,7 +52,8 @@ def test_the_defaults_of_early_termination_are_the_documented_ones(kind):
     "option",
     [
         name
-        for option in (*sweep.params, *plan.params, *best.params, *simulate_command.params, *trace.params)
+        for command in (sweep, plan, devices, best, simulate_command, trace)
+        for option in command.params
         for name in option.opts
         if name.startswith("--")
     ],
@@ -66,6 +70,11 @@ def test_every_key_of_the_json_is_documented():
 def test_every_key_of_a_simulation_is_documented():
     parts = [field.name for part in (SimulationResult, DeviceOutcome, Interval) for field in fields(part)]
     keys = [*parts, "bytes_moved", "loads_per_unit"]
+    assert [key for key in keys if f"`{key}`" not in CLI] == []
+
+
+def test_every_key_of_a_survey_is_documented():
+    keys = [field.name for part in (Survey, FoundDevice, Crossing, LinkRates) for field in fields(part)]
     assert [key for key in keys if f"`{key}`" not in CLI] == []
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from hydra_tune.cli.domains import Choice, FloatRange, IntRange
-from hydra_tune.cli.sampling import sample
+from hydra_tune.cli.sampling import grid, sample
 
 SPACE = {
     "kind": Choice(values=("a", "b", "c")),
@@ -54,3 +54,10 @@ def test_multiples_are_kept():
     space = {"lr": FloatRange(low=0.001, high=0.1, log=True, multiple=0.001)}
     for point in sample(space, 10, seed=0):
         assert point["lr"] * 1000 == pytest.approx(round(point["lr"] * 1000))
+
+
+def test_a_grid_has_every_combination_once_and_the_last_parameter_in_turn_first():
+    parameters = {"batch": Choice(values=(8, 16)), "depth": IntRange(low=1, high=3), "data": Choice(values=(None,))}
+    found = grid(parameters)
+    assert found[:2] == [{"batch": 8, "depth": 1, "data": None}, {"batch": 8, "depth": 2, "data": None}]
+    assert len(found) == len({tuple(point.items()) for point in found}) == 6

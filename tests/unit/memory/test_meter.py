@@ -1,10 +1,12 @@
 """How fast copies have been."""
 
+import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.link import Link
 from hydra_tune.memory.block import Block, Kind
-from hydra_tune.memory.meter import LinkMeter, bytes_per_second
+from hydra_tune.memory.meter import CopyTimes, LinkMeter, bytes_per_second
 from hydra_tune.memory.pager import Pager
 
 MIB = 1 << 20
@@ -45,3 +47,24 @@ def test_what_a_pager_loads_and_spills_is_measured():
         assert 0 < bytes_per_second([pager.link]) <= 100e6
     finally:
         slow.close()
+
+
+def seen(*copies):
+    times = CopyTimes()
+    for nbytes, nanoseconds, how in copies:
+        times.copied("cpu:0", "in", None, "parameters", 0, nbytes, how, 0, nanoseconds)
+    return times.link(Link(bytes_per_second=7.0, seconds_per_block=5.0))
+
+
+def test_what_copies_took_is_the_median_of_those_that_were_waited_for():
+    small = [(100, 1000, "waited"), (100, 3000, "waited"), (100, 2000, "waited")]
+    large = [(MIB, 1_002_000, "waited"), (MIB, 2_002_000, "waited"), (MIB, 90_002_000, "waited")]
+    behind = [(MIB, 1, "background"), (100, 1, "late")]
+    link = seen(*small, *large, *behind)
+    assert link.seconds_per_block == 2e-6
+    assert link.bytes_per_second == pytest.approx(MIB / 2e-3)
+
+
+def test_what_was_not_seen_is_guessed():
+    assert seen() == Link(bytes_per_second=7.0, seconds_per_block=5.0)
+    assert seen((100, 1000, "waited")) == Link(bytes_per_second=7.0, seconds_per_block=1e-6)

@@ -11,6 +11,7 @@ import pytest
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe import eventlog
 from hydra_tune.observe.eventlog import EventLog, check_log_path
+from hydra_tune.observe.log_lines import Lines
 from hydra_tune.observe.runlog import read_log
 
 FACTS = {"hydra_tune": "0.1.0", "policy": "lrtf", "admission": "eager", "max_concurrent": 2}
@@ -200,3 +201,18 @@ def test_a_place_that_is_not_ours_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(eventlog.os, "access", lambda *_: False)  # whoever runs the tests may be root
     with pytest.raises(ConfigError, match=r"--log '.*x/run.jsonl' cannot be written by this user; give a path"):
         check_log_path(tmp_path / "x" / "run.jsonl", what="--log")
+
+
+def test_lines_do_not_keep_what_is_no_longer_so():
+    lines = Lines()
+
+    def copied(owner):
+        return json.loads(lines.made(("copy", "cpu:0", "in", owner, "parameters", 0, 8, "waited", 1, 0, 1)))["job"]
+
+    assert copied(7) is None
+    lines.owns("0:a", 7)
+    assert copied(7) == copied(7) == "0:a"
+    lines.made(("job", "0:a", "over", 5, {}))
+    assert copied(7) is None
+    lines.owns("1:b", 7)
+    assert copied(7) == "1:b"

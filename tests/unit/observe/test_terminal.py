@@ -1,27 +1,37 @@
 """The live view fits its terminal, whatever the terminal's size, and gives it back."""
 
+import contextlib
 import io
+import threading
 from collections import deque
 from dataclasses import replace
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
+from hydra_tune.observe.paint import Screen
+from hydra_tune.observe.rows import Cell, one_line
+from hydra_tune.observe.screen import sweep_lines
 from hydra_tune.observe.snapshot import SweepView, TrialView
-from hydra_tune.observe.terminal import LiveView, SweepScreen
+from hydra_tune.observe.terminal import LiveView
 
 
-def drawn(view, *, width=80, height=24, recent=()):
-    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
-    options = console.options.update(width=width, height=height)
-    lines = console.render_lines(SweepScreen(view, recent), options.update(height=None), pad=False)
+def drawn(view, *, width=80, height=24, recent=(), **how):
+    lines = sweep_lines(view, recent, width, height, **how)
     return ["".join(segment.text for segment in line).rstrip() for line in lines]
 
 
 def test_the_header_counts_and_names_the_best(view):
     lines = drawn(view)
-    assert lines[0] == "vit  4/20 trials  2 done  1 pruned  1 failed  1m32s"
-    assert lines[1] == "best val_acc 0.97 in trial 1: lr=0.001235 width=128 act=relu"
+    assert lines[0] == "vit  1m32s"
+    assert lines[1] == "4/20 trials  ━━━──────────  2 done  1 pruned  1 failed  4 in flight"
+    assert lines[2] == "best val_acc 0.97 in trial 1: lr=0.001235 width=128 act=relu"
+
+
+def test_the_makespan_is_held_against_its_bound(view):
+    lines = drawn(replace(view, makespan_seconds=130.0, bound_seconds=100.0))
+    assert lines[0] == "vit  1m32s of about 2m10s, 1.30 x the lower bound 1m40s"
 
 
 def test_trials_have_state_progress_metric_and_eta(view):
@@ -51,14 +61,15 @@ def test_nothing_is_wider_or_higher_than_the_terminal(view, width, height):
 def test_trials_that_do_not_fit_are_counted(view):
     many = replace(view, trials=tuple(TrialView(number=n, state="running") for n in range(50)))
     lines = drawn(many, height=24)
-    shown = sum(" running" in line for line in lines)
-    assert f"... and {50 - shown} more" in lines
+    shown = sum(" running" in line and not line.startswith("...") for line in lines)
+    assert f"... and {50 - shown} more: {50 - shown} running" in lines
     assert shown >= 10
 
 
 def test_before_the_first_trial_there_is_something_to_read():
     empty = SweepView(name="vit", metric="val_loss", goal="minimize", status="running")
-    assert drawn(empty) == ["vit  0 trials  0 done  0 pruned  0 failed  0.0s", "no trial has completed yet"]
+    counts = "0 trials  0 done  0 pruned  0 failed  0 in flight"
+    assert drawn(empty) == ["vit  0.0s", counts, "no trial has completed yet"]
 
 
 def test_markup_in_names_is_text(view):
@@ -93,7 +104,93 @@ def test_the_terminal_is_given_back_whatever_happens(view, error):
 def test_the_terminal_is_given_back_when_drawing_fails(view):
     console = terminal()
     broken = replace(view, trials=(None,))
-    views = iter([view])
-    with pytest.raises(AttributeError), LiveView(console, lambda: next(views, broken), deque()):
+    with pytest.raises(AttributeError), LiveView(console, lambda: broken, deque()):
         pytest.fail("the view was not drawn on entry")
     assert_given_back(console.file.getvalue())
+
+
+def test_a_view_that_fails_later_gives_the_terminal_back_and_the_block_goes_on(view, caplog):
+    console = terminal()
+    views = iter([view])
+    with LiveView(console, lambda: next(views, replace(view, trials=(None,))), deque()):
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "hydra-view")
+        thread.join(60)
+        assert_given_back(console.file.getvalue())
+    assert not thread.is_alive()
+    assert "the live view ends here, and training goes on without it" in caplog.text
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_the_thread_ends_with_the_block(view, error):
+    with contextlib.suppress(RuntimeError, KeyboardInterrupt), LiveView(terminal(), lambda: view, deque()):
+        assert any(thread.name == "hydra-view" for thread in threading.enumerate())
+        if error is not None:
+            raise error
+    assert not any(thread.name == "hydra-view" for thread in threading.enumerate())
+
+
+def painted(size, *pictures, **console):
+    """What is sent to a terminal for each of some pictures, lists of lines."""
+    made = Console(file=io.StringIO(), force_terminal=True, legacy_windows=False, **console)
+    screen = Screen(made)
+    screen.open()
+    sent = []
+    for lines in pictures:
+        before = len(made.file.getvalue())
+        screen.paint([one_line([Cell(line, "bold red")], size[0]) for line in lines], size)
+        sent.append(made.file.getvalue()[before:])
+    screen.close()
+    return sent
+
+
+def test_only_what_has_changed_is_sent():
+    first, second, third, fourth = painted((10, 5), ["ab", "cd"], ["ab", "xy"], ["ab", "xy"], ["ab"])
+    assert "ab" in first
+    assert "cd" in first
+    assert "\x1b[2;1H" in second
+    assert "xy" in second
+    assert "ab" not in second
+    assert third == ""
+    assert fourth == "\x1b[2;1H\x1b[J"
+
+
+def test_a_full_line_is_not_erased_behind():
+    (sent,) = painted((4, 1), ["abcd"])
+    assert "\x1b[K" not in sent  # it would take the last character, on which the cursor still stands
+    assert "\x1b[K" in painted((5, 1), ["abcd"])[0]
+
+
+def test_colours_are_left_out_where_nobody_wants_them(monkeypatch):
+    assert "31m" in painted((4, 1), ["ab"], color_system="standard")[0]
+    monkeypatch.setenv("NO_COLOR", "1")
+    (sent,) = painted((4, 1), ["ab"], color_system="standard")
+    assert "31m" not in sent
+    assert "ab" in sent
+
+
+def test_a_terminal_without_unicode_gets_none(view):
+    lines = drawn(view, is_ascii=True, recent=["größer"])
+    assert "".join(lines).isascii()
+    assert any("#####" in line for line in lines)
+
+
+def test_wide_names_keep_columns_in_line(view):
+    wide = TrialView(number=4, state="running", name="試行四", params={"名": "値"}, value=0.5, epoch=1, epochs=8)
+    narrow = replace(wide, number=5, name="abc")
+    lines = sweep_lines(replace(view, trials=(wide, narrow)), (), 80, 24)
+    rows = ["".join(segment.text for segment in line) for line in lines if any("running" in s.text for s in line)]
+    assert {cell_len(row) for row in rows} == {80}
+    assert len({cell_len(row.split("running")[0]) for row in rows}) == 1
+
+
+def test_control_characters_do_not_move_the_cursor(view):
+    trial = TrialView(number=0, state="running", params={"act": "a\nb\x1b[2Jc\t"})
+    lines = sweep_lines(replace(view, name="x\ry", trials=(trial,)), ["p\x1b[1Aq"], 80, 24)
+    assert all(segment.text.isprintable() for line in lines for segment in line)
+
+
+def test_parameters_that_differ_come_first(view):
+    trials = tuple(
+        TrialView(number=n, state="running", params={"epochs": 8, "width": 64, "lr": n / 10}) for n in range(2)
+    )
+    assert any(line.endswith("lr=0.1 epochs=8 width=64") for line in drawn(replace(view, trials=trials), width=160))

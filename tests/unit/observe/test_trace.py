@@ -76,6 +76,17 @@ def test_each_device_has_its_rows(events):
     }
 
 
+def test_units_come_first_in_perfetto_as_well(events):
+    """It has threads go first that are numbered like their processes, whatever their places, and wants no number twice."""
+    named = [event for event in events if event["name"] == "thread_name"]
+    threads, processes = [event["tid"] for event in named], {event["pid"] for event in events}
+    assert len(set(threads)) == len(threads) > len(processes)
+    assert not processes & set(threads)
+    places = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    firsts = [event["args"]["name"] for event in named if places.get(event["tid"]) == 1]
+    assert firsts == ["units"] * 2
+
+
 def test_bars_of_a_row_lie_apart_or_within_each_other(events):
     for bars in rows(events).values():
         spans = sorted((bar["ts"], -bar["dur"], bar["ts"] + bar["dur"]) for bar in bars)
@@ -88,12 +99,12 @@ def test_a_bar_says_what_when_and_whose(events):
     assert (bar["ts"], bar["dur"], bar["name"]) == (10_000, 8_000, "spill 0:a parameters 0")
     assert bar["args"] == {"job": "0:a", "kind": "parameters", "shard": 0, "bytes": 10, "how": "background"}
     one, wait = rows(events)["cpu:0", "units"]
-    assert (one["name"], one["ts"], one["dur"]) == ("0:a forward 0", 5_000, 5_000)
+    assert (one["name"], one["ts"], one["dur"]) == ("F0 0:a", 5_000, 5_000)
     assert (wait["name"], wait["ts"], wait["dur"]) == ("waits for bytes", 5_000, 3_000)
 
 
 def test_a_trial_is_a_story_with_its_states_reports_and_end(events):
-    mine = [e for e in events if e["ph"] in "bne" and e["id"] == 1]
+    mine = [e for e in events if e["ph"] in "bne" and e["id2"] == {"local": 1}]
     assert mine[0]["ph"] == "b"
     assert (mine[0]["name"], mine[0]["ts"]) == ("0:a", 0)
     assert (mine[-1]["ph"], mine[-1]["name"], mine[-1]["ts"]) == ("e", "0:a", 19_000)
@@ -105,7 +116,7 @@ def test_a_trial_is_a_story_with_its_states_reports_and_end(events):
 
 
 def test_a_trial_whose_end_is_not_known_lasts_to_the_end_of_the_log(events):
-    other = [e for e in events if e["ph"] in "be" and e["id"] == 2]
+    other = [e for e in events if e["ph"] in "be" and e["id2"] == {"local": 2}]
     assert [(e["name"], e["ph"], e["ts"]) for e in other] == [
         ("1:b", "b", 3_000),
         ("queued", "b", 3_000),

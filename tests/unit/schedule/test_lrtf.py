@@ -41,8 +41,14 @@ CASES = {
     "without slack place decides between equals": ([view("a", 9.0, on=THERE), view("b", 9.0, on=HERE)], "b"),
     "here before nowhere": ([view("a", 9.0, step_seconds=2.0), view("b", 8.0, on=HERE)], "b"),
     "nowhere before elsewhere": ([view("a", 9.0, on=THERE, step_seconds=2.0), view("b", 8.0)], "b"),
-    "the slack's edge is inside": ([view("a", 9.0, on=THERE, step_seconds=2.0), view("b", 7.0, on=HERE)], "b"),
-    "beyond the slack": ([view("a", 9.0, on=THERE, step_seconds=2.0), view("b", 6.9, on=HERE)], "a"),
+    "the edge of half the slack is inside": ([view("a", 9.0, step_seconds=2.0), view("b", 7.0, on=HERE)], "b"),
+    "beyond half the slack": ([view("a", 9.0, step_seconds=2.0), view("b", 6.9, on=HERE)], "a"),
+    "the slack's edge is inside": ([view("a", 9.0, on=THERE, step_seconds=2.0), view("b", 5.0, on=HERE)], "b"),
+    "beyond the slack": ([view("a", 9.0, on=THERE, step_seconds=2.0), view("b", 4.9, on=HERE)], "a"),
+    "nowhere before here, beyond half the slack": (
+        [view("a", 9.0, on=THERE, step_seconds=2.0), view("b", 7.0), view("c", 6.9, on=HERE)],
+        "b",
+    ),
     "the slack is the longest job's own": ([view("a", 9.0), view("b", 8.0, on=HERE, step_seconds=5.0)], "a"),
     "of equally long ones the earliest gives the slack": (
         [view("b", 9.0, on=THERE), view("a", 9.0, on=THERE, step_seconds=5.0), view("c", 5.0, on=HERE)],

@@ -1,5 +1,7 @@
 """Which shards keep their activations, given what computing again and copying take, and what room there is."""
 
+from dataclasses import replace
+
 import pytest
 
 from hydra_tune.devices.link import Link
@@ -85,6 +87,14 @@ def test_the_host_must_have_room_for_what_may_be_spilled():
     last = kept.shards[2].cost.kept_bytes
     assert not any(choice(FAST, room(host_bytes=needed)))
     assert choice(FAST, room(host_bytes=needed + last)) == [False, False, True, False]
+
+
+def test_a_graph_that_keeps_no_bytes_needs_no_room_on_the_host():
+    plan, kept = plans()
+    first, *others = kept.shards
+    bare = replace(kept, shards=(replace(first, cost=replace(first.cost, kept_bytes=0, kept_blocks=0)), *others))
+    found = chosen(plan, bare, COMPUTED, PLAYED, FAST, room(host_bytes=0))
+    assert [shard.keeps_activations for shard in found.shards] == [True, False, False, False]
 
 
 def test_what_saves_no_time_is_not_kept():

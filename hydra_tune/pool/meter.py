@@ -3,7 +3,7 @@
 from collections import deque
 
 from hydra_tune.observe.snapshot import DeviceView
-from hydra_tune.pool.stats import PoolStats
+from hydra_tune.pool.stats import DeviceStats, PoolStats
 
 _WINDOW_SECONDS = 5.0
 
@@ -28,11 +28,20 @@ class Meter:
         return _views(stats, since=None)
 
 
+def _moved(device: DeviceStats) -> tuple[int, int]:
+    """Bytes that came, from other devices too, and bytes that went to the host."""
+    return device.bytes_in + device.bytes_across, device.bytes_out
+
+
 def _views(stats: PoolStats, since: PoolStats | None) -> tuple[DeviceView, ...]:
     seconds = stats.elapsed_seconds - (since.elapsed_seconds if since else 0.0)
     views = []
     for name, device in stats.devices.items():
-        busy = device.busy_seconds - (since.devices[name].busy_seconds if since else 0.0)
+        before = since.devices[name] if since else None
+        busy = device.busy_seconds - (before.busy_seconds if before else 0.0)
+        ways = zip(_moved(device), _moved(before) if before else (0, 0), strict=True)
+        # A load that is called off is taken back, so that less may have come than before.
+        rates = [max(0.0, now - then) / seconds if seconds > 0 else 0.0 for now, then in ways]
         views.append(
             DeviceView(
                 name=name,
@@ -44,6 +53,9 @@ def _views(stats: PoolStats, since: PoolStats | None) -> tuple[DeviceView, ...]:
                 bytes_out_by_kind=dict(device.bytes_out_by_kind),
                 bytes_across_by_kind=dict(device.bytes_across_by_kind),
                 units=device.units,
+                loads_under_way=device.loads_under_way,
+                bytes_in_per_second=rates[0],
+                bytes_out_per_second=rates[1],
             )
         )
     return tuple(views)

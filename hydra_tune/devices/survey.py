@@ -1,0 +1,167 @@
+"""What devices a pool would find on this machine, what it would take of them, and how fast their links are.
+
+For people who want to know before they train. Opens the devices as a pool does, and closes them again.
+"""
+
+import platform
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from hydra_tune.devices import nvml
+from hydra_tune.devices.device import Device, Reach
+from hydra_tune.devices.discovery import gpu_memory, open_devices
+from hydra_tune.devices.link import LinkRates, crossing_rate, link_rates
+from hydra_tune.devices.nvml import NvmlError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundDevice:
+    """A device.
+
+    Attributes:
+        name: e.g. "cpu:0" or "cuda:1".
+        model: what its maker calls it.
+        free_bytes: memory that nobody uses now: of the GPU, or of the host for CPU devices.
+        total_bytes: all of that memory.
+        budget_bytes: what the pool would take.
+        compute_capability: of a GPU, e.g. "9.0"; None for CPU devices.
+        rates: of its link to the host; None: not measured.
+    """
+
+    name: str
+    model: str
+    free_bytes: int
+    total_bytes: int
+    budget_bytes: int
+    compute_capability: str | None
+    rates: LinkRates | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """The way from one GPU's memory to another's.
+
+    Attributes:
+        source, target: names of the devices.
+        is_direct: whether the GPUs copy by themselves, for they can access each other's memory; else bytes go over the host.
+        bytes_per_second: of a large copy; None: not direct, or not measured.
+    """
+
+    source: str
+    target: str
+    is_direct: bool
+    bytes_per_second: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What was found.
+
+    Attributes:
+        devices: in the pool's order.
+        crossings: between each two GPUs, both ways.
+        driver: version of the NVIDIA driver; None where NVML does not tell.
+        notes: why there is no more: sentences.
+    """
+
+    devices: tuple[FoundDevice, ...]
+    crossings: tuple[Crossing, ...]
+    driver: str | None
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def survey(devices: str = "auto", device_memory: str | int | None = None, *, measures: bool = True) -> Survey:
+    """Look at the machine.
+
+    Args:
+        devices: which, as `open_devices` takes it.
+        device_memory: budget of each, likewise.
+        measures: whether links are measured, which takes up to 128 MiB of each device for a moment.
+
+    Returns:
+        What was found; without a GPU, the CPU devices.
+
+    Raises:
+        ConfigError: there are no such devices, or not with so much memory.
+    """
+    # Asked before devices are opened: a CUDA context takes hundreds of megabytes, and measurements more.
+    memory = {index: gpu_memory(index) for index in range(torch.cuda.device_count())}
+    host = psutil.virtual_memory()
+    opened = open_devices(devices, device_memory)
+    try:
+        found = tuple(
+            _found(device, memory.get(device.torch_device.index, (host.available, host.total)), measures=measures)
+            for device in opened
+        )
+        crossings = _crossings(opened, measures=measures)
+    finally:
+        for device in opened:
+            device.close()
+    version, notes = _driver()
+    return Survey(devices=found, crossings=crossings, driver=version, notes=notes)
+
+
+def _found(device: Device, memory: tuple[int, int], *, measures: bool) -> FoundDevice:
+    free, total = memory
+    model, capability = _cpu_model(), None
+    if device.torch_device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device.torch_device)
+        model, capability = properties.name, f"{properties.major}.{properties.minor}"
+    return FoundDevice(
+        name=device.name,
+        model=model,
+        free_bytes=free,
+        total_bytes=total,
+        budget_bytes=device.budget_bytes,
+        compute_capability=capability,
+        rates=link_rates(device) if measures else None,
+    )
+
+
+def _crossings(devices: Sequence[Device], *, measures: bool) -> tuple[Crossing, ...]:
+    gpus = [device for device in devices if device.torch_device.type == "cuda"]
+    found = []
+    for source in gpus:
+        for target in gpus:
+            if source is not target:
+                is_direct = target.reach(source) is Reach.NEAR
+                rate = crossing_rate(source, target) if measures and is_direct else None
+                crossing = Crossing(source=source.name, target=target.name, is_direct=is_direct, bytes_per_second=rate)
+                found.append(crossing)
+    return tuple(found)
+
+
+def _cpu_model() -> str:
+    """What the kernel calls the processor; not every system can tell."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _driver() -> tuple[str | None, tuple[str, ...]]:
+    """The driver's version, and what is wrong between it and torch."""
+    seen, built = torch.cuda.device_count(), torch.version.cuda or torch.version.hip
+    blind = "torch sees no GPU" if built else f"torch {torch.__version__} is built without CUDA, so it sees no GPU"
+    try:
+        version, num_gpus = nvml.driver()
+    except NvmlError as error:
+        reason = str(error).strip().rstrip(".")
+        if seen:
+            return None, (f"NVML does not answer ({reason}): free memory is what CUDA says",)
+        return None, (f"{blind}; there is no NVML either ({reason})",)
+    if num_gpus and not seen:
+        remedy = "look at CUDA_VISIBLE_DEVICES and the driver" if built else "install a CUDA build of torch"
+        return version, (f"the driver has {num_gpus} GPU{'s' if num_gpus > 1 else ''}, but {blind}; {remedy}",)
+    return version, () if seen else (blind,)

@@ -1,0 +1,56 @@
+"""The live view of a sweep below a notebook's cell, with nothing installed but the kernel."""
+
+import html
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self
+
+from hydra_tune.observe.screen import sweep_lines
+from hydra_tune.observe.snapshot import SweepView
+from hydra_tune.observe.ticker import Ticker
+
+_WIDTH, _HEIGHT = 110, 40
+_PERIOD_SECONDS = 1.0
+
+
+def is_notebook() -> bool:
+    """Whether this process is a notebook's kernel; nothing is imported to find out."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+class NotebookView(AbstractContextManager["NotebookView"]):
+    """Shows a sweep below the cell until the `with` block is left; the last state stays.
+
+    Args:
+        snapshot: returns the sweep as it is now; called from another thread, about once a second.
+    """
+
+    def __init__(self, snapshot: Callable[[], SweepView]) -> None:
+        self._snapshot = snapshot
+        self._handle: Any = None
+        self._ticker = Ticker(self._update, period_seconds=_PERIOD_SECONDS)
+
+    def _shown(self) -> dict[str, str]:
+        lines = sweep_lines(self._snapshot(), (), _WIDTH, _HEIGHT)
+        plain = "\n".join("".join(segment.text for segment in line).rstrip() for line in lines)
+        style = "line-height: 1.2; white-space: pre"
+        return {"text/plain": plain, "text/html": f'<pre style="{style}">{html.escape(plain)}</pre>'}
+
+    def _update(self) -> None:
+        self._handle.update(self._shown(), raw=True)
+
+    def __enter__(self) -> Self:
+        from IPython.display import display  # noqa: PLC0415 - a kernel has it, and nobody else needs it
+
+        self._handle = display(self._shown(), raw=True, display_id=True)
+        self._ticker.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ticker.stop()
+        self._update()

@@ -1,0 +1,94 @@
+"""Puts lines on a terminal's screen, and afterwards only those that have changed.
+
+What has not changed is not sent, so nothing flickers, and it costs a third of drawing all of it anew through rich.
+"""
+
+import threading
+
+from rich.console import COLOR_SYSTEMS, Console
+from rich.segment import Segment
+
+from hydra_tune.observe.rows import Line
+
+_REPAINT = 10  # in every so many pictures all lines are sent: programs may write to the terminal past this one
+
+
+class Screen:
+    """The second screen of a terminal. Thread-safe.
+
+    Args:
+        console: the terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._colors = COLOR_SYSTEMS[console.color_system] if console.color_system else None
+        self._shown: list[str] = []
+        self._size = (0, 0)
+        self._num_painted = 0
+        self._is_open = False
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and lines, as they are now."""
+        return self._console.size.width, self._console.size.height
+
+    @property
+    def is_ascii(self) -> bool:
+        """Whether it takes no other characters."""
+        return self._console.options.ascii_only
+
+    def open(self) -> None:
+        """Take the terminal."""
+        with self._lock:
+            self._is_open = True
+            self._console.set_alt_screen(True)
+            self._console.show_cursor(False)
+
+    def close(self) -> None:
+        """Give it back as it was, cursor and all. May be called again."""
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                self._console.show_cursor(True)
+                self._console.set_alt_screen(False)
+
+    def paint(self, lines: list[Line], size: tuple[int, int]) -> None:
+        """Show lines, from the top.
+
+        Args:
+            lines: no more, and no wider, than there is room for.
+            size: columns and lines for which they were made.
+        """
+        width = size[0]
+        texts = [self._text(line, width) for line in lines]
+        with self._lock:
+            if not self._is_open:
+                return
+            is_all = size != self._size or self._num_painted % _REPAINT == 0
+            parts = [
+                f"\x1b[{number};1H{text}"
+                for number, text in enumerate(texts, 1)
+                if is_all or number > len(self._shown) or text != self._shown[number - 1]
+            ]
+            if len(texts) < size[1] and (is_all or len(texts) < len(self._shown)):
+                parts.append(f"\x1b[{len(texts) + 1};1H\x1b[J")
+            self._shown, self._size = texts, size
+            self._num_painted += 1
+            if parts:
+                self._console.file.write("".join(parts))
+                self._console.file.flush()
+
+    def _text(self, line: Line, width: int) -> str:
+        text = "".join(self._styled(segment) for segment in line)
+        # Not behind a full line: there the cursor still stands on the last character.
+        return text + "\x1b[K" if Segment.get_line_length(line) < width else text
+
+    def _styled(self, segment: Segment) -> str:
+        style = segment.style
+        if style is None:
+            return segment.text
+        if self._console.no_color:
+            style = style.without_color
+        return style.render(segment.text, color_system=self._colors)

@@ -1,0 +1,106 @@
+"""A sweep as lines, where there is no terminal to draw on: one for what happens, and now and then one for how things stand."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self
+
+from hydra_tune.observe import text
+from hydra_tune.observe.snapshot import SweepView
+from hydra_tune.observe.ticker import Ticker
+from hydra_tune.quantities import format_seconds
+
+_PERIOD_SECONDS, _LOOK_SECONDS = 30.0, 1.0
+_MOST_AT_ONCE, _MOST_PER_SECOND = 50, 5.0
+
+
+def progress_line(view: SweepView) -> str:
+    """How a sweep stands: `1m32s of about 2m10s  5/16 trials  4 in flight  best val_acc 0.97 (trial 3)  devices 93%`."""
+    about = f" of about {format_seconds(view.makespan_seconds)}" if view.makespan_seconds is not None else ""
+    ended = sum(trial.is_over for trial in view.trials)
+    planned = f"/{view.num_planned}" if view.num_planned is not None else ""
+    parts = [format_seconds(view.elapsed_seconds) + about, f"{ended}{planned} trials"]
+    parts.append(f"{len(view.trials) - ended} in flight")
+    if view.best is not None:
+        parts.append(f"best {view.metric} {text.number(view.best.value)} ({text.label(view.best)})")
+    if view.devices:
+        use = sum(device.busy_share for device in view.devices) / len(view.devices)
+        parts.append(f"devices {use:.0%}")
+    return "  ".join(parts)
+
+
+class RateLimit:
+    """Lets lines through, as long as they are not too many: at most 50 at once, and 5 a second on end. Thread-safe.
+
+    What is held back is counted, and said before the next line that gets through, or by `flush`.
+
+    Args:
+        write: is given the lines.
+        clock: seconds, from any moment on.
+    """
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._write, self._clock = write, clock
+        self._room, self._at = float(_MOST_AT_ONCE), clock()
+        self._num_held = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, line: str) -> None:
+        """Write a line, or count it."""
+        with self._lock:
+            now = self._clock()
+            self._room = min(_MOST_AT_ONCE, self._room + (now - self._at) * _MOST_PER_SECOND)
+            self._at = now
+            if self._room < 1:
+                self._num_held += 1
+                return
+            self._room -= 1
+            self._say_held()
+            self._write(line)
+
+    def flush(self) -> None:
+        """Say how many lines were held back."""
+        with self._lock:
+            self._say_held()
+
+    def _say_held(self) -> None:
+        held, self._num_held = self._num_held, 0
+        if held:
+            self._write(f"... and {held} more {'line' if held == 1 else 'lines'}, too many to print")
+
+
+class PlainView(AbstractContextManager["PlainView"]):
+    """Writes how a sweep stands every half a minute, until the `with` block is left.
+
+    Args:
+        write: is given the lines; called from another thread.
+        snapshot: returns the sweep as it is now; likewise.
+        period_seconds: between two lines. The sweep is looked at every second all the same: so trials that end are found.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        snapshot: Callable[[], SweepView],
+        period_seconds: float = _PERIOD_SECONDS,
+    ) -> None:
+        self._write, self._snapshot, self._period_seconds = write, snapshot, period_seconds
+        self._due = time.monotonic() + period_seconds
+        self._ticker = Ticker(self._look, period_seconds=min(_LOOK_SECONDS, period_seconds))
+
+    def _look(self) -> None:
+        view, now = self._snapshot(), time.monotonic()
+        if now >= self._due:
+            self._due = now + self._period_seconds
+            self._write(progress_line(view))
+
+    def __enter__(self) -> Self:
+        self._ticker.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ticker.stop()

@@ -1,0 +1,104 @@
+"""Lines of a fixed width out of cells, for a screen that is drawn again and again.
+
+rich's own tables measure every cell anew each time, which takes ten times as long; here columns have widths, and what is too
+long is cut with an ellipsis. Wide characters take two columns, and control characters, which could move the cursor, none.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from rich.cells import cell_len, set_cell_size
+from rich.segment import Segment
+from rich.style import Style
+
+_GAP = 1
+_FULL, _REST = "━", "─"  # told apart without colours too
+
+
+class Cell(NamedTuple):
+    """A piece of text, and its style by rich's name."""
+
+    text: str
+    style: str = ""
+
+
+class Column(NamedTuple):
+    """A column.
+
+    Args:
+        title: its head.
+        width: characters; the last column of a line gets what is left.
+        is_right: text is set to its right.
+    """
+
+    title: str
+    width: int
+    is_right: bool = False
+
+
+Line = list[Segment]
+
+
+def fit(text: str, width: int, *, is_right: bool = False) -> str:
+    """Text in so many columns exactly."""
+    if width <= 0:
+        return ""
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else " " for char in text)
+    length = cell_len(text)
+    if length > width:
+        return set_cell_size(text, width - 1) + "…"
+    return " " * (width - length) + text if is_right else text + " " * (width - length)
+
+
+def bar(share: float, width: int) -> str:
+    """A bar, of a share from 0 to 1."""
+    full = round(min(1.0, max(0.0, share)) * width)
+    return _FULL * full + _REST * (width - full)
+
+
+def one_line(cells: Iterable[Cell], width: int) -> Line:
+    """Cells one behind the other, cut at a width."""
+    line: Line = []
+    for text, style in cells:
+        shown = text if text.isprintable() else fit(text, cell_len(text))
+        length = cell_len(shown)
+        if length > width:
+            shown, length = fit(shown, width), width
+        if shown:
+            line.append(Segment(shown, _style(style)))
+        width -= length
+    return line
+
+
+def heads(columns: Sequence[Column], width: int) -> Line:
+    """The line above a table."""
+    return row(columns, [Cell(column.title, "dim") for column in columns], width)
+
+
+def row(columns: Sequence[Column], cells: Sequence[Cell], width: int) -> Line:
+    """A line of a table, cut at a width."""
+    line: Line = []
+    last = len(columns) - 1
+    for index, (column, cell) in enumerate(zip(columns, cells, strict=True)):
+        room = width if index == last else min(column.width, width)
+        shown = fit(cell.text, room, is_right=column.is_right)
+        if shown:
+            line.append(Segment(shown, _style(cell.style)))
+        width -= room
+        if index < last and width > 0:
+            line.append(Segment(" " * _GAP))
+            width -= _GAP
+    return line
+
+
+_STYLES: dict[str, Style] = {}
+
+
+def _style(name: str) -> Style | None:
+    if not name:
+        return None
+    found = _STYLES.get(name)
+    if found is None:
+        found = _STYLES[name] = Style.parse(name)
+    return found

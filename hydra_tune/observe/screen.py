@@ -1,0 +1,189 @@
+"""A `SweepView` as lines of a terminal: the sweep, its devices, its trials, and what was printed last.
+
+Widths do not depend on what the numbers are at the moment, so that nothing moves sideways while a sweep runs.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+
+from rich.segment import Segment
+from rich.text import Text
+
+from hydra_tune.observe import text
+from hydra_tune.observe.rows import Cell, Column, Line, bar, heads, one_line, row
+from hydra_tune.observe.snapshot import DeviceView, SweepView, TrialView
+from hydra_tune.observe.sparkline import sparkline
+from hydra_tune.quantities import format_bytes, format_seconds
+
+_STYLES = {"running": "green", "waiting": "cyan", "preparing": "yellow", "queued": "dim"}
+_ORDER = {"running": 0, "waiting": 1, "preparing": 2, "queued": 3}
+_TABLE = 2  # a table's blank line and column names
+_WIDE = 120  # columns, from which on there is room for more than what matters most
+_LEAST_TRIALS = 4  # lines that devices leave to trials
+_ASCII = str.maketrans("▁▂▃▄▅▆▇█━─×↑↓…", "__..--==#-x^v~")  # noqa: RUF001
+
+
+def sweep_lines(
+    view: SweepView, recent: Iterable[str], width: int, height: int, *, is_ascii: bool = False
+) -> list[Line]:
+    """A sweep in so many lines and columns, at most.
+
+    Args:
+        view: the sweep.
+        recent: lines to fill the rest with; the last ones are shown.
+        width: columns there are.
+        height: lines there are.
+        is_ascii: whether other characters cannot be shown.
+    """
+    lines = _header(view, width)
+    lines += _devices(view.devices, width, height - len(lines) - _LEAST_TRIALS)
+    active = sorted(
+        (trial for trial in view.trials if not trial.is_over),
+        key=lambda trial: (_ORDER.get(trial.state, 9), trial.number),
+    )
+    lines += _trials(active, view.metric, width, height - len(lines))
+    lines = (lines + _tail(tuple(recent), width, height - len(lines)))[:height]
+    if is_ascii:
+        return [[Segment(_to_ascii(segment.text), segment.style) for segment in line] for line in lines]
+    return lines
+
+
+def _to_ascii(shown: str) -> str:
+    return shown.translate(_ASCII).encode("ascii", "replace").decode()
+
+
+def _header(view: SweepView, width: int) -> list[Line]:
+    lines = [one_line([Cell(view.name, "bold"), *_times(view)], width), one_line(_counts(view, width), width)]
+    best = view.best
+    if best is None:
+        lines.append(one_line([Cell("no trial has completed yet", "dim")], width))
+    else:
+        value = Cell(f"{view.metric} {text.number(best.value)}", "bold green")
+        where = Cell(f" in {text.label(best)}: {text.params(best.params)}".rstrip(": "))
+        lines.append(one_line([Cell("best "), value, where], width))
+    if view.status == "stopping":
+        lines.append(one_line([Cell("stopping as soon as the running units end ...", "bold yellow")], width))
+    return lines
+
+
+def _times(view: SweepView) -> list[Cell]:
+    cells = [Cell(f"  {format_seconds(view.elapsed_seconds)}")]
+    if view.makespan_seconds is not None:
+        cells.append(Cell(f" of about {format_seconds(view.makespan_seconds)}"))
+        if view.bound_seconds:
+            ratio = view.makespan_seconds / view.bound_seconds
+            cells.append(Cell(f", {ratio:.2f} x the lower bound {format_seconds(view.bound_seconds)}", "dim"))
+    return cells
+
+
+def _counts(view: SweepView, width: int) -> list[Cell]:
+    ended = sum(trial.is_over for trial in view.trials)
+    planned = f"/{view.num_planned}" if view.num_planned is not None else ""
+    failed, cancelled = view.count("failed"), view.count("cancelled")
+    cells = [Cell(f"{ended}{planned} trials  ")]
+    if view.num_planned:
+        cells.append(Cell(bar(ended / view.num_planned, min(40, width // 6)) + "  "))
+    cells.append(Cell(f"{view.count('completed')} done  {view.count('pruned')} pruned  "))
+    cells.append(Cell(f"{failed} failed", "red" if failed else ""))
+    if cancelled:
+        cells.append(Cell(f"  {cancelled} cancelled"))
+    return [*cells, Cell(f"  {len(view.trials) - ended} in flight")]
+
+
+def _devices(devices: Sequence[DeviceView], width: int, room: int) -> list[Line]:
+    room -= _TABLE
+    if not devices or room < 1:
+        return []
+    is_wide = width >= _WIDE
+    name = min(16, max(6, *(len(device.name) for device in devices)))
+    bars = 20 if is_wide else max(4, min(20, width - name - 64))
+    columns = [Column("device", name), Column("use", bars), Column("", 4, is_right=True)]
+    columns += [Column("", bars)] if is_wide else []
+    columns += [Column("resident / budget", 21, is_right=True), Column("loading", 7, is_right=True)]
+    columns += [Column("in", 12, is_right=True), Column("out", 12, is_right=True)]
+    columns += [Column("in all", 11, is_right=True), Column("units", 8, is_right=True)] if is_wide else []
+    columns.append(Column("", 0))
+    shown = devices if len(devices) <= room else devices[: room - 1]
+    lines: list[Line] = [[], heads(columns, width)]
+    lines += [row(columns, [*_device(device, bars, is_wide=is_wide), Cell("")], width) for device in shown]
+    rest = devices[len(shown) :]
+    if rest:
+        use = sum(device.busy_share for device in rest) / len(rest)
+        lines.append(one_line([Cell(f"... and {len(rest)} more, used {use:.0%}", "dim")], width))
+    return lines
+
+
+def _device(device: DeviceView, bars: int, *, is_wide: bool) -> list[Cell]:
+    share = device.resident_bytes / device.budget_bytes if device.budget_bytes else 0.0
+    cells = [
+        Cell(device.name),
+        Cell(bar(device.busy_share, bars), "cyan"),
+        Cell(f"{device.busy_share:.0%}"),
+        *([Cell(bar(share, bars), "magenta")] if is_wide else []),
+        Cell(f"{format_bytes(device.resident_bytes)} / {format_bytes(device.budget_bytes)}"),
+        Cell(str(device.loads_under_way or "-")),
+        Cell(_rate(device.bytes_in_per_second)),
+        Cell(_rate(device.bytes_out_per_second)),
+    ]
+    if is_wide:
+        moved = sum(device.bytes_in_by_kind.values()) + sum(device.bytes_out_by_kind.values())
+        cells += [Cell(format_bytes(moved + sum(device.bytes_across_by_kind.values()))), Cell(str(device.units))]
+    return cells
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{format_bytes(bytes_per_second)}/s" if bytes_per_second >= 1 else "-"
+
+
+def _trials(active: Sequence[TrialView], metric: str, width: int, room: int) -> list[Line]:
+    room -= _TABLE
+    if not active or room < 1:
+        return []
+    bars, spark = (6, 10) if width < _WIDE else (20, 32)
+    epochs = max(5, *(len(text.epochs(trial.epochs, trial.epochs)) for trial in active))
+    order = _varying_first(active)
+    name = min(20, max(5, *(len(trial.name or str(trial.number)) for trial in active)))
+    columns = [Column("trial", name, is_right=True), Column("state", 9), Column("done", bars)]
+    columns += [Column("epoch", epochs, is_right=True), Column(metric, max(10, min(14, len(metric))), is_right=True)]
+    columns += [Column("reports", spark), Column("left", 6, is_right=True), Column("parameters", 0)]
+    shown = active if len(active) <= room else active[: room - 1]
+    lines: list[Line] = [[], heads(columns, width)]
+    lines += [row(columns, _trial(trial, bars, spark, order), width) for trial in shown]
+    rest = active[len(shown) :]
+    if rest:
+        counts = ", ".join(f"{count} {state}" for state in _ORDER if (count := sum(t.state == state for t in rest)))
+        lines.append(one_line([Cell(f"... and {len(rest)} more: {counts}", "dim")], width))
+    return lines
+
+
+def _varying_first(trials: Sequence[TrialView]) -> list[str]:
+    """Names of parameters, those first in which trials differ: the others tell nothing where there is no room for all."""
+    names = dict.fromkeys(name for trial in trials for name in trial.params)
+    kinds = {name: len({repr(trial.params.get(name)) for trial in trials if trial.params}) for name in names}
+    return sorted(names, key=lambda name: kinds[name] == 1)
+
+
+def _trial(trial: TrialView, bars: int, spark: int, order: Sequence[str]) -> list[Cell]:
+    left = trial.remaining_seconds
+    return [
+        Cell(trial.name or str(trial.number)),
+        Cell(trial.state, _STYLES.get(trial.state, "")),
+        Cell(bar(trial.share_done, bars), "green"),
+        Cell(text.epochs(trial.epoch, trial.epochs)),
+        Cell(text.number(trial.value)),
+        Cell(sparkline(trial.values, spark), "cyan"),
+        Cell("-" if left is None else format_seconds(left)),
+        Cell(text.params({name: trial.params[name] for name in order if name in trial.params})),
+    ]
+
+
+def _tail(recent: Sequence[str], width: int, room: int) -> list[Line]:
+    if not recent or room < 2:  # noqa: PLR2004 - a blank line, and one to read
+        return []
+    return [[], *(one_line([Cell(_plain(line), "dim")], width) for line in recent[-(room - 1) :])]
+
+
+@functools.lru_cache(maxsize=256)
+def _plain(line: str) -> str:
+    """A line without the colours that a program gave it."""
+    return Text.from_ansi(line).plain

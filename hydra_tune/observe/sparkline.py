@@ -1,0 +1,40 @@
+"""Numbers as a line of small bars: `▁▂▄▆█`."""
+
+import math
+from collections.abc import Sequence
+
+_BARS = "▁▂▃▄▅▆▇█"
+_MIDDLE = _BARS[3]
+_NAN, _UP, _DOWN = "×", "↑", "↓"  # noqa: RUF001 - a cross is what is meant
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of some numbers, from the smallest of them to the largest.
+
+    Args:
+        values: in their order.
+        width: characters there may be; of more values, one of each of as many equal stretches is shown, the last one included.
+
+    Returns:
+        One character for each value: a bar, `×` for NaN, `↑` and `↓` for the infinities. Equal values are half high.
+    """  # noqa: RUF002
+    if width < 1:
+        return ""
+    count = len(values)
+    if count > width:
+        values = [values[(index + 1) * count // width - 1] for index in range(width)]
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    return "".join(_bar(value, low, high) for value in values)
+
+
+def _bar(value: float, low: float, high: float) -> str:
+    if math.isnan(value):
+        return _NAN
+    if math.isinf(value):
+        return _UP if value > 0 else _DOWN
+    # Halved, for the distance between two large numbers may be beyond what a float holds.
+    span = high / 2 - low / 2
+    if span <= 0:
+        return _MIDDLE
+    return _BARS[min(len(_BARS) - 1, int((value / 2 - low / 2) / span * len(_BARS)))]

@@ -1,0 +1,56 @@
+"""Data of which only the shapes are known: enough to plan with, and never trained on."""
+
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from hydra_tune.errors import ConfigError
+from hydra_tune.task import TrainTask
+
+
+class ShapesOnly(Dataset[Any]):
+    """Stands for data that is not here, so that a task can be planned before its data is had.
+
+    `HydraExecutor.plan` and `profile` take a task with it as any other, for what they find depends on shapes and on the number
+    of samples alone. `submit`, `run`, `train_plain` and `hydra-tune sweep` refuse it.
+
+    Args:
+        sample: one sample, as the data would give it; each of them is this one.
+        length: samples that there would be.
+
+    Raises:
+        ConfigError: a length below 1.
+    """
+
+    def __init__(self, sample: Any, length: int) -> None:
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ConfigError(f"ShapesOnly needs a length of at least 1, not {length!r}")
+        self._sample, self._length = sample, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        if not -self._length <= index < self._length:
+            raise IndexError(index)
+        return self._sample
+
+
+def has_shapes_only(task: TrainTask) -> bool:
+    """Whether some of a task's data stands for data that is not here."""
+    handles = (task.train, task.validate)
+    data = [handle.dataset if isinstance(handle, DataLoader) else handle for handle in handles]
+    return any(isinstance(one, ShapesOnly) for one in data)
+
+
+def refuse_shapes_only(task: TrainTask) -> None:
+    """Refuse to train such a task.
+
+    Raises:
+        ConfigError: it has no data.
+    """
+    if has_shapes_only(task):
+        raise ConfigError(
+            "a task whose data is ShapesOnly can be planned, but not trained: its samples are made up; give it its data "
+            "(in a sweep file, usually a parameter that says where the data is)"
+        )
