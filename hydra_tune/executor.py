@@ -65,7 +65,8 @@ class HydraExecutor:
         policy: how shard units are chosen: "lrtf" (longest remaining time first), another name in
             `hydra_tune.schedule.POLICIES` or of an entry point in "hydra_tune.policies", or a `Policy`.
         buffer_fraction: part of each device's memory that a shard leaves free for others, to which the next shards are sent
-            while it computes; 0 to below 1. Nothing is kept where the whole model fits; with 0 nothing is sent ahead.
+            while it computes; 0 to below 1. Nothing is kept where the whole model fits; with 0 nothing is sent ahead. "auto":
+            as little as the parameters of any shard need.
         max_concurrent: trials in flight at once; None for twice the number of devices.
         admission: "eager" lets all trials in flight advance as the policy says, in lock-step where they are equally long;
             "staggered" has the oldest go first, as many as there are devices, and the others fill the gaps: trials end
@@ -101,7 +102,7 @@ class HydraExecutor:
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
         policy: str | Policy = "lrtf",
-        buffer_fraction: float = 0.15,
+        buffer_fraction: float | Literal["auto"] = 0.15,
         max_concurrent: int | None = None,
         num_shards: NumShards = None,
         instrument: Callable[[], AbstractContextManager[Any]] | None = None,
@@ -122,8 +123,8 @@ class HydraExecutor:
             )
         if not isinstance(devices, str):
             raise ConfigError(f"devices must be a text such as 'auto', 'cuda' or 'cpu:2', not {devices!r}")
-        if not isinstance(buffer_fraction, int | float) or not 0 <= buffer_fraction < 1:
-            raise ConfigError(f"buffer_fraction must be from 0 to below 1, not {buffer_fraction!r}")
+        if buffer_fraction != "auto" and not (isinstance(buffer_fraction, int | float) and 0 <= buffer_fraction < 1):
+            raise ConfigError(f"buffer_fraction must be 'auto', or from 0 to below 1, not {buffer_fraction!r}")
         _check_count("max_concurrent", max_concurrent)
         check_admission(admission)
         if num_shards not in ("layer", "tuned"):
@@ -544,7 +545,7 @@ class HydraExecutor:
             recorder=Recorder(devices, self._policy_name, self._width, self._admission) if self._record else None,
             only_way=self._only_way,
             host=host,
-            sends_ahead=self._buffer_fraction > 0,
+            sends_ahead=self._buffer_fraction != 0,
             log=None if self._event_log is None else self._log_to(self._event_log, devices),
             checkpoints=Checkpoints(*self._saving, host),
         )

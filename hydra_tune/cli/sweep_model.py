@@ -8,7 +8,7 @@ no positions and no tuner: `sweep_file` turns what pydantic finds into `file:lin
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from hydra_tune.cli.distributions import check_distribution, to_domain
@@ -63,6 +63,12 @@ def _shards(value: Any) -> int | Literal["layer", "tuned"]:
     )
 
 
+def _buffer(value: Any) -> float | Literal["auto"]:
+    if value == "auto" or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1):
+        return value  # type: ignore[no-any-return]  # as above
+    raise PydanticCustomError("buffer", "must be auto, or from 0 to below 1, not {got}", {"got": describe(value)})
+
+
 def _policy(name: Any) -> str:
     """Installed packages have policies of their own, so no list of names stands here."""
     if not isinstance(name, str):
@@ -78,6 +84,7 @@ Number = Annotated[float, PlainValidator(_number)]
 Step = Annotated[float, PlainValidator(_step)]
 AnyScalar = Annotated[Scalar, PlainValidator(_scalar)]
 Shards = Annotated[int | Literal["layer", "tuned"], PlainValidator(_shards)]
+Buffer = Annotated[float | Literal["auto"], PlainValidator(_buffer)]
 Bytes = Annotated[str | int, PlainValidator(_bytes)]
 PolicyName = Annotated[str, PlainValidator(_policy)]
 
@@ -167,7 +174,7 @@ class Hydra(Block):
     host_memory: Bytes | None = None
     spill_dir: Annotated[str, Field(min_length=1)] | None = None
     policy: PolicyName | None = None
-    buffer_fraction: Annotated[FiniteFloat, Field(ge=0, lt=1)] | None = None
+    buffer_fraction: Buffer | None = None
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     admission: Literal["eager", "staggered"] | None = None
     num_shards: Shards | None = None

@@ -37,7 +37,7 @@ def planned_profile(
         "trials": trials,
         "devices": [{"name": d.name, "memory_bytes": d.budget_bytes, "bandwidth": bandwidth} for d in devices],
         "max_concurrent": max_concurrent,
-        "overlap": library.budget.buffer_fraction > 0,  # what is next is sent ahead
+        "overlap": library.budget.sends_ahead,  # what is next is sent ahead
     }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hydra_tune.devices.link import Link
 from hydra_tune.errors import BudgetError, CaptureError, ConfigError, HydraTuneError
+from hydra_tune.quantities import format_bytes
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.activations import Room, chosen, keeping, seconds_of
 from hydra_tune.shard.analysis import Analysis, analyse
@@ -47,6 +48,7 @@ from hydra_tune.shard.verify import verify, verify_close
 from hydra_tune.shard.whole import whole_plan
 from hydra_tune.task import TrainTask
 
+_BUFFERS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4)  # of a device's memory, for "auto"
 _MAX_PLANS = 128  # kept for trials to come; those under way hold their own
 _MAX_ANSWERS = 8  # kept for each kind of batch, where the step asks for values of the batch
 
@@ -57,7 +59,8 @@ class Budget:
 
     Args:
         budget_bytes: memory of the smallest device.
-        buffer_fraction: part of it kept free next to a running shard; nothing is kept where the whole model fits.
+        buffer_fraction: part of it kept free next to a running shard; nothing is kept where the whole model fits. "auto": as
+            little as the parameters of any shard need, so that all that comes next can be sent ahead.
         alignment: bytes to which the devices align allocations.
         num_shards: see `Partitioner.partition`.
         optimizer_placement: where optimizer state stays and updates are made; "auto": see `placement.py`.
@@ -71,7 +74,7 @@ class Budget:
     """
 
     budget_bytes: int
-    buffer_fraction: float
+    buffer_fraction: float | Literal["auto"]
     alignment: int
     num_shards: NumShards = None
     optimizer_placement: OptimizerPlacement | Literal["auto"] = "device"
@@ -84,15 +87,20 @@ class Budget:
     host_threads: int = 1
 
     @property
-    def buffer_bytes(self) -> int:
-        """Memory kept free next to a running shard."""
-        return int(self.budget_bytes * self.buffer_fraction)
+    def buffers(self) -> tuple[int, ...]:
+        """Bytes that could be kept free next to a running shard, the least first."""
+        tried = _BUFFERS if self.buffer_fraction == "auto" else (self.buffer_fraction,)
+        return tuple(int(self.budget_bytes * fraction) for fraction in tried)
 
     @property
-    def room(self) -> Room:
-        """What there is to keep activations in."""
+    def sends_ahead(self) -> bool:
+        """Whether what comes next is sent to a device while it computes."""
+        return self.buffer_fraction != 0
+
+    def room(self, buffer_bytes: int) -> Room:
+        """What there is to keep activations in, beside a buffer."""
         return Room(
-            capacity_bytes=self.budget_bytes - self.buffer_bytes,
+            capacity_bytes=self.budget_bytes - buffer_bytes,
             budget_bytes=self.budget_bytes,
             trials=self.trials,
             host_bytes=self.host_bytes,
@@ -196,6 +204,7 @@ class _Packed:
     pilot: Pilot
     partitioner: QuickPartitioner
     edges: list[int]
+    buffer_bytes: int
     why: str | None = None
     placement_why: str | None = None
 
@@ -327,7 +336,7 @@ class PlanLibrary:
         for reason in filter(None, (packed.why, packed.placement_why)):
             CHOICES.info("%s", reason)
         plan = build_plan(captured, analysis, pilot, edges)
-        room = self.budget.room
+        room = self.budget.room(packed.buffer_bytes)
         # A compiler's graphs save through functions of their own, which know nothing of units.
         kept = plan if request.task.compile else keeping(plan, pilot, request.task.activations, room)
         with GATE.shared():
@@ -378,21 +387,41 @@ class PlanLibrary:
         return replace(packed, placement_why=choice.reason)
 
     def _packed_for(self, request: _Request, captured: Captured, analysis: Analysis, pilot: Pilot) -> _Packed:
+        """With the smallest buffer into which the parameters of each shard fit; else the largest with which it can be cut."""
+        found: _Packed | None = None
+        for buffer_bytes in self.budget.buffers:
+            try:
+                packed = self._packed_beside(request, captured, analysis, pilot, buffer_bytes)
+            except BudgetError:
+                if found is None:
+                    raise
+                break
+            found, largest = packed, max(pilot.cost(*span).state_bytes for span in pairwise(packed.edges))
+            if len(packed.edges) == 2 or largest <= buffer_bytes:  # noqa: PLR2004 - one shard needs no buffer
+                break
+        assert found is not None, "there is a buffer to try"
+        is_choice = self.budget.buffer_fraction == "auto" and request.like is None
+        return _told_of_buffer(found, self.budget.budget_bytes) if is_choice else found
+
+    def _packed_beside(
+        self, request: _Request, captured: Captured, analysis: Analysis, pilot: Pilot, buffer_bytes: int
+    ) -> _Packed:
         partitioner = QuickPartitioner(
             pilot,
             analysis,
             len(captured.nodes),
             budget_bytes=self.budget.budget_bytes,
-            buffer_bytes=self.budget.buffer_bytes,
+            buffer_bytes=buffer_bytes,
         )
+        packed = partial(_Packed, pilot=pilot, partitioner=partitioner, buffer_bytes=buffer_bytes)
         if request.like is not None:
-            edges = partitioner.partition(None, _cuts_like(captured, analysis, request.like))
-            return _Packed(pilot=pilot, partitioner=partitioner, edges=edges)
+            return packed(edges=partitioner.partition(None, _cuts_like(captured, analysis, request.like)))
         edges = partitioner.partition(self.budget.num_shards)
         if self.budget.num_shards != "tuned" or not _may_be_tuned(request, edges):
-            return _Packed(pilot=pilot, partitioner=partitioner, edges=edges)
-        choice = self._tuned(request.task, partitioner, build_plan(captured, analysis, pilot, edges), pilot, edges)
-        return _Packed(pilot=pilot, partitioner=partitioner, edges=list(choice.packing.edges), why=choice.reason)
+            return packed(edges=edges)
+        plan = build_plan(captured, analysis, pilot, edges)
+        choice = self._tuned(request.task, partitioner, plan, pilot, edges, buffer_bytes)
+        return packed(edges=list(choice.packing.edges), why=choice.reason)
 
     def _placement(
         self, request: _Request, captured: Captured, analysis: Analysis, on_device: _Packed | None, on_host: _Packed
@@ -405,7 +434,8 @@ class PlanLibrary:
             return build_plan(captured, analysis, packed.pilot, packed.edges)
 
         def cut(packed: _Packed) -> Cut:
-            measure, plan = self._measure(request.task, packed.pilot, packed.edges[-1]), plan_of(packed)
+            measure = self._measure(request.task, packed.pilot, packed.edges[-1], packed.buffer_bytes)
+            plan = plan_of(packed)
             return Cut(
                 costs=[measure(first, last) for first, last in pairwise(packed.edges)],
                 seconds=estimated_seconds(packed.pilot, plan, plan)[0] if speeds.is_host else None,
@@ -428,10 +458,16 @@ class PlanLibrary:
         return most is None or (whole.peak_bytes <= most and not is_unbuilt(request.model))
 
     def _tuned(
-        self, task: TrainTask, partitioner: QuickPartitioner, plan: Plan, pilot: Pilot, largest: list[int]
+        self,
+        task: TrainTask,
+        partitioner: QuickPartitioner,
+        plan: Plan,
+        pilot: Pilot,
+        largest: list[int],
+        buffer_bytes: int,
     ) -> Choice:
         """Where the shards start and end with which a step moves the fewest bytes."""
-        measure = self._measure(task, pilot, largest[-1])
+        measure = self._measure(task, pilot, largest[-1], buffer_bytes)
         return choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, self._habits(task, plan))
 
     def _habits(self, task: TrainTask, plan: Plan) -> Habits:
@@ -439,14 +475,14 @@ class PlanLibrary:
         counted = self.budget.counts_draws or not plan.is_stochastic
         return Habits(
             waits=GradientRules.of(task).has_two_phases,
-            sends_ahead=self.budget.buffer_fraction > 0,
+            sends_ahead=self.budget.sends_ahead,
             num_batches=task.accumulate * task.split_batches,
             may_group=counted and plan.may_be_pipelined,
         )
 
-    def _measure(self, task: TrainTask, pilot: Pilot, end: int) -> Callable[[int, int], ShardCost]:
+    def _measure(self, task: TrainTask, pilot: Pilot, end: int, buffer_bytes: int) -> Callable[[int, int], ShardCost]:
         """What a shard of a step of so many nodes costs, with the activations that it is expected to keep."""
-        room = self.budget.room
+        room = self.budget.room(buffer_bytes)
         # "auto" keeps most of what it can where units and copies can be compared, and nothing elsewhere.
         keeps = task.activations in ("keep", "spill") or (task.activations == "auto" and self.budget.link() is not None)
 
@@ -546,6 +582,18 @@ class PlanLibrary:
             return None
         parameters: dict[str, Tensor] = dict(request.model.named_parameters())
         return optimizer_pilot(request.optimizer, parameters, specs, alignment=self.budget.alignment)
+
+
+def _told_of_buffer(packed: _Packed, budget_bytes: int) -> _Packed:
+    """With a sentence on the buffer, where there is one."""
+    if len(packed.edges) == 2:  # noqa: PLR2004 - one shard has none
+        return packed
+    largest = max(packed.pilot.cost(*span).state_bytes for span in pairwise(packed.edges))
+    told = (
+        f"{format_bytes(packed.buffer_bytes)} ({packed.buffer_bytes / budget_bytes:.0%} of the device) are kept for loading, "
+        f"and the largest shard's parameters take {format_bytes(largest)}"
+    )
+    return replace(packed, why=told if packed.why is None else f"{packed.why}; {told}")
 
 
 def _may_be_tuned(request: _Request, edges: list[int]) -> bool:

@@ -305,7 +305,7 @@ def test_a_file_that_is_not_one(problems, text, problem):
             "4:24: hydra.device_memory: must be a size such as '11GiB', '800 MB' or '4096', not 'lots'",
         ),
         ("hydra: {device_memory: 0}", "4:24: hydra.device_memory: must be more than 0 bytes, not 0"),
-        ("hydra: {buffer_fraction: 1}", "4:26: hydra.buffer_fraction: must be < 1.0, not 1"),
+        ("hydra: {buffer_fraction: 1}", "4:26: hydra.buffer_fraction: must be auto, or from 0 to below 1, not 1"),
         (
             "hydra: {num_shards: layers}",
             "4:21: hydra.num_shards: must be a whole number of at least 1, layer or tuned, not 'layers'",

@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hydra_tune import TrainTask
 from hydra_tune.errors import BudgetError, CaptureError, TaskError
 from hydra_tune.shard import library as library_module
 from hydra_tune.shard.batch import flatten
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import Budget, Layout, PlanLibrary
 from tests.parity.models import build
+from tests.unit.pool.tasks import against_plain, running
 from tests.unit.shard.bench import first_batch, task_of, vectors
 from tests.unit.shard.test_verify import TRAPS
 
@@ -312,3 +315,62 @@ def test_a_plan_that_tells_its_smallest_budget_holds_no_tensor_of_the_trial():
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)
     assert found.smallest_budget() > 0
+
+
+WIDE = 64
+
+
+def deep(samples: int, layers: int = 8):
+    """Equal layers, with few samples nearly all parameters, with many nearly all activations."""
+    inputs = torch.randn(samples, WIDE)
+    made = torch.utils.data.TensorDataset(inputs, inputs)
+    return TrainTask(
+        model=lambda: nn.Sequential(*[nn.Linear(WIDE, WIDE) for _ in range(layers)]),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=nn.functional.mse_loss,
+        train=made,
+        batch_size=samples,
+        epochs=2,
+    )
+
+
+@pytest.mark.parametrize("samples", [4, 256])
+def test_an_automatic_buffer_is_the_smallest_that_holds_any_shards_parameters(samples):
+    task = deep(samples)
+    whole = prepare(library(), task).plan.peak_bytes
+    budget, fractions = whole * 3 // 5, (0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
+    found = prepare(library(budget, buffer_fraction="auto"), task)
+    fixed = {fraction: prepare(library(budget, buffer_fraction=fraction), task).plan for fraction in fractions}
+    enough = next(
+        fraction
+        for fraction, plan in fixed.items()
+        if max(shard.cost.state_bytes for shard in plan.shards) <= int(budget * fraction)
+    )
+    assert found.plan.cuts == fixed[enough].cuts
+    assert f"({enough:.0%} of the device)" in found.why
+    assert (enough > 0.15) == (samples == 4), "more for a model of parameters, less for one of activations"
+
+
+def test_where_no_automatic_buffer_is_large_enough_it_is_the_largest_with_which_the_model_can_be_cut():
+    task = deep(4)
+    whole = prepare(library(), task).plan.peak_bytes
+    budget = int(prepare(library(whole * 3 // 5, buffer_fraction=0.05), task).smallest_budget() * 1.02)
+    with pytest.raises(BudgetError):
+        prepare(library(budget, buffer_fraction=0.15), task)
+    found = prepare(library(budget, buffer_fraction="auto"), task)
+    assert "(5% of the device)" in found.why
+
+
+def test_a_model_that_fits_needs_no_automatic_buffer():
+    found = prepare(library(buffer_fraction="auto"), deep(4))
+    assert len(found.plan.shards) == 1
+    assert found.why is None
+
+
+def test_an_automatic_buffer_changes_no_bit():
+    described = deep(16)
+    with running(device_memory="80KiB", buffer_fraction="auto") as pool:
+        result = pool.submit(described).result(60.0)
+        (device,) = pool.stats().devices.values()
+    assert against_plain(described, result) == []
+    assert device.bytes_ahead > 0
