@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hydra_tune.shard.overwriting import overwritten
+
 _READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what item(), float() and bool() come down to
 
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
@@ -27,4 +29,5 @@ class Stage(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is _READ:
             dtype = args[0].dtype
             return dtype == torch.bool or (1.0 if dtype.is_floating_point else 1)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        target = overwritten(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs) if target is None else target

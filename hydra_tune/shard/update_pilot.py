@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from hydra_tune.shard.analysis import fake_like
 from hydra_tune.shard.capture import StateSpec
+from hydra_tune.shard.overwriting import overwritten
 from hydra_tune.shard.pilot import StorageTracker, UpdatePilot, aligned, quiet_collector
 from hydra_tune.shard.stage import Stage
 
@@ -22,6 +24,16 @@ _LATE = 10_000  # a step by which every optimizer does all that it ever does
 _SMALL_BYTES = 4 << 20  # of parameters: with that many, real operators take less time than to follow what they would do
 
 _Make = Callable[[StateSpec], Tensor]
+
+
+class _UpdateTracker(StorageTracker):  # type: ignore[no-untyped-call]
+    """Runs nothing that makes no memory."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        target = overwritten(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs) if target is None else target
 
 
 def optimizer_pilot(
@@ -83,7 +95,7 @@ def _measure(
         leaf.grad = torch.zeros_like(leaf)
         leaves.append(leaf)
     stand_in = stand_in_for(optimizer, members, leaves)
-    tracker = StorageTracker(alignment)
+    tracker = _UpdateTracker(alignment)
     with quiet_collector(), tracker:
         tracker.know(*leaves, *(leaf.grad for leaf in leaves if leaf.grad is not None))
         stand_in.step()

@@ -157,3 +157,17 @@ def test_an_optimizer_that_does_more_after_some_steps_is_measured_then():
         ledger = pool.stats().devices["cpu:0"].peak_bytes
     assert result.error is None
     assert max(tracker.peak_bytes) <= ledger
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_operators_that_only_overwrite_need_not_be_run(name, monkeypatch):
+    monkeypatch.setattr("hydra_tune.shard.update_pilot._SMALL_BYTES", 0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8, bias=False))
+    measured = []
+    for _ in range(2):
+        optimizer = OPTIMIZERS[name](model.parameters())
+        measure = optimizer_pilot(optimizer, dict(model.named_parameters()), state_specs(model), alignment=64)
+        measured.append(measure(NAMES))
+        monkeypatch.setattr("hydra_tune.shard.update_pilot.overwritten", lambda func, args: None)
+        monkeypatch.setattr("hydra_tune.shard.stage.overwritten", lambda func, args: None)
+    assert measured[0] == measured[1]

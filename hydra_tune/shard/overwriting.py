@@ -1,0 +1,42 @@
+"""Which operators only write new values into a tensor that is there: of tensors without bytes they change nothing.
+
+What they would do there takes far longer to follow than it is worth: an optimizer's update is made of little else.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_ATEN = torch.ops.aten
+_COPYING = (_ATEN.copy_.default, _ATEN.fill_.Scalar, _ATEN.fill_.Tensor, _ATEN.zero_.default)
+
+
+def overwritten(func: Any, args: Any) -> Tensor | None:
+    """The first argument of an operator that does nothing but overwrite its elements, if it has no bytes.
+
+    Args:
+        func: the operator.
+        args: its positional arguments.
+
+    Returns:
+        What the operator would return; None if it has to be run.
+    """
+    target = args[0] if args else None
+    if not isinstance(target, Tensor) or not _only_overwrites(func):
+        return None
+    if isinstance(target, FakeTensor):
+        return target if target.constant is None else None  # of a small constant torch knows the value
+    return target if target.is_meta else None
+
+
+@functools.cache
+def _only_overwrites(func: Any) -> bool:
+    if func not in _COPYING and torch.Tag.pointwise not in func.tags:
+        return False
+    schema = func._schema  # noqa: SLF001 - torch has no other name for it
+    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    returned = [result.alias_info for result in schema.returns]
+    return writes[:1] == [True] and sum(writes) == 1 and len(returned) == 1 and returned[0] is not None
