@@ -5,8 +5,8 @@ ones that take long to measure. Here candidates are measured from the shortest o
 bisection takes for granted, too, that a longer shard needs no less.
 """
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 
 from hydra_tune.errors import BudgetError
@@ -17,6 +17,7 @@ from hydra_tune.shard.pilot import Pilot, ShardCost
 _PRECISION = 1000
 _STRIDE = 4  # times as far above the least conceivable budget
 _AROUND = 4  # pieces to each side
+_MOST_GUESSES = 6  # before halves are tried: memory may grow in leaps
 
 
 class QuickPartitioner(Partitioner):
@@ -56,6 +57,38 @@ class QuickPartitioner(Partitioner):
             else:
                 low = middle
         return high
+
+    def _furthest(self, first: int, cuts: list[int]) -> int | None:
+        """As the partitioner's, in fewer steps: between what is known to fit and what is not, as memory grows with nodes."""
+        low, high = -1, len(cuts)
+        for end, peak_bytes in self._quick.peaks(first).items():
+            if peak_bytes <= self._capacity:
+                low = max(low, bisect_right(cuts, end) - 1)
+            else:
+                high = min(high, bisect_left(cuts, end))
+        if low >= high:  # a longer shard needs less here
+            return super()._furthest(first, cuts)
+        guesses = 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            if guesses < _MOST_GUESSES:
+                middle = min(max(self._guess(first, cuts, middle), low + 1), high - 1)
+                guesses += 1
+            if self._fits(first, cuts[middle]):
+                low = middle
+            else:
+                high = middle
+        return cuts[low] if low >= 0 else None
+
+    def _guess(self, first: int, cuts: list[int], otherwise: int) -> int:
+        """Index of the last cut that is likely to fit."""
+        known = self._quick.peaks(first).items()
+        under = max((one for one in known if one[1] <= self._capacity), default=None)
+        over = min((one for one in known if one[1] > self._capacity), default=None)
+        if under is None or over is None:
+            return otherwise
+        share = (self._capacity - under[1]) / (over[1] - under[1])
+        return bisect_right(cuts, under[0] + share * (over[0] - under[0])) - 1
 
     def _with_buffer(self, peak_bytes: int) -> int:
         """The budget that leaves so much for a shard."""
@@ -121,6 +154,7 @@ class _QuickPilot(Pilot):
         num_nodes: of the graph.
         limit_bytes: the most that anybody asks about.
         too_large: what is known of candidates that were over some limit.
+        peaks: what all that were measured need, by first and last node.
     """
 
     def __init__(
@@ -130,16 +164,22 @@ class _QuickPilot(Pilot):
         num_nodes: int,
         limit_bytes: int,
         too_large: "dict[int, list[tuple[int, ShardCost]]] | None" = None,
+        peaks: dict[int, dict[int, int]] | None = None,
     ) -> None:
         self._pilot = pilot
         self._cuts = analysis.cuts
         self._whole = (0, num_nodes)
         self._limit_bytes = limit_bytes
         self._too_large = {} if too_large is None else too_large  # by first node: last nodes that were over some limit
+        self._peaks = {} if peaks is None else peaks
 
     def within(self, limit_bytes: int, analysis: Analysis) -> "_QuickPilot":
         """One of another limit that shares what this one knows."""
-        return _QuickPilot(self._pilot, analysis, self._whole[1], limit_bytes, self._too_large)
+        return _QuickPilot(self._pilot, analysis, self._whole[1], limit_bytes, self._too_large, self._peaks)
+
+    def peaks(self, first: int) -> Mapping[int, int]:
+        """By last node, what those candidates need that were measured."""
+        return self._peaks.get(first, {})
 
     def cost(self, first: int, last: int) -> ShardCost:
         """Of a candidate; where it is over the limit, of a shorter one that is so too."""
@@ -151,6 +191,7 @@ class _QuickPilot(Pilot):
                 return cost
         for end in self._ends(first, last):
             cost = self._pilot.cost(first, end)
+            self._peaks.setdefault(first, {})[end] = cost.peak_bytes
             if cost.peak_bytes > self._limit_bytes:
                 found.append((end, cost))
                 break
