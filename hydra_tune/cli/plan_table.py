@@ -81,10 +81,8 @@ def print_planned(console: Console, planned: Sequence[Planned], notes: Sequence[
     for words in _configurations(planned):
         console.print(Text(words), soft_wrap=True)
     if found:
-        console.print()
-        console.print(_shape(found))
-        console.print()
-        console.print(_traffic(found))
+        _print_table(console, _shape(found))
+        _print_table(console, _traffic(found))
         for line in _alike(found):
             console.print()
             console.print(line, soft_wrap=True)
@@ -129,29 +127,52 @@ def _alike(found: Sequence[tuple[int, Forecast]]) -> list[Text]:
     return lines
 
 
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A heading and a cell for each trial."""
+
+    name: str
+    cells: list[str]
+
+    @property
+    def width(self) -> int:
+        """Characters that it takes, with the gap before it."""
+        return max(map(len, (self.name, *self.cells))) + 1
 
 
-def _shape(found: Sequence[tuple[int, Forecast]]) -> Table:
-    table = _table("trial", "|W|", "shards", "units", "activations", "updates", "peak", "least budget", "step")
-    for number, forecast in found:
-        (trial,) = forecast.trials
-        table.add_row(
-            str(number),
-            format_bytes(trial.parameter_bytes),
-            "whole" if trial.is_whole else str(trial.num_shards),
-            str(trial.units_per_step),
-            _counted(trial.activations),
-            f"on {trial.optimizer_placement}",
-            format_bytes(max(device.peak_bytes for device in forecast.devices.values())),
-            format_bytes_up(trial.smallest_budget_bytes),
-            format_seconds(trial.step_seconds) if trial.step_seconds else _NOTHING,
-        )
-    return table
+def _print_table(console: Console, columns: Sequence[_Column]) -> None:
+    """Print columns side by side; where the console is too narrow, those that do not fit below, beside the first one again."""
+    first, *rest = columns
+    while rest:
+        room, count = console.width + 1 - first.width, 0
+        while count < len(rest) and (room := room - rest[count].width) >= 0:
+            count += 1
+        count = max(1, count)
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        for column in (first, *rest[:count]):
+            table.add_column(column.name, justify="right", overflow="fold")
+        for cells in zip(*(column.cells for column in (first, *rest[:count])), strict=True):
+            table.add_row(*map(Text, cells))
+        console.print()
+        console.print(table)
+        rest = rest[count:]
+
+
+def _shape(found: Sequence[tuple[int, Forecast]]) -> list[_Column]:
+    forecasts = [forecast for _, forecast in found]
+    trials = [forecast.trials[0] for forecast in forecasts]
+    peaks = [max(device.peak_bytes for device in forecast.devices.values()) for forecast in forecasts]
+    return [
+        _Column("trial", [str(number) for number, _ in found]),
+        _Column("|W|", [format_bytes(trial.parameter_bytes) for trial in trials]),
+        _Column("shards", ["whole" if trial.is_whole else str(trial.num_shards) for trial in trials]),
+        _Column("units", [str(trial.units_per_step) for trial in trials]),
+        _Column("activations", [_counted(trial.activations) for trial in trials]),
+        _Column("updates", [f"on {trial.optimizer_placement}" for trial in trials]),
+        _Column("peak", [format_bytes(peak) for peak in peaks]),
+        _Column("least budget", [format_bytes_up(trial.smallest_budget_bytes) for trial in trials]),
+        _Column("step", [format_seconds(trial.step_seconds) if trial.step_seconds else _NOTHING for trial in trials]),
+    ]
 
 
 def _counted(activations: Sequence[str]) -> str:
@@ -161,12 +182,12 @@ def _counted(activations: Sequence[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or _NOTHING
 
 
-def _traffic(found: Sequence[tuple[int, Forecast]]) -> Table:
+def _traffic(found: Sequence[tuple[int, Forecast]]) -> list[_Column]:
     """Bytes of a step, both ways together: one column for each kind that anything moves of."""
-    kinds = [kind.value for kind in Kind if any(kind.value in forecast.bytes_by_kind for _, forecast in found)]
-    table = _table("moved", *kinds, "over |W|")
-    for number, forecast in found:
-        moved = forecast.bytes_by_kind
-        sizes = [format_bytes(moved[kind]) if kind in moved else _NOTHING for kind in kinds]
-        table.add_row(str(number), *sizes, f"{forecast.parameter_traffic:.2f}")
-    return table
+    moved = [forecast.bytes_by_kind for _, forecast in found]
+    kinds = [kind.value for kind in Kind if any(kind.value in one for one in moved)]
+    return [
+        _Column("moved", [str(number) for number, _ in found]),
+        *(_Column(kind, [format_bytes(one[kind]) if kind in one else _NOTHING for one in moved]) for kind in kinds),
+        _Column("over |W|", [f"{forecast.parameter_traffic:.2f}" for _, forecast in found]),
+    ]

@@ -82,7 +82,9 @@ def test_tables_at_80_columns(folder):
     assert max(map(len, lines)) <= 80
     first, second = (next(i for i, line in enumerate(lines) if line.startswith(word)) for word in ("trial  ", "moved "))
     assert lines[0].startswith("devices: 1 of 2.0 MiB")
-    assert lines[first].split() == ["trial", "|W|", "shards", "units", "activations", "peak", "least", "budget", "step"]
+    assert lines[first].split() == [
+        *("trial", "|W|", "shards", "units", "activations", "updates", "peak", "least", "budget", "step")
+    ]
     shards = {line.split()[0]: line.split()[3] for line in lines[first + 1 : first + 3]}
     assert shards["0"] == "1"
     assert int(shards["1"]) > 1
