@@ -187,7 +187,9 @@ class Chain:
         if training and self.keeps(index):
             outputs = self._taped(index, shard)
         else:
-            outputs = compute.forward(shard.graph, self._operands(shard), shard.needs_gradient if training else None)
+            outputs = self.plan.computing.forward(
+                shard.graph, self._operands(shard), shard.needs_gradient if training else None
+            )
         for name, tensor in outputs.items():
             self._store.put(name, tensor)
         self._settle(index)
@@ -245,7 +247,7 @@ class Chain:
     def _taped(self, index: int, shard: Shard) -> dict[str, Tensor]:
         """A forward unit that keeps its graph."""
         operands = self._operands(shard)
-        outputs, tape = compute.taped_forward(shard.graph, operands, shard.needs_gradient)
+        outputs, tape = self.plan.computing.taped_forward(shard.graph, operands, shard.needs_gradient)
         place = next((tensor.device for tensor in operands.all), None)
         saved = tape.settle()
         self._tapes[index] = _Kept(tape, place, tuple(saved))
@@ -268,7 +270,7 @@ class Chain:
         recompute = self.has_forward(index)
         if recompute and shard.graph.stochastic:
             generator.set_state(self._random_states[index])
-        return compute.backward(
+        return self.plan.computing.backward(
             shard.graph,
             self._operands(shard, saved=index if recompute else None),
             needs_gradient=shard.needs_gradient,

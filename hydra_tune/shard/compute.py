@@ -14,7 +14,7 @@ These functions run on real tensors and, in the pilot, on fake ones; they know n
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -169,6 +169,31 @@ class Tape:
         finally:
             self._saved.absent()
         return Gradients(live_in=_taken(self._live_in), parameters=_taken(self._parameters), outputs={})
+
+
+class Computing(Protocol):
+    """Whoever runs shards: this module, or one that knows what comes of it (`shard/remembered.py`)."""
+
+    def forward(
+        self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str] | None = None
+    ) -> dict[str, Tensor]:
+        """As this module's."""
+
+    def taped_forward(
+        self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]
+    ) -> tuple[dict[str, Tensor], Tape]:
+        """As this module's."""
+
+    def backward(
+        self,
+        shard: ShardGraph,
+        operands: Operands,
+        *,
+        needs_gradient: frozenset[str],
+        incoming: Incoming,
+        objective: Objective = loss_itself,
+    ) -> Gradients:
+        """As this module's."""
 
 
 def _point(leaves: Mapping[str, Tensor], names: Sequence[str], tensors: Sequence[Tensor]) -> None:

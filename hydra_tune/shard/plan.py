@@ -10,8 +10,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from hydra_tune.shard import compute
 from hydra_tune.shard.analysis import Analysis
 from hydra_tune.shard.capture import Captured
+from hydra_tune.shard.compute import Computing
 from hydra_tune.shard.pilot import Pilot, ShardCost
 from hydra_tune.shard.split import ShardGraph, cut_shard
 
@@ -66,6 +68,7 @@ class Plan:
         first_use, last_use: value -> first and last shard that uses it.
         operators: the graph's operators in order; equal ones make the same cuts possible for another batch size.
         eager: whether the one shard runs the user's own code instead of a graph.
+        computing: runs its shards.
     """
 
     mode: str
@@ -78,6 +81,7 @@ class Plan:
     last_use: dict[str, int]
     operators: tuple[str, ...] = ()
     eager: bool = False
+    computing: Computing = compute
 
     @property
     def cuts(self) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 Note: what is the trial's own here. Everything that decides which bytes are where: its plan, its groups, the store of its
 values, the order of its units, its optimizer's code, and whatever pager it is run on. So what is counted in a rehearsal is
 counted by the very lines that count in a run, and there is no second account of them that could differ. Only the tensors are
-fakes (as in the pilot), and whoever reads a value of one is told 1.
+fakes (as in the pilot), and whoever reads a value of one is told 1. A graph is run once in each situation
+(`shard/remembered.py`); the user's own code, of a model that runs whole, each time.
 """
 
 from collections.abc import Generator, Iterator
@@ -17,6 +18,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Kind
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.remembered import Remembered
 from hydra_tune.shard.unbuilt import bodiless_twin
 from hydra_tune.shard.update_pilot import stand_in_for
 from hydra_tune.shard.whole import EagerStep
@@ -152,4 +154,5 @@ def _plan(plan: Plan, task: TrainTask, twin: nn.Module, leaves: Leaves) -> Plan:
             module = EagerStep(task, twin, plan.mode, leaves, len(shard.graph.state))
         shards.append(replace(shard, graph=replace(shard.graph, module=module, stochastic=False)))
     constants = {name: _like(tensor) for name, tensor in plan.constants.items()}
-    return replace(plan, shards=tuple(shards), constants=constants)
+    computing = plan.computing if plan.eager else Remembered()
+    return replace(plan, shards=tuple(shards), constants=constants, computing=computing)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import BudgetError, ConfigError
+from hydra_tune.shard import compute
 from hydra_tune.train.rehearsal import Rehearsal
 from tests.unit.pool.tasks import running, task
 
@@ -217,6 +218,47 @@ def test_a_model_without_bytes_is_planned_like_one_that_is_built(monkeypatch):
     assert (unbuilt.bytes_in, unbuilt.bytes_out) == (built.bytes_in, built.bytes_out) == (bytes_in, bytes_out)
     known = ("num_shards", "units_per_step", "unit_bytes", "smallest_budget_bytes", "parameter_bytes")
     assert [getattr(unbuilt.trials[0], name) for name in known] == [getattr(built.trials[0], name) for name in known]
+
+
+@pytest.mark.parametrize("case", ["clipped", "kept", "spilled", "accumulated", "recomputed", "updates on the host"])
+def test_what_is_remembered_is_what_is_run(monkeypatch, case):
+    """Units that are run once, and operators that are not run at all, change no byte and no peak; nor do two devices."""
+    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
+    monkeypatch.setattr("hydra_tune.shard.unbuilt._SMALL_BYTES", 1 << 9)
+    make, changes = CASES[case]
+    options = {"device_memory": LINEAR_BUDGET, "buffer_fraction": 0.0, "num_shards": 3, **changes, "devices": "cpu:2"}
+    task = make(5, optimizer=partial(torch.optim.AdamW, lr=0.1))
+    with running(**options) as pool:
+        quick = pool.plan([task, task])
+    monkeypatch.setattr("hydra_tune.train.rehearsal.Remembered", lambda: compute)
+    for module in ("stage", "update_pilot"):
+        monkeypatch.setattr(f"hydra_tune.shard.{module}.overwritten", lambda func, args: None)
+    with running(**options) as pool:
+        assert pool.plan([task, task]) == quick
+    assert quick.bytes_by_kind["optimizer" if case != "updates on the host" else "parameters"] > 0
+
+
+def test_steps_that_repeat_are_not_run_again(monkeypatch):
+    runs = Counter()
+
+    def counting(name: str) -> Callable[..., Any]:
+        function = getattr(compute, name)
+
+        def run(shard, *args, **keywords):
+            runs[name, shard.first] += 1
+            return function(shard, *args, **keywords)
+
+        return run
+
+    with running(device_memory="260KiB", buffer_fraction=0.0) as pool:
+        pool.plan([noisy(5, activations="recompute")])  # measured
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(compute, name, counting(name))
+        monkeypatch.setattr("hydra_tune.pool.forecast.timed_steps", lambda *args, **keywords: None)
+        (trial,) = pool.plan([noisy(5, activations="recompute")]).trials
+    assert trial.units_per_step > 3
+    assert sum(runs.values()) > 2
+    assert set(runs.values()) == {1}
 
 
 def test_what_was_not_checked_is_not_trained_with(monkeypatch):
