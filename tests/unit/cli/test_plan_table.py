@@ -60,6 +60,6 @@ def test_no_figure_is_cut(forecast, width):
 
 
 def test_a_wide_terminal_has_two_tables_and_a_narrow_one_more(forecast):
-    starts = [sum(line.startswith(("trial", "moved")) for line in printed(forecast, width)) for width in (200, 80, 40)]
+    starts = [sum(line.startswith(("trial", "moved")) for line in printed(forecast, width)) for width in (200, 60, 30)]
     assert starts[0] == 2
     assert starts[0] < starts[1] < starts[2]
