@@ -50,4 +50,3 @@ def assert_cut_spilled_and_bitwise(make, device_memory):
         *differences(plain.optimizer.state_dict(), result.optimizer_state_dict(), "optimizer"),
     ]
     assert found == [], "\n".join(found)
-    return plain
