@@ -34,6 +34,7 @@ def test_sentences_are_padded_and_of_all_packages_alike():
         assert sum(tuple(row) in known for row in validation.ids.tolist()) < len(validation) / 50
 
 
+@pytest.mark.slow
 def test_the_file_is_planned_and_its_smallest_model_is_cut(tmp_path):
     small = space("transformers/space.yaml")
     small["parameters"] |= {
