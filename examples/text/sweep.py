@@ -28,16 +28,19 @@ def main():
     parser.add_argument("--data", metavar="FILE", help="a text in UTF-8; Python's own documentation unless given")
     parser.add_argument("--trials", type=int, default=10, metavar="N", help="trials of the search (10)")
     given = parser.parse_args()
+    if given.trials < 1:
+        parser.error(f"argument --trials: {given.trials} is too few; give 1 or more")
+    try:
+        language.build_causal(data=given.data)  # costs nothing but reading the text, which trials share
+    except ValueError as error:
+        parser.error(str(error))
     with HydraExecutor(devices="cpu:2", device_memory="7MiB") as pool:
         study = optuna.create_study(
             sampler=optuna.samplers.TPESampler(seed=0),
             pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=2, reduction_factor=2),
             executor=pool,
         )
-        try:
-            study.optimize(lambda trial: build(trial, given.data), n_trials=given.trials)
-        except ValueError as error:  # of the text
-            parser.error(str(error))
+        study.optimize(lambda trial: build(trial, given.data), n_trials=given.trials)
         stats = pool.stats()
     pruned = sum(trial.state == optuna.trial.TrialState.PRUNED for trial in study.trials)
     print(f"best val_bits_per_byte {study.best_value:.3f} with {study.best_params}")

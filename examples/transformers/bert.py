@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
         raise
     raise ModuleNotFoundError(
         "this example trains a BERT of Hugging Face's transformers, which is not installed; "
-        "pip install 'hydra-tune[transformers]', or pip install -e '.[all,transformers]' in a clone",
+        "pip install 'hydra-tune[transformers]', or pip install -e '.[optuna,transformers]' in a clone",
         name=error.name,
     ) from None
 

@@ -20,7 +20,6 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from hydra_tune.errors import TaskError
 from hydra_tune.task import Batch, DataHandle
 from hydra_tune.train import workers
-from hydra_tune.train.data import make_loader
 from hydra_tune.train.own import OwnCopies
 
 
@@ -94,10 +93,7 @@ class Feed:
         """
         self.may_skip = True
         with self._own_code():
-            given = self._own.stream_in(handle) if isinstance(handle, Dataset) else handle
-            batches: Any = make_loader(given, self._batch_size, shuffle)
-        if isinstance(batches, DataLoader) and not isinstance(handle, Dataset):
-            batches = self._own.loader(batches)
+            batches = self._own.batches(handle, self._batch_size, shuffle=shuffle)
         if isinstance(batches, DataLoader) and batches.num_workers > 0:
             yield from self._draw_from_workers(batches, skip)
             return

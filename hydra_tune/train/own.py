@@ -9,13 +9,15 @@ import copy
 import random
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe, Sampler
 
 from hydra_tune.errors import TaskError
+from hydra_tune.task import Batch, DataHandle
+from hydra_tune.train.data import make_loader
 from hydra_tune.train.own_states import give_state, state_of
 
 
@@ -38,6 +40,22 @@ class OwnCopies:
         for _, own in list(self._copies.values()):
             if self._waiting:
                 give_state(own, self._waiting.popleft())
+
+    def batches(self, handle: DataHandle, batch_size: int | None, *, shuffle: bool) -> Iterable[Batch]:
+        """The batches of one pass over a handle, from copies: `make_loader`, but for the originals, which stay as they are.
+
+        Args:
+            handle: a data handle of the trial's task.
+            batch_size: samples per batch, for a `Dataset`.
+            shuffle: whether a `Dataset` is read in random order.
+
+        Raises:
+            TaskError: data that cannot be iterated, or a loader that cannot be copied.
+        """
+        if isinstance(handle, Dataset):
+            return make_loader(self.stream_in(handle), batch_size, shuffle)
+        batches = make_loader(handle, batch_size, shuffle)
+        return self.loader(batches) if isinstance(batches, DataLoader) else batches
 
     def loader(self, original: DataLoader[Any]) -> DataLoader[Any]:
         """The trial's copy of a loader; always the same one.

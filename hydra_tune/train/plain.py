@@ -22,7 +22,8 @@ from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.operators import split_operators
 from hydra_tune.task import Batch, TrainTask
-from hydra_tune.train.data import make_loader, no_batch, num_samples
+from hydra_tune.train.data import no_batch, num_samples
+from hydra_tune.train.own import OwnCopies
 from hydra_tune.train.pieces import check_pieces, pieces
 
 Report = Callable[[int, dict[str, float]], bool | None]
@@ -54,7 +55,8 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
     """Train a task to its end with a plain PyTorch loop.
 
     Draws from the process's own random generators, as a plain loop does: not to be run beside a pool at work in the same
-    process, for the two would draw from each other's streams.
+    process, for the two would draw from each other's streams. Like the pool it draws from copies of loaders, samplers and
+    generators, so that the same task can be trained again, here or in a pool.
 
     Args:
         task: what to train.
@@ -66,7 +68,7 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
 
     Raises:
         ConfigError: the task's data is `ShapesOnly`.
-        TaskError: data that yields nothing, or a loss that is not a scalar.
+        TaskError: data that yields nothing or cannot be copied, or a loss that is not a scalar.
         BadLossError: a training loss that is NaN or infinite, with `on_bad_loss="fail"`.
         MetricError: an evaluation that is not made of scalars, or a metric that is not reported.
     """
@@ -128,6 +130,7 @@ class _Run:
     scheduler: Any
     report: Report | None
     scaler: torch.amp.GradScaler
+    own: OwnCopies = field(default_factory=OwnCopies)  # of loaders, samplers and generators
     steps: int = 0
     pending: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -140,7 +143,7 @@ class _Run:
         """Train on every batch once; returns False where a report pruned the run."""
         self.module.train()
         before = len(self.losses)
-        for batch in make_loader(self.task.train, self.task.batch_size, shuffle=True):
+        for batch in self.own.batches(self.task.train, self.task.batch_size, shuffle=True):
             if self.task.split_batches > 1 and not self.losses:
                 check_pieces(self.task, self.module, batch)
             self._backward(batch)
@@ -219,7 +222,7 @@ class _Run:
         batches = 0
         self.module.eval()
         with torch.no_grad():
-            for batch in make_loader(self.task.validate, self.task.batch_size, shuffle=False):
+            for batch in self.own.batches(self.task.validate, self.task.batch_size, shuffle=False):
                 batches += 1
                 with _autocast(self.task):
                     values = dict(_scalars(self.task, self.module, batch))

@@ -104,6 +104,7 @@ def test_the_file_runs_on_a_text_of_ones_own(tmp_path, monkeypatch, file):
     assert {trial["epochs"] for trial in report["trials"]} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["space.yaml", "masked.yaml"])
 def test_the_budget_cuts_the_smallest_and_fits_the_largest_model(file):
     smallest, largest = {}, {}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hydra_tune import train_plain
 from tests.parity.exact import differences, without_seconds
 from tests.support.feeds import FEEDS, build
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
@@ -42,5 +43,21 @@ def test_trials_that_share_their_data_each_draw_what_a_plain_loop_draws(name, pl
             "history": without_seconds(result.history),
             "state": dict(result.state_dict()),
             "optimizer": result.optimizer_state_dict(),
+        }
+        assert list(differences(plain[name], actual)) == []
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FEEDS if not name.startswith("workers") and name not in ("pinned", "changing_lengths")]
+)
+def test_a_plain_loop_leaves_the_task_as_it_was(name, plain):
+    """So that the pool, or the plain loop again, gives the same numbers for the same task."""
+    shared = build(name)
+    for _ in range(2):
+        result = train_plain(shared)
+        actual = {
+            "history": without_seconds(result.history),
+            "state": dict(result.module.state_dict()),
+            "optimizer": result.optimizer.state_dict(),
         }
         assert list(differences(plain[name], actual)) == []

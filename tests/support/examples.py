@@ -34,13 +34,11 @@ def space(path):
 
 
 def assert_cut_spilled_and_bitwise(make, device_memory):
-    """Train in the pool, with more than one shard and with state that leaves the device, and as a plain loop does.
-
-    `make` makes the task, anew for each: a plain loop moves on what its data keeps of its epochs.
-    """
-    plain = train_plain(make())
+    """Train in the pool, with more than one shard and with state that leaves the device, and as a plain loop does."""
+    task = make()
+    plain = train_plain(task)
     with HydraExecutor(devices="cpu:1", device_memory=device_memory) as pool:
-        job = pool.submit(make())
+        job = pool.submit(task)
         result = job.result()
         (device,) = pool.stats().devices.values()
     assert result.error is None, result.error
@@ -52,4 +50,3 @@ def assert_cut_spilled_and_bitwise(make, device_memory):
         *differences(plain.optimizer.state_dict(), result.optimizer_state_dict(), "optimizer"),
     ]
     assert found == [], "\n".join(found)
-    return plain

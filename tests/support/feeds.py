@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from torch.utils.data import (
 )
 
 from hydra_tune import TrainTask
+from hydra_tune.task import DataHandle
+from hydra_tune.train.data import make_loader
+from hydra_tune.train.own import OwnCopies
 from hydra_tune.train.plain import train_plain
 from tests.parity.exact import without_seconds
 
@@ -88,6 +92,16 @@ class KeepsPlace(IterableDataset[Any]):
 
     def __len__(self) -> int:
         raise NotImplementedError
+
+
+class CountsPasses(IterableDataset[Any]):
+    """Another order in each pass, from how many there were."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.passes += 1
+        return ((_ROWS[row], _LABELS[row]) for row in torch.randperm(ROWS, generator=_seeded(self.passes)).tolist())
 
 
 class Turning(Sampler[int]):
@@ -195,6 +209,7 @@ FEEDS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "iterable": lambda: _loader(Sharded()),
     "iterable_keeps_place": lambda: _loader(KeepsPlace(), drop_last=True),
+    "iterable_counts_passes": lambda: {"train": CountsPasses(), "batch_size": 8},
     "dataset": lambda: {"train": PLAIN, "validate": Subset(PLAIN, range(9)), "batch_size": 8},
     "dataset_with_stream": lambda: {"train": Subset(WithStream(), range(20)), "batch_size": 8},
     "generator": lambda: _loader(shuffle=True, generator=_seeded()),
@@ -234,12 +249,20 @@ def build(name: str, **changes: Any) -> TrainTask:
     return TrainTask(**(arguments | FEEDS[name]() | changes))
 
 
+def _without_copies(_own: OwnCopies, handle: DataHandle, batch_size: int | None, *, shuffle: bool) -> Any:
+    return make_loader(handle, batch_size, shuffle)
+
+
 def main(output: str) -> None:
-    """Train each with the plain loop and save what it gives."""
+    """Train each with the plain loop and save what it gives.
+
+    It draws from the objects themselves, as a loop that anyone writes: what copies give is held against that.
+    """
     torch.set_num_threads(1)
     results = {}
     for name in FEEDS:
-        result = train_plain(build(name))
+        with mock.patch.object(OwnCopies, "batches", _without_copies):
+            result = train_plain(build(name))
         results[name] = {
             "history": without_seconds(result.history),
             "state": dict(result.module.state_dict()),
