@@ -78,6 +78,12 @@ class Lender:
             record.lent_bytes = 0
             self._changed.notify_all()
 
+    def declined(self, way: str) -> None:
+        """A step that was counted as run this way runs on one device."""
+        with self._changed:
+            self.steps_by_way[way] -= 1
+            self.steps_by_way[ONE_DEVICE] += 1
+
 
 class JobHelpers:
     """What one job may ask; see `train/helpers.py`."""
@@ -97,3 +103,7 @@ class JobHelpers:
     def leave(self) -> None:
         """The step's batches have run."""
         self._lender.take_back(self._record)
+
+    def decline(self, way: str) -> None:
+        """The step runs on one device all the same."""
+        self._lender.declined(way)

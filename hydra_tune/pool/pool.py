@@ -371,7 +371,7 @@ class Pool:
                 units_saved=self._core.units_saved,
                 elapsed_seconds=time.perf_counter() - self._started,
                 scheduler_seconds=self._core.scheduler_seconds,
-                steps_by_way=dict(self._lender.steps_by_way),
+                steps_by_way={way: count for way, count in self._lender.steps_by_way.items() if count},
                 disk=None if self._host is None else disk_stats(self._host),
             )
 

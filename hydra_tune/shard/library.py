@@ -107,7 +107,7 @@ class Budget:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Prepared:
     """A plan ready to run, and how long its units took on the host.
 

@@ -26,9 +26,10 @@ def arrange(kept: Kept, state: ModelState, helpers: Helpers, count: int) -> Arra
         best = fastest(shard_facts(plan, kept.times), count, offer, kept.ways)
         if best.way != ONE_DEVICE:
             most = offer.most_devices if best.way == DATA_PARALLEL else 2 * len(offer.devices)
-            if best.is_dealt or best.teams:
+            together = best.is_dealt or best.teams > 0
+            if together:
                 most = count  # or a shard would be loaded again for each few of them
-            width = helpers.ask(best.way, lane_bytes(plan, best.way, teams=best.teams), min(count, most))
+            width = helpers.ask(best.way, lane_bytes(plan, best.way, together=together), min(count, most))
             how = Arrangement(
                 way=best.way, width=width, plan=plan, homes=best.homes, is_dealt=best.is_dealt, teams=best.teams
             )

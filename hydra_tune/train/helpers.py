@@ -27,6 +27,9 @@ class Helpers(Protocol):
     def leave(self) -> None:
         """The step's batches have run; what was asked for is not needed any more."""
 
+    def decline(self, way: str) -> None:
+        """After `leave`, before anything has run: the step runs on one device, and not this way."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
@@ -51,17 +54,17 @@ class Arrangement:
     @property
     def drawn_for_each(self) -> int:
         """Batches drawn for each that may be under way."""
-        return 1 if self.way == GROUPED or self.teams else AHEAD
+        return 1 if self.way == GROUPED or self.teams or self.is_dealt else AHEAD
 
 
-def lane_bytes(plan: Plan, way: str, *, teams: int = 0) -> int:
+def lane_bytes(plan: Plan, way: str, *, together: bool = False) -> int:
     """Host memory that one more batch under way may need: what is kept between its units, and batches drawn ahead.
 
-    In a pipeline, in teams and in a group, all batches together have one set of gradients of parameters; teams and groups are
-    all that is drawn.
+    In a pipeline, in teams and in a group, all batches together have one set of gradients of parameters. Those that go through
+    each shard `together`, as in a group, are all that is drawn.
     """
     costs = [shard.cost for shard in plan.shards]
-    is_together = way == GROUPED or teams > 0
+    is_together = way == GROUPED or together
     drawn = 0 if is_together else drawn_bytes(plan, AHEAD)
     gradients = 0 if way == PIPELINED or is_together else sum(cost.trained_bytes for cost in costs)
     return sum(cost.value_bytes + cost.handed_bytes + cost.kept_bytes for cost in costs) + gradients + drawn

@@ -66,6 +66,9 @@ class _Alone:
     def leave(self) -> None:
         """Nothing was lent."""
 
+    def decline(self, way: str) -> None:
+        """As it came."""
+
 
 def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends_ahead: bool) -> StepTimes | None:
     """Run a few steps of a task. To be called on a thread that computes as a device's worker does.

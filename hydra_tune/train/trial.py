@@ -394,6 +394,7 @@ class Trial:
         drawn = 0 if how is None else (how.width - 1) * drawn_bytes(kept.plan, how.drawn_for_each)
         if how is not None and not self._share.change([state.layout.plan, *self._plans.all, kept.plan], drawn):
             self._leave_helpers()
+            self._helpers.decline(how.way)
             return None
         return how
 

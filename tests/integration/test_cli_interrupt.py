@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 from tests.support.cli_project import Project
 
 SECONDS = 120
-HOME = "\x1b[H"
+HOME = "\x1b[1;1H"  # a picture begins
 
 
 @pytest.fixture
@@ -92,9 +92,11 @@ class Terminal:
             except OSError:  # Linux says so when the other end is closed
                 return
 
-    def last_whole_frame(self):
-        frame = self.seen.split(HOME)[-2]
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", frame).replace("\r", "").split("\n")
+    def lines_since(self, at):
+        """The lines that were shown last, by number, of all pictures but the first: that may have been under way."""
+        pieces = re.split(r"\x1b\[([0-9]+);1H", self.seen[self.seen.index(HOME, self.seen.index(HOME, at) + 1) :])
+        texts = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) for text in pieces[2::2]]
+        return dict(zip(map(int, pieces[1::2]), texts, strict=True))
 
 
 def test_the_live_view_survives_a_resize_and_gives_the_terminal_back(project):
@@ -104,9 +106,10 @@ def test_the_live_view_survives_a_resize_and_gives_the_terminal_back(project):
     terminal.resize(10, 44)
     at = len(terminal.seen)
     terminal.read(lambda seen: seen.count(HOME, at) > 4)
-    lines = terminal.last_whole_frame()
-    assert len(lines) <= 10
-    assert max(map(len, lines)) <= 44
+    lines = terminal.lines_since(at)
+    assert "running" in " ".join(lines.values())
+    assert max(number for number, text in lines.items() if text) <= 10
+    assert max(map(len, lines.values())) <= 44
     os.write(terminal.file, b"\x03")
     terminal.read(lambda _: False)
     status = os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1])

@@ -18,6 +18,7 @@ from hydra_tune.observe.runlog import read_log
 from hydra_tune.observe.trace import trace_events
 from hydra_tune.shard import compute
 from hydra_tune.train.host_updates import HostUpdates
+from hydra_tune.train.state import ModelState
 from tests.unit.pool.tasks import against_plain, mlp, running, task
 
 PATIENCE_SECONDS = 30.0
@@ -143,25 +144,39 @@ def test_the_next_unit_runs_while_an_update_does():
 
 def test_gradients_of_units_beside_an_update_are_not_the_parameters_own(monkeypatch):
     """The optimizer takes whatever parameter has one."""
-    models, seen = [], []
+    models, left = [], []
 
     def model():
         models.append(mlp())
         return models[-1]
 
     def run_backward(roots):
+        before = {name for name, parameter in models[0].named_parameters() if parameter.grad is not None}
         run(roots)
-        seen.append(any(parameter.grad is not None for parameter in models[0].parameters()))
+        after = {name for name, parameter in models[0].named_parameters() if parameter.grad is not None}
+        own = {name for name, parameter in models[0].named_parameters() if parameter.requires_grad}
+        left.append((after - before) & own - under_way())
 
-    run = compute._run_backward
+    def under_way():
+        """What an update has begun to step for meanwhile, which has gradients by right."""
+        return set(updating)
+
+    updating: list[str] = []
+
+    def update_on_host(self, names, *rest):
+        updating[:] = names
+        real(self, names, *rest)
+
+    run, real = compute._run_backward, ModelState.update_on_host
     described = task(model=model)
     with running(num_shards=3, optimizer_placement="host") as pool:
         assert pool.submit(task()).result(60.0).error is None  # its plan is checked before anybody looks
         monkeypatch.setattr(compute, "_run_backward", run_backward)
+        monkeypatch.setattr(ModelState, "update_on_host", update_on_host)
         result = pool.submit(described).result(60.0)
     monkeypatch.undo()
-    assert len(seen) >= 18
-    assert not any(seen)
+    assert len(left) >= 18
+    assert not any(left)
     assert against_plain(task(), result) == []
 
 
