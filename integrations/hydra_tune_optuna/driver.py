@@ -233,7 +233,7 @@ class Driver:
                 return
         # What submitting raises is about the executor, e.g. that it is shut down, and would be raised for every task; so
         # it ends the search, whatever `catch` says.
-        saving = submit_options(self._study, self._pool, private.stored(self._study, trial), left)
+        saving = submit_options(self._study, self._pool, trial, left)
         job = self._pool.submit(task, name=f"trial {trial.number}", events=self._stream, **saving)
         self._running[id(job)] = _Running(trial=trial, task=task, job=job, reports=reports)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from optuna.logging import get_logger
 from optuna.study import Study
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, Trial
 
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import CheckpointError, HydraTuneError
@@ -60,10 +60,11 @@ def saves(pool: HydraExecutor) -> bool:
     return getattr(pool, "checkpoint_dir", None) is not None
 
 
-def submit_options(study: Study, pool: HydraExecutor, frozen: FrozenTrial, left: Left | None) -> dict[str, Any]:
+def submit_options(study: Study, pool: HydraExecutor, trial: Trial, left: Left | None) -> dict[str, Any]:
     """What `submit` is told so that a trial's checkpoints are found again, and that it goes on from one."""
     if not saves(pool):
-        return {}
+        return {}  # and the storage is not asked either
+    frozen = private.stored(study, trial)
     name = saved_as(study, frozen.number)
     if left is None:
         with contextlib.suppress(

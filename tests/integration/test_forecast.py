@@ -220,7 +220,14 @@ def test_a_model_without_bytes_is_planned_like_one_that_is_built(monkeypatch):
     assert [getattr(unbuilt.trials[0], name) for name in known] == [getattr(built.trials[0], name) for name in known]
 
 
-@pytest.mark.parametrize("case", ["clipped", "kept", "spilled", "accumulated", "recomputed", "updates on the host"])
+@pytest.mark.parametrize(
+    "case",
+    ["kept"]
+    + [
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in ("clipped", "spilled", "accumulated", "recomputed", "updates on the host")
+    ],
+)
 def test_what_is_remembered_is_what_is_run(monkeypatch, case):
     """Units that are run once, and operators that are not run at all, change no byte and no peak; nor do two devices."""
     monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
@@ -334,6 +341,7 @@ def test_a_step_takes_as_long_as_its_copies_at_least(buffer_fraction):
     assert planned.trials[0].step_seconds > moved / bandwidth
 
 
+@pytest.mark.slow
 def test_steps_of_two_trials_on_one_device_take_twice_as_long():
     options = {
         "devices": "cpu:1",

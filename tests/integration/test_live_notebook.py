@@ -69,6 +69,7 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning", "default::RuntimeWarning")
+@pytest.mark.slow
 def test_a_cell_shows_the_pool_at_work_and_keeps_its_last_state(run):
     outputs, updates = run(SETUP.replace("STEPS", "1500"), SHOW, STOP)
     shown = [output for output in outputs[1] if output["output_type"] == "display_data"]

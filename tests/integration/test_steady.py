@@ -67,7 +67,7 @@ def looked_at(num_steps, found):
 @pytest.mark.parametrize(
     ("tier", "num_steps"),
     [
-        ("host", 500),
+        ("host", 300),
         pytest.param("host", 1_000, marks=pytest.mark.slow),
         pytest.param("disk", 1_000, marks=pytest.mark.slow),
     ],

@@ -113,6 +113,7 @@ def test_auto_has_the_host_where_the_device_has_no_room_for_updates():
     assert against_plain(task(), result) == []
 
 
+@pytest.mark.slow
 def test_auto_keeps_a_trial_where_its_first_plan_had_it():
     """Batches of another size have plans of their own; the state is where it is."""
     described = task(train=lambda: [(X[:8], Y[:8]), (X[:24], Y[:24]), (X[:3], Y[:3])], validate=SAMPLES, batch_size=5)

@@ -53,6 +53,9 @@ def product_references(name: str) -> dict[Spec, Any]:
     return reference_of(product([name]))
 
 
+IN_EVERY_RUN = "two shards on cpu:2"  # the others take a minute each
+
+
 @pytest.fixture(scope="module")
 def fast_references():
     """One fresh process for all of them: each would cost seconds."""
@@ -60,7 +63,9 @@ def fast_references():
 
 
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == IN_EVERY_RUN else pytest.mark.slow) for name in POOLS]
+)
 def test_a_pool_of_everything(fast_references, name):
     pool = POOLS[name]
     wrong = outcomes(list(pool.specs), fast_references, **dict(pool.options))
