@@ -72,7 +72,8 @@ class _Running:
     """A trial whose task is in the pool.
 
     `failure` is what was raised here on the trial's behalf, e.g. by the pruner. The job is cancelled then, and the
-    trial is told when the job has ended, like every other.
+    trial is told when the job has ended, like every other. `known` are steps that the storage has had reports of before, from a
+    process that has died since its last checkpoint.
     """
 
     trial: Trial
@@ -80,6 +81,7 @@ class _Running:
     job: Job
     reports: list[Values] = field(default_factory=list)
     failure: Exception | None = None
+    known: frozenset[int] = frozenset()
 
 
 class Driver:
@@ -235,7 +237,8 @@ class Driver:
         # it ends the search, whatever `catch` says.
         saving = submit_options(self._study, self._pool, trial, left)
         job = self._pool.submit(task, name=f"trial {trial.number}", events=self._stream, **saving)
-        self._running[id(job)] = _Running(trial=trial, task=task, job=job, reports=reports)
+        known = frozenset() if left is None else frozenset(left.frozen.intermediate_values)
+        self._running[id(job)] = _Running(trial=trial, task=task, job=job, reports=reports, known=known)
 
     @staticmethod
     def _catch_up(trial: Trial, task: TrainTask, left: Left) -> tuple[list[Values], bool]:
@@ -252,7 +255,7 @@ class Driver:
         try:
             values = reported_values(running.task, event.metrics)
             running.reports.append(values)
-            prune = len(values) == 1 and self._report(running.trial, values[0], event.step)
+            prune = len(values) == 1 and self._report(running, values[0], event.step)
         except Exception as error:  # noqa: BLE001 - a pruner may raise anything; `catch` decides
             running.failure = error
             event.job.cancel()
@@ -266,7 +269,10 @@ class Driver:
             event.job.proceed()
 
     @staticmethod
-    def _report(trial: Trial, value: float, step: int) -> bool:
+    def _report(running: _Running, value: float, step: int) -> bool:
+        trial = running.trial
+        if step in running.known:  # the process that died had said so, and heard the answer to all but the last
+            return step == max(running.known) and trial.should_prune()
         trial.report(value, step)
         return trial.should_prune()
 
