@@ -224,11 +224,16 @@ def test_loading_leaves_the_random_streams_alone(pool):
 
 
 def test_in_a_callback_the_weights_are_there(pool):
-    def check(study, trial):
-        assert_bitwise(study.load_module(study.best_trial), build, study.best_trial)
+    found = []
+
+    def load(study, trial):
+        found.append((study.load_module(study.best_trial), study.best_trial))
 
     study = create_study(pool)
-    study.optimize(build, n_trials=3, callbacks=[check])
+    study.optimize(build, n_trials=3, callbacks=[load])
+    assert len(found) == 3
+    for module, trial in found:  # not in the callback: captures of other trials disturb a plain loop beside them
+        assert_bitwise(module, build, trial)
 
 
 def test_a_place_that_takes_no_files_is_told_for_each_trial_and_the_search_goes_on(pool, tmp_path):

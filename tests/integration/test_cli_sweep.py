@@ -71,6 +71,7 @@ def test_a_timeline_is_written_and_can_be_played_again(project):
     assert not nowhere.stdout, "found out before anything is trained"
 
 
+@pytest.mark.slow
 def test_a_seeded_sweep_at_width_1_is_the_same_again(project):
     reports = [json.loads(project.run("--json", "--max-concurrent", "1", "--run-cap", "3").stdout) for _ in range(2)]
     first, second = ([(trial["params"], trial["value"]) for trial in report["trials"]] for report in reports)

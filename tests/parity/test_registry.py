@@ -119,6 +119,7 @@ def test_every_other_optimizer_of_torch(name):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_the_fused_transformer_layer_under_autocast_is_not_followed():
     """A dispatch mode around it changes its last bits, so neither the engine nor this test may enter one."""
     spec = Spec("transformer_encoder", "all at once")
