@@ -39,7 +39,8 @@ from hydra_tune.pool.watch import Watch
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import Policy, check_admission, make_policy
 from hydra_tune.shapes_only import refuse_shapes_only
-from hydra_tune.shard.library import Budget, PlanLibrary
+from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.partition import NumShards
 from hydra_tune.shard.placement import Speeds
 from hydra_tune.simulate.recording import Recording
