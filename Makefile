@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 BIN := .venv/bin
 # One intra-op thread per device: results must not depend on the number of cores.
 export OMP_NUM_THREADS := 1
+# Tests start many processes; each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: sweep test check lint types imports parity slow models-table bench clean
 

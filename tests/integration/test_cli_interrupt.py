@@ -99,6 +99,7 @@ class Terminal:
         return dict(zip(map(int, pieces[1::2]), texts, strict=True))
 
 
+@pytest.mark.slow
 def test_the_live_view_survives_a_resize_and_gives_the_terminal_back(project):
     terminal = Terminal(project)
     terminal.read(lambda seen: "running" in seen and "cpu:1" in seen)

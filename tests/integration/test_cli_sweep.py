@@ -180,6 +180,7 @@ def test_a_pruner_that_cannot_work_so_wide_is_told_at_once_and_at_the_end(projec
     assert "hydra.admission: staggered" in done.stdout
 
 
+@pytest.mark.slow
 def test_staggered_admission_lets_it_work_and_the_summary_says_what_was_saved(project):
     project.change("seed: 0", "seed: 0\nearly_terminate: {type: median, n_startup_trials: 1}")
     project.change("run_cap: 8", "run_cap: 12")

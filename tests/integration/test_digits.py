@@ -30,7 +30,8 @@ def test_the_models_learn(digits):
     assert train_plain(digits.build_vit(epochs=4, width=48)).metrics["val_acc"] > 0.8
 
 
-@pytest.mark.parametrize("pick", [pytest.param(min, marks=pytest.mark.slow), max])
+@pytest.mark.slow
+@pytest.mark.parametrize("pick", [min, max])
 def test_the_budget_cuts_the_smallest_and_the_largest_model_into_at_least_four_shards(digits, pick):
     sweep = space()
     sizes = {name: pick(sweep["parameters"][name]["values"]) for name in ("width", "depth")}

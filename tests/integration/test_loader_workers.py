@@ -293,6 +293,7 @@ def test_a_script_may_define_its_dataset_itself(tmp_path):
     assert "RESULT completed None" in _run_script(str(path)).stdout
 
 
+@pytest.mark.slow
 def test_a_script_whose_work_is_not_guarded_is_told_so_and_does_it_only_once(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT + "main()\n")

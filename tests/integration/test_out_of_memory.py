@@ -133,7 +133,7 @@ def test_a_forward_unit_that_runs_out_keeps_no_activations_from_then_on(activati
     assert result.activations == ("recompute", activations, activations)
 
 
-@pytest.mark.parametrize("operation", [0, 1, 4])
+@pytest.mark.parametrize("operation", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 4))])
 def test_memory_that_runs_out_while_shards_are_loaded_changes_nothing(operation):
     """Under a budget for one shard at a time, so that units begin by loading; what is sent ahead as well."""
     x, y = torch.randn(2, 64), torch.randint(4, (2,))
@@ -158,7 +158,7 @@ def test_memory_that_runs_out_while_shards_are_loaded_changes_nothing(operation)
         assert used_bytes(pool) == [0]
 
 
-@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
+@pytest.mark.parametrize("devices", [pytest.param("cpu:1", marks=pytest.mark.slow), "cpu:2"])
 def test_memory_that_runs_out_twice_fails_one_trial_by_name_and_no_other(devices):
     shortage = Shortage()
     named = {name: awkward(seed=seed) for seed, name in enumerate(("one", "other"))}

@@ -75,7 +75,9 @@ def assert_same(result: Result, reference: dict[str, Any]) -> None:
     assert difference(Seen(result), reference) == []
 
 
-@pytest.mark.parametrize("spec", WATCHED, ids=str)
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=[pytest.mark.slow] * (spec.model == "resnet")) for spec in WATCHED], ids=str
+)
 def test_alone_on_either_device(references, spec):
     with pool(devices="cpu:1") as executor:
         (first,) = executor.run([build(spec)])
@@ -94,7 +96,8 @@ def test_alone_on_either_device(references, spec):
     assert_same(second, references[spec])
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_among_seven_others_in_any_order(references, seed):
     for spec in WATCHED:
         tasks = [build(spec), *map(build, NEIGHBOURS)]

@@ -56,19 +56,20 @@ def product_references(name: str) -> dict[Spec, Any]:
 IN_EVERY_RUN = "two shards on cpu:2"  # the others take a minute each
 
 
-@pytest.fixture(scope="module")
-def fast_references():
-    """One fresh process for all of them: each would cost seconds."""
-    return reference_of(spec for pool in POOLS.values() for spec in pool.specs)
+@lru_cache(maxsize=2)
+def pool_references(name: str) -> dict[Spec, Any]:
+    """One fresh process for all tasks of a pool: each would cost seconds."""
+    return reference_of(POOLS[name].specs)
+
+
+BY_POOL = [pytest.param(name, marks=() if name == IN_EVERY_RUN else pytest.mark.slow) for name in POOLS]
 
 
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == IN_EVERY_RUN else pytest.mark.slow) for name in POOLS]
-)
-def test_a_pool_of_everything(fast_references, name):
+@pytest.mark.parametrize("name", BY_POOL)
+def test_a_pool_of_everything(name):
     pool = POOLS[name]
-    wrong = outcomes(list(pool.specs), fast_references, **dict(pool.options))
+    wrong = outcomes(list(pool.specs), pool_references(name), **dict(pool.options))
     assert not wrong, "\n".join(wrong)
 
 
@@ -82,8 +83,9 @@ def test_the_fast_part_leaves_nothing_out():
         assert len({spec.optimizer for spec in specs if spec.model == name}) == 2
 
 
-def test_every_reference_trains(fast_references):
-    for spec, reference in fast_references.items():
+@pytest.mark.parametrize("name", BY_POOL)
+def test_every_reference_trains(name):
+    for spec, reference in pool_references(name).items():
         if "error" in reference:
             assert spec.feature in MIXED, f"{spec}: {reference['error']}"
             continue

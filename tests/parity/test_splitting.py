@@ -344,7 +344,12 @@ def test_an_update_finds_no_gradients_of_what_runs_at_the_same_time():
 
 @pytest.mark.parametrize(
     ("way", "name"),
-    [(PIPELINED, "normed and dropped"), (PIPELINED, "tied"), (PIPELINED, "float16"), (DATA_PARALLEL, "dropout")],
+    [
+        (PIPELINED, "normed and dropped"),
+        pytest.param(PIPELINED, "tied", marks=pytest.mark.slow),
+        (PIPELINED, "float16"),
+        (DATA_PARALLEL, "dropout"),
+    ],
 )
 def test_units_in_queues_give_the_same_bits_wherever_they_run(way, name, monkeypatch):
     """What is due is exact by itself: no order comes from which device is free when."""
