@@ -136,8 +136,12 @@ def show(budgets: list[int], modes: list[str], rounds: int) -> None:
     for _ in range(rounds):
         plain.append(start("--arm", "plain"))
         for budget, mode in arms:
-            runs[budget, mode].append(start("--arm", mode, "--bytes", str(peak * budget // 100 + MARGIN)))
-    if len({run["loss"] for found in (plain, *runs.values()) for run in found}) != 1:
+            found = start("--arm", mode, "--bytes", str(peak * budget // 100 + MARGIN))
+            print(
+                f"{budget}% {mode}: {found['wall']:.2f} s, plain {plain[-1]['wall']:.2f} s", file=sys.stderr, flush=True
+            )
+            runs[budget, mode].append(found)
+    if len({run["loss"] for arm in (plain, *runs.values()) for run in arm}) != 1:
         raise SystemExit("the arms disagree on the loss")
     middle = {key: statistics.median(run[key] for run in plain) for key in ("wall", "cpu")}
     print(f"plain: {middle['wall']:.2f} s a step, {middle['cpu']:.2f} s of CPU")

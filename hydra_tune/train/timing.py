@@ -9,6 +9,7 @@ Note: a trial of its own. The steps are those of a new trial of the task, from i
 so that whoever asks is left as he was. It reports nothing and evaluates nothing.
 """
 
+import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -80,7 +81,7 @@ def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends
         sends_ahead: whether what comes next is sent while a unit computes.
 
     Returns:
-        The lower quartile of the steps after the second, or of what there are; None where the data has no whole step.
+        The medians of the steps after the second, or of what there are; None where the data has no whole step.
 
     Raises:
         HydraTuneError: a unit cannot be run.
@@ -149,6 +150,5 @@ class _Run:
         for step in self._steps[min(_WARM_STEPS, self.num_steps - 1) :]:
             for place, seconds in step.items():
                 seen[place].append(seconds)
-        # The lower quartile: what else the machine does only makes a unit longer.
-        usual = {place: sorted(found)[len(found) // 4] for place, found in seen.items()}
+        usual = {place: statistics.median(found) for place, found in seen.items()}
         return StepTimes(seconds=usual, link=self._copies.link(guess), times=self._trial.unit_times)
