@@ -123,7 +123,7 @@ class QuickPartitioner(Partitioner):
     def _would_do(self, budget_bytes: int, num_shards: NumShards, boundaries: Sequence[int]) -> bool:
         capacity = budget_bytes * self._capacity // self._budget
         pilot = self._quick.within(budget_bytes, self._analysis)
-        attempt = _Attempt(
+        attempt = TryingPartitioner(
             pilot, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
         )
         try:
@@ -133,7 +133,7 @@ class QuickPartitioner(Partitioner):
         return True
 
 
-class _Attempt(QuickPartitioner):
+class TryingPartitioner(QuickPartitioner):
     """Refuses a budget in no more words than are needed."""
 
     def smallest_budget(self, num_shards: NumShards = None, boundaries: Sequence[int] = ()) -> int:
