@@ -94,6 +94,7 @@ class Packer:
             len(captured.nodes),
             budget_bytes=self.budget.budget_bytes,
             buffer_bytes=buffer_bytes,
+            may_split_batches=request.mode == "train" and request.task.split_batches == 1,
         )
         packed = partial(Packed, pilot=pilot, partitioner=partitioner, buffer_bytes=buffer_bytes)
         if request.like is not None:

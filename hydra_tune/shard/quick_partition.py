@@ -31,10 +31,18 @@ class QuickPartitioner(Partitioner):
         *,
         budget_bytes: int,
         buffer_bytes: int,
+        may_split_batches: bool = False,
     ) -> None:
         quick = pilot if isinstance(pilot, _QuickPilot) else _QuickPilot(pilot, analysis, num_nodes, budget_bytes)
         self._quick = quick
-        super().__init__(quick, analysis, num_nodes, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes)
+        super().__init__(
+            quick,
+            analysis,
+            num_nodes,
+            budget_bytes=budget_bytes,
+            buffer_bytes=buffer_bytes,
+            may_split_batches=may_split_batches,
+        )
 
     def least_budget(self, num_shards: NumShards, peak_bytes: int) -> int:
         """As `smallest_budget`, of a step that has been cut: that is found sooner.

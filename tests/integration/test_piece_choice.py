@@ -63,6 +63,7 @@ def test_a_batch_that_does_not_fit_trains_in_the_fewest_pieces_and_all_say_how_m
             (planned,) = pool.plan([task()]).trials
             (result,) = pool.run([task()])
     assert isinstance(refused.error, BudgetError)
+    assert "lower batch_size, have batches split (split_batches='auto'), or raise device_memory" in str(refused.error)
     assert result.split_batches == planned.split_batches == 4
     assert planned.split.startswith(f"4 pieces of each batch of 1024: a step in {cut} shards moves about ")
     assert [record.getMessage() for record in caplog.records].count(planned.split) == 2
@@ -70,6 +71,7 @@ def test_a_batch_that_does_not_fit_trains_in_the_fewest_pieces_and_all_say_how_m
     with pool_of(num_shards=num_shards) as pool:
         (fewer,) = pool.run([task(2)])
     assert isinstance(fewer.error, BudgetError)
+    assert "split_batches" not in str(fewer.error), "its number is its own"
 
 
 def test_a_batch_that_fits_is_split_where_that_makes_a_step_shorter():
