@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import TrainTask
-from hydra_tune.errors import BudgetError
+from hydra_tune.errors import BudgetError, TaskError
 from hydra_tune.shard.budget import Budget
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.packing import CHOICES
@@ -160,6 +160,21 @@ def test_what_was_looked_at_is_not_captured_again(monkeypatch):
         (result,) = pool.run([task()])
     assert result.split_batches == 4
     assert len(captured) == len(set(captured)) > 2
+
+
+def test_a_model_without_bytes_is_split_alike(monkeypatch):
+    """And what can be told of it without a run is refused."""
+    with pool_of() as pool:
+        built = pool.plan([task()])
+    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
+    monkeypatch.setattr("hydra_tune.shard.unbuilt._SMALL_BYTES", 1 << 9)
+    with pool_of() as pool:
+        unbuilt = pool.plan([task()])
+        assert not unbuilt.trials[0].is_checked
+        with pytest.raises(TaskError, match="split_batches='auto' would change what '0' normalizes by"):
+            pool.plan([task(model=lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), net()))])
+    assert unbuilt.trials[0].split == built.trials[0].split
+    assert unbuilt.bytes_by_kind["parameters"] > 0
 
 
 def test_no_speed_is_measured_for_it():
