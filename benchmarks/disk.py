@@ -5,12 +5,12 @@
     python benchmarks/disk.py --rows 1 --frozen    # next to nothing: only the last layer is trained, the others are read alone
 
 A step of one trial with its state on the host, the same with half of it on disk (more: `--host 25`), first with nothing sent
-ahead, so that units
-wait for copies between host and device (the disk's thread reads ahead all the same), and what the disk alone takes for the
-bytes that this moved: files of one layer, read and written in turn in the same pieces, past the page cache, with nothing else
-running, right before and right after. "reached" is the slower of computing and of the disk alone, divided by the step: 1 would
-be all of one behind the other. The kernel's own count of what the process has read from the device is beside ours, so that the
-page cache cannot have helped. CPU seconds are of all threads: the disk's thread needs a core of its own, or part of one.
+ahead, so that units wait for copies between host and device (the disk's thread reads ahead all the same), and what the disk
+alone takes for the bytes that this moved: files of one layer, read and written in turn in the same pieces, past the page cache,
+with nothing else running, right before and right after. "reached" is the slower of computing and of the disk alone, divided by
+the step: 1 would be all of one behind the other. The kernel's own count of what the process has read from the device is beside
+ours, so that the page cache cannot have helped. CPU seconds are of all threads: the disk's thread needs a core of its own, or
+part of one.
 Steps are medians, for a disk whose speed changes, as virtual ones do; times are worth little on a machine that does other work.
 """
 
