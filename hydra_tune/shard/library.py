@@ -183,7 +183,8 @@ class PlanLibrary:
             with GATE.shared():
                 entry = next((e for e in entries if e.guard is None or e.guard.holds(leaves.tensors)), None)
             if entry is None:
-                found = self._capture(request, self._foreseen.get(key))
+                request = replace(request, foreseen=self._foreseen.get(key))
+                found = self._capture(request)
                 entry = _Entry(request.guard, found)
             self._foreseen.clear()
             if key is not None:
@@ -252,20 +253,19 @@ class PlanLibrary:
         is_checked = isinstance(entry.found, CaptureError) or entry.found.is_checked
         (self.checked if is_checked else self._unchecked).keep(key, entry)
 
-    def _capture(self, request: Request, measured: Measured | None) -> Prepared | CaptureError:
-        """A verified plan, or why there is none; a budget that cannot be met is raised. `measured`: if that was done before."""
-        found = self._attempt(request, [], measured)
+    def _capture(self, request: Request) -> Prepared | CaptureError:
+        """A verified plan, or why there is none; a budget that cannot be met is raised."""
+        found = self._attempt(request, [])
         if isinstance(found, CaptureError) and not is_unbuilt(request.model) and (answers := _answers(request)):
             # Without answers first: a step that takes a path that needs none has one plan for all batches.
             with_answers = self._attempt(request, answers)
             return found if isinstance(with_answers, CaptureError) else with_answers
         return found
 
-    def _attempt(
-        self, request: Request, answers: list[Answer], measured: Measured | None = None
-    ) -> Prepared | CaptureError:
+    def _attempt(self, request: Request, answers: list[Answer]) -> Prepared | CaptureError:
         try:
-            return self._cut(request, measured or self._measured_step(request, answers))
+            known = None if answers else request.foreseen
+            return self._cut(request, known or self._measured_step(request, answers))
         except CaptureError as error:
             return CaptureError(str(error))
         except HydraTuneError:

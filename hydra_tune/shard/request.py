@@ -40,6 +40,16 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A captured step, what its Python was answered, where it may be cut, and what its parts would need."""
+
+    captured: Captured
+    answers: list[Answer]
+    analysis: Analysis
+    pilot: Pilot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A plan is wanted for one kind of batch of a trial; arguments as of `PlanLibrary.prepare`."""
 
@@ -51,22 +61,13 @@ class Request:
     mode: str
     like: Layout | None
     only_asks: bool = False  # whether it would fit, and what it would take; nobody reads a refusal
+    foreseen: Measured | None = None  # its step, where that has been looked at before
     guards: list[Guard] = field(default_factory=list)
 
     @property
     def guard(self) -> Guard | None:
         """The guard of the eager run, once there was one."""
         return self.guards[0] if self.guards else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """A captured step, what its Python was answered, where it may be cut, and what its parts would need."""
-
-    captured: Captured
-    answers: list[Answer]
-    analysis: Analysis
-    pilot: Pilot
 
 
 def key_of(request: Request) -> Hashable | None:
