@@ -87,6 +87,7 @@ def test_a_batch_that_fits_is_split_where_that_makes_a_step_shorter():
     assert against_plain(task(4), result) == []
 
 
+@pytest.mark.slow
 def test_slower_copies_make_for_more_pieces():
     counts = []
     for options in ({}, SLOW):
@@ -111,7 +112,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+SLOW_CHANGES = ("half precision", "in turn with evaluations")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_CHANGES else name for name in CHANGES]
+)
 def test_the_numbers_are_those_of_the_number_that_was_chosen(name):
     with pool_of(devices="cpu:2", optimizer_placement="host" if name == "kept" else "device") as pool:
         (result,) = pool.run([task(**CHANGES[name])])
