@@ -1,14 +1,16 @@
 """What training costs when host memory holds half of a trial's state: against all of it on the host, and against the disk.
 
     python benchmarks/disk.py [FOLDER] [--rows 64 --rows 256] [--link 1GB/s]
-    python benchmarks/disk.py --rows 1 --light    # as little to compute as there can be for what the disk moves
+    python benchmarks/disk.py --rows 1 --light     # little to compute for what the disk moves
+    python benchmarks/disk.py --rows 1 --frozen    # next to nothing: only the last layer is trained, the others are read alone
 
-A step of one trial with its state on the host, the same with half of it on disk, first with nothing sent ahead, so that units
-wait for copies between host and device (the disk's thread reads ahead all the same), and what the disk alone takes for the
-bytes that this moved: files of one layer, read and written in turn in the same pieces, past the page cache, with nothing else
-running, right before and right after. "reached" is the slower of computing and of the disk alone, divided by the step: 1 would
-be all of one behind the other. The kernel's own count of what the process has read from the device is beside ours, so that the
-page cache cannot have helped. CPU seconds are of all threads: the disk's thread needs a core of its own, or part of one.
+A step of one trial with its state on the host, the same with half of it on disk (more: `--host 25`), first with nothing sent
+ahead, so that units wait for copies between host and device (the disk's thread reads ahead all the same), and what the disk
+alone takes for the bytes that this moved: files of one layer, read and written in turn in the same pieces, past the page cache,
+with nothing else running, right before and right after. "reached" is the slower of computing and of the disk alone, divided by
+the step: 1 would be all of one behind the other. The kernel's own count of what the process has read from the device is beside
+ours, so that the page cache cannot have helped. CPU seconds are of all threads: the disk's thread needs a core of its own, or
+part of one.
 Steps are medians, for a disk whose speed changes, as virtual ones do; times are worth little on a machine that does other work.
 """
 
@@ -33,32 +35,40 @@ from hydra_tune.memory.spill_dir import SpillFolder
 WIDTH, LAYERS = 1024, 12
 WARM_UP = 4  # when blocks are needed is known after two steps
 LAYER_BYTES = (WIDTH + 1) * WIDTH * 4
-DEVICE_BYTES, LIGHT_DEVICE_BYTES = 10 * WIDTH * WIDTH * 4 + 2**24, 6 * WIDTH * WIDTH * 4
+DEVICE_BYTES = {
+    "adamw": 10 * WIDTH * WIDTH * 4 + 2**24,
+    "light": 6 * WIDTH * WIDTH * 4,
+    "frozen": 5 * WIDTH * WIDTH * 4,
+}
+COPIES = {"adamw": 3, "light": 2, "frozen": 1}  # of a layer's parameters: those, and what the optimizer keeps
 ROWS = (64, 256, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is trained: samples of a batch, steps that count, and whether by SGD with momentum in place of AdamW."""
+    """What is trained: samples of a batch, steps that count, how, and the part of its state that the host holds."""
 
     rows: int
     steps: int
-    is_light: bool
+    kind: str
+    host: float
 
     @property
     def optimizer(self) -> Callable[..., torch.optim.Optimizer]:
         """Makes the optimizer."""
-        return partial(torch.optim.SGD, lr=1e-3, momentum=0.9) if self.is_light else partial(torch.optim.AdamW, lr=1e-3)
+        if self.kind == "adamw":
+            return partial(torch.optim.AdamW, lr=1e-3)
+        return partial(torch.optim.SGD, lr=1e-3, momentum=0.9 if self.kind == "light" else 0.0)
 
     @property
     def state_bytes(self) -> int:
         """Parameters and what the optimizer keeps of each."""
-        return (2 if self.is_light else 3) * LAYERS * LAYER_BYTES
+        return COPIES[self.kind] * LAYERS * LAYER_BYTES
 
     @property
     def device_bytes(self) -> int:
         """Memory of the device."""
-        return LIGHT_DEVICE_BYTES if self.is_light else DEVICE_BYTES
+        return DEVICE_BYTES[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +97,12 @@ class Step:
     waiting: float
 
 
-def _model() -> nn.Module:
+def _model(kind: str) -> nn.Module:
     layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.1))]
-    return nn.Sequential(*layers[:-2])
+    model = nn.Sequential(*layers[:-2])
+    if kind == "frozen":
+        model[:-1].requires_grad_(requires_grad=False)
+    return model
 
 
 def _device_read() -> int:
@@ -118,8 +131,15 @@ def _run(case: Case, folder: Path | None, link: str | None, *, ahead: bool = Tru
             yield x, x
         mark()
 
-    task = TrainTask(model=_model, optimizer=case.optimizer, loss=nn.MSELoss(), train=batches, epochs=1)
-    host = case.state_bytes // 2 if folder else 2**33
+    task = TrainTask(
+        model=partial(_model, case.kind),
+        param_groups=lambda model: [p for p in model.parameters() if p.requires_grad],
+        optimizer=case.optimizer,
+        loss=nn.MSELoss(),
+        train=batches,
+        epochs=1,
+    )
+    host = int(case.state_bytes * case.host) if folder else 2**33
     with HydraExecutor(
         devices="cpu:1",
         device_memory=case.device_bytes,
@@ -175,11 +195,14 @@ def main() -> None:
     parser.add_argument(
         "--light", action="store_true", help="SGD with momentum: little to compute for the bytes it moves"
     )
+    parser.add_argument("--frozen", action="store_true", help="only the last layer is trained")
+    parser.add_argument("--host", type=int, default=50, help="percent of the state that the host holds  [50]")
     given = parser.parse_args()
-    cases = [Case(rows, given.steps, given.light) for rows in given.rows or ROWS]
-    print(f"state {cases[0].state_bytes / 1e6:.0f} MB, of which the host holds half; {os.cpu_count()} cores")
+    kind = "frozen" if given.frozen else "light" if given.light else "adamw"
+    cases = [Case(rows, given.steps, kind, given.host / 100) for rows in given.rows or ROWS]
+    print(f"state {cases[0].state_bytes / 1e6:.0f} MB, of which the host holds {given.host}%; {os.cpu_count()} cores")
     print(
-        "rows | step on host | of it CPU | half on disk, nothing ahead | of it waiting | step, half on disk | of it waiting | "
+        "rows | step on host | of it CPU | on disk, nothing ahead | of it waiting | step, on disk | of it waiting | "
         "of it CPU | read MB (kernel's count) | written MB | disk's thread | disk alone | reached"
     )
     with tempfile.TemporaryDirectory(dir=given.folder) as name:

@@ -1,7 +1,8 @@
 """Bytes of a step with shards as large as fit, and with the cut that `num_shards="tuned"` chooses.
 
-    python benchmarks/packing.py                 # some minutes
-    python benchmarks/packing.py --budget 60     # percent of a plain loop's peak; may be given several times
+    python benchmarks/packing.py                       # the layers of `mlp`, about a minute and a half of CPU time
+    python benchmarks/packing.py gpt --budget 60       # percent of a plain loop's peak; may be given several times
+    python benchmarks/packing.py gpt mlp taper         # all of them
 
 Counts, not times: `HydraExecutor.plan`, for one trial alone on one CPU device: all kinds of bytes, both ways, by the rehearsal
 with the pool's own pager. What each choice went by (`hydra_tune/shard/traffic.py`) is on standard error.
@@ -115,7 +116,7 @@ def rows(budgets: Sequence[int], names: Sequence[str], last: _Last) -> Iterator[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(MODELS)}  [mlp]")
     parser.add_argument("--budget", type=int, action="append", help="percent of the peak; may be given several times")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -123,7 +124,7 @@ def main() -> None:
     CHOICES.addHandler(last)
     CHOICES.setLevel(logging.INFO)
     table = Table("model", "activations", "budget", "shards", "tuned", "MiB a step", "tuned", "ratio")
-    for row in rows(options.budget or BUDGETS, options.names or list(MODELS), last):
+    for row in rows(options.budget or BUDGETS, options.names or ["mlp"], last):
         table.add_row(*row)
     Console(width=110).print(table)
 

@@ -73,6 +73,11 @@ def format_bytes_up(size: float) -> str:
     return f"{int(size)}B"
 
 
+def format_short_seconds(seconds: float) -> str:
+    """`1.25 s`, `12.3 ms`: of a step, say."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
 def format_seconds(seconds: float) -> str:
     """Seconds for reading: `0.4s`, `12s`, `3m05s`, `2h10m`, `3d4h`."""
     if seconds < 10:  # noqa: PLR2004 - below this tenths matter

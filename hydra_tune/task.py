@@ -60,7 +60,8 @@ class TrainTask:
         split_batches: pieces that each batch is cut into, run one by one or side by side on devices that have nothing else to
             do; each piece's loss is weighted by its share of the batch's samples. For a loss that is the mean over samples
             and a model whose forward does not mix them; anything else is refused. What it gives depends on this number, and
-            not on the devices. 1 for whole batches.
+            not on the devices. 1 for whole batches. "auto": the pool chooses the number by the memory of its devices, when the
+            first batch is there; what it gives is then that of the number chosen, which `Result.split_batches` has.
         split_operators: `nn.Linear` and `nn.Embedding` modules whose weights are trained in pieces, each a parameter of its
             own, so that a device needs room for one piece at a time: `{"head": 4}`, names of modules and pieces of each; or a
             size such as `"64MiB"`, for as many pieces as it takes that no operator has more bytes of parameters at once. The
@@ -101,7 +102,7 @@ class TrainTask:
     epochs: int = 1
     batch_size: int | None = None
     accumulate: int = 1
-    split_batches: int = 1
+    split_batches: int | Literal["auto"] = 1
     split_operators: Mapping[str, int] | str | None = None
     max_grad_norm: float | None = None
     precision: Precision = "float32"
@@ -121,7 +122,8 @@ class TrainTask:
             raise TaskError(f"TrainTask needs exactly one of loss= and step=, got {given}")
         _check_positive("epochs", self.epochs)
         _check_positive("accumulate", self.accumulate)
-        _check_positive("split_batches", self.split_batches)
+        if self.split_batches != "auto":
+            _check_positive("split_batches", self.split_batches, instead="'auto' or a whole number of at least 1")
         _check_operators(self.split_operators)
         _check_norm(self.max_grad_norm)
         if self.batch_size is not None:
@@ -145,6 +147,12 @@ class TrainTask:
         if self.metric is None:
             return ("train_loss",) if self.validate is None else ("val_loss",)
         return (self.metric,) if isinstance(self.metric, str) else self.metric
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces that each batch is cut into. To be asked once they are known: not while `split_batches` is "auto"."""
+        assert self.split_batches != "auto", "nobody has chosen the number of pieces yet"
+        return self.split_batches
 
     def __float__(self) -> float:
         """What a stock Optuna study asks of everything that an objective returns.

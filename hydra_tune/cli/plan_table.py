@@ -39,6 +39,13 @@ class Planned:
     shapes_only: bool = False
 
     @property
+    def splits(self) -> list[str]:
+        """Where the task leaves it to the pool into how many pieces batches are cut, what was chosen and why."""
+        return (
+            [] if self.forecast is None else [trial.split for trial in self.forecast.trials if trial.split is not None]
+        )
+
+    @property
     def cuts(self) -> list[str]:
         """Where `num_shards` is "tuned" and there was a choice, what was chosen and why."""
         return [] if self.forecast is None else [trial.cut for trial in self.forecast.trials if trial.cut is not None]
@@ -53,6 +60,8 @@ class Planned:
         """Plain data."""
         found: dict[str, Any] = {"number": self.number, "params": dict(self.params), "error": self.error}
         found["shapes_only"] = self.shapes_only
+        if self.splits:
+            found["splits"] = self.splits
         if self.cuts:
             found["cuts"] = self.cuts
         if self.placements:
@@ -61,7 +70,7 @@ class Planned:
             return found | {"smallest_budget_bytes": self.enough_bytes}
         plain = self.forecast.to_json()
         (trial,) = plain.pop("trials")
-        del trial["name"], trial["cut"], trial["placement"]
+        del trial["name"], trial["split"], trial["cut"], trial["placement"]
         return {**found, **trial, **plain}
 
 
@@ -87,7 +96,7 @@ def print_planned(console: Console, planned: Sequence[Planned], notes: Sequence[
             console.print()
             console.print(line, soft_wrap=True)
     for one in planned:
-        for reason in (*one.cuts, *one.placements):
+        for reason in (*one.splits, *one.cuts, *one.placements):
             console.print(Text(f"\ntrial {one.number}: {reason}"), soft_wrap=True)
         if one.error is not None:
             remedy = "" if one.enough_bytes is None else f" (device_memory: {format_bytes_up(one.enough_bytes)})"

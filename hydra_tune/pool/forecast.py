@@ -63,6 +63,8 @@ class TrialForecast:
             mean of its steps beside the others. 0 where it is not known: not checked, or on a GPU.
         is_checked: whether its plan has been compared with a step of the model, as every plan is before training; not so
             where the model or its step is too large for that.
+        split_batches: pieces that each batch is cut into.
+        split: where the task leaves that number to the pool, what was chosen and why; else None.
         cut: where `num_shards` is "tuned" and there was a choice, what was chosen and why; else None.
         optimizer_placement: where its updates are made: "device" or "host".
         placement: where `optimizer_placement` is "auto", why they are made there; else None.
@@ -80,6 +82,8 @@ class TrialForecast:
     architecture: int | None
     step_seconds: float
     is_checked: bool
+    split_batches: int
+    split: str | None
     cut: str | None
     optimizer_placement: str
     placement: str | None
@@ -200,12 +204,14 @@ class Known:
 class _Part:
     """One trial: what is known of it, and its rehearsals, each of which can be run once."""
 
+    task: TrainTask
     rehearsals: list[Rehearsal]
     prepared: Prepared
     key: Hashable
     smallest_budget_bytes: int
     is_checked: bool
     architecture: int | None
+    pieces_why: str | None
     why: str | None
     placement_why: str | None
     link: Link | None = None
@@ -243,7 +249,7 @@ class _Company:
             # What a compiler makes cannot be rehearsed; it is cut and updated alike, and keeps nothing.
             task = replace(task, compile=None, activations="recompute")
         try:
-            return self._timed(task, self._built(task, BuildLimit(_MOST_BUILT_BYTES)))
+            return self._timed(self._built(task, BuildLimit(_MOST_BUILT_BYTES)))
         except TooLargeError:
             pass
         try:
@@ -259,7 +265,7 @@ class _Company:
         trial = Trial(task, self._library, self._host)
         try:
             kept, leaves = trial.prepare(building)
-            module, optimizer = trial.module, trial.optimizer
+            task, module, optimizer = trial.task, trial.module, trial.optimizer
             assert module is not None
             assert optimizer is not None
             knows_length = trial.progress.num_steps is not None
@@ -274,25 +280,27 @@ class _Company:
             key = architecture_key(task, module)
             known = self._architectures
             return _Part(
+                task=task,
                 rehearsals=rehearsals,
                 prepared=prepared,
                 key=same,
                 smallest_budget_bytes=prepared.smallest_budget(),
                 is_checked=prepared.is_checked,
                 architecture=None if key is None else known.setdefault(key, len(known)),
+                pieces_why=trial.pieces_why,
                 why=prepared.why,
                 placement_why=prepared.placement_why,
             )
         finally:
             trial.close(keep=False)
 
-    def _timed(self, task: TrainTask, part: "_Part") -> "_Part":
+    def _timed(self, part: "_Part") -> "_Part":
         """The same, with what its steps take, where that can be found out on the host."""
         host = self._host
         if not part.is_checked or not all(isinstance(device, CpuDevice) for device in self._devices):
             return part
         assert isinstance(host, CpuDevice)
-        pace = timed_steps(task, self._library, host, sends_ahead=self._sends_ahead)
+        pace = timed_steps(part.task, self._library, host, sends_ahead=self._sends_ahead)
         if pace is not None:
             part.link = pace.link
             for rehearsal in part.rehearsals:
@@ -320,7 +328,9 @@ class _Company:
             self._known[part.key] = Known(prepared=part.prepared, found=found)
         found = self._known[part.key].found
         (trial,) = found.trials
-        return replace(found, trials=(replace(trial, name=name, architecture=part.architecture),))
+        return replace(
+            found, trials=(replace(trial, name=name, architecture=part.architecture, split=part.pieces_why),)
+        )
 
     def _is_known(self, key: Hashable) -> bool:
         """Whether there is one task, which has been rehearsed already, or one that is like it."""
@@ -369,6 +379,8 @@ class _Company:
             architecture=part.architecture,
             step_seconds=0.0 if part.link is None else _step_seconds(play, name),
             is_checked=part.is_checked,
+            split_batches=part.task.num_pieces,
+            split=part.pieces_why,
             cut=part.why,
             optimizer_placement=plan.optimizer_placement,
             placement=part.placement_why,
@@ -377,7 +389,7 @@ class _Company:
 
 def _likeness(task: TrainTask, prepared: Prepared, optimizer: torch.optim.Optimizer, *, knows_length: bool) -> Hashable:
     """Equal for tasks that rehearse alike: of one plan, but for rates and other numbers that move no bytes."""
-    parts = (task.accumulate, task.split_batches, repr(task.split_operators), knows_length)
+    parts = (task.accumulate, task.num_pieces, repr(task.split_operators), knows_length)
     return (id(prepared), GradientRules.of(task), optimizer_key(optimizer), *parts)
 
 

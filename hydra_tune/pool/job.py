@@ -71,6 +71,8 @@ class Result:
         activations: what was done with the activations of each shard but the last until its backward: "keep", "spill" or
             "recompute". The last shard's forward and backward are one unit.
         optimizer_placement: where its updates were made: "device" or "host"; None if it failed before that.
+        split_batches: pieces that each of its batches was cut into, as the task says or, where that is "auto", as the pool has
+            chosen; None if it failed before that.
         units_run: shard units run.
         units_saved: units it would still have run, had it not been pruned or cancelled; 0 where that is unknown.
         checkpoint: the folder of its checkpoints, if it has any.
@@ -84,6 +86,7 @@ class Result:
     num_shards: int = 0
     activations: tuple[str, ...] = ()
     optimizer_placement: str | None = None
+    split_batches: int | None = None
     units_run: int = 0
     units_saved: int = 0
     checkpoint: Path | None = None

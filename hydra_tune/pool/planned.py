@@ -57,7 +57,7 @@ def _planned_trial(
             )
         if count is None:
             raise ConfigError(f"how many steps {name} takes is not known before its data has been seen; give steps=")
-        parts = task.accumulate * task.split_batches
+        parts = trial.task.accumulate * trial.task.num_pieces
         counted = device.shares_generator or not plan.is_stochastic
         together = parts if counted and plan.may_be_pipelined and grouped.is_worth_it(plan) else 1
         sizes = [

@@ -226,6 +226,7 @@ class Record:
         result.activations = trial.activations
         result.compute_seconds = trial.compute_seconds
         result.optimizer_placement = trial.optimizer_placement
+        result.split_batches = trial.split_batches
         if result.status in ("pruned", "cancelled") and planned is not None:
             result.units_saved = max(0, planned - trial.units_run)
         module, optimizer = trial.module, trial.optimizer

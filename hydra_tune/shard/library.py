@@ -11,14 +11,12 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hydra_tune.errors import BudgetError, CaptureError, ConfigError, HydraTuneError
-from hydra_tune.quantities import format_bytes
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.activations import chosen, keeping, seconds_of
 from hydra_tune.shard.analysis import Analysis, analyse
@@ -26,21 +24,21 @@ from hydra_tune.shard.answers import Answer, answering, ask
 from hydra_tune.shard.budget import Budget
 from hydra_tune.shard.capture import Captured, StateSpec, capture, describe, state_specs
 from hydra_tune.shard.estimate import estimated_seconds
-from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
+from hydra_tune.shard.foresight import foreseen, foreseen_whole
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.guards import Guard
 from hydra_tune.shard.outcome import UnitSeconds
-from hydra_tune.shard.packing import CHOICES, Choice, choose_packing
+from hydra_tune.shard.packer import Packer
+from hydra_tune.shard.packing import CHOICES
+from hydra_tune.shard.piece_count import Foreseen, PieceCount
 from hydra_tune.shard.pilot import Pilot, ShardCost, UpdatePilot
-from hydra_tune.shard.placement import Cut, Placement, choose_placement, update_seconds
-from hydra_tune.shard.plan import Plan, build_plan, operators
+from hydra_tune.shard.plan import Plan, build_plan
 from hydra_tune.shard.precision import autocast, share_casts
-from hydra_tune.shard.quick_partition import QuickPartitioner
+from hydra_tune.shard.request import Layout, Measured, Request, key_of
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.sample import Sample, sample_of
 from hydra_tune.shard.separable import check_separable
 from hydra_tune.shard.streams import intraop_threads, preserved_streams
-from hydra_tune.shard.traffic import Habits
 from hydra_tune.shard.unbuilt import bodiless_twin, export_mode, is_unbuilt, solid, without_bytes
 from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.shard.verify import verify, verify_close
@@ -78,43 +76,6 @@ class Prepared:
         return self.guard is None or self.guard.holds(tensors)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How a trial's state has been cut: by its first plan, which further plans of the trial follow.
-
-    Attributes:
-        plan: the first plan.
-        owners: parameter or buffer -> index of the only shard that uses it.
-    """
-
-    plan: Plan
-    owners: dict[str, int]
-
-    def groups(self, specs: dict[str, StateSpec]) -> dict[str, frozenset[str]]:
-        """Each owned name -> all the names that are loaded with it."""
-        members: dict[tuple[int, bool], set[str]] = {}
-        for name, owner in self.owners.items():
-            members.setdefault((owner, specs[name].is_parameter), set()).add(name)
-        return {name: frozenset(names) for names in members.values() for name in names}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    task: TrainTask
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    leaves: batches.Leaves
-    batch: Any
-    mode: str
-    like: Layout | None
-    guards: list[Guard] = field(default_factory=list)
-
-    @property
-    def guard(self) -> Guard | None:
-        """The guard of the eager run, once there was one."""
-        return self.guards[0] if self.guards else None
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """A plan, or why there is none, for the batches that the guard lets pass."""
@@ -141,18 +102,6 @@ class _Shelf:
             self.plans.popitem(last=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Packed:
-    """Where the shards of a step start and end, and why; `pilot` measures for the placement of updates that it is for."""
-
-    pilot: Pilot
-    partitioner: QuickPartitioner
-    edges: list[int]
-    buffer_bytes: int
-    why: str | None = None
-    placement_why: str | None = None
-
-
 class PlanLibrary:
     """Plans by architecture, mode and batch signature.
 
@@ -164,6 +113,7 @@ class PlanLibrary:
 
     Attributes:
         checked: those plans.
+        piece_counts: the numbers of pieces that were chosen, by what they were chosen for.
     """
 
     def __init__(
@@ -172,9 +122,12 @@ class PlanLibrary:
         self.budget = budget
         self._most_checked_bytes = most_checked_bytes
         self.checked: _Shelf = _Shelf() if known is None else known.checked
+        self.piece_counts: dict[Hashable, PieceCount] = {} if known is None else known.piece_counts
         self._unchecked = _Shelf()
+        self._packer = Packer(budget)
         self._lock = self.checked.lock
         self._for_plans: PlanLibrary | None = None
+        self._foreseen: dict[Hashable, Measured] = {}  # steps that were looked at and may be prepared next
 
     def for_plans(self, most_checked_bytes: int) -> "PlanLibrary":
         """The library of those who only plan, for this one's budget; the same each time, so that plans alike are made once.
@@ -215,9 +168,7 @@ class PlanLibrary:
             TaskError, MetricError: the step is not right.
         """
         leaves = batches.flatten(batch)
-        request = _Request(
-            task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like
-        )
+        request = Request(task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like)
         if like is not None and like.plan.eager:
             with self._lock, preserved_streams():
                 return self._whole(
@@ -226,32 +177,83 @@ class PlanLibrary:
         if prefer_whole:
             with self._lock, preserved_streams(), suppress(BudgetError):
                 return self._whole(request, CaptureError("batches of too many kinds"))
-        architecture = architecture_key(task, model)
-        key = None
-        if architecture is not None:
-            tail = (optimizer_key(optimizer), GradientRules.of(task), task.activations) if mode == "train" else None
-            held = None
-            if like is not None:
-                held = (like.plan.mode, like.plan.cuts, like.plan.updates_on_host, frozenset(like.owners.items()))
-            key = (architecture, mode, leaves.signature, tail, held)
+        key = key_of(request)
         with self._lock, preserved_streams():
             entries = [e for shelf in (self.checked, self._unchecked) for e in shelf.plans.get(key, ())]
             with GATE.shared():
                 entry = next((e for e in entries if e.guard is None or e.guard.holds(leaves.tensors)), None)
             if entry is None:
+                request = replace(request, foreseen=self._foreseen.get(key))
                 found = self._capture(request)
                 entry = _Entry(request.guard, found)
+            self._foreseen.clear()
             if key is not None:
                 self._keep(key, entry)
             if isinstance(entry.found, CaptureError):
                 return replace(self._whole(request, entry.found), guard=entry.guard)
             return entry.found
 
+    def foresee(
+        self, task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
+    ) -> Foreseen | None:
+        """What a step of such batches is expected to take, found without a clock and without running it where it can be cut.
+
+        Args:
+            task: describes the step, into how many pieces batches are cut included.
+            model: the trial's module; only read.
+            optimizer: the same.
+            batch: a piece of a batch; only read.
+
+        Returns:
+            What was found; None if the step would not fit.
+
+        Raises:
+            TaskError: the step is not right.
+        """
+        leaves = batches.flatten(batch)
+        request = Request(
+            task=task,
+            model=model,
+            optimizer=optimizer,
+            leaves=leaves,
+            batch=batch,
+            mode="train",
+            like=None,
+            only_asks=True,
+        )
+        with self._lock, preserved_streams():
+            found = self._look(request, [])
+            if isinstance(found, CaptureError) and not is_unbuilt(model) and (answers := _answers(request)):
+                with_answers = self._look(request, answers)
+                found = found if isinstance(with_answers, CaptureError) else with_answers
+            with suppress(BudgetError):
+                if not isinstance(found, CaptureError):
+                    return found
+                return foreseen_whole(self._packer, task, self._whole(request, found).plan)
+        return None
+
+    def _look(self, request: Request, answers: list[Answer]) -> Foreseen | CaptureError | None:
+        """What a step cut into shards would take; why it cannot be cut; None if it does not fit."""
+        try:
+            step = self._measured_step(request, answers)
+            found = foreseen(self._packer, request, step)
+        except CaptureError as error:
+            return CaptureError(str(error))
+        except BudgetError:
+            return None
+        except HydraTuneError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as in an attempt to cut it
+            return CaptureError(f"the captured graph cannot be run in parts: {describe(error)}")
+        if (key := key_of(request)) is not None and not answers:
+            self._foreseen[key] = step
+        return found
+
     def _keep(self, key: Hashable, entry: _Entry) -> None:
         is_checked = isinstance(entry.found, CaptureError) or entry.found.is_checked
         (self.checked if is_checked else self._unchecked).keep(key, entry)
 
-    def _capture(self, request: _Request) -> Prepared | CaptureError:
+    def _capture(self, request: Request) -> Prepared | CaptureError:
         """A verified plan, or why there is none; a budget that cannot be met is raised."""
         found = self._attempt(request, [])
         if isinstance(found, CaptureError) and not is_unbuilt(request.model) and (answers := _answers(request)):
@@ -260,10 +262,10 @@ class PlanLibrary:
             return found if isinstance(with_answers, CaptureError) else with_answers
         return found
 
-    def _attempt(self, request: _Request, answers: list[Answer]) -> Prepared | CaptureError:
+    def _attempt(self, request: Request, answers: list[Answer]) -> Prepared | CaptureError:
         try:
-            captured = _captured(request, request.batch, answers)
-            return self._cut(request, captured, answers)
+            known = None if answers else request.foreseen
+            return self._cut(request, known or self._measured_step(request, answers))
         except CaptureError as error:
             return CaptureError(str(error))
         except HydraTuneError:
@@ -271,11 +273,16 @@ class PlanLibrary:
         except Exception as error:  # noqa: BLE001 - whatever fails on fakes is run whole, and shown if that fails too
             return CaptureError(f"the captured graph cannot be run in parts: {describe(error)}")
 
-    def _cut(self, request: _Request, captured: Captured, answers: list[Answer]) -> Prepared:
+    def _measured_step(self, request: Request, answers: list[Answer]) -> Measured:
+        captured = _captured(request, request.batch, answers)
         analysis, pilot = self._measured(request, captured, request.leaves.tensors)
         _check_gradients(captured, analysis)
+        return Measured(captured=captured, answers=answers, analysis=analysis, pilot=pilot)
+
+    def _cut(self, request: Request, step: Measured) -> Prepared:
+        captured, answers, analysis = step.captured, step.answers, step.analysis
         nodes = len(captured.nodes)
-        packed = self._packed(request, captured, analysis, pilot)
+        packed = self._packer.packed(request, step)
         pilot, partitioner, edges = packed.pilot, packed.partitioner, packed.edges
         for reason in filter(None, (packed.why, packed.placement_why)):
             CHOICES.info("%s", reason)
@@ -313,130 +320,12 @@ class PlanLibrary:
             placement_why=packed.placement_why,
         )
 
-    def _packed(self, request: _Request, captured: Captured, analysis: Analysis, pilot: Pilot) -> _Packed:
-        """The step cut into shards, for updates where they are made."""
-        like, wanted = request.like, self.budget.optimizer_placement
-        if like is not None:  # its optimizer state is where it is
-            return self._packed_for(
-                request, captured, analysis, pilot.placed(updates_on_host=like.plan.updates_on_host)
-            )
-        if wanted != "auto" or request.mode != "train":
-            return self._packed_for(request, captured, analysis, pilot.placed(updates_on_host=wanted == "host"))
-        on_device = None
-        with suppress(BudgetError):
-            on_device = self._packed_for(request, captured, analysis, pilot)
-        on_host = self._packed_for(request, captured, analysis, pilot.placed(updates_on_host=True))
-        choice = self._placement(request, captured, analysis, on_device, on_host)
-        packed = on_host if choice.place == "host" or on_device is None else on_device
-        return replace(packed, placement_why=choice.reason)
-
-    def _packed_for(self, request: _Request, captured: Captured, analysis: Analysis, pilot: Pilot) -> _Packed:
-        """With the smallest buffer into which the parameters of each shard fit; else the largest with which it can be cut."""
-        found: _Packed | None = None
-        for buffer_bytes in self.budget.buffers:
-            try:
-                packed = self._packed_beside(request, captured, analysis, pilot, buffer_bytes)
-            except BudgetError:
-                if found is None:
-                    raise
-                break
-            found, largest = packed, max(pilot.cost(*span).state_bytes for span in pairwise(packed.edges))
-            if len(packed.edges) == 2 or largest <= buffer_bytes:  # noqa: PLR2004 - one shard needs no buffer
-                break
-        assert found is not None, "there is a buffer to try"
-        is_choice = self.budget.buffer_fraction == "auto" and request.like is None
-        return _told_of_buffer(found, self.budget.budget_bytes) if is_choice else found
-
-    def _packed_beside(
-        self, request: _Request, captured: Captured, analysis: Analysis, pilot: Pilot, buffer_bytes: int
-    ) -> _Packed:
-        partitioner = QuickPartitioner(
-            pilot,
-            analysis,
-            len(captured.nodes),
-            budget_bytes=self.budget.budget_bytes,
-            buffer_bytes=buffer_bytes,
-        )
-        packed = partial(_Packed, pilot=pilot, partitioner=partitioner, buffer_bytes=buffer_bytes)
-        if request.like is not None:
-            return packed(edges=partitioner.partition(None, _cuts_like(captured, analysis, request.like)))
-        edges = partitioner.partition(self.budget.num_shards)
-        if self.budget.num_shards != "tuned" or not _may_be_tuned(request, edges):
-            return packed(edges=edges)
-        plan = build_plan(captured, analysis, pilot, edges)
-        choice = self._tuned(request.task, partitioner, plan, pilot, edges, buffer_bytes)
-        return packed(edges=list(choice.packing.edges), why=choice.reason)
-
-    def _placement(
-        self, request: _Request, captured: Captured, analysis: Analysis, on_device: _Packed | None, on_host: _Packed
-    ) -> Placement:
-        """Where updates are expected to take less time."""
-        assert self.budget.speeds is not None, "auto comes with the speeds of the machine"
-        speeds = self.budget.speeds()
-
-        def plan_of(packed: _Packed) -> Plan:
-            return build_plan(captured, analysis, packed.pilot, packed.edges)
-
-        def cut(packed: _Packed) -> Cut:
-            measure = self._measure(request.task, packed.pilot, packed.edges[-1], packed.buffer_bytes)
-            plan = plan_of(packed)
-            return Cut(
-                costs=[measure(first, last) for first, last in pairwise(packed.edges)],
-                seconds=estimated_seconds(packed.pilot, plan, plan)[0] if speeds.is_host else None,
-            )
-
-        with GATE.shared():
-            rate = update_seconds(request.optimizer, list(request.model.parameters()))
-        return choose_placement(
-            None if on_device is None else cut(on_device),
-            cut(on_host),
-            self.budget.budget_bytes,
-            self._habits(request.task, plan_of(on_host)),
-            speeds,
-            rate,
-        )
-
-    def _may_check(self, request: _Request, whole: ShardCost) -> bool:
+    def _may_check(self, request: Request, whole: ShardCost) -> bool:
         """Whether a step may be run on the host, to be compared with its plan."""
         most = self._most_checked_bytes
         return most is None or (whole.peak_bytes <= most and not is_unbuilt(request.model))
 
-    def _tuned(
-        self,
-        task: TrainTask,
-        partitioner: QuickPartitioner,
-        plan: Plan,
-        pilot: Pilot,
-        largest: list[int],
-        buffer_bytes: int,
-    ) -> Choice:
-        """Where the shards start and end with which a step moves the fewest bytes."""
-        measure = self._measure(task, pilot, largest[-1], buffer_bytes)
-        return choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, self._habits(task, plan))
-
-    def _habits(self, task: TrainTask, plan: Plan) -> Habits:
-        """How a step of a task uses its shards; `plan` is one that it may be cut by."""
-        counted = self.budget.counts_draws or not plan.is_stochastic
-        return Habits(
-            waits=GradientRules.of(task).has_two_phases,
-            sends_ahead=self.budget.sends_ahead,
-            num_batches=task.accumulate * task.split_batches,
-            may_group=counted and plan.may_be_pipelined,
-        )
-
-    def _measure(self, task: TrainTask, pilot: Pilot, end: int, buffer_bytes: int) -> Callable[[int, int], ShardCost]:
-        """What a shard of a step of so many nodes costs, with the activations that it is expected to keep."""
-        room = self.budget.room(buffer_bytes)
-        # "auto" keeps most of what it can where units and copies can be compared, and nothing elsewhere.
-        keeps = task.activations in ("keep", "spill") or (task.activations == "auto" and self.budget.link() is not None)
-
-        def measure(first: int, last: int) -> ShardCost:
-            kept = pilot.cost_keeping(first, last) if keeps and last < end and task.compile is None else None
-            return pilot.cost(first, last) if kept is None or kept.peak_bytes > room.capacity_bytes else kept
-
-        return measure
-
-    def _measured(self, request: _Request, captured: Captured, tensors: tuple[Tensor, ...]) -> tuple[Analysis, Pilot]:
+    def _measured(self, request: Request, captured: Captured, tensors: tuple[Tensor, ...]) -> tuple[Analysis, Pilot]:
         """Where a captured step may be cut, and what its parts would need."""
         specs = state_specs(request.model)
         analysis = analyse(captured, specs, tensors)
@@ -453,7 +342,7 @@ class PlanLibrary:
         return analysis, pilot
 
     def _verified(
-        self, request: _Request, captured: Captured, answers: list[Answer], plan: Plan, kept: Plan
+        self, request: Request, captured: Captured, answers: list[Answer], plan: Plan, kept: Plan
     ) -> tuple[UnitSeconds, UnitSeconds | None]:
         """Seconds of the units of a plan and of the one that keeps activations, once both are known to be right."""
         sample = self._sample(request, captured, answers, plan, kept) if self.budget.checks_sample else None
@@ -465,13 +354,13 @@ class PlanLibrary:
             request.guards.clear()
         return self._verify(request, plan, kept, request.batch)
 
-    def _verify(self, request: _Request, plan: Plan, kept: Plan, batch: Any) -> tuple[UnitSeconds, UnitSeconds | None]:
+    def _verify(self, request: Request, plan: Plan, kept: Plan, batch: Any) -> tuple[UnitSeconds, UnitSeconds | None]:
         other = None if kept is plan else kept
         with GATE.shared(), intraop_threads(self.budget.host_threads):
             return verify(request.task, _twin(request.model), plan, batch, request.guards, other)
 
     def _sample(
-        self, request: _Request, captured: Captured, answers: list[Answer], plan: Plan, kept: Plan
+        self, request: Request, captured: Captured, answers: list[Answer], plan: Plan, kept: Plan
     ) -> Sample | None:
         try:
             return sample_of(
@@ -485,7 +374,7 @@ class PlanLibrary:
         except Exception:  # noqa: BLE001 - a step may have its reasons not to take fewer samples
             return None
 
-    def _whole(self, request: _Request, reason: CaptureError) -> Prepared:
+    def _whole(self, request: Request, reason: CaptureError) -> Prepared:
         if is_unbuilt(request.model):
             raise ConfigError(
                 f"the model cannot be cut ({reason}), and what it needs whole is found by running it, for which it is too "
@@ -503,7 +392,7 @@ class PlanLibrary:
             why = "updates on the host: the model runs whole, and would not fit with its optimizer state"
             return replace(self._whole_for(request, reason, updates_on_host=True), placement_why=why)
 
-    def _whole_for(self, request: _Request, reason: CaptureError, *, updates_on_host: bool) -> Prepared:
+    def _whole_for(self, request: Request, reason: CaptureError, *, updates_on_host: bool) -> Prepared:
         specs = state_specs(request.model)
         with GATE.shared():
             plan = whole_plan(
@@ -521,28 +410,11 @@ class PlanLibrary:
             )
         return Prepared(plan=plan, seconds=None, smallest_budget=lambda: plan.peak_bytes)
 
-    def _update_pilot(self, request: _Request, specs: dict[str, StateSpec]) -> UpdatePilot | None:
+    def _update_pilot(self, request: Request, specs: dict[str, StateSpec]) -> UpdatePilot | None:
         if request.mode != "train":
             return None
         parameters: dict[str, Tensor] = dict(request.model.named_parameters())
         return optimizer_pilot(request.optimizer, parameters, specs, alignment=self.budget.alignment)
-
-
-def _told_of_buffer(packed: _Packed, budget_bytes: int) -> _Packed:
-    """With a sentence on the buffer, where there is one."""
-    if len(packed.edges) == 2:  # noqa: PLR2004 - one shard has none
-        return packed
-    largest = max(packed.pilot.cost(*span).state_bytes for span in pairwise(packed.edges))
-    told = (
-        f"{format_bytes(packed.buffer_bytes)} ({packed.buffer_bytes / budget_bytes:.0%} of the device) are kept for loading, "
-        f"and the largest shard's parameters take {format_bytes(largest)}"
-    )
-    return replace(packed, why=told if packed.why is None else f"{packed.why}; {told}")
-
-
-def _may_be_tuned(request: _Request, edges: list[int]) -> bool:
-    """Whether there is a cut to tune."""
-    return request.mode == "train" and len(edges) > 2  # noqa: PLR2004
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -552,7 +424,7 @@ def _twin(model: nn.Module) -> nn.Module:
         raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
 
 
-def _captured(request: _Request, batch: Any, answers: list[Answer]) -> Captured:
+def _captured(request: Request, batch: Any, answers: list[Answer]) -> Captured:
     """The step for a batch as a graph."""
     if is_unbuilt(request.model):
         return _captured_unbuilt(request, batch)
@@ -563,7 +435,7 @@ def _captured(request: _Request, batch: Any, answers: list[Answer]) -> Captured:
     return captured
 
 
-def _captured_unbuilt(request: _Request, batch: Any) -> Captured:
+def _captured_unbuilt(request: Request, batch: Any) -> Captured:
     """The same of a model without bytes."""
     mode = export_mode()
     with mode:
@@ -575,7 +447,7 @@ def _captured_unbuilt(request: _Request, batch: Any) -> Captured:
     return replace(captured, constants={name: solid(tensor) for name, tensor in captured.constants.items()})
 
 
-def _answers(request: _Request) -> list[Answer]:
+def _answers(request: Request) -> list[Answer]:
     """What the step's Python asks of this batch; empty where that is of no help."""
     with GATE.shared(), suppress(Exception):  # an error in the user's code comes up again where the model runs whole
         return ask(request.task, _twin(request.model), request.mode, batches.copied(request.batch))
@@ -585,24 +457,3 @@ def _answers(request: _Request) -> list[Answer]:
 def _check_gradients(captured: Captured, analysis: Analysis) -> None:
     if captured.mode == "train" and not all(analysis.values[name].requires_grad for name in captured.outputs):
         raise CaptureError("the captured loss has lost its gradients (reentrant checkpoints do that)")
-
-
-def _cuts_like(captured: Captured, analysis: Analysis, like: Layout) -> list[int]:
-    if operators(captured) == like.plan.operators and set(like.plan.cuts) <= set(analysis.cuts):
-        return list(like.plan.cuts)
-    return _owner_cuts(captured, analysis, like.owners)
-
-
-def _owner_cuts(captured: Captured, analysis: Analysis, owners: dict[str, int]) -> list[int]:
-    """Cuts before the first use of each further shard's own parameters."""
-    positions = {node: position for position, node in enumerate(captured.nodes)}
-    reached, cuts = 0, []
-    allowed = analysis.cuts
-    for node in captured.nodes:
-        used = (captured.state.get(argument.name) for argument in node.all_input_nodes)
-        owner = max((owners[name] for name in used if name is not None and name in owners), default=0)
-        if owner > reached:
-            reached = owner
-            before = [cut for cut in allowed if cut <= positions[node]]
-            cuts += before[-1:]
-    return sorted(set(cuts))

@@ -39,11 +39,20 @@ class Partitioner:
         num_nodes: nodes of the graph.
         budget_bytes: memory of the smallest device.
         buffer_bytes: part of it to keep free next to a running shard, for the next one.
+        may_split_batches: whether the task could still have its batches split: a remedy to be told.
     """
 
     def __init__(
-        self, pilot: Pilot, analysis: Analysis, num_nodes: int, *, budget_bytes: int, buffer_bytes: int
+        self,
+        pilot: Pilot,
+        analysis: Analysis,
+        num_nodes: int,
+        *,
+        budget_bytes: int,
+        buffer_bytes: int,
+        may_split_batches: bool = False,
     ) -> None:
+        self._may_split_batches = may_split_batches
         self._pilot = pilot
         self._analysis = analysis
         self._end = num_nodes
@@ -189,6 +198,8 @@ class Partitioner:
     def _refusal(self, first: int, last: int, enough: int) -> BudgetError:
         edges = [0, *self._analysis.cuts, self._end]
         pieces = in_pieces(self._analysis, [(span, self._cost(*span)) for span in pairwise(edges)], self._capacity)
+        if not pieces and self._may_split_batches:
+            pieces = "have batches split (split_batches='auto'), "
         return BudgetError(
             f"{self._name(first, last)} needs {format_bytes(self._cost(first, last).peak_bytes)} at once, but a shard may take "
             f"{format_bytes(self._capacity)}: the smallest device has a budget of {format_bytes(self._budget)}, of which "

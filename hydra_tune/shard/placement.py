@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hydra_tune.devices.link import Link
-from hydra_tune.quantities import format_bytes
+from hydra_tune.quantities import format_bytes, format_short_seconds
 from hydra_tune.shard.outcome import UnitSeconds
 from hydra_tune.shard.pilot import ShardCost
 from hydra_tune.shard.traffic import Habits, step_traffic
@@ -184,15 +184,11 @@ def _reason(
     place: OptimizerPlacement, device: float, device_bytes: int, host: float, host_bytes: int, speeds: Speeds
 ) -> str:
     return (
-        f"updates on the {place}: a step is expected to take {_time(device)} with updates on the device, where "
-        f"{format_bytes(device_bytes)} are moved, and {_time(host)} with updates on the host, where "
+        f"updates on the {place}: a step is expected to take {format_short_seconds(device)} with updates on the device, where "
+        f"{format_bytes(device_bytes)} are moved, and {format_short_seconds(host)} with updates on the host, where "
         f"{format_bytes(host_bytes)} are; copies were measured at {_speed(speeds.link.bytes_per_second)}, the host's memory at "
         f"{_speed(speeds.dram_bytes_per_second)}"
     )
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def _speed(bytes_per_second: float) -> str:

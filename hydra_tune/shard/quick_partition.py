@@ -31,10 +31,18 @@ class QuickPartitioner(Partitioner):
         *,
         budget_bytes: int,
         buffer_bytes: int,
+        may_split_batches: bool = False,
     ) -> None:
         quick = pilot if isinstance(pilot, _QuickPilot) else _QuickPilot(pilot, analysis, num_nodes, budget_bytes)
         self._quick = quick
-        super().__init__(quick, analysis, num_nodes, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes)
+        super().__init__(
+            quick,
+            analysis,
+            num_nodes,
+            budget_bytes=budget_bytes,
+            buffer_bytes=buffer_bytes,
+            may_split_batches=may_split_batches,
+        )
 
     def least_budget(self, num_shards: NumShards, peak_bytes: int) -> int:
         """As `smallest_budget`, of a step that has been cut: that is found sooner.
@@ -123,7 +131,7 @@ class QuickPartitioner(Partitioner):
     def _would_do(self, budget_bytes: int, num_shards: NumShards, boundaries: Sequence[int]) -> bool:
         capacity = budget_bytes * self._capacity // self._budget
         pilot = self._quick.within(budget_bytes, self._analysis)
-        attempt = _Attempt(
+        attempt = TryingPartitioner(
             pilot, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
         )
         try:
@@ -133,7 +141,7 @@ class QuickPartitioner(Partitioner):
         return True
 
 
-class _Attempt(QuickPartitioner):
+class TryingPartitioner(QuickPartitioner):
     """Refuses a budget in no more words than are needed."""
 
     def smallest_budget(self, num_shards: NumShards = None, boundaries: Sequence[int] = ()) -> int:

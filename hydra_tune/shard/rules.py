@@ -27,7 +27,7 @@ class GradientRules:
     @classmethod
     def of(cls, task: TrainTask) -> "GradientRules":
         """The rules of a task."""
-        return cls(task.accumulate, task.precision == "float16", task.max_grad_norm is not None, task.split_batches > 1)
+        return cls(task.accumulate, task.precision == "float16", task.max_grad_norm is not None, task.num_pieces > 1)
 
     @property
     def accumulates(self) -> bool:

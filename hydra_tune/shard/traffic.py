@@ -51,19 +51,29 @@ class Habits:
     may_group: bool = False
 
 
-_Block = tuple[str, int, int]  # what, of which shard, of which batch of the step (0 for what all of them share)
+PlayedBlock = tuple[str, int, int]
+"""What it is, of which shard, and of which batch of the step (0 for what all of them share)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Unit:
-    """What a unit needs and leaves behind."""
+class PlayedUnit:
+    """What a unit needs and leaves behind.
 
-    needs: tuple[_Block, ...]
+    Attributes:
+        needs: blocks that have to be on the device, as far as they are there at all by then.
+        workspace_bytes: that it takes while it runs.
+        is_update: whether it is an update.
+        makes: blocks that are on the device after it.
+        changes: of which the device alone then has what is right.
+        drops: that nobody needs any more.
+    """
+
+    needs: tuple[PlayedBlock, ...]
     workspace_bytes: int = 0
     is_update: bool = False
-    makes: tuple[_Block, ...] = ()
-    changes: tuple[_Block, ...] = ()
-    drops: tuple[_Block, ...] = ()
+    makes: tuple[PlayedBlock, ...] = ()
+    changes: tuple[PlayedBlock, ...] = ()
+    drops: tuple[PlayedBlock, ...] = ()
 
 
 def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: Habits | None = None) -> Traffic:
@@ -75,8 +85,19 @@ def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: Habits |
         habits: how the step uses them; by default each is updated right after its backward.
     """
     habits = habits or Habits()
-    units = list(_units(costs, habits))
-    device = _Device(_sizes(costs, habits.num_batches), budget_bytes)
+    return played(list(units_of(costs, habits)), sizes_of(costs, habits.num_batches), budget_bytes, habits)
+
+
+def played(units: Sequence[PlayedUnit], sizes: dict[PlayedBlock, int], budget_bytes: int, habits: Habits) -> Traffic:
+    """What a step of these units moves, once it moves what the one before did.
+
+    Args:
+        units: in order.
+        sizes: of what they need and make, in bytes.
+        budget_bytes: of the device.
+        habits: whether anything is sent ahead, and whether updates wait.
+    """
+    device = _Device(sizes, budget_bytes)
     before = (0, 0)
     for _ in range(_WARM_STEPS + 1):
         before = (device.moved_bytes, device.copies)
@@ -101,9 +122,9 @@ def is_worth_grouping(costs: Sequence[ShardCost]) -> bool:
     return values < 2 * parameters + 2 * gradients
 
 
-def _sizes(costs: Sequence[ShardCost], num_batches: int) -> dict[_Block, int]:
+def sizes_of(costs: Sequence[ShardCost], num_batches: int) -> dict[PlayedBlock, int]:
     """Bytes of what each shard has."""
-    found: dict[_Block, int] = {}
+    found: dict[PlayedBlock, int] = {}
     for index, cost in enumerate(costs):
         found["parameters", index, 0] = cost.state_bytes
         found["optimizer", index, 0] = 0 if cost.updates_on_host else cost.optimizer_bytes
@@ -116,7 +137,7 @@ def _sizes(costs: Sequence[ShardCost], num_batches: int) -> dict[_Block, int]:
     return found
 
 
-def _units(costs: Sequence[ShardCost], habits: Habits) -> Iterator[_Unit]:
+def units_of(costs: Sequence[ShardCost], habits: Habits) -> Iterator[PlayedUnit]:
     """Forward units, backward units and updates, in order."""
     last, batches = len(costs) - 1, range(habits.num_batches)
     groups: Sequence[Sequence[int]] = [[batch] for batch in batches]
@@ -136,21 +157,21 @@ def _units(costs: Sequence[ShardCost], habits: Habits) -> Iterator[_Unit]:
         yield from (_update(cost, index) for index, cost in enumerate(costs))
 
 
-def _forward(cost: ShardCost, index: int, batch: int) -> _Unit:
-    return _Unit(
+def _forward(cost: ShardCost, index: int, batch: int) -> PlayedUnit:
+    return PlayedUnit(
         needs=(("parameters", index, 0), ("values", index, batch), ("inputs", index, batch)),
         workspace_bytes=cost.forward_workspace,
         makes=(("values", index + 1, batch), ("activations", index, batch)),
     )
 
 
-def _backward(cost: ShardCost, index: int, batch: int, over: Sequence[_Block] = ()) -> _Unit:
+def _backward(cost: ShardCost, index: int, batch: int, over: Sequence[PlayedBlock] = ()) -> PlayedUnit:
     """The unit; `over` is what goes with it beside what it has used up."""
-    own: tuple[_Block, ...] = (("values", index, batch), ("activations", index, batch), ("handed", index, batch))
-    gradients: tuple[_Block, ...] = (("gradients", index, 0),)
-    made: tuple[_Block, ...] = (("handed", index - 1, batch),) if index else ()
+    own: tuple[PlayedBlock, ...] = (("values", index, batch), ("activations", index, batch), ("handed", index, batch))
+    gradients: tuple[PlayedBlock, ...] = (("gradients", index, 0),)
+    made: tuple[PlayedBlock, ...] = (("handed", index - 1, batch),) if index else ()
     is_first = batch == 0  # the others add to what the first has made
-    return _Unit(
+    return PlayedUnit(
         needs=(("parameters", index, 0), *own, ("inputs", index, batch), *(() if is_first else gradients)),
         workspace_bytes=cost.backward_workspace,
         makes=(*gradients, *made) if is_first else made,
@@ -159,12 +180,12 @@ def _backward(cost: ShardCost, index: int, batch: int, over: Sequence[_Block] = 
     )
 
 
-def _update(cost: ShardCost, index: int) -> _Unit:
+def _update(cost: ShardCost, index: int) -> PlayedUnit:
     gradients = ("gradients", index, 0)
     if cost.updates_on_host:
-        return _Unit(needs=(), is_update=True, drops=(gradients, ("parameters", index, 0)))
-    state: tuple[_Block, ...] = (("parameters", index, 0), ("optimizer", index, 0)) if cost.trained_bytes else ()
-    return _Unit(
+        return PlayedUnit(needs=(), is_update=True, drops=(gradients, ("parameters", index, 0)))
+    state: tuple[PlayedBlock, ...] = (("parameters", index, 0), ("optimizer", index, 0)) if cost.trained_bytes else ()
+    return PlayedUnit(
         needs=(*state, gradients),
         is_update=True,
         workspace_bytes=cost.update_workspace if state else 0,
@@ -176,19 +197,19 @@ def _update(cost: ShardCost, index: int) -> _Unit:
 class _Device:
     """What is on a device, and what it cost to get it there."""
 
-    def __init__(self, sizes: dict[_Block, int], budget_bytes: int) -> None:
+    def __init__(self, sizes: dict[PlayedBlock, int], budget_bytes: int) -> None:
         self._sizes = sizes
         self._budget = budget_bytes
-        self._resident: dict[_Block, bool] = {}  # -> whether the host lacks it; the least recently used first
-        self._away: set[_Block] = set()  # values that have been spilled
-        self._leaving: set[_Block] = set()  # written back ahead, to make room
-        self._sent: dict[_Block, int] = {}  # sent ahead and not used yet -> when
+        self._resident: dict[PlayedBlock, bool] = {}  # -> whether the host lacks it; the least recently used first
+        self._away: set[PlayedBlock] = set()  # values that have been spilled
+        self._leaving: set[PlayedBlock] = set()  # written back ahead, to make room
+        self._sent: dict[PlayedBlock, int] = {}  # sent ahead and not used yet -> when
         self._free_bytes = budget_bytes
         self._now = 0
         self.moved_bytes = 0
         self.copies = 0
 
-    def run(self, unit: _Unit, following: Sequence[_Unit]) -> None:
+    def run(self, unit: PlayedUnit, following: Sequence[PlayedUnit]) -> None:
         """Bring what a unit needs, send ahead to those that follow, and go on as it leaves things."""
         self._now += 1
         pinned = self._existing(unit)
@@ -213,7 +234,7 @@ class _Device:
         for block in unit.drops:
             self._drop(block)
 
-    def _existing(self, unit: _Unit) -> list[_Block]:
+    def _existing(self, unit: PlayedUnit) -> list[PlayedBlock]:
         """What a unit needs and there is by now: state and batches always, values from when they were made."""
         return [
             block
@@ -221,17 +242,17 @@ class _Device:
             if self._size(block) > 0 and (_is_always_there(block) or block in self._resident or block in self._away)
         ]
 
-    def _size(self, block: _Block) -> int:
+    def _size(self, block: PlayedBlock) -> int:
         return self._sizes[block]
 
-    def _make_room(self, nbytes: int, pinned: Sequence[_Block]) -> None:
+    def _make_room(self, nbytes: int, pinned: Sequence[PlayedBlock]) -> None:
         for victim in self._victims(pinned):
             if nbytes <= self._free_bytes:
                 return
             self._write_back(victim)
             self._remove(victim)
 
-    def _victims(self, kept: Sequence[_Block]) -> list[_Block]:
+    def _victims(self, kept: Sequence[PlayedBlock]) -> list[PlayedBlock]:
         """In the pager's order: what leaves anyway; optimizer state, the last used first; the rest, the first used first."""
         free = [block for block in self._resident if block not in kept]
         fresh = [block for block, sent in self._sent.items() if self._now - sent <= _SENT_UNITS]
@@ -241,7 +262,7 @@ class _Device:
         own = [block for block in free if block[0] != "optimizer"]
         return [*leaving, *reversed(state), *own, *(block for block in fresh if block not in kept)]
 
-    def _send(self, following: Sequence[_Unit], pinned: Sequence[_Block]) -> None:
+    def _send(self, following: Sequence[PlayedUnit], pinned: Sequence[PlayedBlock]) -> None:
         """What `memory/prefetch.py` does while a unit computes; what is written back for room gives it the next time."""
         wanted = [block for unit in following for block in self._existing(unit)]
         kept = [*pinned, *wanted]
@@ -262,12 +283,12 @@ class _Device:
             room = min(room, self._budget - sum(map(self._size, needs)) - unit.workspace_bytes)
         self._shed(max(unit.workspace_bytes for unit in following) + owed, kept, drops=False)
 
-    def _find_room(self, nbytes: int, owed: int, kept: Sequence[_Block]) -> bool:
+    def _find_room(self, nbytes: int, owed: int, kept: Sequence[PlayedBlock]) -> bool:
         if nbytes > self._free_bytes and nbytes + owed - self._free_bytes <= sum(map(self._size, self._victims(kept))):
             self._shed(nbytes + owed, kept, drops=True)
         return nbytes <= self._free_bytes
 
-    def _shed(self, nbytes: int, kept: Sequence[_Block], *, drops: bool) -> None:
+    def _shed(self, nbytes: int, kept: Sequence[PlayedBlock], *, drops: bool) -> None:
         """Begin to write back what has to go for so many bytes; what the host has as well goes at once, if it may."""
         short = nbytes - self._free_bytes
         for victim in self._victims(kept):
@@ -282,14 +303,14 @@ class _Device:
             elif drops and victim not in self._leaving:
                 self._remove(victim)
 
-    def _write_back(self, block: _Block) -> None:
+    def _write_back(self, block: PlayedBlock) -> None:
         if self._resident[block]:
             self._move(block)
             self._resident[block] = False
         if block[0] not in _STATE:
             self._away.add(block)
 
-    def _drop(self, block: _Block) -> None:
+    def _drop(self, block: PlayedBlock) -> None:
         """It is not needed any more. What is updated on the host goes there, and what the device has is right no more."""
         is_for_host = block[0] == "gradients" and self._sizes["optimizer", block[1], 0] == 0
         if block in self._resident:
@@ -298,26 +319,26 @@ class _Device:
             self._remove(block)
         self._away.discard(block)
 
-    def _load(self, block: _Block) -> None:
+    def _load(self, block: PlayedBlock) -> None:
         if block[0] != "inputs":  # which come whatever the cut
             self._move(block)
         self._add(block, dirty=False)
 
-    def _add(self, block: _Block, *, dirty: bool) -> None:
+    def _add(self, block: PlayedBlock, *, dirty: bool) -> None:
         if self._size(block):
             self._resident[block] = dirty
             self._free_bytes -= self._size(block)
 
-    def _remove(self, block: _Block) -> None:
+    def _remove(self, block: PlayedBlock) -> None:
         del self._resident[block]
         self._leaving.discard(block)
         self._sent.pop(block, None)
         self._free_bytes += self._size(block)
 
-    def _move(self, block: _Block) -> None:
+    def _move(self, block: PlayedBlock) -> None:
         self.moved_bytes += self._size(block)
         self.copies += 1
 
 
-def _is_always_there(block: _Block) -> bool:
+def _is_always_there(block: PlayedBlock) -> bool:
     return block[0] in _STATE or block[0] == "inputs"

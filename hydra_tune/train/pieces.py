@@ -62,19 +62,20 @@ def pieces(batch: Batch, count: int) -> Iterator[Piece]:
         yield Piece(batch=cut, samples=size, share=size / samples, is_last=index == count - 1)
 
 
-def check_pieces(task: TrainTask, module: nn.Module, batch: Batch) -> None:
+def check_pieces(task: TrainTask, module: nn.Module, batch: Batch, count: int) -> None:
     """Try the first batch, whole and in pieces, on a copy of the module; leaves streams, module and batch as they are.
+
+    Args:
+        task: describes the step.
+        module: as its factory has made it.
+        batch: the first batch.
+        count: pieces.
 
     Raises:
         TaskError: the pieces would not give what the whole batch gives: a forward that looks at other samples or overwrites
             buffers, or a loss that is not the mean over samples.
     """
-    name = next((name for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)  # noqa: SLF001
-    if name is not None:
-        raise TaskError(
-            f"split_batches={task.split_batches} would change what {name!r} normalizes by: it looks at all samples of a batch; "
-            "leave split_batches out, or use a normalization of single samples (LayerNorm, GroupNorm)"
-        )
+    refuse_batch_norm(task, module)
     twin, loss = copy.deepcopy(module), training_loss(task)
     with preserved_streams(), torch.no_grad():
         before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
@@ -82,17 +83,31 @@ def check_pieces(task: TrainTask, module: nn.Module, batch: Batch) -> None:
         changed = [name for name, buffer in twin.named_buffers() if not _is_same(buffer, before.get(name))]
         if changed:
             raise TaskError(
-                f"split_batches={task.split_batches} would change buffer {changed[0]!r}, which each forward overwrites; leave "
-                "split_batches out"
+                f"split_batches={task.split_batches!r} would change buffer {changed[0]!r}, which each forward overwrites; "
+                "leave split_batches out"
             )
         twin.eval()
         whole = float(loss(twin, copy.deepcopy(batch)))
-        parts = sum(float(loss(twin, p.batch)) * p.share for p in pieces(batch, task.split_batches))
+        parts = sum(float(loss(twin, p.batch)) * p.share for p in pieces(batch, count))
     tolerance = _tolerance(module)
     if math.isfinite(whole) and not math.isclose(whole, parts, rel_tol=tolerance, abs_tol=tolerance):
         raise TaskError(
-            f"split_batches={task.split_batches} needs a loss that is the mean over a batch's samples, but that of the first "
+            f"split_batches={task.split_batches!r} needs a loss that is the mean over a batch's samples, but that of the first "
             f"batch is {whole:g}, and the mean over its pieces {parts:g}; average over samples, or leave split_batches out"
+        )
+
+
+def refuse_batch_norm(task: TrainTask, module: nn.Module) -> None:
+    """What can be told of a module without running it.
+
+    Raises:
+        TaskError: it looks at other samples of a batch.
+    """
+    name = next((name for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)  # noqa: SLF001
+    if name is not None:
+        raise TaskError(
+            f"split_batches={task.split_batches!r} would change what {name!r} normalizes by: it looks at all samples of a "
+            "batch; leave split_batches out, or use a normalization of single samples (LayerNorm, GroupNorm)"
         )
 
 

@@ -68,11 +68,16 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
 
     Raises:
         ConfigError: the task's data is `ShapesOnly`.
-        TaskError: data that yields nothing or cannot be copied, or a loss that is not a scalar.
+        TaskError: data that yields nothing or cannot be copied, a loss that is not a scalar, or `split_batches="auto"`.
         BadLossError: a training loss that is NaN or infinite, with `on_bad_loss="fail"`.
         MetricError: an evaluation that is not made of scalars, or a metric that is not reported.
     """
     refuse_shapes_only(task)
+    if task.split_batches == "auto":
+        raise TaskError(
+            "split_batches='auto' is chosen by a pool for the memory of its devices, which a plain loop has not; give the "
+            "number that was chosen (Result.split_batches, or hydra-tune plan)"
+        )
     _seed(task.seed)
     module = task.model()
     groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
@@ -144,8 +149,8 @@ class _Run:
         self.module.train()
         before = len(self.losses)
         for batch in self.own.batches(self.task.train, self.task.batch_size, shuffle=True):
-            if self.task.split_batches > 1 and not self.losses:
-                check_pieces(self.task, self.module, batch)
+            if self.task.num_pieces > 1 and not self.losses:
+                check_pieces(self.task, self.module, batch, self.task.num_pieces)
             self._backward(batch)
             if self.pending == self.task.accumulate and not self._step(epoch):
                 return False
@@ -161,7 +166,7 @@ class _Run:
 
     def _backward(self, batch: Batch) -> None:
         mean = _Mean()
-        for piece in pieces(batch, self.task.split_batches):
+        for piece in pieces(batch, self.task.num_pieces):
             with _autocast(self.task):
                 loss = _loss(self.task, self.module, piece.batch)
             value = loss.item()

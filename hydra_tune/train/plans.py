@@ -54,7 +54,7 @@ class TrialPlans:
     """Makes and keeps a trial's plans.
 
     Args:
-        task: what is trained.
+        task: what is trained; may be given anew before the first plan is made.
         library: where plans come from.
         streams: the trial's; a capture runs the user's code.
         device: any device of the pool, for host memory.
@@ -73,8 +73,8 @@ class TrialPlans:
     ) -> None:
         self._share = share
         self._times = times
-        self._task = task
-        self._library = library
+        self.task = task
+        self.library = library
         self._streams = streams
         self._device = device
         self._kept: OrderedDict[Any, list[Kept]] = OrderedDict()  # least recently used first
@@ -129,11 +129,11 @@ class TrialPlans:
     def _make(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, state: ModelState | None, batch: Batch, mode: str
     ) -> Kept:
-        task = self._task
+        task = self.task
         self._captures[mode] += 1
         # A capture copies the model.
         with nullcontext() if state is None else state.whole(), self._streams.everything():
-            prepared = self._library.prepare(
+            prepared = self.library.prepare(
                 task,
                 module,
                 optimizer,
@@ -146,7 +146,7 @@ class TrialPlans:
             self._share.require([state.layout.plan, *self.all], prepared.plan)
             state.adopt_state(list(prepared.plan.used_state()), self._device)
         module.train()
-        times = self._times.of(prepared, task.accumulate * task.split_batches if mode == "train" else 1)
+        times = self._times.of(prepared, task.accumulate * task.num_pieces if mode == "train" else 1)
         draws = None if prepared.plan.is_stochastic else 0  # looked for when it has run
         return Kept(
             prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0

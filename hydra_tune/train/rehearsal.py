@@ -79,7 +79,7 @@ class Rehearsal:
         self._leaves = replace(leaves, tensors=tuple(_like(tensor) for tensor in leaves.tensors), copies=())
         self.plan = _plan(kept.plan, task, twin, self._leaves)
         self.times = kept.times
-        self.num_parts = task.accumulate * task.split_batches
+        self.num_parts = task.accumulate * task.num_pieces
         self.together = self._num_together(kept.plan)
         self.state = ModelState(twin, stand_in, self.plan, device)
         self._streams = RandomStreams(task.seed)
@@ -115,8 +115,8 @@ class Rehearsal:
         step = OptimizerStep(self._task.accumulate, self.state, self._streams, self._device, self._gradients, how)
         try:
             for number in range(self.num_parts):
-                is_last = (number + 1) % self._task.split_batches == 0
-                share = 1 / self._task.split_batches
+                is_last = (number + 1) % self._task.num_pieces == 0
+                share = 1 / self._task.num_pieces
                 part = Part(plan=self.plan, times=self.times, leaves=self._leaves, share=share, ends_batch=is_last)
                 if step.takes(self.plan):
                     step.draw_ahead(part, 0)

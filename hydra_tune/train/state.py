@@ -24,9 +24,9 @@ from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.library import Layout
 from hydra_tune.shard.own_state import check_state
 from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.request import Layout
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.host_updates import HostUpdates

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.operators import SplitOperators, split_operators
+from hydra_tune.shard.packing import CHOICES
+from hydra_tune.shard.piece_count import divisors
 from hydra_tune.shard.unbuilt import is_unbuilt
 from hydra_tune.task import TrainTask
 from hydra_tune.train.arrange import arrange
@@ -38,7 +40,8 @@ from hydra_tune.train.helpers import Arrangement, Helpers, drawn_bytes
 from hydra_tune.train.hooks import refuse_gradient_hooks
 from hydra_tune.train.host_share import HostShare, fixed_bytes, largest_bytes
 from hydra_tune.train.mean import Mean
-from hydra_tune.train.pieces import Piece, check_pieces, pieces
+from hydra_tune.train.piece_choice import piece_count
+from hydra_tune.train.pieces import Piece, check_pieces, pieces, refuse_batch_norm
 from hydra_tune.train.plans import Kept, TrialPlans
 from hydra_tune.train.shared_times import SharedTimes
 from hydra_tune.train.snapshot import Keeper, Snapshot
@@ -102,6 +105,7 @@ class Trial:
         self.units_run = 0
         self.num_shards = 0
         self.optimizer_placement: str | None = None
+        self.pieces_why: str | None = None  # where their number was chosen here
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: ModelState | None = None
@@ -160,9 +164,8 @@ class Trial:
             self._feed.check(handle)
         module, optimizer = self._build(building)
         for batch in self._draw(self.task.train, shuffle=True):
-            if not is_unbuilt(module):
-                self._check_pieces(module, batch)
-            piece = next(pieces(batch, self.task.split_batches))
+            self._settle_pieces(module, optimizer, batch)
+            piece = next(pieces(batch, self.task.num_pieces))
             leaves = batches.flatten(piece.batch)
             kept = self._plans.find(module, optimizer, None, piece.batch, leaves, "train")
             return kept, leaves
@@ -181,6 +184,11 @@ class Trial:
         """What is done with the activations of each shard but the last until its backward; empty before the first step."""
         state = self.state
         return () if state is None else tuple(state.activations_of(shard) for shard in state.layout.plan.shards[:-1])
+
+    @property
+    def split_batches(self) -> int | None:
+        """Pieces that each batch is cut into; None where that has not been chosen yet."""
+        return None if self.task.split_batches == "auto" else self.task.split_batches
 
     @property
     def unit_times(self) -> UnitTimes:
@@ -312,8 +320,8 @@ class Trial:
                 if batch is _END:
                     break
                 count += 1
-                self._check_pieces(module, batch)
-                for piece in pieces(batch, self.task.split_batches):
+                self._settle_pieces(module, optimizer, batch)
+                for piece in pieces(batch, self.task.num_pieces):
                     leaves = batches.flatten(piece.batch)
                     kept = self._plans.find(module, optimizer, self.state, piece.batch, leaves, "train")
                     step = step or self._new_step(kept)
@@ -331,11 +339,29 @@ class Trial:
             raise no_batch("train", self.task.train, epoch)
         return count
 
-    def _check_pieces(self, module: nn.Module, batch: Any) -> None:
-        """Refuse a task whose batches cannot be split; the first batch tells."""
-        if self.task.split_batches > 1 and self.state is None:
-            with self._own_code():
-                check_pieces(self.task, module, batch)
+    def _settle_pieces(self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        """Refuse a task whose batches cannot be split; where it is open into how many pieces, choose. The first batch tells."""
+        if self.task.split_batches == 1 or self.state is not None:
+            return
+        if self.task.split_batches != "auto":
+            self._check_pieces(module, batch, self.task.num_pieces)
+            return
+        fewest = divisors(num_samples(batch))[:2][-1]
+        self._check_pieces(module, batch, fewest)
+        with self._streams.everything():
+            choice = piece_count(self.task, self._plans.library, module, optimizer, batch)
+        CHOICES.info("%s", choice.reason)
+        self.task = self._plans.task = replace(self.task, split_batches=choice.count)
+        self.pieces_why = choice.reason
+        if choice.count not in (1, fewest):
+            self._check_pieces(module, batch, choice.count)
+
+    def _check_pieces(self, module: nn.Module, batch: Any, count: int) -> None:
+        with self._own_code():
+            if is_unbuilt(module):  # that much can be told of what cannot be run
+                refuse_batch_norm(self.task, module)
+            else:
+                check_pieces(self.task, module, batch, count)
 
     def _train_part(
         self, step: OptimizerStep, kept: Kept, leaves: batches.Leaves, piece: Piece
@@ -371,7 +397,7 @@ class Trial:
 
     @property
     def _parts_per_step(self) -> int:
-        return self.task.accumulate * self.task.split_batches
+        return self.task.accumulate * self.task.num_pieces
 
     def _new_step(self, kept: Kept) -> OptimizerStep:
         assert self.module is not None
@@ -471,6 +497,9 @@ class Trial:
         self.history, self.metrics, self.units_run = state["history"], state["metrics"], state["units_run"]
         self._started = time.perf_counter() - state["seconds"]
         self._pass_began = state["pass_began"]
+        count = state.get("split_batches")
+        if self.task.split_batches == "auto" and count is not None:  # as it began: another number rounds differently
+            self.task = self._plans.task = replace(self.task, split_batches=count)
         return place
 
     def _adopt_saved(self) -> None:
@@ -522,6 +551,7 @@ class Trial:
                 "metrics": self.metrics,
                 "units_run": self.units_run,
                 "seconds": time.perf_counter() - self._started,
+                "split_batches": self.split_batches,
             },
         )
         return Snapshot(facts=facts, tensors=tensors, state=self.state)
@@ -589,9 +619,11 @@ class Trial:
         now = self._data_state()
         drawn = self._draw(self.task.train, shuffle=True)
         try:
-            piece = next(pieces(next(drawn), self.task.split_batches))
+            batch = next(drawn)
         finally:
             drawn.close()
+        self._settle_pieces(self.module, self.optimizer, batch)
+        piece = next(pieces(batch, self.task.num_pieces))
         leaves = batches.flatten(piece.batch)
         self._new_step(self._plans.find(self.module, self.optimizer, None, piece.batch, leaves, "train")).close()
         self._streams.restore(now["streams"])

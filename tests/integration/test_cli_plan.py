@@ -178,6 +178,22 @@ def test_a_tuned_cut_is_shown_with_its_reason(folder):
     assert [(width, f"trial 1: {cut}") for width, cut in told] == [(256, line)]
 
 
+def test_a_number_of_pieces_that_was_chosen_is_shown_with_its_reason(folder):
+    model = folder / f"{MODULE}.py"
+    text = model.read_text().replace("train=partial", 'split_batches="auto", train=partial')
+    model.write_text(text.replace("randn(16, ", "randn(2048, "))
+    change(folder, "width: {values: [16, 256]}", "width: {value: 16}")
+    change(folder, "2000KiB", "500KiB")
+    done = run(folder, "--trials", "1")
+    assert done.exit_code == 0, done.output
+    (line,) = [line for line in done.stdout.splitlines() if " pieces of each batch of 2048: " in line]
+    assert line.endswith("; sums are rounded as with split_batches=" + line.split()[2])
+    (trial,) = json.loads(run(folder, "--json", "--trials", "1").stdout)["trials"]
+    assert [f"trial 0: {one}" for one in trial["splits"]] == [line]
+    assert str(trial["split_batches"]) == line.split()[2]
+    assert "split" not in trial
+
+
 def test_all_of_a_grid_are_planned_and_said_once_what_is_the_same_in_all(folder):
     rates = ", ".join(f"0.{number}" for number in range(1, 10))
     change(folder, "lr: {distribution: log_uniform_values, min: 1e-5, max: 0.1}", f"lr: {{values: [{rates}]}}")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
-from hydra_tune.shard import library
+from hydra_tune.shard import packer
 from hydra_tune.shard.packing import CHOICES
 from tests.unit.shard.bench import vectors
 
@@ -37,11 +37,11 @@ def choices(monkeypatch):
     made = []
 
     def choose(*arguments):
-        made.append(library_choice(*arguments))
+        made.append(packer_choice(*arguments))
         return made[-1]
 
-    library_choice = library.choose_packing
-    monkeypatch.setattr(library, "choose_packing", choose)
+    packer_choice = packer.choose_packing
+    monkeypatch.setattr(packer, "choose_packing", choose)
     return made
 
 

@@ -86,7 +86,9 @@ def test_too_few_pieces_and_too_long_batches_are_told_apart():
     long = torch.randint(VOCABULARY, (8, 33))
     activations = train(task(train=lambda: [long], split_operators={"embed": 4, "head": 4}), "cpu:1").error
     assert isinstance(activations, BudgetError)
-    assert "lower batch_size, or raise device_memory" in str(activations), "no number of pieces would do"
+    assert "lower batch_size, have batches split (split_batches='auto'), or raise" in str(activations), (
+        "no pieces would do"
+    )
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.quantities import format_bytes, format_bytes_up, format_seconds, parse_bytes
+from hydra_tune.quantities import format_bytes, format_bytes_up, format_seconds, format_short_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -96,3 +96,10 @@ def test_a_size_has_at_most_four_digits_before_its_unit(size):
 )
 def test_times_are_written_for_reading(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0.0 ms"), (0.01234, "12.3 ms"), (1.0, "1.00 s"), (75.5, "75.50 s")]
+)
+def test_seconds_of_a_step_have_digits_that_tell_steps_apart(seconds, text):
+    assert format_short_seconds(seconds) == text

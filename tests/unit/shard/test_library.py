@@ -20,7 +20,8 @@ from hydra_tune.errors import BudgetError, CaptureError, TaskError
 from hydra_tune.shard import library as library_module
 from hydra_tune.shard.batch import flatten
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import Budget, Layout, PlanLibrary
+from hydra_tune.shard.library import Budget, PlanLibrary
+from hydra_tune.shard.request import Layout
 from tests.parity.models import build
 from tests.unit.pool.tasks import against_plain, running
 from tests.unit.shard.bench import first_batch, task_of, vectors

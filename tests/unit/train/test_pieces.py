@@ -100,12 +100,13 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_pieces_would_change_is_refused_by_pool_and_plain_loop_alike(name):
     changes, message = REFUSED[name]
-    described = task(split_batches=2, **changes)
     with pytest.raises(TaskError, match=message):
-        train_plain(described)
-    error = train(described).error
-    assert isinstance(error, TaskError)
-    assert re.search(message, str(error))
+        train_plain(task(split_batches=2, **changes))
+    for count in (2, "auto"):
+        error = train(task(split_batches=count, **changes)).error
+        assert isinstance(error, TaskError)
+        assert re.search(message, str(error))
+        assert f"split_batches={count!r} " in str(error)
 
 
 def test_a_check_moves_no_stream_and_changes_no_batch():
@@ -119,6 +120,11 @@ def test_a_check_moves_no_stream_and_changes_no_batch():
 
 
 def test_a_number_of_pieces_is_checked():
-    with pytest.raises(TaskError, match="split_batches must be a whole number of at least 1, not 0"):
+    with pytest.raises(TaskError, match="split_batches must be 'auto' or a whole number of at least 1, not 0"):
         task(split_batches=0)
     assert len(train_plain(task(split_batches=4, train=SAMPLES)).losses) == 6
+
+
+def test_a_plain_loop_has_no_memory_to_choose_a_number_for():
+    with pytest.raises(TaskError, match="which a plain loop has not; give the number that was chosen"):
+        train_plain(task(split_batches="auto"))

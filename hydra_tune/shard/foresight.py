@@ -1,0 +1,78 @@
+"""What a step would take, found without a clock, and for a step that can be cut without running it: for `piece_count.py`."""
+
+from hydra_tune.errors import BudgetError
+from hydra_tune.shard.activations import chosen, keeping, seconds_of
+from hydra_tune.shard.estimate import estimated_seconds
+from hydra_tune.shard.packer import Packed, Packer
+from hydra_tune.shard.piece_count import Foreseen
+from hydra_tune.shard.plan import Plan, build_plan
+from hydra_tune.shard.request import Measured, Request
+from hydra_tune.shard.traffic import step_traffic
+from hydra_tune.task import TrainTask
+
+
+def foreseen(packer: Packer, request: Request, step: Measured) -> Foreseen:
+    """What a step cut into shards is expected to take, alone on its device.
+
+    Args:
+        packer: cuts it.
+        request: for a training step.
+        step: the same, captured and measured.
+
+    Raises:
+        BudgetError: it does not fit.
+    """
+    budget, task = packer.budget, request.task
+    packed = _packed(packer, request, step)
+    plan = build_plan(step.captured, step.analysis, packed.pilot, packed.edges)
+    room, link = budget.room(packed.buffer_bytes), budget.link()
+    kept = plan if task.compile else keeping(plan, packed.pilot, task.activations, room)
+    estimates = None if link is None else estimated_seconds(packed.pilot, plan, kept)
+    if task.activations == "auto":
+        kept = plan if estimates is None else chosen(plan, kept, *estimates, link, room)
+    habits = packer.habits(task, kept)
+    traffic = step_traffic([shard.cost for shard in kept.shards], budget.budget_bytes, habits)
+    seconds = None
+    if estimates is not None and link is not None:
+        units = seconds_of(kept, *estimates)
+        computing = habits.num_batches * (sum(units.forward[:-1]) + sum(units.backward))
+        copying = link.seconds(traffic.nbytes, traffic.copies)
+        seconds = max(computing, copying) if habits.sends_ahead else computing + copying
+    return Foreseen(
+        num_shards=len(kept.shards),
+        peak_bytes=kept.peak_bytes,
+        step_bytes=traffic.nbytes,
+        seconds=seconds,
+        holds_for_all=not step.answers,
+    )
+
+
+def foreseen_whole(packer: Packer, task: TrainTask, plan: Plan) -> Foreseen:
+    """The same of a model that runs whole, whose activations are spilled within its units.
+
+    Args:
+        packer: knows the budget.
+        task: describes the step.
+        plan: of its one shard.
+    """
+    (cost,) = (shard.cost for shard in plan.shards)
+    habits = packer.habits(task, plan)
+    traffic = step_traffic([cost], packer.budget.budget_bytes, habits)
+    return Foreseen(
+        num_shards=1,
+        peak_bytes=cost.peak_bytes,
+        step_bytes=traffic.nbytes + 2 * cost.spilled_bytes * habits.num_batches,
+        seconds=None,
+        holds_for_all=False,  # its code may do anything with another batch
+    )
+
+
+def _packed(packer: Packer, request: Request, step: Measured) -> Packed:
+    """Where updates are made is left to a clock by "auto", which must not decide here: on the device, if that fits."""
+    wanted = packer.budget.optimizer_placement
+    try:
+        return packer.packed_for(request, step, updates_on_host=wanted == "host")
+    except BudgetError:
+        if wanted != "auto":
+            raise
+        return packer.packed_for(request, step, updates_on_host=True)

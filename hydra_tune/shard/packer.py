@@ -1,0 +1,186 @@
+"""`Packer`: where the shards of a step start and end, for a budget and a place for updates."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+from hydra_tune.errors import BudgetError
+from hydra_tune.quantities import format_bytes
+from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.estimate import estimated_seconds
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.packing import Choice, choose_packing
+from hydra_tune.shard.pilot import Pilot, ShardCost
+from hydra_tune.shard.placement import Cut, Placement, choose_placement, update_seconds
+from hydra_tune.shard.plan import Plan, build_plan
+from hydra_tune.shard.quick_partition import QuickPartitioner, TryingPartitioner
+from hydra_tune.shard.request import Measured, Request, cuts_like
+from hydra_tune.shard.rules import GradientRules
+from hydra_tune.shard.traffic import Habits
+from hydra_tune.task import TrainTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Where the shards of a step start and end, and why; `pilot` measures for the placement of updates that it is for."""
+
+    pilot: Pilot
+    partitioner: QuickPartitioner
+    edges: list[int]
+    buffer_bytes: int
+    why: str | None = None
+    placement_why: str | None = None
+
+
+class Packer:
+    """Cuts steps.
+
+    Args:
+        budget: what to cut for.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+
+    def packed(self, request: Request, step: Measured) -> Packed:
+        """The step cut into shards, for updates where they are made.
+
+        Raises:
+            BudgetError: a part that cannot be cut further does not fit.
+        """
+        like, wanted = request.like, self.budget.optimizer_placement
+        if like is not None:  # its optimizer state is where it is
+            return self.packed_for(request, step, updates_on_host=like.plan.updates_on_host)
+        if wanted != "auto" or request.mode != "train":
+            return self.packed_for(request, step, updates_on_host=wanted == "host")
+        on_device = None
+        with suppress(BudgetError):
+            on_device = self.packed_for(request, step, updates_on_host=False)
+        on_host = self.packed_for(request, step, updates_on_host=True)
+        choice = self._placement(request, step, on_device, on_host)
+        packed = on_host if choice.place == "host" or on_device is None else on_device
+        return replace(packed, placement_why=choice.reason)
+
+    def packed_for(self, request: Request, step: Measured, *, updates_on_host: bool) -> Packed:
+        """With the smallest buffer into which the parameters of each shard fit; else the largest with which it can be cut.
+
+        Raises:
+            BudgetError: as of `packed`.
+        """
+        pilot = step.pilot.placed(updates_on_host=updates_on_host)
+        found: Packed | None = None
+        for buffer_bytes in self.budget.buffers:
+            try:
+                packed = self._packed_beside(request, step, pilot, buffer_bytes)
+            except BudgetError:
+                if found is None:
+                    raise
+                break
+            found, largest = packed, max(pilot.cost(*span).state_bytes for span in pairwise(packed.edges))
+            if len(packed.edges) == 2 or largest <= buffer_bytes:  # noqa: PLR2004 - one shard needs no buffer
+                break
+        assert found is not None, "there is a buffer to try"
+        is_choice = self.budget.buffer_fraction == "auto" and request.like is None
+        return _told_of_buffer(found, self.budget.budget_bytes) if is_choice else found
+
+    def _packed_beside(self, request: Request, step: Measured, pilot: Pilot, buffer_bytes: int) -> Packed:
+        captured, analysis = step.captured, step.analysis
+        kind = TryingPartitioner if request.only_asks else QuickPartitioner
+        partitioner = kind(
+            pilot,
+            analysis,
+            len(captured.nodes),
+            budget_bytes=self.budget.budget_bytes,
+            buffer_bytes=buffer_bytes,
+            may_split_batches=request.mode == "train" and request.task.split_batches == 1,
+        )
+        packed = partial(Packed, pilot=pilot, partitioner=partitioner, buffer_bytes=buffer_bytes)
+        if request.like is not None:
+            return packed(edges=partitioner.partition(None, cuts_like(captured, analysis, request.like)))
+        edges = partitioner.partition(self.budget.num_shards)
+        if self.budget.num_shards != "tuned" or not _may_be_tuned(request, edges):
+            return packed(edges=edges)
+        plan = build_plan(captured, analysis, pilot, edges)
+        choice = self._tuned(request.task, partitioner, plan, pilot, edges, buffer_bytes)
+        return packed(edges=list(choice.packing.edges), why=choice.reason)
+
+    def _placement(self, request: Request, step: Measured, on_device: Packed | None, on_host: Packed) -> Placement:
+        """Where updates are expected to take less time."""
+        assert self.budget.speeds is not None, "auto comes with the speeds of the machine"
+        speeds = self.budget.speeds()
+
+        def plan_of(packed: Packed) -> Plan:
+            return build_plan(step.captured, step.analysis, packed.pilot, packed.edges)
+
+        def cut(packed: Packed) -> Cut:
+            measure = self._measure(request.task, packed.pilot, packed.edges[-1], packed.buffer_bytes)
+            plan = plan_of(packed)
+            return Cut(
+                costs=[measure(first, last) for first, last in pairwise(packed.edges)],
+                seconds=estimated_seconds(packed.pilot, plan, plan)[0] if speeds.is_host else None,
+            )
+
+        with GATE.shared():
+            rate = update_seconds(request.optimizer, list(request.model.parameters()))
+        return choose_placement(
+            None if on_device is None else cut(on_device),
+            cut(on_host),
+            self.budget.budget_bytes,
+            self.habits(request.task, plan_of(on_host)),
+            speeds,
+            rate,
+        )
+
+    def _tuned(
+        self,
+        task: TrainTask,
+        partitioner: QuickPartitioner,
+        plan: Plan,
+        pilot: Pilot,
+        largest: list[int],
+        buffer_bytes: int,
+    ) -> Choice:
+        """Where the shards start and end with which a step moves the fewest bytes."""
+        measure = self._measure(task, pilot, largest[-1], buffer_bytes)
+        return choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, self.habits(task, plan))
+
+    def habits(self, task: TrainTask, plan: Plan) -> Habits:
+        """How a step of a task uses its shards; `plan` is one that it may be cut by."""
+        counted = self.budget.counts_draws or not plan.is_stochastic
+        return Habits(
+            waits=GradientRules.of(task).has_two_phases,
+            sends_ahead=self.budget.sends_ahead,
+            num_batches=task.accumulate * task.num_pieces,
+            may_group=counted and plan.may_be_pipelined,
+        )
+
+    def _measure(self, task: TrainTask, pilot: Pilot, end: int, buffer_bytes: int) -> Callable[[int, int], ShardCost]:
+        """What a shard of a step of so many nodes costs, with the activations that it is expected to keep."""
+        room = self.budget.room(buffer_bytes)
+        # "auto" keeps most of what it can where units and copies can be compared, and nothing elsewhere.
+        keeps = task.activations in ("keep", "spill") or (task.activations == "auto" and self.budget.link() is not None)
+
+        def measure(first: int, last: int) -> ShardCost:
+            kept = pilot.cost_keeping(first, last) if keeps and last < end and task.compile is None else None
+            return pilot.cost(first, last) if kept is None or kept.peak_bytes > room.capacity_bytes else kept
+
+        return measure
+
+
+def _told_of_buffer(packed: Packed, budget_bytes: int) -> Packed:
+    """With a sentence on the buffer, where there is one."""
+    if len(packed.edges) == 2:  # noqa: PLR2004 - one shard has none
+        return packed
+    largest = max(packed.pilot.cost(*span).state_bytes for span in pairwise(packed.edges))
+    told = (
+        f"{format_bytes(packed.buffer_bytes)} ({packed.buffer_bytes / budget_bytes:.0%} of the device) are kept for loading, "
+        f"and the largest shard's parameters take {format_bytes(largest)}"
+    )
+    return replace(packed, why=told if packed.why is None else f"{packed.why}; {told}")
+
+
+def _may_be_tuned(request: Request, edges: list[int]) -> bool:
+    """Whether there is a cut to tune."""
+    return request.mode == "train" and len(edges) > 2  # noqa: PLR2004

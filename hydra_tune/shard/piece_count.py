@@ -1,0 +1,173 @@
+"""Into how many pieces a batch is cut, where a task leaves that to the pool: Harmony's choice of the microbatch's size.
+
+Fewer samples at once need less room for what lies between operators, so that shards are larger and more of the model stays on
+the device; and a batch that does not fit at all may fit in pieces. The price is more units, and products of fewer rows. For
+each number that is tried the step is cut as it would be for training, packed anew with `num_shards="tuned"` (`packing.py`), and
+played through (`traffic.py`).
+
+Note: the rule. The numbers are divisors of the batch, so that all pieces are alike and have one plan. Whole batches stay whole
+unless they do not fit, or a step in pieces is expected to be clearly shorter; then the number with the shortest step is taken,
+and of those about as good the smallest. Where units and copies cannot be compared (on GPUs, or in a model that runs whole) the
+bytes that a step moves stand for its seconds.
+
+Note: no clock. The number is part of what is computed: sums are rounded in another order for another number. So what is asked
+are the pilot and the estimates of `estimate.py` and `devices/link.py`, the same each time, and never a measurement.
+
+Source: the tuner of Harmony (Li et al., sections 3 and 4). Differs: one number for forward and backward alike, for a backward
+goes on from its own piece's values, which would have to be cut or joined between the two.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hydra_tune.quantities import format_bytes, format_short_seconds
+
+_NEAR = 1.03  # of the shortest step: then fewer pieces are better
+_WORTH = 0.9  # of the step in as few pieces as fit: above it, they stay as few
+_APART = 2  # each number that is tried is so many times the one before at least
+_PATIENCE = 2  # numbers in a row that have to do no better before larger ones are given up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """What a step is expected to take.
+
+    Attributes:
+        num_shards: that its model is cut into.
+        peak_bytes: the most that one of their units needs.
+        step_bytes: that a step moves, to the device and from it.
+        seconds: of a step; None where units and copies cannot be compared.
+        holds_for_all: whether it is the same for all batches of the kind; not so where the step asks for values of the batch.
+    """
+
+    num_shards: int
+    peak_bytes: int
+    step_bytes: int
+    seconds: float | None
+    holds_for_all: bool = True
+
+
+Probe = Callable[[int], Foreseen | None]
+"""Number of pieces -> what a step in so many would take; None if it would not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceCount:
+    """The number that was chosen.
+
+    Attributes:
+        count: pieces of each batch; where none fits, one for each sample.
+        samples: of a batch.
+        tried: what each number would take, in order; None for those that do not fit.
+    """
+
+    count: int
+    samples: int
+    tried: tuple[tuple[int, Foreseen | None], ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any number does."""
+        return dict(self.tried)[self.count] is not None
+
+    @property
+    def reason(self) -> str:
+        """A sentence for people."""
+        found = dict(self.tried)
+        fewest = next((count for count, one in found.items() if one is not None), None)
+        chosen = found[self.count]
+        if chosen is None or fewest is None:
+            return f"batches of {self.samples} do not fit, not even in pieces of one sample"
+        what = f"{self.count} pieces of each batch of {self.samples}" if self.count > 1 else "whole batches"
+        if fewest > 1:
+            why = "whole ones would not fit" if fewest == self.count else f"fewer than {fewest} would not fit"
+        elif self.count == 1:
+            why = "pieces would not make it clearly shorter"
+        else:
+            why = "whole ones would take longer"
+        counts = ", ".join(f"{count}: {_said(one)}" for count, one in self.tried)
+        moved = f"about {format_bytes(chosen.step_bytes)}" if chosen.step_bytes else "nothing"
+        step = f"a step in {chosen.num_shards} shard{'s' * (chosen.num_shards > 1)} moves {moved}"
+        rounded = f"; sums are rounded as with split_batches={self.count}" if self.count > 1 else ""
+        return f"{what}: {step}; {why} (tried {counts}){rounded}"
+
+
+def choose_count(samples: int, probe: Probe) -> PieceCount:
+    """The number of pieces with which a step is expected to be shortest; see the note above.
+
+    Args:
+        samples: of a batch.
+        probe: asked for some of the divisors of that, each of them once.
+    """
+    known: dict[int, Foreseen | None] = {}
+
+    def found(count: int) -> Foreseen | None:
+        if count not in known:
+            known[count] = probe(count)
+        return known[count]
+
+    counts = divisors(samples)
+    first = _fewest(counts, found)
+    if first is None:
+        best = samples
+    else:
+        fitting = _tried_from(counts, first, found)
+        best = _best(fitting)
+    return PieceCount(count=best, samples=samples, tried=tuple(sorted(known.items())))
+
+
+def divisors(samples: int) -> list[int]:
+    """Of a number, in order."""
+    return [count for count in range(1, samples + 1) if samples % count == 0]
+
+
+def _fewest(counts: Sequence[int], found: Probe) -> int | None:
+    """The smallest number that fits; smaller pieces are taken to need no more."""
+    below, index = 0, 0
+    while found(counts[index]) is None:
+        if index == len(counts) - 1:
+            return None
+        below, index = index + 1, min(bisect_left(counts, counts[index] * _APART), len(counts) - 1)
+    return counts[bisect_left(counts, True, below, index, key=lambda count: found(count) is not None)]
+
+
+def _tried_from(counts: Sequence[int], first: int, found: Probe) -> dict[int, Foreseen]:
+    """Those from a number on, as long as they promise anything."""
+    start = found(first)
+    assert start is not None, "the first number fits"
+    fitting, last, least, in_vain = {first: start}, first, start, 0
+    for count in counts:
+        if not least.step_bytes or in_vain == _PATIENCE:
+            break
+        if count < last * _APART:
+            continue
+        last, one = count, found(count)
+        if one is None:
+            continue
+        fitting[count] = one
+        cost = _costs([least, one])
+        in_vain = 0 if cost[1] * _NEAR < cost[0] else in_vain + 1
+        least = one if cost[1] < cost[0] else least
+    return fitting
+
+
+def _best(fitting: dict[int, Foreseen]) -> int:
+    """The smallest number of those with the shortest steps; the first where that gains little."""
+    costs = dict(zip(fitting, _costs(list(fitting.values())), strict=True))
+    shortest, first = min(costs.values()), next(iter(costs))
+    best = next(count for count, cost in costs.items() if cost <= shortest * _NEAR)
+    return best if costs[best] <= costs[first] * _WORTH else first
+
+
+def _costs(steps: Sequence[Foreseen]) -> list[float]:
+    """Seconds of each, or bytes where some have none."""
+    seconds = [one.seconds for one in steps if one.seconds is not None]
+    return seconds if len(seconds) == len(steps) else [float(one.step_bytes) for one in steps]
+
+
+def _said(one: Foreseen | None) -> str:
+    if one is None:
+        return "does not fit"
+    seconds = "" if one.seconds is None else f", {format_short_seconds(one.seconds)}"
+    return f"{format_bytes(one.step_bytes)}{seconds}"

@@ -1,0 +1,107 @@
+"""`Request`: what a plan is asked for, and what is known of its step; equal keys have one plan."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.analysis import Analysis
+from hydra_tune.shard.answers import Answer
+from hydra_tune.shard.capture import Captured, StateSpec
+from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
+from hydra_tune.shard.guards import Guard
+from hydra_tune.shard.pilot import Pilot
+from hydra_tune.shard.plan import Plan, operators
+from hydra_tune.shard.rules import GradientRules
+from hydra_tune.task import TrainTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a trial's state has been cut: by its first plan, which further plans of the trial follow.
+
+    Attributes:
+        plan: the first plan.
+        owners: parameter or buffer -> index of the only shard that uses it.
+    """
+
+    plan: Plan
+    owners: dict[str, int]
+
+    def groups(self, specs: dict[str, StateSpec]) -> dict[str, frozenset[str]]:
+        """Each owned name -> all the names that are loaded with it."""
+        members: dict[tuple[int, bool], set[str]] = {}
+        for name, owner in self.owners.items():
+            members.setdefault((owner, specs[name].is_parameter), set()).add(name)
+        return {name: frozenset(names) for names in members.values() for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A captured step, what its Python was answered, where it may be cut, and what its parts would need."""
+
+    captured: Captured
+    answers: list[Answer]
+    analysis: Analysis
+    pilot: Pilot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A plan is wanted for one kind of batch of a trial; arguments as of `PlanLibrary.prepare`."""
+
+    task: TrainTask
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    leaves: batches.Leaves
+    batch: Any
+    mode: str
+    like: Layout | None
+    only_asks: bool = False  # whether it would fit, and what it would take; nobody reads a refusal
+    foreseen: Measured | None = None  # its step, where that has been looked at before
+    guards: list[Guard] = field(default_factory=list)
+
+    @property
+    def guard(self) -> Guard | None:
+        """The guard of the eager run, once there was one."""
+        return self.guards[0] if self.guards else None
+
+
+def key_of(request: Request) -> Hashable | None:
+    """Equal for requests that have one plan; None where that cannot be told."""
+    task, like = request.task, request.like
+    architecture = architecture_key(task, request.model)
+    if architecture is None:
+        return None
+    tail = None
+    if request.mode == "train":
+        tail = (optimizer_key(request.optimizer), GradientRules.of(task), task.num_pieces, task.activations)
+    held = None
+    if like is not None:
+        held = (like.plan.mode, like.plan.cuts, like.plan.updates_on_host, frozenset(like.owners.items()))
+    return (architecture, request.mode, request.leaves.signature, tail, held)
+
+
+def cuts_like(captured: Captured, analysis: Analysis, like: Layout) -> list[int]:
+    """Where a further capture is cut: at the same nodes if it has the same operators, else at the same parameters."""
+    if operators(captured) == like.plan.operators and set(like.plan.cuts) <= set(analysis.cuts):
+        return list(like.plan.cuts)
+    return _owner_cuts(captured, analysis, like.owners)
+
+
+def _owner_cuts(captured: Captured, analysis: Analysis, owners: dict[str, int]) -> list[int]:
+    """Cuts before the first use of each further shard's own parameters."""
+    positions = {node: position for position, node in enumerate(captured.nodes)}
+    reached, cuts = 0, []
+    allowed = analysis.cuts
+    for node in captured.nodes:
+        used = (captured.state.get(argument.name) for argument in node.all_input_nodes)
+        owner = max((owners[name] for name in used if name is not None and name in owners), default=0)
+        if owner > reached:
+            reached = owner
+            before = [cut for cut in allowed if cut <= positions[node]]
+            cuts += before[-1:]
+    return sorted(set(cuts))

@@ -1,0 +1,85 @@
+"""A task whose batches are cut into as many pieces as the pool finds best: `split_batches="auto"` becomes a number.
+
+The choice itself is `shard/piece_count.py`'s. Here are the pieces that it asks about, and what is known already: trials that
+are alike get the same number, and look for it once.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hydra_tune.errors import BudgetError
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.piece_count import Foreseen, PieceCount, choose_count
+from hydra_tune.shard.request import Request, key_of
+from hydra_tune.task import Batch, TrainTask
+from hydra_tune.train.data import num_samples
+from hydra_tune.train.pieces import Piece, pieces
+
+
+def piece_count(
+    task: TrainTask, library: PlanLibrary, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
+) -> PieceCount:
+    """Into how many pieces the batches of a task are to be cut. To be called with the trial's own random streams.
+
+    Args:
+        task: the trial's, with `split_batches="auto"`.
+        library: makes its plans, for the devices that decide.
+        module: the trial's; only read, and in training mode again afterwards.
+        optimizer: the same; only read.
+        batch: the first batch; only read.
+
+    Raises:
+        BudgetError: not even pieces of one sample fit.
+        TaskError: the step is not right.
+    """
+    whole = replace(task, split_batches=1)
+    request = Request(
+        task=whole,
+        model=module,
+        optimizer=optimizer,
+        leaves=batches.flatten(batch),
+        batch=batch,
+        mode="train",
+        like=None,
+    )
+    key = key_of(request)
+    known = None if key is None else library.piece_counts.get(key)
+    if known is not None:
+        return known
+
+    def probe(count: int) -> Foreseen | None:
+        piece = next(pieces(batch, count))
+        return library.foresee(replace(task, split_batches=count), module, optimizer, piece.batch)
+
+    found = choose_count(num_samples(batch), probe)
+    module.train()
+    if not found.fits:
+        _refuse(
+            replace(task, split_batches=found.count),
+            found,
+            library,
+            module,
+            optimizer,
+            next(pieces(batch, found.count)),
+        )
+    if key is not None and all(one is None or one.holds_for_all for _, one in found.tried):
+        library.piece_counts[key] = found
+    return found
+
+
+def _refuse(
+    task: TrainTask,
+    found: PieceCount,
+    library: PlanLibrary,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    piece: Piece,
+) -> None:
+    """What is short, and what would be enough, are found by preparing the smallest piece."""
+    try:
+        library.prepare(task, module, optimizer, piece.batch, "train")
+    except BudgetError as error:
+        raise BudgetError(f"split_batches='auto': {found.reason}; {error}", enough_bytes=error.enough_bytes) from error
