@@ -254,9 +254,7 @@ def backward(
     with torch.enable_grad():
         arguments = _arguments(shard, leaves)
         made = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
-        parameters |= {
-            name: tensor for name, tensor in state if tensor.requires_grad
-        }  # the user's own code may thaw some
+        parameters |= {name: tensor for name, tensor in state if tensor.requires_grad}  # own code may thaw some
         outputs = dict(zip(shard.live_out, made, strict=True))
         roots: list[_Root] = [
             (objective(outputs[name]) if gradient is None else outputs[name], gradient)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from hydra_tune import Failed, Finished, HydraExecutor, Job, TrainTask
@@ -32,7 +31,6 @@ class Collecting:
     """Trials of one search that have been told, until nothing of them is needed any more.
 
     Args:
-        study: whose.
         pool: has the checkpoints.
         build: the objective, which is called with a trial that has ended as well.
         weights: keeps those of the best; None: nobody does.
@@ -41,13 +39,11 @@ class Collecting:
 
     def __init__(
         self,
-        study: Study,
         pool: HydraExecutor,
         build: Callable[[Any], Any],
         weights: StudyWeights | None,
         resuming: Resuming,
     ) -> None:
-        self._study = study
         self._pool = pool
         self._build = build
         self._weights = weights
@@ -76,8 +72,8 @@ class Collecting:
             with let_interrupts_through():
                 task = self._build(copy.deepcopy(frozen))
             if isinstance(task, TrainTask):
-                name, path = f"weights of trial {frozen.number}", left.checkpoint.path
-                job = self._pool.submit(task, name=name, events=events, resume_from=path)
+                name, found = f"weights of trial {frozen.number}", left.checkpoint
+                job = self._pool.submit(task, name=name, events=events, resume_from=found.path, labels=found.labels)
                 self._running[id(job)] = _Collected(frozen=frozen, task=task, job=job)
                 return
         except Exception as error:  # noqa: BLE001 - an objective may raise anything; the search goes on

@@ -125,7 +125,7 @@ class Driver:
         self._error: Exception | None = None
         self._hint = limits.useless_pruner
         self._resuming = Resuming(study, pool)
-        self._collecting = Collecting(study, pool, build, weights, self._resuming)
+        self._collecting = Collecting(pool, build, weights, self._resuming)
         self._left: deque[Left] = deque()  # trials of a dead process, to be gone on with
 
     def run(self) -> None:
@@ -145,7 +145,7 @@ class Driver:
                 self._abandon(error)
                 raise
             finally:
-                self._resuming.close(leaves=bool(self._left or self._untold))
+                self._resuming.close(leaves=bool(self._untold) or any(not left.is_told for left in self._left))
         private.storage_of(self._study).remove_session()
         if self._error is not None:
             raise self._error

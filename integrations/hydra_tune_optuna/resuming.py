@@ -94,8 +94,12 @@ class Resuming:
         Args:
             leaves: whether trials of it are still running, as the storage has it.
         """
-        if self._sign is not None:
+        if self._sign is None:
+            return
+        try:
             self._sign.close(leaves=leaves)
+        except HydraTuneError as error:
+            _logger.warning("The search is over, and what says that it lives could not be removed: %s", error)
 
     def ask(self) -> Trial:
         """A new trial, which is this search's."""

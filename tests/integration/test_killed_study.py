@@ -159,6 +159,11 @@ def test_weights_of_a_trial_that_was_told_before_they_were_written(tmp_path, mon
         assert optuna.kept_weights(study) == {}
         steps = pool.find_checkpoint("killed/0").steps
         expected = load_checkpoint(pool.find_checkpoint("killed/0").path).tensors
+        with monkeypatch.context() as killed:  # a second time, before they were written again
+            killed.setattr(StudyWeights, "completed", lambda *arguments: None)
+            killed.setattr(Resuming, "forget", lambda *arguments: None)
+            study.optimize(build, n_trials=0)
+        assert optuna.kept_weights(study) == {}
         study.optimize(build, n_trials=0)
         assert pool.find_checkpoint("killed/0") is None
         assert len(study.trials) == 1

@@ -280,7 +280,9 @@ def test_no_trial_is_taken_for_stale_just_after_the_clock_was_set(heartbeats, mo
     assert heartbeat.tells_who_lives
 
 
-@pytest.mark.parametrize(("options", "waits_ms"), [({}, 60_000), ({"timeout": 7}, 7_000)], ids=["default", "the user's"])
+@pytest.mark.parametrize(
+    ("options", "waits_ms"), [({}, 60_000), ({"timeout": 7}, 7_000)], ids=["default", "the user's"]
+)
 def test_how_long_a_locked_database_is_waited_for(options, waits_ms, tmp_path):
     storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db", engine_kwargs={"connect_args": options})
     with make_pool("hydra", 1) as pool:
