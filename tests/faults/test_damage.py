@@ -32,9 +32,9 @@ def saved(tmp_path_factory) -> Path:
         job = pool.submit(task(**DESCRIBED), "trial", events)
         for number in range(5):
             assert events.get(PATIENCE_SECONDS) is not None
+            assert pool.find_checkpoint("trial").steps == number + 1
             if number < 4:
                 job.proceed()
-        job.checkpoint(PATIENCE_SECONDS)
         job.cancel()
     assert len(generations(root / "trial")) == 2
     return root / "trial"

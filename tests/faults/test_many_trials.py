@@ -65,7 +65,7 @@ def train_wave(pool, first: int) -> None:
 @pytest.mark.parametrize("saves", [False, True], ids=["without checkpoints", "with checkpoints"])
 def test_nothing_grows(saves, tmp_path):
     (tmp_path / "spill").mkdir()
-    options = {"devices": "cpu:2", "device_memory": "48KiB", "host_memory": "64KiB", "spill_dir": tmp_path / "spill"}
+    options = {"devices": "cpu:2", "device_memory": "24KiB", "host_memory": "16KiB", "spill_dir": tmp_path / "spill"}
     if saves:
         options |= {"checkpoint_dir": tmp_path / "saved"}
     looks = []
@@ -79,8 +79,13 @@ def test_nothing_grows(saves, tmp_path):
             looks.append(Held.now())
         assert pool.stats().disk.bytes_written > 0
     if saves:
-        assert len(list((tmp_path / "saved").iterdir())) == NUM_TRIALS // 2
-        assert {len(generations(folder)) for folder in (tmp_path / "saved").iterdir()} == {1}
+        folders = list((tmp_path / "saved").iterdir())
+        numbers = {int(folder.name.split("-")[1]) for folder in folders if folder.name.startswith("trial-")}
+        assert len(numbers) == len(folders), "a trial that has failed has left its folder"
+        # What was pruned may never have been saved: another trial was being written.
+        completed = {number for number in range(0, NUM_TRIALS, 2) if number % 7 or number % 10 == 0}
+        assert completed <= numbers <= set(range(0, NUM_TRIALS, 2))
+        assert {len(generations(folder)) for folder in folders} == {1}
     first, last = looks[50 // WAVE], looks[-1]
     for look in looks[50 // WAVE :]:
         assert (look.threads, look.files, look.pinned_bytes) == (first.threads, first.files, first.pinned_bytes)

@@ -246,6 +246,13 @@ def test_one_folder_for_each_trial(tmp_path):
     assert folder_name("a/b") != folder_name("a-b")
 
 
+def test_a_trial_that_was_never_saved_leaves_no_folder(tmp_path):
+    with running(checkpoint_dir=tmp_path) as pool:
+        result = pool.submit(task(model=lambda: 1), "trial").result(PATIENCE_SECONDS)
+        assert (result.status, result.checkpoint) == ("failed", None)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("call", ["checkpoint", "find_checkpoint"])
 def test_without_a_folder_that_is_said(call):
     with running() as pool:
