@@ -124,6 +124,11 @@ class BestWeights:
             while len(self._waiting) > _MOST_WAITING:
                 self._changed.wait(_POLL_SECONDS)
 
+    def is_waiting(self, number: int) -> bool:
+        """Whether the weights of a trial are still to be written."""
+        with self._changed:
+            return number in self._waiting or number in self._writing
+
     def flush(self) -> None:
         """Wait until everything is written or has failed."""
         with self._changed:

@@ -419,7 +419,9 @@ class TrialKeeper:
     def _leave(self) -> None:
         assert self._folder is not None
         try:
-            if self._end in ("completed", "pruned"):
+            if not generations(self._folder.path):
+                self._folder.remove()  # a thousand trials that fail at once leave no thousand empty folders
+            elif self._end in ("completed", "pruned"):
                 self._folder.keep(1)
         except HydraTuneError as error:
             _LOGGER.warning("Old checkpoints of %s could not be removed: %s", self._name, error)

@@ -249,12 +249,12 @@ def backward(
         objective: of the loss.
     """
     leaves = _leaves(shard, operands, needs_gradient)
-    parameters = {
-        name: tensor for name, tensor in zip(shard.state, operands.state, strict=True) if tensor.requires_grad
-    }
+    state = list(zip(shard.state, operands.state, strict=True))
+    parameters = {name: tensor for name, tensor in state if tensor.requires_grad}
     with torch.enable_grad():
         arguments = _arguments(shard, leaves)
         made = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
+        parameters |= {name: tensor for name, tensor in state if tensor.requires_grad}  # own code may thaw some
         outputs = dict(zip(shard.live_out, made, strict=True))
         roots: list[_Root] = [
             (objective(outputs[name]) if gradient is None else outputs[name], gradient)

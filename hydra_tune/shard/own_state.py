@@ -1,4 +1,4 @@
-"""What the user's own code does to a module's parameters and buffers beyond overwriting them.
+"""What the user's own code does to a module's parameters and buffers beyond overwriting them: it is refused by name.
 
 Parameters and buffers live in blocks and are known to the optimizer, so a forward must not add or replace any. A buffer that
 is replaced by a tensor of its kind (`self.mean = 0.9 * self.mean + ...`) is as good as one that is overwritten: the step puts
@@ -37,6 +37,27 @@ def check_state(before: Mapping[str, Tensor], model: nn.Module) -> None:
             raise TaskError(
                 f"the model's forward replaces its {_kind(before[name])} {name!r} by another tensor"
                 f"{_difference(before[name], tensor)}; overwrite it in place, e.g. by copy_() under torch.no_grad()"
+            )
+
+
+def check_still_frozen(frozen: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that are trained from some step on.
+
+    Gradients, optimizer state and their memory are planned for the parameters that require gradients when a trial begins. To
+    freeze one of these later, and to thaw it again, is the same as not to use it, and needs no plan.
+
+    Args:
+        frozen: the parameters that did not require gradients when the trial began.
+
+    Raises:
+        TaskError: one does now.
+    """
+    for name, tensor in frozen.items():
+        if tensor.requires_grad:
+            raise TaskError(
+                f"parameter {name!r} did not require gradients when the trial began, and does now: the memory plan and the "
+                "optimizer cannot follow; have it require gradients when model= returns, and freeze it from there on, e.g. by "
+                "requires_grad_(False) in forward"
             )
 
 

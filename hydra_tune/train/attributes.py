@@ -12,14 +12,18 @@ from hydra_tune.checkpoint.values import encode
 from hydra_tune.errors import CheckpointError
 
 _GONE = object()
+_PLAIN = frozenset({type(None), bool, int, str})
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """An attribute as it was: the very object and, where it is a plain value, how that reads."""
+    """An attribute as it was: how its value reads or, where no checkpoint can hold that, the very object."""
 
-    value: object
     text: str | None
+    value: object = None
+
+
+_NEVER = _Seen(None, _GONE)
 
 
 class Attributes:
@@ -44,9 +48,7 @@ class Attributes:
         self._objects = objects
         self._left_out = left_out
         self._before = {
-            (path, name): _Seen(value, self._read(value)[0])
-            for path, one in objects()
-            for name, value in self._attributes(one)
+            (path, name): self._seen(value) for path, one in objects() for name, value in self._attributes(one)
         }
 
     def changed(self) -> dict[str, dict[str, Any]]:
@@ -58,7 +60,7 @@ class Attributes:
         found: dict[str, dict[str, Any]] = {}
         for path, one in self._objects():
             for name, value in self._attributes(one):
-                before = self._before.get((path, name), _Seen(_GONE, None))
+                before = self._before.get((path, name), _NEVER)
                 text, has_tensors = self._read(value)
                 if text is None:
                     self._refuse_new(path, name, value, before.value)
@@ -78,8 +80,14 @@ class Attributes:
     def _attributes(self, one: object) -> Iterable[tuple[str, Any]]:
         return [(name, value) for name, value in vars(one).items() if name not in self._left_out]
 
+    def _seen(self, value: Any) -> _Seen:
+        text, _ = self._read(value)
+        return _Seen(text, value if text is None else None)  # what was replaced is not to live on here
+
     def _read(self, value: Any) -> tuple[str | None, bool]:
         """How a value reads, None where no checkpoint can hold it; and whether it has tensors."""
+        if type(value) in _PLAIN:  # most are, and each trial has thousands
+            return repr(value), False
         tensors: dict[str, Tensor] = {}
         try:
             text = json.dumps(encode(value, "", tensors))

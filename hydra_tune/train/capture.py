@@ -6,7 +6,8 @@ data stand, now and when the pass under way began; reports and counts; and attri
 What factories make is not saved: the model's and the optimizer's classes are those of the task that goes on.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,11 +146,8 @@ class Built:
         self._copy_weights(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Have all be as it was, but for the optimizer's state of parameters: that is for whoever has places for it."""
+        """Have all be as it was, but for what waits for a plan: the optimizer's state of parameters, and what is frozen."""
         self._copy_weights(state)
-        trained = set(state["trained"])
-        for name, parameter in self.module.named_parameters():
-            parameter.requires_grad_(name in trained)
         for path, one in _with_extra_state(self.module):
             if path in state["extra"]:
                 one.set_extra_state(state["extra"][path])
@@ -159,6 +157,24 @@ class Built:
             self._restore_group(group, state["groups"][index], state["made_for"]["groups"][index])
         self.optimizer.state.update(state["optimizer_other"])
         self._optimizer_attributes.restore(state["optimizer_attributes"])
+
+    def restore_frozen(self, state: Mapping[str, Any]) -> None:
+        """Freeze what had been frozen since the trial began: memory is planned for what is trained at its beginning."""
+        if state["made_for"]["trained"] == self._description["trained"]:
+            self._train_only(state["trained"])
+
+    @contextmanager
+    def frozen(self, state: dict[str, Any]) -> Iterator[None]:
+        """The same meanwhile, before there is a plan; what is frozen or thawed meanwhile is noted in the state."""
+        self.restore_frozen(state)
+        yield
+        state["trained"] = [name for name, tensor in self.module.named_parameters() if tensor.requires_grad]
+        self._train_only(self._description["trained"])
+
+    def _train_only(self, names: Iterable[str]) -> None:
+        trained = set(names)
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(name in trained)
 
     def _copy_weights(self, state: Mapping[str, Any]) -> None:
         with torch.no_grad():

@@ -50,6 +50,7 @@ def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler
         },
         "parameters": {name: _kind(tensor) for name, tensor in named.items() if isinstance(tensor, nn.Parameter)},
         "buffers": {name: _kind(tensor) for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)},
+        "trained": [name for name, tensor in named.items() if tensor.requires_grad],
         "optimizer": _class(optimizer),
         "members": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
         "groups": [copied(hyperparameters(group)) for group in optimizer.param_groups],

@@ -24,7 +24,7 @@ from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.own_state import check_state
+from hydra_tune.shard.own_state import check_state, check_still_frozen
 from hydra_tune.shard.plan import Plan, Shard
 from hydra_tune.shard.request import Layout
 from hydra_tune.shard.split import ShardGraph
@@ -71,6 +71,11 @@ class ModelState:
         self.tensors: dict[str, Tensor] = dict(named_state(module))
         owners = {name: shards[0] for name, shards in plan.used_state().items() if len(shards) == 1}
         self.layout = Layout(plan=plan, owners=owners)
+        self._frozen = {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        }
         self._names = names = {id(tensor): name for name, tensor in self.tensors.items()}
         self._optimized = tuple(names[id(p)] for group in optimizer.param_groups for p in group["params"])
         self._group_of: dict[str, Group] = {}
@@ -117,9 +122,18 @@ class ModelState:
         """The user's own code has run on the module.
 
         Raises:
-            TaskError: it has added, removed or replaced parameters or buffers.
+            TaskError: it has added, removed or replaced parameters or buffers, or trains what was frozen.
         """
         check_state(self.tensors, self.module)
+        self.check_frozen()
+
+    def check_frozen(self) -> None:
+        """A step is about to begin.
+
+        Raises:
+            TaskError: it would train a parameter that was frozen when the trial began.
+        """
+        check_still_frozen(self._frozen)
 
     def update(self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: Gradients) -> None:
         """One optimizer step for some parameters; all others have no gradient, so the optimizer skips them.

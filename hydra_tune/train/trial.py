@@ -129,7 +129,7 @@ class Trial:
         self._beginning = beginning
         self._keeper = keeper
         self._built: Built | None = None
-        self._saved_optimizer: dict[str, Any] = {}  # until there are groups for it
+        self._saved: dict[str, Any] | None = None  # until there are groups for the optimizer's state
         self._place: Place | None = None  # while the trial may be saved
         self._pass_began: dict[str, Any] = {}
         self._operators = SplitOperators()
@@ -261,7 +261,7 @@ class Trial:
         """Of all that holds weights: a trial has cycles, so that it may be there until the garbage collector comes by."""
         self.module, self.optimizer, self.state = None, None, None
         self._scheduler, self._operators, self._helpers = None, SplitOperators(), None
-        self._built, self._beginning, self._saved_optimizer, self._pass_began = None, None, {}, {}
+        self._built, self._beginning, self._saved, self._pass_began = None, None, None, {}
 
     def _hand_over(self, state: ModelState) -> None:
         try:
@@ -403,7 +403,9 @@ class Trial:
         assert self.module is not None
         assert self.optimizer is not None
         how = None if self.state is None else self._arrange(kept, self.state)
-        if self.state is None:
+        if self.state is not None:
+            self.state.check_frozen()
+        else:
             self._share.check(kept.plan)
             self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant)
             self._adopt_saved()
@@ -485,7 +487,7 @@ class Trial:
         found = self._built.compare(state, allows_changes=beginning.allows_changes)
         with self._own_code():
             self._built.restore(state)
-        self._saved_optimizer = state["optimizer"]
+        self._saved = {name: state[name] for name in ("optimizer", "trained", "made_for")}
         place = place_after(state, found)
         if not any(what == "task.seed" for what, _, _ in found):
             self._streams.restore(state["streams"])
@@ -503,15 +505,19 @@ class Trial:
         return place
 
     def _adopt_saved(self) -> None:
-        """Give the optimizer the state that the trial goes on with, where there is one."""
-        saved, self._saved_optimizer = self._saved_optimizer, {}
+        """Take over what could not be before there was a plan, where the trial goes on with something."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return
+        assert self._built is not None
         if self.state is not None:
-            self.state.adopt_saved(saved, self._device)
-        elif saved:  # nothing was left to train
+            self.state.adopt_saved(saved["optimizer"], self._device)
+        else:  # nothing was left to train
             assert self.module is not None
             assert self.optimizer is not None
             named = dict(self.module.named_parameters())
-            self.optimizer.state.update({named[name]: entries for name, entries in saved.items()})
+            self.optimizer.state.update({named[name]: entries for name, entries in saved["optimizer"].items()})
+        self._built.restore_frozen(saved)
 
     def _reached(self, place: Place, *, at_report: bool = False) -> None:
         """The trial is between two steps, and may be saved."""
@@ -660,7 +666,8 @@ class Trial:
     def _step_scheduler(self) -> None:
         if self._scheduler is None:
             return
-        with self._own_code():
+        saved, built = self._saved, self._built
+        with self._own_code(), nullcontext() if saved is None or built is None else built.frozen(saved):
             if not isinstance(self._scheduler, ReduceLROnPlateau):
                 self._scheduler.step()
                 return

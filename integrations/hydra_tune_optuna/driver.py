@@ -21,9 +21,10 @@ from hydra_tune import Failed, Finished, HydraExecutor, Job, Reported, Result, T
 from hydra_tune.errors import HydraTuneError, TaskError
 from hydra_tune.interrupts import hold_interrupts, let_interrupts_through
 from hydra_tune_optuna import private
+from hydra_tune_optuna.collecting import Collecting
 from hydra_tune_optuna.errors import TrialCancelledError
 from hydra_tune_optuna.heartbeat import Heartbeat
-from hydra_tune_optuna.resuming import Left, find_left, forget, submit_options
+from hydra_tune_optuna.resuming import Left, Resuming
 from hydra_tune_optuna.values import (
     Values,
     check_result_choice,
@@ -123,6 +124,8 @@ class Driver:
         self._running: dict[int, _Running] = {}
         self._error: Exception | None = None
         self._hint = limits.useless_pruner
+        self._resuming = Resuming(study, pool)
+        self._collecting = Collecting(pool, build, weights, self._resuming)
         self._left: deque[Left] = deque()  # trials of a dead process, to be gone on with
 
     def run(self) -> None:
@@ -134,12 +137,15 @@ class Driver:
         """
         with hold_interrupts(), self._heartbeat:
             try:
-                self._left.extend(find_left(self._study, self._pool))
+                self._left.extend(self._resuming.begin(self._collecting.is_wanted))
                 while self._step():
                     pass
+                self._collecting.settle(waits=True)
             except BaseException as error:
                 self._abandon(error)
                 raise
+            finally:
+                self._resuming.close(leaves=bool(self._untold) or any(not left.is_told for left in self._left))
         private.storage_of(self._study).remove_session()
         if self._error is not None:
             raise self._error
@@ -151,7 +157,7 @@ class Driver:
         hold a trained model; it lives no longer than this call.
         """
         may_ask = self._may_ask()
-        if not may_ask and not self._untold:
+        if not may_ask and not self._in_flight:
             return False
         with let_interrupts_through():
             pass  # here, and not while waiting: an event once taken must be answered
@@ -165,9 +171,13 @@ class Driver:
                 self._start_trial()
         return True
 
+    @property
+    def _in_flight(self) -> int:
+        return len(self._untold) + len(self._collecting)
+
     def _may_ask(self) -> bool:
         limits = self._limits
-        if self._error is not None or private.stop_requested(self._study) or len(self._untold) >= limits.width:
+        if self._error is not None or private.stop_requested(self._study) or self._in_flight >= limits.width:
             return False
         if self._left and not self._is_late():
             return True
@@ -187,14 +197,21 @@ class Driver:
 
     def _start_trial(self) -> None:
         left = self._left.popleft() if self._left else None
+        if left is not None and left.is_told:
+            self._collecting.start(left, self._stream)
+            return
         if left is None:
-            private.fail_stale(self._study)
-            trial = private.ask(self._study)
+            if self._heartbeat.tells_who_lives:
+                private.fail_stale(self._study)
+            trial = self._resuming.ask()
             self._asked += 1
         else:
             trial = private.take_up(self._study, left.frozen)
-            steps = left.checkpoint.steps
-            _logger.info("Trial %d goes on from its checkpoint after %d optimizer steps.", trial.number, steps)
+            if left.checkpoint is None:
+                _logger.info("Trial %d, which a process that died has left running, begins anew.", trial.number)
+            else:
+                steps = left.checkpoint.steps
+                _logger.info("Trial %d goes on from its checkpoint after %d optimizer steps.", trial.number, steps)
         self._untold[private.trial_id(trial)] = trial
         self._heartbeat.add(private.trial_id(trial))
         try:
@@ -235,7 +252,7 @@ class Driver:
                 return
         # What submitting raises is about the executor, e.g. that it is shut down, and would be raised for every task; so
         # it ends the search, whatever `catch` says.
-        saving = submit_options(self._study, self._pool, trial, left)
+        saving = self._resuming.submit_options(trial, left)
         job = self._pool.submit(task, name=f"trial {trial.number}", events=self._stream, **saving)
         known = frozenset() if left is None else frozenset(left.frozen.intermediate_values)
         self._running[id(job)] = _Running(trial=trial, task=task, job=job, reports=reports, known=known)
@@ -244,13 +261,17 @@ class Driver:
     def _catch_up(trial: Trial, task: TrainTask, left: Left) -> tuple[list[Values], bool]:
         """Report what the study has not been told of a trial that goes on; returns all values, and whether to prune it."""
         known = left.frozen.intermediate_values
-        reports = [reported_values(task, entry) for entry in left.checkpoint.history]
-        for values, entry in zip(reports, left.checkpoint.history, strict=True):
+        history = [] if left.checkpoint is None else left.checkpoint.history
+        reports = [reported_values(task, entry) for entry in history]
+        for values, entry in zip(reports, history, strict=True):
             if len(values) == 1 and int(entry["step"]) not in known:
                 trial.report(values[0], int(entry["step"]))
         return reports, bool(reports) and len(reports[-1]) == 1 and trial.should_prune()
 
     def _on_report(self, event: Reported) -> None:
+        if self._collecting.has(event.job):
+            event.job.proceed()
+            return
         running = self._running[id(event.job)]
         try:
             values = reported_values(running.task, event.metrics)
@@ -277,6 +298,9 @@ class Driver:
         return trial.should_prune()
 
     def _on_end(self, event: Finished | Failed) -> None:
+        if self._collecting.has(event.job):
+            self._collecting.on_end(event)
+            return
         running = self._running.pop(id(event.job))
         error = running.failure or _error_of(event)
         if error is not None:
@@ -311,7 +335,7 @@ class Driver:
         if self._weights is not None and trained is not None:
             self._weights.completed(private.stored(self._study, trial), *trained)
         if told in (TrialState.COMPLETE, TrialState.PRUNED):
-            forget(self._study, self._pool, trial.number)
+            self._collecting.told(trial.number)
         if self._limits.gc_after_trial:
             gc.collect()
         if told == TrialState.FAIL and error is not None and not isinstance(error, self._limits.catch):
@@ -365,17 +389,18 @@ class Driver:
         a new one: the old one may be in the middle of what the error has cut short.
         """
         private.storage_of(self._study).remove_session()
-        jobs = [running.job for running in self._running.values()]
+        jobs = [*(running.job for running in self._running.values()), *self._collecting.jobs]
         for job in jobs:
             job.cancel()
         interrupt = error if isinstance(error, KeyboardInterrupt) else None
         reason = f"the search was ended by {error!r}" if interrupt is None else repr(interrupt)
-        for trial in self._untold.values():
+        for key, trial in list(self._untold.items()):
             try:
                 if not private.stored(self._study, trial).state.is_finished():
                     private.tell(self._study, trial, state=TrialState.FAIL)
                     private.log_failed(trial, reason, error=interrupt)
                     interrupt = None  # one traceback says where it was
+                del self._untold[key]
             except Exception:
                 _logger.warning("Trial %d could not be told that it failed.", trial.number, exc_info=True)
         while any(job.state not in _ENDED for job in jobs):

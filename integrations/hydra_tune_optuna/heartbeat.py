@@ -3,6 +3,7 @@
 Optuna starts a thread for each trial; a pool runs many. This module knows nothing of pools or of what trials do.
 """
 
+import time
 from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import Self
@@ -13,6 +14,9 @@ from optuna.storages import BaseStorage
 from hydra_tune_optuna.private import heartbeat_of
 
 _logger = get_logger("optuna.hydra_tune")
+
+_SET_SECONDS = 1.0
+"""A clock that has gained as much was set, and has not just been kept right."""
 
 
 class Heartbeat:
@@ -29,6 +33,29 @@ class Heartbeat:
         self._wake = Event()
         self._stopped = False
         self._thread: Thread | None = None
+        self._offset_seconds = _offset_seconds()
+        self._set_seconds = float("-inf")
+
+    @property
+    def tells_who_lives(self) -> bool:
+        """Whether trials without a recent heartbeat may be taken for dead ones.
+
+        Heartbeats are compared by the time of day. When that was set forward, or the machine has slept, all seem to be old
+        until every process has had the time to beat once more; no clock of its own tells the storage so.
+        """
+        if self._target is None:
+            return False
+        interval_seconds = self._target.get_heartbeat_interval() or 0
+        offset_seconds, now = _offset_seconds(), time.monotonic()
+        if offset_seconds - self._offset_seconds > _SET_SECONDS:
+            self._set_seconds = now
+            _logger.warning(
+                "The clock went forward by %.0f seconds; for the next %d seconds no trial is taken for stale.",
+                offset_seconds - self._offset_seconds,
+                2 * interval_seconds,
+            )
+        self._offset_seconds = offset_seconds
+        return now - self._set_seconds > 2 * interval_seconds
 
     def __enter__(self) -> Self:
         return self
@@ -75,3 +102,8 @@ class Heartbeat:
                 self._target.record_heartbeat(trial_id)
             except Exception:
                 _logger.warning("The heartbeat of the trial with id %d was not recorded.", trial_id, exc_info=True)
+
+
+def _offset_seconds() -> float:
+    """The time of day, but for the time that has passed: changes when the clock is set."""
+    return time.time() - time.monotonic()

@@ -20,10 +20,13 @@ from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import ConfigError
 from hydra_tune_optuna.driver import Driver, Limits
 from hydra_tune_optuna.lockstep import useless_pruner
-from hydra_tune_optuna.private import ProgressBar, optimizing
+from hydra_tune_optuna.private import ProgressBar, optimizing, storage_of, wait_for_sqlite
 from hydra_tune_optuna.weights import Build, KeepBest, StudyWeights, check_keeping, load_module
 
 _logger = get_logger("optuna.hydra_tune")  # shown and set like the lines of Optuna itself
+
+_LOCKED_SECONDS = 60.0
+"""How long an SQLite database that another process has locked is waited for."""
 
 
 class PoolStudy(Study):
@@ -59,6 +62,7 @@ class PoolStudy(Study):
     ) -> None:
         self.check_executor(executor)
         super().__init__(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
+        wait_for_sqlite(storage_of(self), _LOCKED_SECONDS)
         check_keeping(keep_best, weights_dir, num_objectives=len(self.directions))
         self.executor: HydraExecutor | None = executor
         self.keep_best = keep_best

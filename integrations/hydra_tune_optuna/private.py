@@ -9,10 +9,10 @@ contract test over it says whether a release of Optuna still fits. Nothing here 
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from optuna.exceptions import ExperimentalWarning
+from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
 from optuna.progress_bar import _ProgressBar as ProgressBar
 from optuna.pruners import (
     BasePruner,
@@ -24,13 +24,14 @@ from optuna.pruners import (
 )
 from optuna.samplers import BaseSampler, BruteForceSampler, GridSampler, PartialFixedSampler
 from optuna.samplers._brute_force import _TreeNode
-from optuna.storages import BaseStorage, fail_stale_trials
+from optuna.storages import BaseStorage, RDBStorage, fail_stale_trials
+from optuna.storages._cached_storage import _CachedStorage
 from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.study import Study
 from optuna.study._optimize import _log_failed_trial
 from optuna.study._optimize import _logger as logger
 from optuna.study._tell import _tell_with_warning
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from hydra_tune.interrupts import hold_interrupts
 
@@ -38,11 +39,13 @@ __all__ = [
     "ProgressBar",
     "ask",
     "completed_needed",
+    "ended",
     "fail_stale",
     "heartbeat_of",
     "log_completed",
     "log_failed",
     "logger",
+    "note",
     "nothing_new_to_sample",
     "optimizing",
     "set_study_attribute",
@@ -52,12 +55,35 @@ __all__ = [
     "study_attributes",
     "tell",
     "trial_id",
+    "wait_for_sqlite",
 ]
 
 
 def storage_of(study: Study) -> BaseStorage:
     """The study's storage."""
     return study._storage
+
+
+def wait_for_sqlite(storage: BaseStorage, seconds: float) -> None:
+    """Have an SQLite database that another process has locked be waited for, and not for the 5 seconds that Python waits.
+
+    Args:
+        storage: of a study; others than SQLite's are left alone, and so is one whose `connect_args` have a timeout.
+        seconds: how long, at most.
+    """
+    inner = storage._backend if isinstance(storage, _CachedStorage) else storage
+    if not isinstance(inner, RDBStorage) or inner.engine.dialect.name != "sqlite":
+        return
+    if "timeout" in inner.engine_kwargs.get("connect_args", {}) or getattr(inner.engine, "waits_for_sqlite", False):
+        return
+    inner.engine.waits_for_sqlite = True  # type: ignore[attr-defined]
+    from sqlalchemy import event  # noqa: PLC0415 - it takes a while, and Optuna imports it for such storages only
+
+    def wait(connection: Any, record: Any, proxy: Any) -> None:
+        del record, proxy
+        connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")  # those that are open by now, too
+
+    event.listen(inner.engine, "checkout", wait)
 
 
 def trial_id(trial: Trial) -> int:
@@ -78,16 +104,51 @@ for _name, _method in vars(Trial).items():
         setattr(_HeldTrial, _name, hold_interrupts()(_method))
 
 
-def ask(study: Study) -> Trial:
-    """A new trial, in whose methods Ctrl-C waits."""
-    trial = study.ask()
-    trial.__class__ = _HeldTrial
-    return trial
+def ask(study: Study, mark: str | None = None) -> Trial:
+    """A new trial, in whose methods Ctrl-C waits.
+
+    Args:
+        study: whose.
+        mark: an attribute that the trial has as soon as it is running, with the value True; None: `Study.ask` itself is called,
+            which does the same without.
+    """
+    if mark is None:
+        trial = study.ask()
+        trial.__class__ = _HeldTrial
+        return trial
+    study._thread_local.cached_all_trials = None  # as there
+    trial_id = _take_waiting(study, mark)
+    if trial_id is None:
+        trial_id = study._storage.create_new_trial(
+            study._study_id, create_trial(state=TrialState.RUNNING, system_attrs={mark: True})
+        )
+    return _HeldTrial(study, trial_id)
+
+
+def _take_waiting(study: Study, mark: str) -> int | None:
+    """As `Study._pop_waiting_trial_id`; marked before it runs, for a process may be killed between the two."""
+    for frozen in study._storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.WAITING,)):
+        with suppress(UpdateFinishedTrialError):
+            note(study, frozen, mark, value=True)
+            if study._storage.set_trial_state_values(frozen._trial_id, state=TrialState.RUNNING):
+                return frozen._trial_id
+            note(study, frozen, mark, value=False)  # another process was faster
+    return None
+
+
+def note(study: Study, frozen: FrozenTrial, key: str, *, value: Any) -> None:
+    """Note something of a trial in its storage, where libraries do."""
+    study._storage.set_trial_system_attr(frozen._trial_id, key, value)
 
 
 def running(study: Study) -> list[FrozenTrial]:
     """The trials that the storage takes to be running, whoever runs them."""
     return study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+
+
+def ended(study: Study, states: tuple[TrialState, ...]) -> list[FrozenTrial]:
+    """The trials of these states."""
+    return study.get_trials(deepcopy=False, states=states)
 
 
 def take_up(study: Study, frozen: FrozenTrial) -> Trial:

@@ -122,8 +122,19 @@ class StudyWeights:
         try:
             self._files.offer(trial.number, tuple(trial.values), result.state_dict, metadata)
         except Exception as error:  # noqa: BLE001 - the user's own state_dict() may raise anything; the search goes on
-            self._say_lost(trial.number, f"{type(error).__name__}: {error}")
+            self.say_lost(trial.number, f"{type(error).__name__}: {error}")
         self._say_failures()
+
+    def lacks(self, trial: FrozenTrial) -> bool:
+        """Whether a trial that has completed is among the best, and its weights are not kept, as after a crash."""
+        if any(value > 0 for value in trial.constraints.values()):
+            return False
+        there = kept_trials(self._files.folder)
+        return trial.number not in there and trial.number in self._choose({**there, trial.number: tuple(trial.values)})
+
+    def is_settled(self, number: int) -> bool:
+        """Whether weights that were offered are written, or will not be."""
+        return not self._files.is_waiting(number)
 
     def flush(self) -> None:
         """Wait until everything is written or has failed."""
@@ -136,9 +147,10 @@ class StudyWeights:
 
     def _say_failures(self) -> None:
         for number, why in self._files.failures():
-            self._say_lost(number, why)
+            self.say_lost(number, why)
 
-    def _say_lost(self, number: int, why: str) -> None:
+    def say_lost(self, number: int, why: str) -> None:
+        """Tell of weights that are not kept."""
         self._tell(f"The weights of trial {number} are not kept: {why}")
 
 

@@ -8,10 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from optuna.trial import TrialState
 
 import hydra_tune_optuna as optuna
 from hydra_tune import HydraExecutor
+from hydra_tune.checkpoint.folder import load_checkpoint
+from hydra_tune_optuna.resuming import Resuming
+from hydra_tune_optuna.weights import StudyWeights
 from tests.support.killed_study import RATES, begin, build, storage
 
 ROOT = Path(__file__).parents[2]
@@ -87,3 +91,82 @@ def test_a_search_does_not_take_what_another_one_runs_or_has_left(tmp_path):
             TrialState.COMPLETE,
             TrialState.COMPLETE,
         ]
+
+
+def never(frozen) -> bool:
+    return False
+
+
+def test_a_trial_without_a_checkpoint_begins_anew_once_its_search_has_died(tmp_path):
+    """One that had waited, and one that had not; as long as the search lives, they are its."""
+    rates = []
+
+    def noting(trial):
+        task = build(trial)
+        rates.append((trial.number, trial.params["lr"]))
+        return task
+
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path / "saved") as pool:
+        study = optuna.create_study(storage=storage(tmp_path), study_name="killed", executor=pool)
+        study.enqueue_trial({"lr": RATES[0]})
+        search = Resuming(study, pool)
+        assert search.begin(never) == []
+        assert [search.ask().number for _ in range(2)] == [0, 1]
+        study.optimize(noting, n_trials=0)
+        assert [trial.state for trial in study.trials] == [TrialState.RUNNING] * 2
+        search.close(leaves=True)
+        study.optimize(noting, n_trials=1)
+        assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 3
+    assert [number for number, _ in rates] == [0, 1, 2]
+    assert rates[0][1] == RATES[0]
+    assert [path.name for path in (tmp_path / "saved" / ".searches").iterdir()] == ["lock"]
+
+
+def test_only_one_search_takes_what_another_has_left(tmp_path):
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path / "saved") as pool:
+        study = optuna.create_study(storage=storage(tmp_path), study_name="killed", executor=pool)
+        dead, first, second = (Resuming(study, pool) for _ in range(3))
+        dead.begin(never)
+        number = dead.ask().number
+        dead.close(leaves=True)
+        assert [left.frozen.number for left in first.begin(never)] == [number]
+        assert second.begin(never) == []
+        first.close(leaves=True)
+        assert [left.frozen.number for left in Resuming(study, pool).begin(never)] == [number]
+
+
+def test_trials_of_plain_optuna_are_left_alone(tmp_path):
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path / "saved") as pool:
+        study = optuna.create_study(storage=storage(tmp_path), study_name="killed", executor=pool)
+        study.ask()
+        study.optimize(build, n_trials=1)
+        assert [trial.state for trial in study.trials] == [TrialState.RUNNING, TrialState.COMPLETE]
+
+
+def test_weights_of_a_trial_that_was_told_before_they_were_written(tmp_path, monkeypatch):
+    options = {
+        "storage": storage(tmp_path),
+        "study_name": "killed",
+        "keep_best": 1,
+        "weights_dir": tmp_path / "weights",
+    }
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path / "saved") as pool:
+        study = optuna.create_study(**options, executor=pool)
+        with monkeypatch.context() as killed:
+            killed.setattr(StudyWeights, "completed", lambda *arguments: None)
+            killed.setattr(Resuming, "forget", lambda *arguments: None)
+            study.optimize(build, n_trials=1)
+        assert optuna.kept_weights(study) == {}
+        steps = pool.find_checkpoint("killed/0").steps
+        expected = load_checkpoint(pool.find_checkpoint("killed/0").path).tensors
+        with monkeypatch.context() as killed:  # a second time, before they were written again
+            killed.setattr(StudyWeights, "completed", lambda *arguments: None)
+            killed.setattr(Resuming, "forget", lambda *arguments: None)
+            study.optimize(build, n_trials=0)
+        assert optuna.kept_weights(study) == {}
+        study.optimize(build, n_trials=0)
+        assert pool.find_checkpoint("killed/0") is None
+        assert len(study.trials) == 1
+        found = study.load_module(0).state_dict()
+    assert steps == 96
+    assert all(torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in found.items())

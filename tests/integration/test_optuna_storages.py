@@ -4,6 +4,7 @@ import copy
 import pickle
 import signal
 import threading
+import time
 from datetime import datetime, timedelta
 from functools import partial
 
@@ -13,6 +14,7 @@ import sqlalchemy
 
 import hydra_tune_optuna
 from hydra_tune import HydraTuneError
+from hydra_tune_optuna.heartbeat import Heartbeat
 from tests.contract.optuna_drivers import Driver, build, make_pool, record, small_task, trials_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
@@ -261,5 +263,32 @@ def test_ctrl_c_in_the_middle_of_a_write_leaves_no_trial_running(table, moment, 
         assert connection.scalar(sqlalchemy.text(f"SELECT count(*) FROM {table}")) == len(seen) >= 3
     study.optimize(build, n_trials=1)
     assert study.trials[-1].state.name == "COMPLETE"
+    storage.remove_session()
+    storage.engine.dispose()
+
+
+def test_no_trial_is_taken_for_stale_just_after_the_clock_was_set(heartbeats, monkeypatch):
+    storage, _ = heartbeats
+    heartbeat = Heartbeat(storage)
+    assert heartbeat.tells_who_lives
+    day, passed = time.time, time.monotonic
+    monkeypatch.setattr(time, "time", lambda: day() + 3600)
+    assert not heartbeat.tells_who_lives
+    assert not heartbeat.tells_who_lives
+    monkeypatch.setattr(time, "time", lambda: day() + 3600 + 121)
+    monkeypatch.setattr(time, "monotonic", lambda: passed() + 121)  # two intervals, in which all that live have beaten
+    assert heartbeat.tells_who_lives
+
+
+@pytest.mark.parametrize(
+    ("options", "waits_ms"), [({}, 60_000), ({"timeout": 7}, 7_000)], ids=["default", "the user's"]
+)
+def test_how_long_a_locked_database_is_waited_for(options, waits_ms, tmp_path):
+    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db", engine_kwargs={"connect_args": options})
+    with make_pool("hydra", 1) as pool:
+        for _ in range(2):
+            hydra_tune_optuna.create_study(storage=storage, study_name="search", load_if_exists=True, executor=pool)
+    with storage.engine.connect() as connection:
+        assert connection.execute(sqlalchemy.text("PRAGMA busy_timeout")).scalar() == waits_ms
     storage.remove_session()
     storage.engine.dispose()

@@ -1,53 +1,12 @@
 """A long spilled run: nothing that the pool holds grows after its first tenth."""
 
-import gc
-import threading
-from dataclasses import dataclass
-from types import FunctionType
-from typing import Any
-
-import psutil
 import pytest
-import torch
 
+from tests.support.held import Held
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, running, task
 
 pytestmark = pytest.mark.timeout(240)
 TIGHT = {"num_shards": 3, "device_memory": "8KiB", "max_concurrent": 1}
-
-
-@dataclass(frozen=True)
-class Held:
-    """What the process holds at one moment."""
-
-    threads: int
-    files: int
-    storages: int
-    storage_bytes: int
-    objects: int
-
-    @staticmethod
-    def now():
-        gc.collect()
-        objects = gc.get_objects()
-        storages = {
-            found.untyped_storage()._cdata: found.untyped_storage().nbytes()
-            for found in objects
-            if type(found) in (torch.Tensor, torch.nn.Parameter) and found.layout is torch.strided
-        }
-        return Held(
-            threads=threading.active_count(),
-            files=psutil.Process().num_fds(),
-            storages=len(storages),
-            storage_bytes=sum(storages.values()),
-            objects=sum(_is_ours(found) for found in objects),
-        )
-
-
-def _is_ours(found: object) -> bool:
-    """Whether it is an object or a closure of the package: what else there is comes and goes by the hundred."""
-    kind: Any = found if type(found) is FunctionType else type(found)
-    return str(kind.__module__).startswith("hydra_tune.")
 
 
 def looked_at(num_steps, found):

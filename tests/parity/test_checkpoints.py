@@ -13,14 +13,16 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from hydra_tune import train_plain
 from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.errors import CheckpointError, TaskError
 from hydra_tune.task import TrainTask
 from hydra_tune.train.capture import Beginning
 from tests.parity.exact import differences
 from tests.parity.features import Samples
 from tests.parity.registry import ENTRIES, Spec, build, product
 from tests.support.checkpointed import Collector, library, run
-from tests.unit.pool.tasks import SAMPLES, X, Y, task
+from tests.unit.pool.tasks import SAMPLES, X, Y, mlp, task
 
 FAST = (
     "cnn/plateau/lion/5",
@@ -201,6 +203,74 @@ class Counting(nn.Module):
 
 def test_what_a_model_keeps_outside_of_buffers():
     assert_goes_on(task(model=Counting))
+
+
+class Freezes(nn.Module):
+    """Trains its first layer in some steps and not in others; runs whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.seen = nn.Linear(8, 16), nn.Linear(16, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.first.requires_grad_(self.seen % 4 > 1)
+        return self.last(torch.relu(self.first(x)))
+
+
+class FreezesLater(lr_scheduler.LRScheduler):
+    """Freezes the first layer after two epochs, from outside of a model that is cut."""
+
+    def get_lr(self) -> list[Any]:
+        if self.last_epoch == 2:
+            for parameter in self.optimizer.param_groups[0]["params"][:2]:
+                parameter.requires_grad_(False)
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("changes", [{"model": Freezes}, {"scheduler": FreezesLater}], ids=["forward", "scheduler"])
+def test_weights_that_are_frozen_for_a_while(changes):
+    described = task(epochs=3, **changes)
+    plain = train_plain(described)
+    assert_goes_on(described, every=True)
+    found = run(described, library(num_shards=3))
+    assert list(differences(dict(plain.module.state_dict()), found["state"])) == []
+
+
+class Thaws(Freezes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+
+
+class ThawsLater(lr_scheduler.LRScheduler):
+    def get_lr(self) -> list[Any]:
+        self.optimizer.param_groups[0]["params"][0].requires_grad_(self.last_epoch == 2)
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("changes", [{"model": Thaws}, {"scheduler": ThawsLater}], ids=["forward", "scheduler"])
+def test_weights_that_were_frozen_and_are_trained_later_are_refused(changes):
+    """Rather than trained otherwise than in a plain loop."""
+    with pytest.raises(TaskError, match=r"'(first|0).weight' did not require gradients when the trial began"):
+        run(task(epochs=4, **changes), library(num_shards=3))
+
+
+def test_what_is_frozen_has_to_be_so_when_gone_on_with():
+    keeper, plans = Collector(), library()
+    run(task(model=mlp), plans, keeper)
+    beginning = Beginning(saved=keeper.saved[0])
+    with pytest.raises(CheckpointError, match=r"trained: \['0.weight', .* when it was saved, \['2.weight'"):
+        run(task(model=partly_frozen), plans, beginning=beginning)
+    allowed = Beginning(saved=keeper.saved[0], allows_changes=True)
+    found = run(task(model=partly_frozen), plans, beginning=allowed)
+    assert torch.equal(found["state"]["0.weight"], keeper.saved[0].tensors["model.0.weight"])
+
+
+def partly_frozen() -> nn.Module:
+    model = mlp()
+    model[0].requires_grad_(False)
+    return model
 
 
 def test_samples_of_another_length_are_refused():

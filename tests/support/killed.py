@@ -1,4 +1,4 @@
-"""A process that trains with checkpoints and may be killed at any moment; started by tests as a script.
+"""A process that trains with checkpoints and may be killed at any moment; started by tests, some as a script.
 
 Run as `python -m tests.support.killed FOLDER RESULT`: goes on from what is in FOLDER, and writes the trained weights to RESULT.
 """
@@ -68,6 +68,24 @@ def main(folder: str, result: str, epochs: str, devices: str) -> None:
     with HydraExecutor(devices=devices, checkpoint_dir=folder, checkpoint_every=3, num_shards=2) as pool:
         tensors = train(pool, int(epochs), begun=lambda: print("begun", flush=True))  # noqa: T201 - whoever kills waits for it
     save_tensors(Path(result), tensors)
+
+
+def main_short_of_memory(folder: Path, result: Path, epochs: int, devices: str) -> None:
+    """The same where most of what is not in use has to lie on disk."""
+    torch.set_num_threads(1)
+    spill = folder / "spill"
+    spill.mkdir(parents=True, exist_ok=True)
+    with HydraExecutor(
+        devices=devices,
+        device_memory="3700KiB",
+        host_memory="2MiB",
+        spill_dir=spill,
+        checkpoint_dir=folder / "saved",
+        checkpoint_every=3,
+        num_shards=2,
+    ) as pool:
+        tensors = train(pool, epochs)
+    save_tensors(result, tensors)
 
 
 if __name__ == "__main__":

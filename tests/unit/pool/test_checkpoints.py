@@ -8,13 +8,14 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from hydra_tune.checkpoint import files
 from hydra_tune.checkpoint.folder import generations
 from hydra_tune.errors import CheckpointError, ConfigError
 from hydra_tune.pool.checkpoints import Every, folder_name, parse_every
 from tests.parity.exact import differences
-from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
+from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running, task
 
 REPORTS = {"epochs": 3, "report_every": 1}
 
@@ -199,6 +200,42 @@ def test_another_task_is_refused_with_what_differs_or_allowed(tmp_path):
         job.cancel()
 
 
+CHANGED = {
+    "a layer": ({"model": lambda: nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))}, "parameters.0.weight", False),
+    "the optimizer": ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "optimizer: 'torch.optim.adamw.AdamW'", False),
+    "its options": (
+        {"optimizer": partial(torch.optim.AdamW, lr=0.5)},
+        r"groups.0.lr: 0.01 when it was saved, 0.5",
+        True,
+    ),
+    "the data": ({"train": TensorDataset(X[:16], Y[:16])}, "task.train.samples: 24 when it was saved, 16 now", True),
+    "the batches": ({"batch_size": 4}, "task.batch_size: 8 when it was saved, 4 now", True),
+    "the seed": ({"seed": 4}, "task.seed: 3 when it was saved, 4 now", True),
+    "clipping": ({"max_grad_norm": 1.0}, "task.max_grad_norm: None when it was saved, 1.0 now", True),
+    "torch": ({}, "torch: '[0-9.]+' when it was saved, '9.9.9' now", True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_what_has_changed_is_said_and_allowed_only_where_it_can_be(tmp_path, monkeypatch, change):
+    changes, said, may_be = CHANGED[change]
+    with running(checkpoint_dir=tmp_path) as pool:
+        job = at_report(pool, task(**REPORTS, model=small), 4)
+        path = job.checkpoint(PATIENCE_SECONDS)
+        job.cancel()
+        if change == "torch":
+            monkeypatch.setattr(torch, "__version__", "9.9.9+cpu")
+        described = task(**REPORTS | {"model": small} | changes)
+        with pytest.raises(CheckpointError, match=said):
+            finished(pool.submit(described, resume_from=path))
+        again = pool.submit(described, resume_from=path, resume="allow-changes").result(PATIENCE_SECONDS)
+        assert (again.status == "completed") == may_be, again.error
+
+
+def small() -> nn.Module:
+    return nn.Linear(8, 4)
+
+
 def test_one_folder_for_each_trial(tmp_path):
     with running(checkpoint_dir=tmp_path) as pool:
         results = [finished(pool.submit(task(), name)) for name in ("same", "same", "../up", "")]
@@ -207,6 +244,13 @@ def test_one_folder_for_each_trial(tmp_path):
     assert {folder.parent for folder in folders} == {tmp_path}
     assert folders[:2] == [tmp_path / "same", tmp_path / "same~2"]
     assert folder_name("a/b") != folder_name("a-b")
+
+
+def test_a_trial_that_was_never_saved_leaves_no_folder(tmp_path):
+    with running(checkpoint_dir=tmp_path) as pool:
+        result = pool.submit(task(model=lambda: 1), "trial").result(PATIENCE_SECONDS)
+        assert (result.status, result.checkpoint) == ("failed", None)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("call", ["checkpoint", "find_checkpoint"])

@@ -1,0 +1,96 @@
+"""Searches are killed fifty times, while they ask, report and tell too: no trial is lost, doubled or left running.
+
+Each of ten sequences kills five times and then lets a process end: the study is that of a search that never was killed.
+"""
+
+import random
+import time
+from itertools import cycle, islice
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from hydra_tune.checkpoint.tensors import load_tensors
+from hydra_tune_optuna.weights import kept_weights
+from tests.parity.exact import differences
+from tests.support.faults import ended, start
+from tests.support.killed_search import ENQUEUED, NUM_TRIALS, STUDY, begin, search, storage
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+LATEST_SECONDS = 3.0
+RDB = "optuna.storages._rdb.storage:RDBStorage."
+
+# Where, when, and at which of so many calls at most.
+MOMENTS = (
+    (RDB + "_create_new_trial", "before", 1),
+    (RDB + "set_trial_state_values", "before", 3),  # a trial that waited runs, or one is told
+    ("hydra_tune_optuna.private:tell", "before", 1),
+    (RDB + "set_trial_state_values", "after", 3),
+    (RDB + "_create_new_trial", "after", 1),
+    (RDB + "set_trial_system_attr", "after", 3),
+    ("hydra_tune_optuna.private:tell", "after", 1),
+    (RDB + "_set_trial_param", "after", 3),
+    (RDB + "set_trial_intermediate_value", "before", 6),
+    ("sqlalchemy.orm.session:Session.commit", "before", 20),
+    (RDB + "set_trial_intermediate_value", "after", 6),
+    ("hydra_tune.executor:HydraExecutor.submit", "before", 2),
+    ("hydra_tune.executor:HydraExecutor.submit", "after", 2),
+    ("sqlalchemy.orm.session:Session.commit", "after", 20),
+    ("hydra_tune_optuna.resuming:Resuming.forget", "before", 1),
+    ("hydra_tune.checkpoint.folder:CheckpointFolder.remove", "before", 1),
+    ("hydra_tune_optuna.resuming:Resuming._claim", "after", 1),
+    ("hydra_tune.pool.worker:run_unit", "after", 60),
+    ("hydra_tune_optuna.resuming:Resuming.begin", "after", 1),
+)
+SEQUENCES = 10
+
+
+def moments_of(sequence: int, chance: random.Random) -> list[str | None]:
+    """Five; None is a random time."""
+    chosen = islice(cycle(MOMENTS), 3 * sequence, 3 * sequence + 3)
+    found: list[str | None] = [f"{where}/{when}/{chance.randint(1, calls)}" for where, when, calls in chosen]
+    return [None, *found, None]
+
+
+def outcome(folder) -> list:
+    study = optuna.load_study(study_name=STUDY, storage=storage(folder))
+    return [
+        (trial.number, trial.state, trial.params, trial.values, trial.intermediate_values) for trial in study.trials
+    ]
+
+
+def weights(folder) -> dict:
+    study = optuna.load_study(study_name=STUDY, storage=storage(folder))
+    return {number: load_tensors(path)[0] for number, path in kept_weights(study).items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A search that nobody has killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    begin(folder)
+    assert ended(start(search, folder, "cpu:1", errors=folder / "errors"), folder / "errors") == 0
+    found = outcome(folder)
+    assert [trial[0] for trial in found] == list(range(NUM_TRIALS))
+    assert {trial[1] for trial in found} == {TrialState.COMPLETE}
+    assert [trial[2]["lr"] for trial in found[: len(ENQUEUED)]] == list(ENQUEUED)
+    return found, weights(folder)
+
+
+@pytest.mark.parametrize("sequence", range(SEQUENCES))
+def test_a_killed_search_ends_as_one_that_never_was(tmp_path, sequence, whole):
+    chance = random.Random(100 + sequence)
+    errors = tmp_path / "errors"
+    begin(tmp_path)
+    for moment in moments_of(sequence, chance):
+        process = start(search, tmp_path, chance.choice(("cpu:1", "cpu:2")), errors=errors, moment=moment)
+        if moment is None:
+            time.sleep(chance.uniform(0.0, LATEST_SECONDS))
+            process.kill()
+        assert ended(process, errors) == -9, moment
+    assert ended(start(search, tmp_path, "cpu:2", errors=errors), errors) == 0
+    assert outcome(tmp_path) == whole[0]
+    assert list(differences(whole[1], weights(tmp_path))) == []
+    assert not list((tmp_path / "saved").glob("*/*.manifest"))  # of trials that have been told
