@@ -19,11 +19,12 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hydra_tune import Failed, Finished, HydraExecutor, Job, Reported, Result, TrainTask
 from hydra_tune.errors import HydraTuneError, TaskError
-from hydra_tune.interrupts import hold_interrupts, let_interrupts_through
+from hydra_tune.interrupts import hold_interrupts, is_interrupt, let_interrupts_through
 from hydra_tune_optuna import private
+from hydra_tune_optuna.ending import give_up, leave
 from hydra_tune_optuna.errors import TrialCancelledError
 from hydra_tune_optuna.heartbeat import Heartbeat
-from hydra_tune_optuna.resuming import Left, find_left, forget, submit_options
+from hydra_tune_optuna.resuming import Left, find_left, forget, saves, submit_options
 from hydra_tune_optuna.values import (
     Values,
     check_result_choice,
@@ -95,6 +96,8 @@ class Driver:
         callbacks: called after each trial that is told without ending the search.
         progress_bar: Optuna's own.
         weights: is given what completed trials have learnt; None: nobody is.
+        settled: called when a search that is cut short has said in the storage what has become of its trials, or need not: from
+            here on the process may end at any moment.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class Driver:
         callbacks: Iterable[Callback] | None,
         progress_bar: private.ProgressBar,
         weights: StudyWeights | None = None,
+        settled: Callable[[], None] = lambda: None,
     ) -> None:
         self._study = study
         self._pool = pool
@@ -115,6 +119,7 @@ class Driver:
         self._callbacks = callbacks
         self._progress_bar = progress_bar
         self._weights = weights
+        self._settled = settled
         self._heartbeat = Heartbeat(private.storage_of(study))
         self._stream = pool.events()
         self._started_seconds = time.monotonic()
@@ -123,7 +128,8 @@ class Driver:
         self._running: dict[int, _Running] = {}
         self._error: Exception | None = None
         self._hint = limits.useless_pruner
-        self._left: deque[Left] = deque()  # trials of a dead process, to be gone on with
+        self._left: deque[Left] = deque()  # trials of another process, to be gone on with
+        self._taken_up: set[int] = set()
 
     def run(self) -> None:
         """Search to the end.
@@ -134,7 +140,7 @@ class Driver:
         """
         with hold_interrupts(), self._heartbeat:
             try:
-                self._left.extend(find_left(self._study, self._pool))
+                self._find_left()
                 while self._step():
                     pass
             except BaseException as error:
@@ -143,6 +149,11 @@ class Driver:
         private.storage_of(self._study).remove_session()
         if self._error is not None:
             raise self._error
+
+    def _find_left(self) -> None:
+        self._left.extend(find_left(self._study, self._pool))
+        for left in self._left:  # before their turn comes, others must not take them for dead
+            self._heartbeat.add(private.frozen_id(left.frozen))
 
     def _step(self) -> bool:
         """Answer one event, or else start one trial; False when there is neither to come.
@@ -193,6 +204,7 @@ class Driver:
             self._asked += 1
         else:
             trial = private.take_up(self._study, left.frozen)
+            self._taken_up.add(private.trial_id(trial))
             steps = left.checkpoint.steps
             _logger.info("Trial %d goes on from its checkpoint after %d optimizer steps.", trial.number, steps)
         self._untold[private.trial_id(trial)] = trial
@@ -235,9 +247,8 @@ class Driver:
                 return
         # What submitting raises is about the executor, e.g. that it is shut down, and would be raised for every task; so
         # it ends the search, whatever `catch` says.
-        saving = submit_options(self._study, self._pool, trial, left)
+        saving, known = submit_options(self._study, self._pool, trial, left)
         job = self._pool.submit(task, name=f"trial {trial.number}", events=self._stream, **saving)
-        known = frozenset() if left is None else frozenset(left.frozen.intermediate_values)
         self._running[id(job)] = _Running(trial=trial, task=task, job=job, reports=reports, known=known)
 
     @staticmethod
@@ -359,28 +370,50 @@ class Driver:
             private.log_failed(trial, repr(error) if error else str(reason), error=error, value=value)
 
     def _abandon(self, error: BaseException) -> None:
-        """Cancel what runs, fail it in the storage, and wait until no unit of it runs any more.
+        """End what runs, say in the storage what has become of it, and wait until no unit of it runs any more.
 
-        The storage comes first: a second Ctrl-C while units end must not leave trials that seem to run. Its session is
-        a new one: the old one may be in the middle of what the error has cut short.
+        The storage comes before the units: a second Ctrl-C while these end must not leave trials that seem to run. Its session
+        is a new one: the old one may be in the middle of what the error has cut short.
         """
         private.storage_of(self._study).remove_session()
         jobs = [running.job for running in self._running.values()]
-        for job in jobs:
-            job.cancel()
-        interrupt = error if isinstance(error, KeyboardInterrupt) else None
-        reason = f"the search was ended by {error!r}" if interrupt is None else repr(interrupt)
-        for trial in self._untold.values():
-            try:
-                if not private.stored(self._study, trial).state.is_finished():
-                    private.tell(self._study, trial, state=TrialState.FAIL)
-                    private.log_failed(trial, reason, error=interrupt)
-                    interrupt = None  # one traceback says where it was
-            except Exception:
-                _logger.warning("Trial %d could not be told that it failed.", trial.number, exc_info=True)
+        if is_interrupt(error) and saves(self._pool):
+            self._settled()  # what runs, runs in the storage, too, and stays what it can be gone on from
+            self._leave(jobs)
+        else:
+            for job in jobs:
+                job.cancel()
+            if is_interrupt(error):
+                self._tell_ended()
+            give_up(self._study, self._untold.values(), error)
+            self._settled()
         while any(job.state not in _ENDED for job in jobs):
             with let_interrupts_through():
                 self._stream.get(timeout=_POLL_SECONDS)
+
+    def _leave(self, jobs: list[Job]) -> None:
+        """Have all trials saved; those that end meanwhile have ended."""
+        try:
+            self._pool.suspend(jobs)
+        finally:
+            self._tell_ended()
+            submitted = {private.trial_id(running.trial) for running in self._running.values()}
+            others = self._untold.keys() - submitted - self._taken_up
+            leave(
+                self._study,
+                self._pool,
+                [self._untold[trial] for trial in sorted(submitted)],
+                [self._untold[trial] for trial in sorted(others)],
+            )
+
+    def _tell_ended(self) -> None:
+        """Tell of trials that have ended by themselves, which the search has not come to hear of."""
+        while (event := self._stream.get(timeout=0)) is not None:
+            if isinstance(event, Finished) and event.result.status in ("completed", "pruned"):
+                try:
+                    self._on_end(event)
+                except Exception:
+                    _logger.warning("%s has ended, and could not be told so.", event.job.name, exc_info=True)
 
 
 def _error_of(event: Finished | Failed) -> BaseException | None:

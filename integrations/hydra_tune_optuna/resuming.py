@@ -60,19 +60,24 @@ def saves(pool: HydraExecutor) -> bool:
     return getattr(pool, "checkpoint_dir", None) is not None
 
 
-def submit_options(study: Study, pool: HydraExecutor, trial: Trial, left: Left | None) -> dict[str, Any]:
-    """What `submit` is told so that a trial's checkpoints are found again, and that it goes on from one."""
+def submit_options(
+    study: Study, pool: HydraExecutor, trial: Trial, left: Left | None
+) -> tuple[dict[str, Any], frozenset[int]]:
+    """What `submit` is told so that a trial's checkpoints are found again, and that it goes on from one.
+
+    Returns:
+        Arguments of `submit`, and the steps of which the storage has reports already.
+    """
     if not saves(pool):
-        return {}  # and the storage is not asked either
+        return {}, frozenset()  # and the storage is not asked either
     frozen = private.stored(study, trial)
-    name = saved_as(study, frozen.number)
-    if left is None:
-        with contextlib.suppress(
-            CheckpointError
-        ):  # of a study that is under way elsewhere; this one's have another folder
-            pool.remove_checkpoint(name)
-        return {"saved_as": name, "labels": labels(study, frozen)}
-    return {"saved_as": name, "labels": labels(study, frozen), "resume_from": left.checkpoint.path}
+    name, known = saved_as(study, frozen.number), frozenset(frozen.intermediate_values)
+    options: dict[str, Any] = {"saved_as": name, "labels": labels(study, frozen)}
+    if left is not None:
+        return options | {"resume_from": left.checkpoint.path}, known
+    with contextlib.suppress(CheckpointError):  # of a study that is under way elsewhere; this one's have another folder
+        pool.remove_checkpoint(name)
+    return options, known
 
 
 def forget(study: Study, pool: HydraExecutor, number: int) -> None:
