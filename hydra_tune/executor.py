@@ -17,6 +17,8 @@ import psutil
 
 from hydra_tune import __version__
 from hydra_tune.checkpoint.folder import generations, load_checkpoint
+from hydra_tune.checkpoint.lock import is_locked
+from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import num_cores, open_device, open_devices, open_planned_devices, parse_bandwidth
 from hydra_tune.devices.dram import dram_bandwidth
@@ -28,7 +30,7 @@ from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
 from hydra_tune.observe.eventlog import EventLog, check_log_path
 from hydra_tune.observe.snapshot import Goal
-from hydra_tune.pool.checkpoints import Checkpoints, Origin, check_saving, folder_name
+from hydra_tune.pool.checkpoints import Checkpoints, Origin, check_saving
 from hydra_tune.pool.forecast import Forecast
 from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkpoint, remove_checkpoint, remove_or_log
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
@@ -346,6 +348,17 @@ class HydraExecutor:
         if self.checkpoint_dir is None:
             raise ConfigError(_NO_CHECKPOINTS)
         return bool(generations(self.checkpoint_dir / folder_name(name)))
+
+    def is_under_way(self, name: str) -> bool:
+        """Whether somebody trains the trial of this name now, here or in another process, and saves it where this pool does.
+
+        Args:
+            name: as of `find_checkpoint`.
+
+        Raises:
+            ConfigError: the executor has no `checkpoint_dir`.
+        """
+        return is_locked(self._folder_of(name))
 
     def suspend(self, jobs: Iterable[Job] | None = None, *, seconds: float | None = None) -> None:
         """Save jobs and end them, so that they can be gone on with another time, here or in another process.

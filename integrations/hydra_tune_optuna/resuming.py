@@ -80,6 +80,11 @@ def submit_options(
     return options, known
 
 
+def is_under_way(study: Study, pool: HydraExecutor, number: int) -> bool:
+    """Whether somebody trains a trial now, with its checkpoints in the pool's folder."""
+    return pool.is_under_way(saved_as(study, number))
+
+
 def forget(study: Study, pool: HydraExecutor, number: int) -> None:
     """A trial has been told, and will not be gone on with."""
     if saves(pool):

@@ -157,7 +157,7 @@ def test_a_trial_that_runs_can_wait_again_and_keeps_its_number_and_what_was_draw
     [
         optuna.samplers.RandomSampler,
         partial(optuna.samplers.TPESampler, n_startup_trials=2),
-        partial(optuna.samplers.GridSampler, {"x": [0.1, 0.2, 0.3, 0.4], "y": [0.1]}),
+        partial(optuna.samplers.GridSampler, {"x": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], "y": [0.1]}),
     ],
 )
 def test_all_that_a_sampler_draws_from_is_known(make):

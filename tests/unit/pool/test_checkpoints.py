@@ -12,8 +12,8 @@ from torch import nn
 from hydra_tune.checkpoint import files
 from hydra_tune.checkpoint.every import Every, parse_every
 from hydra_tune.checkpoint.folder import generations
+from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError, ConfigError
-from hydra_tune.pool.checkpoints import folder_name
 from tests.parity.exact import differences
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
 
