@@ -30,18 +30,26 @@ class Stop:
     Args:
         within_seconds: from the first signal to the end of the process.
         on_first: called in the main thread; must not block.
-        last_words: called from another thread right before the process ends out of order, with why.
+        first_words: called from another thread after the first signal, with its name.
+        last_words: called from there right before the process ends out of order, with why.
 
     Attributes:
         number: the first signal; None as long as there was none.
         settled: set when the process may end at any moment, as far as others are concerned that think it runs.
     """
 
-    def __init__(self, within_seconds: float, on_first: Callable[[], None], last_words: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        within_seconds: float,
+        on_first: Callable[[], None],
+        first_words: Callable[[str], None],
+        last_words: Callable[[str], None],
+    ) -> None:
         self.number: int | None = None
         self.settled = threading.Event()
         self._within_seconds = within_seconds
         self._on_first = on_first
+        self._first_words = first_words
         self._last_words = last_words
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
@@ -57,6 +65,8 @@ class Stop:
         if first == _CLOSED or first is None:
             return
         name, deadline = signal.Signals(first).name, time.monotonic() + self._within_seconds
+        with contextlib.suppress(Exception):  # nobody may be there any more to hear them
+            self._first_words(name)
         second = _next(pipe, deadline)
         if second == _CLOSED:
             return
@@ -103,7 +113,12 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 @contextmanager
-def stops(within_seconds: float, on_first: Callable[[], None], last_words: Callable[[str], None]) -> Iterator[Stop]:
+def stops(
+    within_seconds: float,
+    on_first: Callable[[], None],
+    first_words: Callable[[str], None],
+    last_words: Callable[[str], None],
+) -> Iterator[Stop]:
     """Within the block, the first signal raises, and what follows ends the process: the second, and the time that is given.
 
     Outside the main thread, to which signals come, it does nothing.
@@ -111,6 +126,7 @@ def stops(within_seconds: float, on_first: Callable[[], None], last_words: Calla
     Args:
         within_seconds: as of `Stop`.
         on_first: as of `Stop`.
+        first_words: as of `Stop`.
         last_words: as of `Stop`.
 
     Raises:
@@ -118,7 +134,7 @@ def stops(within_seconds: float, on_first: Callable[[], None], last_words: Calla
         Terminated: SIGTERM, likewise.
     """
     global _listening  # noqa: PLW0603 - a process has one set of handlers
-    stop = Stop(within_seconds, on_first, last_words)
+    stop = Stop(within_seconds, on_first, first_words, last_words)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

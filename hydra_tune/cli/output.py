@@ -79,6 +79,11 @@ class Output:
         finally:
             self._say.flush()
 
+    def note(self, text: str) -> None:
+        """Say one line beside the sweep, where no live view says it; takes no lock that a thread may hold."""
+        if not self._is_shown:
+            os.write(self._stderr.fileno(), f"{text}\n".encode())
+
     def abandon(self, text: str) -> None:
         """Give the terminal back and say one line, in a process that ends at once; takes no lock that a thread may hold."""
         if self._is_shown:

@@ -99,7 +99,8 @@ def run_sweep(
                 folder=folder,
                 resume=resume,
             )
-            with stops(spec.stop_seconds, board.stop, partial(_last_words, spec, output)) as stop:
+            words = partial(_first_words, spec, output), partial(_last_words, spec, output)
+            with stops(spec.stop_seconds, board.stop, *words) as stop:
                 board.on_settled = stop.settled.set
                 _drive(tuner, request, board, output)
     except ConfigError as error:
@@ -173,6 +174,13 @@ def _saving(spec: SweepSpec) -> dict[str, Any]:
         "checkpoint_every": spec.checkpoint_every,
         "stop_seconds": _SAVING_SHARE * spec.stop_seconds,
     }
+
+
+def _first_words(spec: SweepSpec, output: Output, name: str) -> None:
+    what = "" if spec.checkpoint_dir is None else " and trials are saved"
+    output.note(
+        f"{name}: ends when the running units have ended{what}, in {spec.stop_seconds:g} s at most; at once if it comes again"
+    )
 
 
 def _last_words(spec: SweepSpec, output: Output, why: str) -> None:

@@ -30,12 +30,11 @@ def restore(sampler: BaseSampler, state: list[dict[str, Any]]) -> None:
     streams = private.random_streams(sampler)
     if len(streams) != len(state):
         raise ValueError(f"{type(sampler).__name__} has {len(streams)} random streams, and {len(state)} were noted")
-    try:
-        decoded = [_decoded(each) for each in state]
-    except (KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"what was noted is no random stream: {error!r}") from error
-    for stream, each in zip(streams, decoded, strict=True):
-        stream.set_state(each)
+    for stream, each in zip(streams, state, strict=True):
+        try:
+            stream.set_state(_decoded(each))
+        except (KeyError, IndexError, TypeError, OverflowError) as error:
+            raise ValueError(f"what was noted is no random stream: {error!r}") from error
 
 
 def note_draws(sampler: BaseSampler, note: Callable[[list[dict[str, Any]]], None]) -> None:
