@@ -54,7 +54,7 @@ def assert_nothing_left(group):
         os.killpg(group, 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_without_a_terminal(project, number):
     with project.start() as process:
         for _ in range(4):  # as many as are in flight
@@ -71,6 +71,7 @@ def test_a_signal_without_a_terminal(project, number):
     assert_nothing_left(process.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [False, True], ids=["without checkpoints", "with checkpoints"])
 @pytest.mark.parametrize("ends", ["the second signal", "the time that is given"])
 def test_code_that_hangs_does_not_keep_the_process(project, saves, ends):
@@ -151,5 +152,21 @@ def test_the_live_view_survives_a_resize_and_gives_the_terminal_back(project):
     after = terminal.seen.rpartition("\x1b[?1049l")[2]
     assert "no trial completed" in after
     assert "building" in after  # what the user's code printed is not lost with the screen
+    assert_all_told(project.folder)
+    assert_nothing_left(terminal.pid)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_ended_at_once_gives_the_terminal_back(project):
+    project.write(HANGING.replace("values: [0.01, 1.0]", "values: [1.0]"))
+    terminal = Terminal(project)
+    terminal.read(lambda seen: "hanging" in seen)
+    os.write(terminal.file, b"\x03")
+    terminal.read(lambda seen: "stopping as soon as" in seen)
+    os.write(terminal.file, b"\x03")
+    terminal.read(lambda _: False)
+    assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) == 130
+    assert terminal.seen.rfind("\x1b[?25h") > terminal.seen.rfind("\x1b[?25l")
+    assert "ended at once by SIGINT, the second signal" in terminal.seen.rpartition("\x1b[?1049l")[2]
     assert_all_told(project.folder)
     assert_nothing_left(terminal.pid)

@@ -11,7 +11,7 @@ from hydra_tune import HydraExecutor
 from hydra_tune.interrupts import Terminated
 from tests.support.killed_study import RATES, begin, build, storage
 
-STATES = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
+ERRORS = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
 
 
 def outcome(study):
@@ -52,12 +52,12 @@ def interrupted(folder, stop, number, **options):
     """A search that a signal has ended, and its trials."""
     with HydraExecutor(devices="cpu:1", max_concurrent=3, stop_seconds=60, **options) as pool:
         study = begin(folder, pool)
-        with pytest.raises(STATES[number]):
+        with pytest.raises(ERRORS[number]):
             stop(number, study)
     return study
 
 
-@pytest.mark.parametrize("number", STATES)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_with_checkpoints_all_trials_go_on(tmp_path, stopping, number, undisturbed):
     study = interrupted(tmp_path, stopping, number, checkpoint_dir=tmp_path / "saved")
     before = [trial.state for trial in study.trials]
@@ -73,7 +73,7 @@ def test_with_checkpoints_all_trials_go_on(tmp_path, stopping, number, undisturb
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * len(RATES)
 
 
-@pytest.mark.parametrize("number", STATES)
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_without_checkpoints_all_trials_have_failed(tmp_path, stopping, number):
     study = interrupted(tmp_path, stopping, number)
     assert [trial.state for trial in study.trials] == [TrialState.FAIL] * len(RATES)
@@ -117,6 +117,7 @@ def test_a_trial_that_ends_while_others_are_saved_has_ended(tmp_path, monkeypatc
     assert outcome(study)[0] == undisturbed[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 def test_trials_that_wait_to_be_gone_on_with_are_not_taken_for_dead(tmp_path, stopping):
     """One at a time: the others' heartbeats are old by then, and another process may look."""
