@@ -20,12 +20,17 @@ from hydra_tune.errors import CheckpointError
 _SUFFIX = "~sweep"  # no trial's folder ends so
 
 
+def sweep_path(checkpoint_dir: Path, study: str) -> Path:
+    """Where a sweep's folder is, or will be: in `checkpoint_dir`, whatever the study's name holds."""
+    return checkpoint_dir / (folder_name(study) + _SUFFIX)
+
+
 class SweepFolder:
     """The folder of one sweep, which no other process has meanwhile.
 
     Args:
         checkpoint_dir: where the trials' checkpoints are; is there.
-        study: the study's name. Whatever it holds, the folder is one of `checkpoint_dir`.
+        study: the study's name.
 
     Attributes:
         path: of the folder.
@@ -37,7 +42,7 @@ class SweepFolder:
     """
 
     def __init__(self, checkpoint_dir: Path, study: str) -> None:
-        self.path = checkpoint_dir / (folder_name(study) + _SUFFIX)
+        self.path = sweep_path(checkpoint_dir, study)
         if self.path.is_symlink():
             raise CheckpointError(
                 f"the sweep's folder {str(self.path)!r} is a link; remove it, or give another checkpoint_dir"

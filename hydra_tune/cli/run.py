@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hydra_tune.checkpoint.sweep_folder import SweepFolder
+from hydra_tune.checkpoint.sweep_folder import SweepFolder, sweep_path
 from hydra_tune.cli.board import Board
 from hydra_tune.cli.build import TaskBuilder
 from hydra_tune.cli.interrupt import stops
@@ -86,7 +86,7 @@ def run_sweep(
     try:
         with output.quiet():
             function, tuner = load_task(spec), find_tuner(TUNER)
-        with _own_folder(spec) as folder:
+        with _own_folder(spec, resume=resume) as folder:
             with output.quiet():
                 watched = partial(_WatchedExecutor, board.submitted, record=timeline is not None, event_log=event_log)
                 pool = opened(spec, partial(watched, **_saving(spec)))
@@ -156,11 +156,16 @@ def opened(spec: SweepSpec, make: Callable[..., Pool]) -> Pool:
     return pool
 
 
-def _own_folder(spec: SweepSpec) -> "AbstractContextManager[SweepFolder | None]":
+def _own_folder(spec: SweepSpec, *, resume: bool) -> "AbstractContextManager[SweepFolder | None]":
     """The sweep's own folder, where its trials are saved; to be entered before there is a pool or a study."""
     if spec.checkpoint_dir is None:
         return nullcontext()
     assert spec.study is not None, "checked before"
+    if resume and not sweep_path(Path(spec.checkpoint_dir), spec.study).is_dir():
+        raise SweepFileError(
+            f"--resume: there is no sweep {spec.study!r} in {spec.checkpoint_dir!r} to go on with; leave --resume out to begin "
+            "one"
+        )
     try:
         return SweepFolder(check_checkpoint_dir(spec.checkpoint_dir), spec.study)
     except HydraTuneError as error:

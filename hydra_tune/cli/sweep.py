@@ -22,7 +22,8 @@ _EXIT_CODES = """\b
 Exit codes:
   0    done
   1    the sweep ended with an error, or no trial completed
-  2    the command or FILE makes no sense, or another process runs the sweep; nothing was created
+  2    the command or FILE makes no sense, or another process runs the sweep;
+       nothing was created
   130  interrupted by Ctrl-C
   143  interrupted by SIGTERM
 """

@@ -154,6 +154,7 @@ class Driver:
         self._left.extend(find_left(self._study, self._pool))
         for left in self._left:  # before their turn comes, others must not take them for dead
             self._heartbeat.add(private.frozen_id(left.frozen))
+        self._heartbeat.beat()
 
     def _step(self) -> bool:
         """Answer one event, or else start one trial; False when there is neither to come.
