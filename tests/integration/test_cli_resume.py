@@ -92,6 +92,7 @@ def test_one_process_at_a_time_and_sigkill(tmp_path, whole):
     project = project_in(tmp_path / "project")
 
     def refused(process):
+        process.send_signal(signal.SIGSTOP)  # else it may be done before the second has come up
         second = project.run("--resume")
         assert second.returncode == 2
         assert f"the sweep 'first' in '{project.folder / 'saved'}' is being run by another process" in second.stderr
