@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,18 +16,20 @@ from typing import Any, Literal, Self
 import psutil
 
 from hydra_tune import __version__
-from hydra_tune.checkpoint.folder import load_checkpoint
+from hydra_tune.checkpoint.folder import generations, load_checkpoint
+from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import num_cores, open_device, open_devices, open_planned_devices, parse_bandwidth
 from hydra_tune.devices.dram import dram_bandwidth
 from hydra_tune.devices.link import link_of, measured_link
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
+from hydra_tune.interrupts import ends_in_order, is_interrupt
 from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
 from hydra_tune.observe.eventlog import EventLog, check_log_path
 from hydra_tune.observe.snapshot import Goal
-from hydra_tune.pool.checkpoints import Checkpoints, Origin, check_saving, folder_name
+from hydra_tune.pool.checkpoints import Checkpoints, Origin, check_saving
 from hydra_tune.pool.forecast import Forecast
 from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkpoint, remove_checkpoint, remove_or_log
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
@@ -35,8 +37,9 @@ from hydra_tune.pool.live import shown
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import PoolStats
+from hydra_tune.pool.suspending import suspend
 from hydra_tune.pool.watch import Watch
-from hydra_tune.quantities import parse_bytes
+from hydra_tune.quantities import check_seconds, parse_bytes
 from hydra_tune.schedule import Policy, check_admission, make_policy
 from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.budget import Budget
@@ -48,6 +51,7 @@ from hydra_tune.task import TrainTask
 from hydra_tune.train.workers import is_worker_starting
 
 _HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
+_NO_CHECKPOINTS = "this executor has no checkpoints; make it with HydraExecutor(checkpoint_dir=...)"
 _PLACEMENTS = ("device", "host", "auto")
 
 
@@ -55,7 +59,9 @@ class HydraExecutor:
     """One shared pool of devices that trains tasks.
 
     Starts at first use, or on entering `with`; ends at exit of the `with`, at `shutdown()`, or with the process. It can
-    serve several studies, one after another or at once.
+    serve several studies, one after another or at once. Within a `with` block in the main thread, SIGTERM ends the program in
+    order, as Ctrl-C does, unless the program has a handler of its own: it raises `hydra_tune.interrupts.Terminated`, a
+    `SystemExit` of code 143. With a `checkpoint_dir` both have the jobs under way saved before the block ends.
 
     Args:
         devices: "auto" for every GPU, or one CPU device per core where there is none; "cuda", "cuda:0,1", "cpu:2"; "cuda:0,0"
@@ -90,6 +96,8 @@ class HydraExecutor:
         checkpoint_dir: a folder for the checkpoints of all trials, a folder each; made if it is not there. Each trial is saved
             at its reports, and what a killed process leaves another goes on from, bit for bit. None: nothing is saved.
         checkpoint_every: how often trials are saved beside that: a number of optimizer steps, or a time such as "30s".
+        stop_seconds: how long, after Ctrl-C or SIGTERM in a `with` block or a search, trials that are being saved are waited
+            for; with a `checkpoint_dir`.
         plans_only: only `plan` and `profile` are asked for. Devices that are not there, or not as large as `device_memory`, are
             then stood for by as many CPU devices of that memory, which take none of it.
 
@@ -116,6 +124,7 @@ class HydraExecutor:
         plans_only: bool = False,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: str | int | None = None,
+        stop_seconds: float = 30.0,
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -126,18 +135,17 @@ class HydraExecutor:
             raise ConfigError(f"devices must be a text such as 'auto', 'cuda' or 'cpu:2', not {devices!r}")
         if buffer_fraction != "auto" and not (isinstance(buffer_fraction, int | float) and 0 <= buffer_fraction < 1):
             raise ConfigError(f"buffer_fraction must be 'auto', or from 0 to below 1, not {buffer_fraction!r}")
-        _check_count("max_concurrent", max_concurrent)
+        _check_counts(max_concurrent, num_shards)
         check_admission(admission)
-        if num_shards not in ("layer", "tuned"):
-            _check_count("num_shards", num_shards)
         if instrument is not None and not callable(instrument):
             raise ConfigError(f"instrument must be callable, not {instrument!r}")
         if device_memory is not None:
             parse_bytes(device_memory, what="device_memory")
         parse_bandwidth(link_bandwidth)
-        if not isinstance(record, bool):
-            raise ConfigError(f"record must be true or false, not {record!r}")
+        _check_flag("record", record)
         _check_placement(optimizer_placement, spill_dir)
+        self._stop_seconds = check_seconds(stop_seconds, what="stop_seconds")
+        self._signals = ExitStack()
         self._plans_only = plans_only
         self._optimizer_placement: Literal["device", "host", "auto"] = optimizer_placement
         self._link_bandwidth = link_bandwidth
@@ -326,10 +334,44 @@ class HydraExecutor:
             folder = self._folder_of(name, is_settled=False)
             self._started().checkpoints.start(lambda: remove_or_log(folder))
 
+    def has_checkpoint(self, name: str) -> bool:
+        """Whether there is a checkpoint of the trial of this name on disk now, whole or damaged; reads none.
+
+        Args:
+            name: as of `find_checkpoint`.
+
+        Raises:
+            ConfigError: the executor has no `checkpoint_dir`.
+            FileError: the folder cannot be read.
+        """
+        if self.checkpoint_dir is None:
+            raise ConfigError(_NO_CHECKPOINTS)
+        return bool(generations(self.checkpoint_dir / folder_name(name)))
+
+    def suspend(self, jobs: Iterable[Job] | None = None, *, seconds: float | None = None) -> None:
+        """Save jobs and end them, so that they can be gone on with another time, here or in another process.
+
+        Each is saved when its present step is over, at once where it waits at a report, and cancelled then. One that has not
+        begun is cancelled: what it goes on from, if anything, is on disk already. What cannot be written is logged, and the
+        last good checkpoint stays. Does not wait for the units that still run at the end; `shutdown()` does.
+
+        Args:
+            jobs: of this executor; None: all.
+            seconds: how long to wait for them; who is not saved by then is cancelled. None: `stop_seconds`.
+
+        Raises:
+            ConfigError: the executor has no `checkpoint_dir`.
+        """
+        if self.checkpoint_dir is None:
+            raise ConfigError(_NO_CHECKPOINTS)
+        pool = self._pool
+        if pool is not None:
+            suspend(pool, pool.jobs() if jobs is None else jobs, self._stop_seconds if seconds is None else seconds)
+
     def _folder_of(self, name: str, *, is_settled: bool = True) -> Path:
         pool = self._started()
         if pool.checkpoints.root is None:
-            raise ConfigError("this executor has no checkpoints; make it with HydraExecutor(checkpoint_dir=...)")
+            raise ConfigError(_NO_CHECKPOINTS)
         if is_settled:
             pool.checkpoints.flush()
         return pool.checkpoints.root / folder_name(name)
@@ -343,7 +385,9 @@ class HydraExecutor:
         jobs = [self.submit(task) for task in tasks]
         try:
             return [job.result() for job in jobs]
-        except BaseException:
+        except BaseException as error:
+            if is_interrupt(error) and self.checkpoint_dir is not None:
+                self.suspend(jobs)
             for job in jobs:
                 job.cancel()
             raise
@@ -493,13 +537,23 @@ class HydraExecutor:
             pool.shutdown()
 
     def __enter__(self) -> Self:
-        self._started()
+        self._signals.enter_context(ends_in_order())
+        try:
+            self._started()
+        except BaseException:
+            self._signals.close()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.shutdown()
+        with self._signals:
+            try:
+                if is_interrupt(error) and self.checkpoint_dir is not None:
+                    self.suspend()
+            finally:
+                self.shutdown()
 
     def _started(self) -> Pool:
         with self._lock:
@@ -578,6 +632,17 @@ def _shut_down_at_exit(pool: Pool) -> None:
 def _check_count(name: str, value: object) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, not {value!r}")
+
+
+def _check_counts(max_concurrent: object, num_shards: object) -> None:
+    _check_count("max_concurrent", max_concurrent)
+    if num_shards not in ("layer", "tuned"):
+        _check_count("num_shards", num_shards)
 
 
 def _speeds(devices: Sequence[Device], *, is_host: bool) -> Speeds:

@@ -3,6 +3,7 @@
 Pure text and numbers; knows nothing of tensors or devices.
 """
 
+import math
 import re
 from fractions import Fraction
 
@@ -52,6 +53,21 @@ def parse_bytes(text: str | int, *, what: str = "memory") -> int:
     if size <= 0:
         raise ConfigError(f"{what} must be more than 0 bytes, not {text!r}")
     return size
+
+
+def check_seconds(value: object, *, what: str) -> float:
+    """A length of time that is an option.
+
+    Args:
+        value: what was given.
+        what: the name of the option, for the message.
+
+    Raises:
+        ConfigError: not a number above 0, or infinite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{what} must be a number of seconds above 0, not {value!r}")
+    return float(value)
 
 
 def format_bytes(size: float) -> str:

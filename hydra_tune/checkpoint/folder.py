@@ -8,7 +8,6 @@ so that a last one which turns out to be damaged has one before it.
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import json
 import logging
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.checkpoint.files import file_error, make_private_folder, remove_file, remove_leftovers, write_file
+from hydra_tune.checkpoint.lock import LOCK, take_lock
 from hydra_tune.checkpoint.saved import Saved
 from hydra_tune.checkpoint.tensors import load_tensors, save_tensors
 from hydra_tune.errors import CheckpointError, FileError
@@ -31,7 +31,6 @@ from hydra_tune.errors import CheckpointError, FileError
 _FORMAT = "hydra-tune checkpoint"
 _VERSION = 1
 _FILE = re.compile(r"([0-9]{8})\.(safetensors|json|manifest)")
-_LOCK = "lock"
 _KEPT = 2
 _LOGGER = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ class CheckpointFolder:
         """
         try:
             self.keep(0)
-            remove_file(self.path / _LOCK)
+            remove_file(self.path / LOCK)
             with contextlib.suppress(OSError):  # something else is in it, which is not ours
                 self.path.rmdir()
         finally:
@@ -158,21 +157,6 @@ def generations(folder: Path) -> list[int]:
     except OSError as error:
         raise file_error("read", folder, error) from error
     return sorted((int(each[1]) for each in found if each is not None and each[2] == "manifest"), reverse=True)
-
-
-def is_in_use(folder: Path) -> bool:
-    """Whether somebody has the folder open, here or in another process."""
-    try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False
 
 
 def load_checkpoint(path: Path) -> Saved:
@@ -267,17 +251,14 @@ def _check(path: Path, noted: Any, size: int, digest: Any) -> None:
 
 def _locked(path: Path) -> int:
     try:
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        lock = take_lock(path)
     except OSError as error:
-        raise file_error("write", path / _LOCK, error) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
+        raise file_error("write", path / LOCK, error) from error
+    if lock is None:
         raise CheckpointError(
             f"the checkpoints in {str(path)!r} are in use by a trial that is running, here or in another process; wait until "
             "it is over, or submit under another name"
-        ) from error
+        )
     return lock
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra_tune.cli.request import TrialRecord
 from hydra_tune.cli.spec import SweepSpec
-from hydra_tune.cli.trial_views import Entry, final_view, live_view
+from hydra_tune.cli.trial_views import Entry, final_view, left_view, live_view
 from hydra_tune.observe.snapshot import Status, SweepView, TrialView
 from hydra_tune.observe.summary import trial_line
 from hydra_tune.pool.job import Job
@@ -34,10 +34,15 @@ class Board:
         spec: the sweep.
         log: is given one line for each trial that ends.
         event_log: the file of the event log; None: there is none.
+
+    Attributes:
+        last_error: what made the last failed trial fail, or ended the sweep.
+        on_settled: called when the process may end at any moment.
     """
 
     def __init__(self, spec: SweepSpec, log: Callable[[str], None], event_log: Path | None = None) -> None:
         self.last_error: BaseException | None = None
+        self.on_settled: Callable[[], None] | None = None
         self._spec = spec
         self._log = log
         self._event_log = event_log
@@ -116,15 +121,27 @@ class Board:
         self._log(trial_line(view, self._spec.metric))
         return hopeless
 
+    def left(self, number: int) -> None:
+        """A trial is left to a later run."""
+        with self._lock:
+            view = left_view(self._entries[number])
+            self._entries[number] = Entry(view=view)
+        self._log(trial_line(view, self._spec.metric))
+
+    def settled(self) -> None:
+        """The process may end at any moment."""
+        if self.on_settled is not None:
+            self.on_settled()
+
     def stop(self) -> None:
-        """Ctrl-C was pressed; called within a signal's handler, so it takes no lock."""
+        """A signal asks for the end; called within a signal's handler, so it takes no lock."""
         self._status = "stopping"
 
     def end(self, *, interrupted: bool = False, error: Exception | None = None) -> None:
         """The sweep is over.
 
         Args:
-            interrupted: Ctrl-C ended it.
+            interrupted: a signal ended it.
             error: what else ended it early, that was no trial's.
         """
         if error is not None:

@@ -1,6 +1,7 @@
 """What the command line says besides the sweep file, and how the two are joined."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.errors import SweepFileError
@@ -19,6 +20,9 @@ class Overrides:
         run_cap: trials of the whole study.
         timeout_seconds: no trial starts later.
         storage: where the study is kept.
+        checkpoint_dir: the folder for the checkpoints of trials.
+        checkpoint_every: how often they are saved.
+        stop_seconds: how soon after Ctrl-C or SIGTERM the process ends.
     """
 
     devices: str | None = None
@@ -29,6 +33,9 @@ class Overrides:
     run_cap: int | None = None
     timeout_seconds: float | None = None
     storage: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: str | int | None = None
+    stop_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +72,47 @@ def with_overrides(spec: SweepSpec, overrides: Overrides) -> SweepSpec:
             engine[name] = value
             # An error about this value is not an error of the file.
             places.pop(f"hydra.{name}", None)
-    if overrides.storage is not None:
-        places.pop("hydra.storage", None)
-    spec = replace(
-        spec,
-        engine=engine,
-        places=places,
-        run_cap=overrides.run_cap or spec.run_cap,
-        storage=overrides.storage or spec.storage,
-    )
+    kept: dict[str, Any] = {}
+    for name in ("storage", "checkpoint_dir", "checkpoint_every", "stop_seconds"):
+        value = getattr(overrides, name)
+        if value is not None:
+            kept[name] = value
+            places.pop(f"hydra.{name}", None)
+    spec = replace(spec, engine=engine, places=places, run_cap=overrides.run_cap or spec.run_cap, **kept)
     if spec.run_cap is None and overrides.timeout_seconds is None and spec.method != "grid":
         raise SweepFileError(
             f"{spec.file}:1:1: run_cap is missing, so the sweep would never end; add run_cap: 20, or give --run-cap or "
             f"--timeout"
         )
     return spec
+
+
+def check_saving(spec: SweepSpec, *, resume: bool) -> None:
+    """Refuse checkpoints that nobody would find again.
+
+    Args:
+        spec: the sweep, with what the command line says.
+        resume: whether it is to go on with what was interrupted.
+
+    Raises:
+        SweepFileError: no folder, storage or name, where they are needed.
+    """
+    if spec.checkpoint_dir is None:
+        if spec.checkpoint_every is not None:
+            raise SweepFileError(
+                f"{spec.at('hydra.checkpoint_every')}: needs a folder for checkpoints; add checkpoint_dir"
+            )
+        if resume:
+            raise SweepFileError(
+                f"--resume: {spec.file} has no checkpoint_dir in hydra:, and trials that were interrupted go on from their "
+                "checkpoints; add it, or give --checkpoint-dir"
+            )
+        return
+    missing = [
+        name for name, value in (("hydra.storage", spec.storage), ("name, or hydra.study", spec.study)) if value is None
+    ]
+    if missing:
+        raise SweepFileError(
+            f"{spec.at('hydra.checkpoint_dir')}: trials go on from checkpoints under the numbers that a study has noted, "
+            f"which has to be kept under a name; add {' and '.join(missing)}"
+        )

@@ -4,6 +4,7 @@ Decides which of the three, and keeps what the user's code prints out of the oth
 """
 
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from hydra_tune.observe.summary import print_summary, to_json
 from hydra_tune.observe.terminal import LiveView
 
 _NUM_RECENT = 200
+_TERMINAL_BACK = b"\x1b[?25h\x1b[?1049l"  # the cursor, and the first screen, as `Screen.close` has them
 
 
 class Output:
@@ -35,6 +37,7 @@ class Output:
         self._as_json = display.as_json
         terminal = self._stdout.isatty() and not self._console.is_dumb_terminal
         self._live = display.live and terminal and not display.as_json
+        self._is_shown = False
         self._recent: deque[str] = deque(maxlen=_NUM_RECENT)
         lines_to = self._stderr if self._as_json else self._stdout
         self._say = RateLimit(lambda line: print(line, file=lines_to, flush=True))
@@ -63,14 +66,29 @@ class Output:
             snapshot: returns the sweep as it is now; for the live view called from another thread.
         """
         if self._live:
-            with kept(self._recent), LiveView(self._console, snapshot, self._recent):
-                yield
+            self._is_shown = True
+            try:
+                with kept(self._recent), LiveView(self._console, snapshot, self._recent):
+                    yield
+            finally:
+                self._is_shown = False
             return
         try:
             with self.quiet(), PlainView(self._say, snapshot):
                 yield
         finally:
             self._say.flush()
+
+    def note(self, text: str) -> None:
+        """Say one line beside the sweep, where no live view says it; takes no lock that a thread may hold."""
+        if not self._is_shown:
+            os.write(self._stderr.fileno(), f"{text}\n".encode())
+
+    def abandon(self, text: str) -> None:
+        """Give the terminal back and say one line, in a process that ends at once; takes no lock that a thread may hold."""
+        if self._is_shown:
+            os.write(self._stdout.fileno(), _TERMINAL_BACK)
+        os.write(self._stderr.fileno(), f"{text}\n".encode())
 
     def report(self, view: SweepView) -> None:
         """Show what the sweep came to."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from hydra_tune.checkpoint.sweep_folder import SweepFolder
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.executor import HydraExecutor
 from hydra_tune.task import TrainTask
@@ -57,6 +58,12 @@ class SweepObserver(Protocol):
     def finished(self, record: TrialRecord) -> bool:
         """A trial ended. True: ask for no more trials."""
 
+    def left(self, number: int) -> None:
+        """A trial of this run is left to be gone on with by a later one."""
+
+    def settled(self) -> None:
+        """A sweep that is cut short has noted what becomes of its trials, or need not: the process may end at any moment."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRequest:
@@ -68,6 +75,8 @@ class SweepRequest:
         build: makes the task: with the drawn parameters by keyword, or with the trial where the file has none.
         observer: is told what happens.
         timeout_seconds: no new trial is started after this; None: no limit.
+        folder: the sweep's own folder beside the checkpoints of its trials; None: these are not saved.
+        resume: whether there has to be a study already.
     """
 
     spec: SweepSpec
@@ -75,8 +84,10 @@ class SweepRequest:
     build: Callable[..., TrainTask]
     observer: SweepObserver
     timeout_seconds: float | None = None
+    folder: SweepFolder | None = None
+    resume: bool = False
 
 
 Tuner = Callable[[SweepRequest], None]
-"""Runs a sweep until it is done. Raises `ConfigError` before the first trial if it cannot, and lets KeyboardInterrupt
-through after every running trial was told that it failed."""
+"""Runs a sweep until it is done. Raises `ConfigError` before the first trial if it cannot, and lets KeyboardInterrupt and
+Terminated through after every running trial was told that it failed or, where trials are saved, is left to be gone on with."""

@@ -8,13 +8,15 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hydra_tune.checkpoint.sweep_folder import SweepFolder, sweep_path
 from hydra_tune.cli.board import Board
 from hydra_tune.cli.build import TaskBuilder
-from hydra_tune.cli.interrupt import interrupts
+from hydra_tune.cli.interrupt import stops
 from hydra_tune.cli.options import Display
 from hydra_tune.cli.output import Output
 from hydra_tune.cli.request import SweepRequest, Tuner
@@ -23,12 +25,17 @@ from hydra_tune.cli.task_ref import load_task
 from hydra_tune.cli.tuners import find_tuner
 from hydra_tune.errors import ConfigError, HydraTuneError, SweepFileError
 from hydra_tune.executor import HydraExecutor
+from hydra_tune.interrupts import Terminated
 from hydra_tune.observe.snapshot import SweepView
+from hydra_tune.pool.checkpoints import check_checkpoint_dir
 from hydra_tune.pool.job import EventStream, Job
 from hydra_tune.task import TrainTask
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes; 130 is what shells give a program that Ctrl-C ended."""
+"""Exit codes; 130 is what shells give a program that Ctrl-C ended. One that SIGTERM ended has 143."""
+
+_SAVING_SHARE = 0.8
+"""Of the time that a stopped sweep has, what its trials may be saved in; the rest is for running units, and the summary."""
 
 TUNER = "optuna"
 
@@ -57,6 +64,7 @@ def run_sweep(
     timeout_seconds: float | None,
     timeline: Path | None = None,
     event_log: Path | None = None,
+    resume: bool = False,
 ) -> int:
     """Run a sweep and show what it came to.
 
@@ -66,6 +74,7 @@ def run_sweep(
         timeout_seconds: no trial starts later; None: no limit.
         timeline: the file for the timeline; None: none is kept.
         event_log: the file for the event log; None: none is written.
+        resume: whether there has to be a study to go on with.
 
     Returns:
         The exit code of the program.
@@ -77,17 +86,23 @@ def run_sweep(
     try:
         with output.quiet():
             function, tuner = load_task(spec), find_tuner(TUNER)
-            watched = partial(_WatchedExecutor, board.submitted, record=timeline is not None, event_log=event_log)
-            pool = opened(spec, watched)
-        request = SweepRequest(
-            spec=spec,
-            executor=pool,
-            build=TaskBuilder(spec=spec, function=function),
-            observer=board,
-            timeout_seconds=timeout_seconds,
-        )
-        with interrupts(board.stop):
-            _drive(tuner, request, board, output)
+        with _own_folder(spec, resume=resume) as folder:
+            with output.quiet():
+                watched = partial(_WatchedExecutor, board.submitted, record=timeline is not None, event_log=event_log)
+                pool = opened(spec, partial(watched, **_saving(spec)))
+            request = SweepRequest(
+                spec=spec,
+                executor=pool,
+                build=TaskBuilder(spec=spec, function=function),
+                observer=board,
+                timeout_seconds=timeout_seconds,
+                folder=folder,
+                resume=resume,
+            )
+            words = partial(_first_words, spec, output), partial(_last_words, spec, output)
+            with stops(spec.stop_seconds, board.stop, *words) as stop:
+                board.on_settled = stop.settled.set
+                _drive(tuner, request, board, output)
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
         return USAGE
@@ -97,7 +112,7 @@ def run_sweep(
     output.report(view)
     if timeline is not None and not _written(pool, timeline):
         return FAILED
-    return _exit_code(view, board.last_error)
+    return _exit_code(view, board.last_error, stop.number)
 
 
 def _is_writable(path: Path) -> bool:
@@ -141,6 +156,43 @@ def opened(spec: SweepSpec, make: Callable[..., Pool]) -> Pool:
     return pool
 
 
+def _own_folder(spec: SweepSpec, *, resume: bool) -> "AbstractContextManager[SweepFolder | None]":
+    """The sweep's own folder, where its trials are saved; to be entered before there is a pool or a study."""
+    if spec.checkpoint_dir is None:
+        return nullcontext()
+    assert spec.study is not None, "checked before"
+    if resume and not sweep_path(Path(spec.checkpoint_dir), spec.study).is_dir():
+        raise SweepFileError(
+            f"--resume: there is no sweep {spec.study!r} in {spec.checkpoint_dir!r} to go on with; leave --resume out to begin "
+            "one"
+        )
+    try:
+        return SweepFolder(check_checkpoint_dir(spec.checkpoint_dir), spec.study)
+    except HydraTuneError as error:
+        raise SweepFileError(f"{spec.at('hydra.checkpoint_dir')}: {error}") from error
+
+
+def _saving(spec: SweepSpec) -> dict[str, Any]:
+    """Options of the pool that only a run has, and no plan."""
+    return {
+        "checkpoint_dir": spec.checkpoint_dir,
+        "checkpoint_every": spec.checkpoint_every,
+        "stop_seconds": _SAVING_SHARE * spec.stop_seconds,
+    }
+
+
+def _first_words(spec: SweepSpec, output: Output, name: str) -> None:
+    what = "" if spec.checkpoint_dir is None else " and trials are saved"
+    output.note(
+        f"{name}: ends when the running units have ended{what}, in {spec.stop_seconds:g} s at most; at once if it comes again"
+    )
+
+
+def _last_words(spec: SweepSpec, output: Output, why: str) -> None:
+    what = "" if spec.checkpoint_dir is None else "; trials go on from their last checkpoints with --resume"
+    output.abandon(f"sweep {spec.name or spec.task}: {why}{what}")
+
+
 def _drive(tuner: Tuner, request: SweepRequest, board: Board, output: Output) -> None:
     """Run the tuner to its end, whichever it is, and stop the pool."""
     pool = request.executor
@@ -148,19 +200,20 @@ def _drive(tuner: Tuner, request: SweepRequest, board: Board, output: Output) ->
         with output.showing(lambda: board.snapshot(pool.stats())):
             tuner(request)
         board.end()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         board.end(interrupted=True)
     except Exception as error:
         if isinstance(error, ConfigError) and not board.is_open:
             raise
         board.end(error=error)  # whatever ended the sweep, what it has found so far is shown
     finally:
+        board.settled()
         pool.shutdown()
 
 
-def _exit_code(view: SweepView, error: BaseException | None) -> int:
+def _exit_code(view: SweepView, error: BaseException | None, number: int | None) -> int:
     if view.status == "interrupted":
-        return INTERRUPTED
+        return INTERRUPTED if number is None else 128 + number
     if view.status == "completed" and view.best is not None:
         return DONE
     if error is not None and not isinstance(error, HydraTuneError):  # ours say enough in one line

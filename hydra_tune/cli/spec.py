@@ -7,6 +7,8 @@ from typing import Any, Literal
 from hydra_tune.cli.domains import Domain
 
 Goal = Literal["minimize", "maximize"]
+STOP_SECONDS = 30.0
+"""How soon after Ctrl-C or SIGTERM a sweep's process ends, unless said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,9 @@ class SweepSpec:
         storage: where the study is kept; None: in memory.
         keep_best: of how many of the best trials the weights are kept; None: of none.
         weights_dir: the folder for them; None: the tuner's default.
+        checkpoint_dir: the folder for the checkpoints of trials; None: they are not saved.
+        checkpoint_every: how often they are saved, as it was written; None: at their reports.
+        stop_seconds: how soon after Ctrl-C or SIGTERM the process ends.
         engine: arguments of `HydraExecutor` that were written.
         places: `file:line:column` of each key that was written, by its dotted path.
     """
@@ -59,6 +64,9 @@ class SweepSpec:
     storage: str | None = None
     keep_best: int | None = None
     weights_dir: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: str | int | None = None
+    stop_seconds: float = STOP_SECONDS
     engine: Mapping[str, Any] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
 

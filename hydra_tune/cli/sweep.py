@@ -5,8 +5,9 @@ from pathlib import Path
 
 import click
 
+from hydra_tune.checkpoint.every import parse_every
 from hydra_tune.cli.log_file import log_path
-from hydra_tune.cli.options import Display, Overrides, with_overrides
+from hydra_tune.cli.options import Display, Overrides, check_saving, with_overrides
 from hydra_tune.cli.settings import set_option, with_settings
 from hydra_tune.cli.sweep_file import read_sweep_file
 from hydra_tune.errors import ConfigError
@@ -21,8 +22,10 @@ _EXIT_CODES = """\b
 Exit codes:
   0    done
   1    the sweep ended with an error, or no trial completed
-  2    the command or FILE makes no sense; nothing was created
+  2    the command or FILE makes no sense, or another process runs the sweep;
+       nothing was created
   130  interrupted by Ctrl-C
+  143  interrupted by SIGTERM
 """
 
 
@@ -45,6 +48,17 @@ def _policy(context: click.Context, parameter: click.Parameter, value: str | Non
     return value
 
 
+def _every(context: click.Context, parameter: click.Parameter, value: str | None) -> str | int | None:
+    if value is None:
+        return None
+    every = int(value) if value.isascii() and value.isdigit() else value
+    try:
+        parse_every(every)
+    except ConfigError as error:
+        raise click.BadParameter(str(error).removeprefix("checkpoint_every "), context, parameter) from error
+    return every
+
+
 @click.command(epilog=_EXIT_CODES)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @set_option
@@ -64,6 +78,20 @@ def _policy(context: click.Context, parameter: click.Parameter, value: str | Non
     help="Start no trial later than this; running ones finish.",
 )
 @click.option("--storage", metavar="URL", help="Where the study is kept, e.g. sqlite:///trials.db.")
+@click.option("--resume", is_flag=True, help="Go on with what was interrupted; an error if there is no such study.")
+@click.option("--checkpoint-dir", metavar="DIR", help="Where running trials are saved, to go on from.")
+@click.option(
+    "--checkpoint-every",
+    metavar="STEPS|TIME",
+    callback=_every,
+    help="How often, beside their reports: optimizer steps, or a time, e.g. 5min.",
+)
+@click.option(
+    "--stop-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="How soon after Ctrl-C or SIGTERM the process ends.  [30]",
+)
 @click.option(
     "--timeline",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -91,6 +119,10 @@ def sweep(
     run_cap: int | None,
     timeout_seconds: float | None,
     storage: str | None,
+    resume: bool,
+    checkpoint_dir: str | None,
+    checkpoint_every: str | int | None,
+    stop_seconds: float | None,
     timeline: Path | None,
     event_log: str | None,
     no_log: bool,
@@ -110,9 +142,13 @@ def sweep(
         run_cap=run_cap,
         timeout_seconds=timeout_seconds,
         storage=storage,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        stop_seconds=stop_seconds,
     )
     try:
         spec = with_overrides(with_settings(read_sweep_file(file), settings), overrides)
+        check_saving(spec, resume=resume)
         log = log_path(spec, event_log, no_log=no_log)
     except ConfigError as error:
         click.echo(str(error), err=True)
@@ -121,4 +157,4 @@ def sweep(
     from hydra_tune.cli.run import run_sweep  # noqa: PLC0415
 
     display = Display(as_json=as_json, live=not no_live)
-    sys.exit(run_sweep(spec, display, timeout_seconds=timeout_seconds, timeline=timeline, event_log=log))
+    sys.exit(run_sweep(spec, display, timeout_seconds=timeout_seconds, timeline=timeline, event_log=log, resume=resume))

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from hydra_tune.cli import sweep_model
 from hydra_tune.cli.domains import Domain, grid_size
 from hydra_tune.cli.messages import describe, message
-from hydra_tune.cli.spec import Pruning, SweepSpec
+from hydra_tune.cli.spec import STOP_SECONDS, Pruning, SweepSpec
 from hydra_tune.cli.suggest import did_you_mean
 from hydra_tune.cli.yaml_marks import Mark, Marked, Problem, read_yaml
 from hydra_tune.errors import SweepFileError
@@ -201,6 +201,9 @@ def _spec(shown: str, model: sweep_model.SweepModel, marked: Marked) -> SweepSpe
         storage=model.hydra.storage,
         keep_best=model.hydra.keep_best,
         weights_dir=model.hydra.weights_dir,
+        checkpoint_dir=model.hydra.checkpoint_dir,
+        checkpoint_every=model.hydra.checkpoint_every,
+        stop_seconds=model.hydra.stop_seconds or STOP_SECONDS,
         engine={key: given[key] for key in _ENGINE if key in given},
         places={
             ".".join(map(str, path)): f"{shown}:{mark.line}:{mark.column}"

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from hydra_tune.checkpoint.every import parse_every
 from hydra_tune.cli.distributions import check_distribution, to_domain
 from hydra_tune.cli.domains import Domain, Scalar
 from hydra_tune.cli.messages import describe
 from hydra_tune.errors import ConfigError
-from hydra_tune.quantities import parse_bytes
+from hydra_tune.quantities import check_seconds, parse_bytes
 from hydra_tune.schedule import check_policy_name
 
 _MAX_SEED = 2**32 - 1
@@ -80,12 +81,29 @@ def _policy(name: Any) -> str:
     return name
 
 
+def _often(value: Any) -> str | int:
+    try:
+        parse_every(value)
+    except ConfigError as error:
+        raise PydanticCustomError("often", "{text}", {"text": str(error).removeprefix("checkpoint_every ")}) from error
+    return value  # type: ignore[no-any-return]  # parse_every takes nothing else but None, which never comes here
+
+
+def _seconds(value: Any) -> float:
+    try:
+        return check_seconds(value, what="it")
+    except ConfigError as error:
+        raise PydanticCustomError("seconds", "{text}", {"text": str(error).removeprefix("it ")}) from error
+
+
 Number = Annotated[float, PlainValidator(_number)]
 Step = Annotated[float, PlainValidator(_step)]
 AnyScalar = Annotated[Scalar, PlainValidator(_scalar)]
 Shards = Annotated[int | Literal["layer", "tuned"], PlainValidator(_shards)]
 Buffer = Annotated[float | Literal["auto"], PlainValidator(_buffer)]
 Bytes = Annotated[str | int, PlainValidator(_bytes)]
+Often = Annotated[str | int, PlainValidator(_often)]
+Seconds = Annotated[float, PlainValidator(_seconds)]
 PolicyName = Annotated[str, PlainValidator(_policy)]
 
 
@@ -183,6 +201,9 @@ class Hydra(Block):
     study: Annotated[str, Field(min_length=1)] | None = None
     keep_best: Annotated[int, Field(ge=1)] | None = None
     weights_dir: Annotated[str, Field(min_length=1)] | None = None
+    checkpoint_dir: Annotated[str, Field(min_length=1)] | None = None
+    checkpoint_every: Often | None = None
+    stop_seconds: Seconds | None = None
 
 
 class SweepModel(Block):

@@ -34,9 +34,11 @@ def load_task(spec: SweepSpec) -> Callable[..., Any]:
     if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *function_name.split("."))):
         raise _error(spec, "task", f"must be module:function, e.g. train:build, not {spec.task!r}")
     folder = str(Path(spec.file).resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    if folder in sys.path:
+        sys.path.remove(folder)  # it goes before all others, wherever it was
+    sys.path.insert(0, folder)
     module = _import(spec, module_name, folder)
+    _check_place(spec, module_name.partition(".")[0], folder)
     function = _attribute(spec, module, module_name, function_name)
     if not callable(function):
         raise _error(spec, "task", f"{spec.task} is not a function, but {type(function).__name__}")
@@ -61,6 +63,20 @@ def _import(spec: SweepSpec, name: str, folder: str) -> Any:
         raise _error(spec, "task", f"{name} does not import: {_told(error)}") from error
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise _error(spec, "task", f"{name} does not import: {_told(error)}") from error
+
+
+def _check_place(spec: SweepSpec, name: str, folder: str) -> None:
+    """Refuse a module of the same name as that beside the file, imported by somebody before: it is not what is meant."""
+    beside = next(
+        (path for path in (Path(folder, name, "__init__.py"), Path(folder, f"{name}.py")) if path.is_file()), None
+    )
+    loaded = getattr(sys.modules[name], "__file__", None)
+    if beside is not None and (loaded is None or Path(loaded).resolve() != beside.resolve()):
+        raise _error(
+            spec,
+            "task",
+            f"{name} is {str(beside)!r}, but {loaded or 'a part of Python'} has the same name; rename yours",
+        )
 
 
 def _told(error: BaseException) -> str:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from hydra_tune.cli.request import TrialRecord
-from hydra_tune.observe.snapshot import ENDED, TrialView
+from hydra_tune.observe.snapshot import ENDED, LEFT, TrialView
 from hydra_tune.pool.job import Job, Result
-from hydra_tune.pool.job_views import one_line, with_progress
+from hydra_tune.pool.job_views import one_line, with_progress, with_result
 from hydra_tune.task import TrainTask
 
 
@@ -35,13 +35,23 @@ def live_view(entry: Entry) -> TrialView:
     return with_progress(entry.view, job, state="waiting" if job.state in ENDED else job.state)
 
 
+def left_view(entry: Entry) -> TrialView:
+    """The trial as it is left to a later run."""
+    job = entry.job
+    if job is None:
+        return replace(entry.view, state=LEFT)
+    if job.state not in ENDED:
+        return with_progress(entry.view, job, state=LEFT)
+    return replace(with_result(entry.view, job, job.result(timeout=0)), state=LEFT, error=None)
+
+
 def final_view(entry: Entry, record: TrialRecord, *, stopping: bool) -> tuple[TrialView, BaseException | None]:
     """The trial for good.
 
     Args:
         entry: the trial; its job, if it has one, is over.
         record: how the tuner says it ended.
-        stopping: Ctrl-C was pressed before, perhaps while its task was being built.
+        stopping: a signal has asked for the end before, perhaps while its task was being built.
 
     Returns:
         The trial, and what made it fail.

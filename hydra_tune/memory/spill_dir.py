@@ -17,11 +17,11 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from hydra_tune.checkpoint.lock import LOCK, is_locked, take_lock
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import format_bytes
 
 _FOLDER = re.compile(r"hydra-tune-[0-9]+-[0-9a-f]{32}")
-_LOCK = "lock"
 _FILE = re.compile(r"block-[0-9]+\.bin")
 _LEAST_FREE_BYTES = 64 * 2**20
 
@@ -90,12 +90,13 @@ class SpillFolder:
                 _sweep(spill_dir)
                 self.path.mkdir(mode=0o700)
                 self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                self._lock = self.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock = take_lock(self.descriptor)
         except OSError as error:
             raise ConfigError(
                 f"no folder can be made in spill_dir {str(spill_dir)!r}: {error}; give another"
             ) from error
+        assert lock is not None, "nobody else knows the folder yet"
+        self._lock = lock
 
     def open(self, name: str, flags: int) -> int:
         """Open a file of the folder, mode 0600 if it is new."""
@@ -143,32 +144,17 @@ def _sweep(spill_dir: Path) -> None:
 def _remove_if_stale(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        if _is_locked(descriptor):
-            return
+        if is_locked(descriptor):
+            return  # the process that made it lives; without a lock it died before there was anything in it
         _empty(descriptor)
     finally:
         os.close(descriptor)
     folder.rmdir()
 
 
-def _is_locked(folder: int) -> bool:
-    """Whether the process that made the folder lives; without a lock file it died before there was anything in it."""
-    try:
-        lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False
-
-
 def _empty(folder: int) -> None:
     """Remove the files that are ours by name, the lock last."""
     names = [name for name in os.listdir(folder) if _FILE.fullmatch(name)]
-    for name in (*names, _LOCK):
+    for name in (*names, LOCK):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)

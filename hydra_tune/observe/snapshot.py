@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ENDED: frozenset[str] = frozenset({"completed", "pruned", "cancelled", "failed"})
+LEFT = "interrupted"
+"""The state of a trial that a later run of the sweep goes on with."""
 Goal = Literal["minimize", "maximize"]
 Status = Literal["running", "stopping", "completed", "interrupted", "failed"]
 
@@ -19,7 +21,8 @@ class TrialView:
 
     Args:
         number: the tuner's number, from 0.
-        state: where it is: a job's state; `cancelled` for one that Ctrl-C stopped.
+        state: where it is: a job's state; `cancelled` for one that a signal stopped, `interrupted` if a later run goes on
+            with it.
         params: what was drawn.
         value: the metric as last reported; None before the first report.
         epoch: the epoch it is in or ended in, from 1; 0 before the first; None where that is not known.

@@ -12,12 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from hydra_tune.observe import text
-from hydra_tune.observe.snapshot import DeviceView, SweepView, TrialView
+from hydra_tune.observe.snapshot import LEFT, DeviceView, SweepView, TrialView
 from hydra_tune.quantities import format_bytes, format_seconds
 
 _NUM_BEST = 10
 _NUM_ERRORS = 3
 _NUM_WEIGHTS = 3
+_COUNTED = ("completed", "pruned", "failed", "cancelled")
 _ENDS = {
     "completed": "done",
     "interrupted": "interrupted",
@@ -129,7 +130,9 @@ def _device_table(devices: tuple[DeviceView, ...]) -> Table:
 
 
 def _totals(view: SweepView) -> list[str]:
-    counts = [f"{view.count(state)} {state}" for state in ("completed", "pruned", "failed", "cancelled")]
+    counts = [f"{view.count(state)} {state}" for state in _COUNTED]
+    if view.count(LEFT):
+        counts.append(f"{view.count(LEFT)} {LEFT}, to go on with --resume")
     earlier = sum(trial.earlier for trial in view.trials)
     kept = f", {earlier} of them earlier" if earlier else ""
     planned = view.units_run + view.units_saved
@@ -174,7 +177,7 @@ def to_json(view: SweepView) -> dict[str, Any]:
         "metric": {"name": view.metric, "goal": view.goal},
         "best": None if best is None else _trial(best),
         "trials": [_trial(trial) for trial in view.trials],
-        "counts": {state: view.count(state) for state in ("completed", "pruned", "failed", "cancelled")},
+        "counts": {state: view.count(state) for state in (*_COUNTED, LEFT)},
         "units_run": view.units_run,
         "units_saved": view.units_saved,
         "devices": {device.name: _device(device) for device in view.devices},

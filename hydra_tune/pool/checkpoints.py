@@ -10,11 +10,9 @@ Note: what fails. A checkpoint that cannot be written is said in the log, the on
 trial that has something that no checkpoint can hold fails after its first step, with the name of it.
 """
 
-import hashlib
 import logging
 import os
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,8 +25,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from hydra_tune.checkpoint.every import Every, parse_every
 from hydra_tune.checkpoint.files import make_private_folder
 from hydra_tune.checkpoint.folder import CheckpointFolder, check_private, generations, load_checkpoint
+from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.checkpoint.saved import Saved
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.memory.host import HostTier
@@ -37,41 +37,6 @@ from hydra_tune.train.snapshot import Snapshots
 
 _LOGGER = logging.getLogger("hydra_tune.checkpoints")
 _ROOM_SHARE = 0.5  # of the free host memory, which a copy may take
-_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_EVERY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|min|h)")
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-_LONGEST_NAME = 80
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Every:
-    """How often a trial is saved beside its reports; one of the two, or neither.
-
-    Attributes:
-        steps: optimizer steps from one to the next.
-        seconds: the same, in seconds.
-    """
-
-    steps: int | None = None
-    seconds: float | None = None
-
-
-def parse_every(text: object) -> Every:
-    """Read `checkpoint_every`: None, a number of optimizer steps, or a time such as "30s", "5min" or "1h".
-
-    Raises:
-        ConfigError: none of these.
-    """
-    if text is None:
-        return Every()
-    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
-        return Every(steps=text)
-    found = _EVERY.fullmatch(text.strip()) if isinstance(text, str) else None
-    if found is None or float(found[1]) <= 0:
-        raise ConfigError(
-            f"checkpoint_every must be a number of optimizer steps, or a time such as '30s', '5min' or '1h', not {text!r}"
-        )
-    return Every(seconds=float(found[1]) * _SECONDS[found[2]])
 
 
 def check_checkpoint_dir(path: object) -> Path:
@@ -100,14 +65,6 @@ def check_saving(folder: object, every: object) -> tuple[Path | None, Every]:
     if every is not None and folder is None:
         raise ConfigError("checkpoint_every needs a folder for checkpoints; give checkpoint_dir")
     return None if folder is None else check_checkpoint_dir(folder), parse_every(every)
-
-
-def folder_name(name: str) -> str:
-    """A name for a folder, of letters, digits, points, dashes and underscores; other names give other ones."""
-    plain = _UNSAFE.sub("-", name)[:_LONGEST_NAME].strip(".-")
-    if plain == name:
-        return name
-    return f"{plain or 'trial'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

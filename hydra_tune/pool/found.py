@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra_tune.checkpoint.folder import CheckpointFolder, generations, is_in_use, load_checkpoint
+from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
+from hydra_tune.checkpoint.lock import is_locked
 from hydra_tune.errors import CheckpointError, HydraTuneError
 from hydra_tune.train.capture import decoded
 
@@ -51,7 +52,7 @@ def find_checkpoint(folder: Path) -> FoundCheckpoint | None:
         history=state["history"],
         epoch=state["place"]["epoch"],
         steps=state["progress"]["steps"],
-        is_in_use=is_in_use(folder),
+        is_in_use=is_locked(folder),
     )
 
 

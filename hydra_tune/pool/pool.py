@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hydra_tune.checkpoint.every import Every
 from hydra_tune.checkpoint.saved import Saved
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
@@ -24,7 +25,7 @@ from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.eventlog import EventLog
-from hydra_tune.pool.checkpoints import Checkpoints, Every, Origin, TrialKeeper
+from hydra_tune.pool.checkpoints import Checkpoints, Origin, TrialKeeper
 from hydra_tune.pool.core import Core
 from hydra_tune.pool.forecast import Forecast, Known, forecast
 from hydra_tune.pool.job import OVER, EventStream, Job, Progress
@@ -312,6 +313,12 @@ class Pool:
 
     def save(self, job: Job) -> "Future[Path]":
         """Save a job when it is between two steps."""
+        future = self.ask_to_save(job)
+        self.answer(job, waits=True)
+        return future
+
+    def ask_to_save(self, job: Job) -> "Future[Path]":
+        """Have a job saved when it comes to the end of a step; one that waits at a report, when it is asked for an `answer`."""
         if self.checkpoints.root is None:
             raise CheckpointError("this pool saves no checkpoints; make it with HydraExecutor(checkpoint_dir=...)")
         if job.state in OVER:
@@ -326,15 +333,30 @@ class Pool:
 
     def copy(self, job: Job) -> "Future[Saved]":
         """Copy a job's state when it is between two steps."""
-        return self._asked(job, TrialKeeper.copy)
+        future = self._asked(job, TrialKeeper.copy)
+        self.answer(job, waits=True)
+        return future
 
     def _asked(self, job: Job, ask: "Callable[[TrialKeeper], Future[T]]") -> "Future[T]":
-        with hold_interrupts(), self._changed:
-            record = self._records.get(job.key)
+        record = self._record_of(job)
         if record is None or record.keeper is None:
             raise CheckpointError(f"{job.name!r} is over ({job.state})")
-        future = ask(record.keeper)
-        with record.turn:
+        return ask(record.keeper)
+
+    def answer(self, job: Job, *, waits: bool) -> None:
+        """Save a job now, as was asked for, if it is between two steps, and not on its way to the next.
+
+        Args:
+            job: the job.
+            waits: whether to wait while it is on its way, which is where its data is read; if not, ask again.
+
+        Raises:
+            CheckpointError: it is paused within a step, and would never come to the end of it.
+        """
+        record = self._record_of(job)
+        if record is None or record.keeper is None or not record.turn.acquire(blocking=waits):
+            return
+        try:
             trial = record.trial
             if trial is not None and trial.may_be_saved:
                 record.keeper.answer(trial)
@@ -342,7 +364,12 @@ class Pool:
                 raise CheckpointError(
                     f"{job.name!r} is paused within a step, and can be saved between two of them only; unpause() it first"
                 )
-        return future
+        finally:
+            record.turn.release()
+
+    def _record_of(self, job: Job) -> Record | None:
+        with hold_interrupts(), self._changed:
+            return self._records.get(job.key)
 
     def _is_alive(self, job: Job) -> bool:
         record = self._records.get(job.key)

@@ -19,9 +19,10 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hydra_tune import Failed, Finished, HydraExecutor, Job, Reported, Result, TrainTask
 from hydra_tune.errors import HydraTuneError, TaskError
-from hydra_tune.interrupts import hold_interrupts, let_interrupts_through
+from hydra_tune.interrupts import hold_interrupts, is_interrupt, let_interrupts_through
 from hydra_tune_optuna import private
 from hydra_tune_optuna.collecting import Collecting
+from hydra_tune_optuna.ending import give_up, leave
 from hydra_tune_optuna.errors import TrialCancelledError
 from hydra_tune_optuna.heartbeat import Heartbeat
 from hydra_tune_optuna.resuming import Left, Resuming
@@ -96,6 +97,8 @@ class Driver:
         callbacks: called after each trial that is told without ending the search.
         progress_bar: Optuna's own.
         weights: is given what completed trials have learnt; None: nobody is.
+        settled: called when a search that is cut short has said in the storage what has become of its trials, or need not: from
+            here on the process may end at any moment.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Driver:
         callbacks: Iterable[Callback] | None,
         progress_bar: private.ProgressBar,
         weights: StudyWeights | None = None,
+        settled: Callable[[], None] = lambda: None,
     ) -> None:
         self._study = study
         self._pool = pool
@@ -116,6 +120,7 @@ class Driver:
         self._callbacks = callbacks
         self._progress_bar = progress_bar
         self._weights = weights
+        self._settled = settled
         self._heartbeat = Heartbeat(private.storage_of(study))
         self._stream = pool.events()
         self._started_seconds = time.monotonic()
@@ -126,7 +131,8 @@ class Driver:
         self._hint = limits.useless_pruner
         self._resuming = Resuming(study, pool)
         self._collecting = Collecting(pool, build, weights, self._resuming)
-        self._left: deque[Left] = deque()  # trials of a dead process, to be gone on with
+        self._left: deque[Left] = deque()  # trials of another process, to be gone on with
+        self._taken_up: set[int] = set()
 
     def run(self) -> None:
         """Search to the end.
@@ -137,7 +143,7 @@ class Driver:
         """
         with hold_interrupts(), self._heartbeat:
             try:
-                self._left.extend(self._resuming.begin(self._collecting.is_wanted))
+                self._find_left()
                 while self._step():
                     pass
                 self._collecting.settle(waits=True)
@@ -149,6 +155,13 @@ class Driver:
         private.storage_of(self._study).remove_session()
         if self._error is not None:
             raise self._error
+
+    def _find_left(self) -> None:
+        self._left.extend(self._resuming.begin(self._collecting.is_wanted))
+        for left in self._left:  # before their turn comes, others must not take them for dead
+            if not left.is_told:
+                self._heartbeat.add(private.frozen_id(left.frozen))
+        self._heartbeat.beat()
 
     def _step(self) -> bool:
         """Answer one event, or else start one trial; False when there is neither to come.
@@ -210,6 +223,7 @@ class Driver:
             if left.checkpoint is None:
                 _logger.info("Trial %d, which a process that died has left running, begins anew.", trial.number)
             else:
+                self._taken_up.add(private.trial_id(trial))
                 steps = left.checkpoint.steps
                 _logger.info("Trial %d goes on from its checkpoint after %d optimizer steps.", trial.number, steps)
         self._untold[private.trial_id(trial)] = trial
@@ -252,9 +266,8 @@ class Driver:
                 return
         # What submitting raises is about the executor, e.g. that it is shut down, and would be raised for every task; so
         # it ends the search, whatever `catch` says.
-        saving = self._resuming.submit_options(trial, left)
+        saving, known = self._resuming.submit_options(trial, left)
         job = self._pool.submit(task, name=f"trial {trial.number}", events=self._stream, **saving)
-        known = frozenset() if left is None else frozenset(left.frozen.intermediate_values)
         self._running[id(job)] = _Running(trial=trial, task=task, job=job, reports=reports, known=known)
 
     @staticmethod
@@ -383,29 +396,58 @@ class Driver:
             private.log_failed(trial, repr(error) if error else str(reason), error=error, value=value)
 
     def _abandon(self, error: BaseException) -> None:
-        """Cancel what runs, fail it in the storage, and wait until no unit of it runs any more.
+        """End what runs, say in the storage what has become of it, and wait until no unit of it runs any more.
 
-        The storage comes first: a second Ctrl-C while units end must not leave trials that seem to run. Its session is
-        a new one: the old one may be in the middle of what the error has cut short.
+        The storage comes before the units: a second Ctrl-C while these end must not leave trials that seem to run. Its session
+        is a new one: the old one may be in the middle of what the error has cut short.
         """
         private.storage_of(self._study).remove_session()
         jobs = [*(running.job for running in self._running.values()), *self._collecting.jobs]
-        for job in jobs:
-            job.cancel()
-        interrupt = error if isinstance(error, KeyboardInterrupt) else None
-        reason = f"the search was ended by {error!r}" if interrupt is None else repr(interrupt)
-        for key, trial in list(self._untold.items()):
-            try:
-                if not private.stored(self._study, trial).state.is_finished():
-                    private.tell(self._study, trial, state=TrialState.FAIL)
-                    private.log_failed(trial, reason, error=interrupt)
-                    interrupt = None  # one traceback says where it was
-                del self._untold[key]
-            except Exception:
-                _logger.warning("Trial %d could not be told that it failed.", trial.number, exc_info=True)
+        if is_interrupt(error) and self._resuming.saves:
+            self._settled()  # what runs, runs in the storage, too, and stays what it can be gone on from
+            self._leave()
+        else:
+            for job in jobs:
+                job.cancel()
+            if is_interrupt(error):
+                self._tell_ended()
+            self._keep_untold(give_up(self._study, self._untold.values(), error))
+            self._settled()
         while any(job.state not in _ENDED for job in jobs):
             with let_interrupts_through():
                 self._stream.get(timeout=_POLL_SECONDS)
+
+    def _leave(self) -> None:
+        """Have all trials saved; those that end meanwhile have ended."""
+        for job in self._collecting.jobs:
+            job.cancel()  # their checkpoints stay
+        try:
+            self._pool.suspend([running.job for running in self._running.values()])
+        finally:
+            self._tell_ended()
+            submitted = {private.trial_id(running.trial) for running in self._running.values()}
+            others = self._untold.keys() - submitted - self._taken_up
+            stay = leave(
+                self._study,
+                self._resuming,
+                [self._untold[trial] for trial in sorted(submitted)],
+                [self._untold[trial] for trial in sorted(others)],
+            )
+            kept = [self._untold[trial] for trial in sorted(self._untold.keys() & self._taken_up - submitted)]
+            self._keep_untold([*stay, *kept])
+
+    def _keep_untold(self, trials: Iterable[Trial]) -> None:
+        """These alone are still running, as the storage has it."""
+        self._untold = {private.trial_id(trial): trial for trial in trials}
+
+    def _tell_ended(self) -> None:
+        """Tell of trials that have ended by themselves, which the search has not come to hear of."""
+        while (event := self._stream.get(timeout=0)) is not None:
+            if isinstance(event, Finished) and event.result.status in ("completed", "pruned"):
+                try:
+                    self._on_end(event)
+                except Exception:
+                    _logger.warning("%s has ended, and could not be told so.", event.job.name, exc_info=True)
 
 
 def _error_of(event: Finished | Failed) -> BaseException | None:

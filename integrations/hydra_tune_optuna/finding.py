@@ -1,17 +1,14 @@
 """Finds the weights of a sweep afterwards: the entry point `optuna` of the group `hydra_tune.weights`. Creates nothing."""
 
-from pathlib import Path
-
 import optuna
 from optuna.study import Study
 
 from hydra_tune.cli.weights_query import KeptTrial, WeightsQuery
 from hydra_tune.errors import ConfigError, WeightsError
-from hydra_tune_optuna.sweep import first_line, open_storage
+from hydra_tune_optuna.sweep import check_file, first_line, open_storage
 from hydra_tune_optuna.weights import weights_path
 
 _NUM_NAMED = 5
-_FILES = ("journal://", "journal:", "sqlite:///")
 
 
 def find_weights(query: WeightsQuery) -> KeptTrial:
@@ -47,7 +44,7 @@ def find_weights(query: WeightsQuery) -> KeptTrial:
 
 
 def _study(query: WeightsQuery) -> Study:
-    _check_file(query.storage)
+    check_file(query.storage)
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
@@ -59,15 +56,6 @@ def _study(query: WeightsQuery) -> Study:
     finally:
         optuna.logging.set_verbosity(verbosity)
     return optuna.load_study(study_name=_chosen(query, names), storage=storage)
-
-
-def _check_file(url: str) -> None:
-    """Optuna makes the file of a storage that is not there; who only looks wants to be told instead."""
-    prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
-    if prefix is not None:
-        path = Path(url.removeprefix(prefix).partition("?")[0])
-        if not path.is_file():
-            raise ConfigError(f"the storage {url!r} cannot be opened: there is no file {str(path)!r}")
 
 
 def _chosen(query: WeightsQuery, names: list[str]) -> str:

@@ -79,6 +79,19 @@ class Heartbeat:
             self._thread.start()
         self._wake.set()
 
+    def beat(self) -> None:
+        """Beat for all trials, and be done with it on return: before somebody looks who is dead."""
+        target = self._target
+        if target is None:
+            return
+        with self._lock:
+            trial_ids = sorted(self._trial_ids)
+        for trial_id in trial_ids:
+            try:
+                target.record_heartbeat(trial_id)
+            except Exception:
+                _logger.warning("The heartbeat of the trial with id %d was not recorded.", trial_id, exc_info=True)
+
     def discard(self, trial_id: int) -> None:
         """Beat for this trial no more."""
         with self._lock:
@@ -88,20 +101,10 @@ class Heartbeat:
         assert self._target is not None
         interval_seconds = self._target.get_heartbeat_interval()
         while not self._stopped:
-            self._beat()
+            self.beat()
             self._wake.wait(interval_seconds)
             self._wake.clear()
         self._storage.remove_session()
-
-    def _beat(self) -> None:
-        assert self._target is not None
-        with self._lock:
-            trial_ids = sorted(self._trial_ids)
-        for trial_id in trial_ids:
-            try:
-                self._target.record_heartbeat(trial_id)
-            except Exception:
-                _logger.warning("The heartbeat of the trial with id %d was not recorded.", trial_id, exc_info=True)
 
 
 def _offset_seconds() -> float:

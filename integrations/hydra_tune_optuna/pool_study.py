@@ -29,6 +29,10 @@ _LOCKED_SECONDS = 60.0
 """How long an SQLite database that another process has locked is waited for."""
 
 
+def _do_nothing() -> None:
+    """Of a study that nobody waits for."""
+
+
 class PoolStudy(Study):
     """An `optuna.Study` that trains in a pool; made by `create_study(..., executor=...)`.
 
@@ -68,12 +72,19 @@ class PoolStudy(Study):
         self.keep_best = keep_best
         self.weights_dir = weights_dir
         self.tell_lost: Callable[[str], None] = _logger.error
+        self.settled: Callable[[], None] = _do_nothing
         self._func: Build | None = None
         self._weights: StudyWeights | None = None
 
     def __getstate__(self) -> dict[Any, Any]:
         # A pool has threads and devices, which no pickle can hold, and an objective may be any function.
-        kept_here = {"executor": None, "tell_lost": _logger.error, "_func": None, "_weights": None}
+        kept_here = {
+            "executor": None,
+            "tell_lost": _logger.error,
+            "settled": _do_nothing,
+            "_func": None,
+            "_weights": None,
+        }
         return {**super().__getstate__(), **kept_here}
 
     @staticmethod
@@ -133,7 +144,14 @@ class PoolStudy(Study):
             progress_bar = ProgressBar(show_progress_bar, n_trials, timeout)
             try:
                 Driver(
-                    self, self.executor, func, limits, callbacks=callbacks, progress_bar=progress_bar, weights=weights
+                    self,
+                    self.executor,
+                    func,
+                    limits,
+                    callbacks=callbacks,
+                    progress_bar=progress_bar,
+                    weights=weights,
+                    settled=self.settled,
                 ).run()
             finally:
                 progress_bar.close()

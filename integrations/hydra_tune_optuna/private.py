@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
 from optuna.progress_bar import _ProgressBar as ProgressBar
 from optuna.pruners import (
@@ -22,9 +23,16 @@ from optuna.pruners import (
     SuccessiveHalvingPruner,
     WilcoxonPruner,
 )
-from optuna.samplers import BaseSampler, BruteForceSampler, GridSampler, PartialFixedSampler
+from optuna.samplers import (
+    BaseSampler,
+    BruteForceSampler,
+    GridSampler,
+    PartialFixedSampler,
+    RandomSampler,
+    TPESampler,
+)
 from optuna.samplers._brute_force import _TreeNode
-from optuna.storages import BaseStorage, RDBStorage, fail_stale_trials
+from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage, fail_stale_trials
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.storages._heartbeat import BaseHeartbeat
 from optuna.study import Study
@@ -41,6 +49,7 @@ __all__ = [
     "completed_needed",
     "ended",
     "fail_stale",
+    "frozen_id",
     "heartbeat_of",
     "log_completed",
     "log_failed",
@@ -48,13 +57,17 @@ __all__ = [
     "note",
     "nothing_new_to_sample",
     "optimizing",
+    "random_streams",
+    "running",
     "set_study_attribute",
     "stop_requested",
     "storage_of",
     "stored",
     "study_attributes",
+    "take_up",
     "tell",
     "trial_id",
+    "wait_again",
     "wait_for_sqlite",
 ]
 
@@ -89,6 +102,11 @@ def wait_for_sqlite(storage: BaseStorage, seconds: float) -> None:
 def trial_id(trial: Trial) -> int:
     """The key of a trial in its storage; a trial's number is its place in its study."""
     return trial._trial_id
+
+
+def frozen_id(frozen: FrozenTrial) -> int:
+    """The same of a trial as the storage gives it out."""
+    return frozen._trial_id
 
 
 class _HeldTrial(Trial):
@@ -154,6 +172,27 @@ def ended(study: Study, states: tuple[TrialState, ...]) -> list[FrozenTrial]:
 def take_up(study: Study, frozen: FrozenTrial) -> Trial:
     """A trial that another process has asked for, to go on with; what it has suggested it suggests again."""
     return _HeldTrial(study, frozen._trial_id)
+
+
+@hold_interrupts()
+def wait_again(study: Study, frozen: FrozenTrial) -> None:
+    """Have a trial that runs no more wait, with what was drawn for it, until somebody asks for a trial."""
+    storage = study._storage
+    storage.set_trial_state_values(frozen._trial_id, TrialState.WAITING)
+    if isinstance(storage, InMemoryStorage):  # it looks for trials that wait from the last one on that it has found
+        first = storage._prev_waiting_trial_number[study._study_id]
+        storage._prev_waiting_trial_number[study._study_id] = min(first, frozen.number)
+
+
+def random_streams(sampler: BaseSampler) -> list[np.random.RandomState]:
+    """The streams that a sampler draws from: of those of sweep files; none of others."""
+    match sampler:
+        case TPESampler():
+            return [sampler._rng.rng, sampler._random_sampler._rng.rng]
+        case RandomSampler() | GridSampler():
+            return [sampler._rng.rng]
+        case _:
+            return []
 
 
 def stored(study: Study, trial: Trial) -> FrozenTrial:

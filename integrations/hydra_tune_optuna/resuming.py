@@ -54,12 +54,15 @@ class Resuming:
     Args:
         study: whose trials.
         pool: has the checkpoints; without a `checkpoint_dir` nothing is found, claimed or saved.
+
+    Attributes:
+        saves: whether the pool has a `checkpoint_dir`.
     """
 
     def __init__(self, study: Study, pool: HydraExecutor) -> None:
         self._study = study
         self._pool = pool
-        self._saves = getattr(pool, "checkpoint_dir", None) is not None  # other pools than ours have none
+        self.saves = getattr(pool, "checkpoint_dir", None) is not None  # other pools than ours have none
         self._sign: LifeSign | None = None
 
     def begin(self, is_wanted: Callable[[FrozenTrial], bool]) -> list[Left]:
@@ -75,18 +78,24 @@ class Resuming:
         Raises:
             FileError: the folder of checkpoints cannot be written to.
         """
-        if not self._saves:
+        if not self.saves:
             return []
         self._sign = LifeSign(self._folder)
         with alone(self._folder):
-            found = [left for frozen in private.running(self._study) if (left := self._left(frozen)) is not None]
+            found = self.left()
             dead = {name for left in found for name in _claims(left.frozen)}
             for left in found:
                 self._claim(left.frozen)
             for name in dead - {n for frozen in private.running(self._study) for n in _claims(frozen)}:
                 forget_sign(self._folder, name)
-        found.sort(key=lambda left: left.frozen.number)
         return [*self._told(is_wanted), *found]
+
+    def left(self) -> list[Left]:
+        """The running trials that nobody runs, by number; none of them is claimed by this."""
+        if not self.saves:
+            return []
+        found = [left for frozen in private.running(self._study) if (left := self._left(frozen)) is not None]
+        return sorted(found, key=lambda left: left.frozen.number)
 
     def close(self, *, leaves: bool) -> None:
         """The search is over.
@@ -105,24 +114,32 @@ class Resuming:
         """A new trial, which is this search's."""
         return private.ask(self._study, None if self._sign is None else _CLAIM + self._sign.name)
 
-    def submit_options(self, trial: Trial, left: Left | None) -> dict[str, Any]:
-        """What `submit` is told so that a trial's checkpoints are found again, and that it goes on from one."""
-        if not self._saves:
-            return {}  # and the storage is not asked either
+    def submit_options(self, trial: Trial, left: Left | None) -> tuple[dict[str, Any], frozenset[int]]:
+        """What `submit` is told so that a trial's checkpoints are found again, and that it goes on from one.
+
+        Returns:
+            Arguments of `submit`, and the steps of which the storage has reports already.
+        """
+        if not self.saves:
+            return {}, frozenset()  # and the storage is not asked either
         frozen = private.stored(self._study, trial)
-        name = self._saved_as(frozen.number)
+        name, known = self._saved_as(frozen.number), frozenset(frozen.intermediate_values)
         options = {"saved_as": name, "labels": labels(self._study, frozen)}
         if left is not None and left.checkpoint is not None:
-            return options | {"resume_from": left.checkpoint.path}
+            return options | {"resume_from": left.checkpoint.path}, known
         with contextlib.suppress(
             CheckpointError
         ):  # of a study that is under way elsewhere; this one's have another folder
             self._pool.remove_checkpoint(name)
-        return options
+        return options, known
+
+    def has_checkpoint(self, number: int) -> bool:
+        """Whether a trial of the study can be gone on with from where it was."""
+        return self.saves and self._pool.has_checkpoint(self._saved_as(number))
 
     def forget(self, number: int) -> None:
         """A trial has been told, and will not be gone on with."""
-        if self._saves:
+        if self.saves:
             self._pool.remove_checkpoint(self._saved_as(number), waits=False)
 
     def _left(self, frozen: FrozenTrial) -> Left | None:

@@ -4,8 +4,9 @@ Translates a sweep's plain words into Optuna's sampler, pruner, storage and sugg
 happens. What a sweep file looks like, and how it is shown, is not known here.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -19,13 +20,16 @@ from hydra_tune import TrainTask
 from hydra_tune.cli.domains import Choice, Domain, FloatRange, IntRange, grid_size
 from hydra_tune.cli.request import Outcome, SweepRequest, TrialRecord
 from hydra_tune.cli.spec import Pruning, SweepSpec
-from hydra_tune.errors import ConfigError
+from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune_optuna.going_on import going_on, keep_sampler
 from hydra_tune_optuna.lockstep import Remedies, useless_pruner
 from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.study import create_study
 from hydra_tune_optuna.weights import check_keeping, kept_weights
 
 _JOURNAL = "journal:"
+_FILES = ("journal://", "journal:", "sqlite:///")
+_NUM_NAMED = 5
 _REMEDIES = Remedies(
     staggered="hydra.admission: staggered",
     narrower="hydra.max_concurrent: {}",
@@ -45,21 +49,27 @@ def run_sweep(request: SweepRequest) -> None:
         request: the sweep, the pool and the observer.
 
     Raises:
-        ConfigError: the storage cannot be opened, or keeps a study of another direction under this name.
-        KeyboardInterrupt: Ctrl-C; every running trial was told that it failed.
+        ConfigError: the storage cannot be opened, keeps a study of another direction under this name, or has none to go on
+            with.
+        KeyboardInterrupt: Ctrl-C; every running trial was told that it failed or, where trials are saved, is left to a later
+            run.
+        Terminated: SIGTERM, likewise.
     """
     with _quiet():
         study = _open(request)
+        num_going_on, others = going_on(study, request.executor)
         earlier = tuple(_record(request.spec, trial) for trial in study.get_trials(deepcopy=False) if _ended(trial))
-        num_left, num_planned = _num_left(request.spec, earlier)
+        num_left, num_planned = _num_left(request.spec, earlier, num_going_on)
         request.observer.opened(study.study_name, earlier, num_planned)
+        if others:
+            request.observer.warned(_not_mine(others))
         useless = useless_pruner(
             study, request.executor, n_trials=num_left, width=request.executor.width, remedies=_REMEDIES
         )
         if useless is not None:
             request.observer.warned(useless)
         try:
-            if num_left != 0:
+            if num_left != 0 or num_going_on:
                 _optimize(study, request, num_left)
         finally:
             request.observer.kept(kept_weights(study))
@@ -82,10 +92,13 @@ def _open(request: SweepRequest) -> PoolStudy:
         check_keeping(spec.keep_best, spec.weights_dir)
     except ConfigError as error:
         raise ConfigError(f"{spec.at('hydra.weights_dir')}: {error}") from error
+    if request.resume:
+        _check_is_there(spec)
+    sampler = make_sampler(spec)
     try:
         study = create_study(
             storage=open_storage(spec.storage),
-            sampler=make_sampler(spec),
+            sampler=sampler,
             pruner=make_pruner(spec.pruning),
             study_name=spec.study,
             direction=spec.goal,
@@ -104,12 +117,58 @@ def _open(request: SweepRequest) -> PoolStudy:
             f"goal is {study.direction.name.lower()}, not {spec.goal}; give another hydra.study"
         )
     study.tell_lost = request.observer.warned
+    study.settled = request.observer.settled
+    if request.folder is not None:
+        try:
+            keep_sampler(study, sampler, spec.seed, request.folder)
+        except HydraTuneError as error:
+            raise ConfigError(f"{spec.at('hydra.checkpoint_dir')}: {error}") from error
     return study
+
+
+def _check_is_there(spec: SweepSpec) -> None:
+    """Refuse to go on with nothing, before anything is made."""
+    assert spec.storage is not None, "checked before"
+    check_file(spec.storage)
+    try:
+        storage = open_storage(spec.storage)
+        assert storage is not None
+        names = optuna.get_all_study_names(storage)
+    except Exception as error:
+        raise ConfigError(
+            f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {first_line(error)}"
+        ) from error
+    if spec.study not in names:
+        raise ConfigError(
+            f"--resume: there is no study {spec.study!r} in {spec.storage} to go on with; leave --resume out to begin one"
+        )
+
+
+def _not_mine(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_NUM_NAMED])) + (", ..." if len(numbers) > _NUM_NAMED else "")
+    are = "trial {} is" if len(numbers) == 1 else "trials {} are"
+    return (
+        f"{are.format(shown)} running in the storage, and not from this checkpoint_dir: in another process, or one that died "
+        "without saving; not waited for"
+    )
 
 
 def first_line(error: Exception) -> str:
     """The first line of what an error says, or its name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def check_file(url: str) -> None:
+    """Refuse a storage in a file that is not there: Optuna would make it, and who only looks wants to be told instead.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
+    if prefix is not None:
+        path = Path(url.removeprefix(prefix).partition("?")[0])
+        if not path.is_file():
+            raise ConfigError(f"the storage {url!r} cannot be opened: there is no file {str(path)!r}")
 
 
 def open_storage(url: str | None) -> str | BaseStorage | None:
@@ -198,20 +257,22 @@ def _given(spec: SweepSpec, name: str, drawn: Any) -> Any:
     return domain.settle(drawn) if isinstance(domain, FloatRange) else drawn
 
 
-def _num_left(spec: SweepSpec, earlier: tuple[TrialRecord, ...]) -> tuple[int | None, int | None]:
-    """Trials still to run, and trials the study will then have.
+def _num_left(spec: SweepSpec, earlier: tuple[TrialRecord, ...], num_going_on: int) -> tuple[int | None, int | None]:
+    """Trials still to ask for, and trials the study will then have.
 
-    Failed ones are run again, but not the points of a grid: the sampler takes them for visited.
+    Failed ones are run again, but not the points of a grid: the sampler takes them for visited. Those that go on from a
+    checkpoint need not be asked for.
     """
+    ended = len(earlier) + num_going_on
     if spec.method == "grid":
-        left = max(0, grid_size(spec.parameters or {}) - len(earlier))
+        left = max(0, grid_size(spec.parameters or {}) - ended)
         if spec.run_cap is not None:
-            left = min(left, max(0, spec.run_cap - len(earlier)))
+            left = min(left, max(0, spec.run_cap - ended))
     elif spec.run_cap is None:
         return None, None
     else:
-        left = max(0, spec.run_cap - sum(record.state != "failed" for record in earlier))
-    return left, len(earlier) + left
+        left = max(0, spec.run_cap - num_going_on - sum(record.state != "failed" for record in earlier))
+    return left, ended + left
 
 
 def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None) -> None:
@@ -233,10 +294,13 @@ def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None) -> 
             callbacks=[lambda _study, trial: ended(trial)],
         )
     finally:
-        # Trials that ended with the sweep, by Ctrl-C or an error, have no callback.
+        # Trials that ended with the sweep, by a signal or an error, have no callback.
         for trial in study.get_trials(deepcopy=False):
-            if trial.number in asked - told and _ended(trial):
-                observer.finished(_record(request.spec, trial))
+            if trial.number in asked - told:
+                if _ended(trial):
+                    observer.finished(_record(request.spec, trial))
+                else:
+                    observer.left(trial.number)
 
 
 def _objective(request: SweepRequest, asked: Callable[[int], None]) -> Callable[[Trial], TrainTask]:

@@ -2,10 +2,12 @@
 
 import inspect
 import re
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import optuna
+import pytest
 from optuna.progress_bar import _ProgressBar
 from optuna.samplers import _brute_force
 from optuna.storages import _heartbeat
@@ -123,6 +125,58 @@ def test_libraries_note_things_of_a_study_in_its_storage():
 
     assert private.study_attributes(study) == {"hydra_tune:test": "noted"}
     assert study.user_attrs == {}
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite", "journal"])
+def test_a_trial_that_runs_can_wait_again_and_keeps_its_number_and_what_was_drawn(tmp_path, kind):
+    storages = {
+        "memory": optuna.storages.InMemoryStorage,
+        "sqlite": lambda: f"sqlite:///{tmp_path / 'trials.db'}",
+        "journal": lambda: optuna.storages.JournalStorage(
+            optuna.storages.journal.JournalFileBackend(str(tmp_path / "trials.log"))
+        ),
+    }
+    study = optuna.create_study(storage=storages[kind]())
+    trial = study.ask()
+    drawn = trial.suggest_float("x", 0.0, 1.0)
+    private.note(study, private.stored(study, trial), "hydra_tune:test", value="noted")
+    study.ask()
+    (first, _) = private.running(study)
+    private.wait_again(study, first)
+    again = study.ask()
+
+    assert again.number == 0
+    assert again.suggest_float("x", 0.0, 1.0) == drawn
+    assert first.system_attrs["hydra_tune:test"] == "noted"
+    assert private.frozen_id(first) == private.trial_id(again)
+    assert len(private.running(study)) == len(study.trials) == 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        optuna.samplers.RandomSampler,
+        partial(optuna.samplers.TPESampler, n_startup_trials=2),
+        partial(optuna.samplers.GridSampler, {"x": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], "y": [0.1]}),
+    ],
+)
+def test_all_that_a_sampler_draws_from_is_known(make):
+    """The same streams and the same trials give the same draws."""
+    sampler, other = make(seed=0), make(seed=1 if "Grid" not in repr(make) else 0)
+    studies = [optuna.create_study(sampler=each) for each in (sampler, other)]
+
+    def draw(study):
+        trial = study.ask()
+        found = trial.suggest_float("x", 0.0, 1.0), trial.suggest_float("y", 0.0, 1.0)
+        study.tell(trial, sum(found))
+        return found
+
+    for _ in range(2):
+        draw(studies[0])
+    studies[1].add_trials(studies[0].trials)
+    for stream, source in zip(private.random_streams(other), private.random_streams(sampler), strict=True):
+        stream.set_state(source.get_state())
+    assert [draw(studies[0]) for _ in range(2)] == [draw(studies[1]) for _ in range(2)]
 
 
 def test_arguments_are_optunas_and_ours():

@@ -7,7 +7,6 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import termios
 import time
 
@@ -30,8 +29,22 @@ def project(tmp_path):
     return project
 
 
+HANGING = """
+task: model:hangs
+metric: {name: val_loss}
+name: first
+method: grid
+parameters: {lr: {values: [0.01, 1.0]}}
+hydra: {devices: "cpu:1", device_memory: 4MiB, max_concurrent: 2, storage: "sqlite:///trials.db"}
+"""
+
+
+def trials_of(folder):
+    return optuna.load_study(study_name="first", storage=f"sqlite:///{folder / 'trials.db'}").trials
+
+
 def assert_all_told(folder):
-    trials = optuna.load_study(study_name="first", storage=f"sqlite:///{folder / 'trials.db'}").trials
+    trials = trials_of(folder)
     assert trials
     assert {trial.state for trial in trials} == {TrialState.FAIL}
 
@@ -41,27 +54,46 @@ def assert_nothing_left(group):
         os.killpg(group, 0)
 
 
-def test_ctrl_c_without_a_terminal(project):
-    with subprocess.Popen(
-        project.command(),
-        cwd=project.folder,
-        env=project.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_without_a_terminal(project, number):
+    with project.start() as process:
         for _ in range(4):  # as many as are in flight
             assert process.stdout.readline() == "building\n"
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)  # people press it twice
+        process.send_signal(number)
         printed, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == 130, errors
+    assert process.returncode == 128 + number, errors
     assert "Traceback" not in errors
+    assert f"{number.name}: ends when the running units have ended, in 30 s at most" in errors
     assert len(re.findall(r"^trial \d+  cancelled", printed, re.MULTILINE)) == 4
     assert "no trial completed" in printed
     assert re.search(r"^sweep model:build: interrupted after ", printed, re.MULTILINE)
     assert_all_told(project.folder)
+    assert_nothing_left(process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [False, True], ids=["without checkpoints", "with checkpoints"])
+@pytest.mark.parametrize("ends", ["the second signal", "the time that is given"])
+def test_code_that_hangs_does_not_keep_the_process(project, saves, ends):
+    project.write(HANGING)
+    options = ["--stop-seconds", "600" if ends == "the second signal" else "2"]
+    with project.start(*options, *(["--checkpoint-dir", "saved"] if saves else [])) as process:
+        for line in process.stdout:
+            if line == "hanging\n":
+                break
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr.readline().startswith("SIGTERM: ends when")
+        if ends == "the second signal":
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == (130 if ends == "the second signal" else 143), errors
+    told = "ended at once by SIGINT" if ends == "the second signal" else "not over 2 s after SIGTERM, and ended now"
+    assert f"sweep first: {told}" in errors
+    assert ("--resume" in errors) == saves
+    if not saves:
+        assert_all_told(project.folder)
+    else:
+        assert TrialState.FAIL not in {trial.state for trial in trials_of(project.folder)}
     assert_nothing_left(process.pid)
 
 
@@ -120,5 +152,21 @@ def test_the_live_view_survives_a_resize_and_gives_the_terminal_back(project):
     after = terminal.seen.rpartition("\x1b[?1049l")[2]
     assert "no trial completed" in after
     assert "building" in after  # what the user's code printed is not lost with the screen
+    assert_all_told(project.folder)
+    assert_nothing_left(terminal.pid)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_ended_at_once_gives_the_terminal_back(project):
+    project.write(HANGING.replace("values: [0.01, 1.0]", "values: [1.0]"))
+    terminal = Terminal(project)
+    terminal.read(lambda seen: "hanging" in seen)
+    os.write(terminal.file, b"\x03")
+    terminal.read(lambda seen: "stopping as soon as" in seen)
+    os.write(terminal.file, b"\x03")
+    terminal.read(lambda _: False)
+    assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) == 130
+    assert terminal.seen.rfind("\x1b[?25h") > terminal.seen.rfind("\x1b[?25l")
+    assert "ended at once by SIGINT, the second signal" in terminal.seen.rpartition("\x1b[?1049l")[2]
     assert_all_told(project.folder)
     assert_nothing_left(terminal.pid)

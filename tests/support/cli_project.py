@@ -7,6 +7,8 @@ from pathlib import Path
 from textwrap import dedent
 
 MODEL = """
+import threading
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -41,6 +43,16 @@ def build(lr, width=16, epochs=4):
 
 def from_trial(trial):
     return build(trial.suggest_float("lr", 1e-4, 1e-1, log=True), width=trial.suggest_int("width", 4, 8))
+
+
+def hanging():
+    yield from batches()[:3]
+    print("hanging", flush=True)
+    threading.Event().wait()
+
+
+def hangs(lr):
+    return replace(build(lr, epochs=50), train=hanging if lr > 0.5 else batches)
 
 
 def broken(lr):
@@ -92,6 +104,18 @@ class Project:
     def environment(**more):
         kept = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES", "FORCE_COLOR"}}
         return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+
+    def start(self, *arguments):
+        """The same without waiting, in a process group of its own."""
+        return subprocess.Popen(
+            self.command(*arguments),
+            cwd=self.folder,
+            env=self.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def run(self, *arguments):
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""Ctrl-C waits where it is held, and is neither lost nor raised twice."""
+"""Ctrl-C and SIGTERM wait where they are held, and are neither lost nor raised twice."""
 # ruff: noqa: PT012 - what comes after the interrupt within the block is the matter of these tests
 
 import signal
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hydra_tune.interrupts import hold_interrupts, let_interrupts_through
+from hydra_tune.interrupts import Terminated, ends_in_order, hold_interrupts, is_interrupt, let_interrupts_through
 
 
 def press():
@@ -154,3 +154,42 @@ def test_other_threads_hold_nothing():
     thread.start()
     thread.join()
     assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+def terminate():
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_sigterm_waits_like_ctrl_c_where_it_ends_in_order():
+    done = []
+    with pytest.raises(Terminated) as raised, ends_in_order(), hold_interrupts():
+        terminate()
+        press()
+        done.append("all of it")
+    assert done == ["all of it"]
+    assert raised.value.code == 143
+    assert is_interrupt(raised.value)
+    assert not is_interrupt(SystemExit(143))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_the_second_sigterm_ends_the_process_by_itself():
+    with ends_in_order():
+        with pytest.raises(Terminated):
+            terminate()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        with ends_in_order():  # another executor: the first signal has been already
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_programs_own_handler_of_sigterm_stays():
+    called = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    try:
+        with ends_in_order(), hold_interrupts():
+            terminate()
+            assert called == []
+        assert called == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

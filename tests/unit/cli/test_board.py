@@ -69,6 +69,17 @@ def test_a_trial_goes_from_asked_to_ended(board, log):
     assert board.snapshot(stats()).best.value == 0.5
 
 
+def test_a_trial_that_is_left_is_shown_so_and_counted(board, log):
+    board.asked(0)
+    board.built(0, {"lr": 0.1}, TASK)
+    board.left(0)
+    board.end(interrupted=True)
+    view = board.snapshot(stats())
+    assert (view.trials[0].state, view.status, view.best) == ("interrupted", "interrupted", None)
+    assert to_json(view)["counts"]["interrupted"] == 1
+    assert log == ["trial 0  interrupted  epoch 0/3  lr=0.1"]
+
+
 def test_earlier_trials_are_there_and_do_not_count_as_failures():
     board = Board(SweepSpec(file="space.yaml", task="train:build", metric="train_loss"), print)
     earlier = tuple(TrialRecord(number=n, state="failed", value=None, params={}) for n in range(9))

@@ -35,9 +35,19 @@ def test_help_names_every_option_and_exit_code():
         "--policy",
         "--log",
         "--no-log",
+        "--resume",
+        "--checkpoint-dir",
+        "--checkpoint-every",
+        "--stop-seconds",
     ):
         assert word in text
-    for code in ("  0    done\n", "  1    the sweep ended", "  2    the command", "  130  interrupted"):
+    for code in (
+        "  0    done\n",
+        "  1    the sweep ended",
+        "  2    the command",
+        "  130  interrupted",
+        "  143  interrupted",
+    ):
         assert code in text
     assert max(map(len, text.splitlines())) <= 80
 
@@ -50,7 +60,18 @@ def test_a_wrong_file_is_code_2_with_its_place_on_standard_error(space):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nowhere.yaml"], ["--run-cap", "0"], ["--device-memory", "much"], ["--timeout", "0"], ["--nope"]]
+    "arguments",
+    [
+        [],
+        ["nowhere.yaml"],
+        ["--run-cap", "0"],
+        ["--device-memory", "much"],
+        ["--timeout", "0"],
+        ["--nope"],
+        ["--checkpoint-every", "never"],
+        ["--checkpoint-every", "0"],
+        ["--stop-seconds", "0"],
+    ],
 )
 def test_wrong_usage_is_code_2(space, arguments):
     file = [] if arguments in ([], ["nowhere.yaml"]) else [str(space)]
@@ -68,3 +89,17 @@ def test_a_wrong_file_is_told_without_importing_torch(space):
     )
     done = subprocess.run([sys.executable, "-c", code, str(space)], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False False\n"
+
+
+def test_going_on_with_nothing_makes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "resumed_model.py").write_text("def build(lr): pass\n")
+    (tmp_path / "space.yaml").write_text(
+        "task: resumed_model:build\nmetric: {name: val_loss}\nname: first\nrun_cap: 1\nparameters: {lr: {value: 1.0}}\n"
+        "hydra: {storage: 'sqlite:///trials.db', checkpoint_dir: saved, devices: 'cpu:1'}\n"
+    )
+    result = CliRunner().invoke(main, ["sweep", "space.yaml", "--resume", "--no-log"])
+    assert result.exit_code == 2
+    assert "there is no sweep 'first' in 'saved' to go on with; leave --resume out to begin one" in result.stderr
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"resumed_model.py", "space.yaml"}

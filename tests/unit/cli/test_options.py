@@ -1,8 +1,10 @@
 """Options of the command line go before the file's."""
 
+from dataclasses import replace
+
 import pytest
 
-from hydra_tune.cli.options import Overrides, with_overrides
+from hydra_tune.cli.options import Overrides, check_saving, with_overrides
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.errors import SweepFileError
 
@@ -55,3 +57,31 @@ def test_a_sweep_must_end():
     assert with_overrides(endless, Overrides(run_cap=1)).run_cap == 1
     grid = SweepSpec(file="space.yaml", task="train:build", metric="val_loss", method="grid")
     assert with_overrides(grid, Overrides()).run_cap is None
+
+
+def test_what_is_said_of_checkpoints_goes_before_the_file():
+    written = replace(SPEC, checkpoint_dir="a", checkpoint_every="5min", stop_seconds=9.0)
+    assert with_overrides(written, Overrides()) == written
+    spec = with_overrides(written, Overrides(checkpoint_dir="b", checkpoint_every=7, stop_seconds=2.5))
+    assert (spec.checkpoint_dir, spec.checkpoint_every, spec.stop_seconds) == ("b", 7, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "resume", "problem"),
+    [
+        ({"checkpoint_every": 3}, False, "hydra.checkpoint_every: needs a folder for checkpoints; add checkpoint_dir"),
+        ({}, True, "--resume: space.yaml has no checkpoint_dir in hydra:"),
+        ({"checkpoint_dir": "saved"}, False, "add name, or hydra.study"),
+        ({"checkpoint_dir": "saved", "storage": None, "study": "first"}, False, "add hydra.storage"),
+        ({"checkpoint_dir": "saved", "storage": None}, True, "add hydra.storage and name, or hydra.study"),
+    ],
+)
+def test_checkpoints_that_nobody_would_find_again_are_refused(changes, resume, problem):
+    with pytest.raises(SweepFileError) as caught:
+        check_saving(replace(SPEC, **changes), resume=resume)
+    assert problem in str(caught.value)
+
+
+def test_checkpoints_of_a_study_that_is_kept_are_not():
+    check_saving(SPEC, resume=False)
+    check_saving(replace(SPEC, checkpoint_dir="saved", checkpoint_every="1h", study="first"), resume=True)

@@ -8,9 +8,10 @@ import pytest
 
 from hydra_tune.cli import tuners
 from hydra_tune.cli.domains import Choice, IntRange
+from hydra_tune.cli.request import SweepRequest, TrialRecord
 from hydra_tune.cli.spec import Pruning, SweepSpec
 from hydra_tune.errors import ConfigError
-from hydra_tune_optuna.sweep import make_pruner, make_sampler, run_sweep
+from hydra_tune_optuna.sweep import _num_left, make_pruner, make_sampler, run_sweep
 
 
 def spec(**more):
@@ -90,3 +91,41 @@ def test_a_tuner_broken_in_another_way_says_so_itself(monkeypatch):
     monkeypatch.setattr(tuners, "entry_points", lambda **_: [entry])
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
         tuners.find_tuner("optuna")
+
+
+class Observer:
+    """Is told nothing in these tests."""
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_there_has_to_be_something_to_go_on_with(tmp_path, made):
+    path = tmp_path / "trials.db"
+    if made:
+        optuna.create_study(study_name="other", storage=f"sqlite:///{path}")
+    request = SweepRequest(
+        spec=spec(storage=f"sqlite:///{path}", study="first", run_cap=1),
+        executor=None,
+        build=None,
+        observer=Observer(),
+        resume=True,
+    )
+    with pytest.raises(ConfigError, match="there is no study 'first'" if made else "there is no file"):
+        run_sweep(request)
+    assert path.exists() == made
+
+
+@pytest.mark.parametrize(
+    ("more", "ended", "num_going_on", "expected"),
+    [
+        ({"run_cap": 8}, ["completed", "pruned", "failed"], 2, (4, 9)),
+        ({"run_cap": 8}, ["completed"] * 7, 3, (0, 10)),
+        ({"method": "grid", "parameters": {"a": Choice(values=(1, 2, 3, 4))}}, ["failed"], 2, (1, 4)),
+        ({"method": "grid", "parameters": {"a": Choice(values=(1, 2, 3, 4))}, "run_cap": 3}, ["failed"], 2, (0, 3)),
+        ({}, ["completed"], 2, (None, None)),
+    ],
+)
+def test_trials_that_go_on_are_not_asked_for_again(more, ended, num_going_on, expected):
+    earlier = tuple(
+        TrialRecord(number=number, state=state, value=None, params={}) for number, state in enumerate(ended)
+    )
+    assert _num_left(spec(**more), earlier, num_going_on) == expected

@@ -254,9 +254,34 @@ def test_a_file_that_is_not_one(problems, text, problem):
     assert problems(text) == [f"space.yaml:{problem}"]
 
 
+def test_a_file_runs_nothing(problems, tmp_path):
+    """Wherever in it the call is, and whatever else is wrong."""
+    mark = tmp_path / "ran"
+    calls = f"!!python/object/apply:os.mkdir [{mark}]", f"!!python/object/new:os.mkdir [{mark}]"
+    for call in calls:
+        for text in (call, f"task: {call}", f"task: a:b\nmetric: {{name: x}}\nparameters: {{lr: {{value: {call}}}}}\n"):
+            assert any("is not allowed; only maps, lists, text" in problem for problem in problems(text.encode()))
+    assert not mark.exists()
+
+
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
+        (
+            "hydra: {checkpoint_every: never}",
+            (
+                "4:27: hydra.checkpoint_every: must be a number of optimizer steps, or a time such as '30s', '5min' or "
+                "'1h', not 'never'"
+            ),
+        ),
+        (
+            "hydra: {checkpoint_every: 0}",
+            (
+                "4:27: hydra.checkpoint_every: must be a number of optimizer steps, or a time such as '30s', '5min' or "
+                "'1h', not 0"
+            ),
+        ),
+        ("hydra: {stop_seconds: -1}", "4:23: hydra.stop_seconds: must be a number of seconds above 0, not -1"),
         ("metod: bayes", "4:1: unknown key 'metod'; did you mean 'method'?"),
         ("Name: bayes", "4:1: unknown key 'Name'; did you mean 'name'?"),
         ("method: bayesian", "4:9: method: must be one of bayes, random, grid, not 'bayesian'; did you mean 'bayes'?"),

@@ -129,3 +129,19 @@ def test_a_function_that_takes_no_trial(problems):
             "but too many positional arguments"
         )
     ]
+
+
+def test_the_folder_of_the_file_goes_before_all_others(load, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mymodel.py").write_text("def build(trial): raise AssertionError('of another folder')")
+    monkeypatch.setattr(sys, "path", [str(other), *sys.path, str(tmp_path)])
+    assert load("mymodel:build", ["lr"])(3) == (3, 64)
+
+
+@pytest.mark.parametrize("name", ["json", "_thread"])
+def test_another_module_of_the_same_name_is_not_taken_for_the_one_beside_the_file(problems, tmp_path, name):
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (problem,) = problems(f"{name}:build", ["lr"])
+    assert "has the same name; rename yours" in problem
+    assert str(tmp_path / f"{name}.py") in problem

@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hydra_tune.checkpoint import files
+from hydra_tune.checkpoint.every import Every, parse_every
 from hydra_tune.checkpoint.folder import generations
+from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError, ConfigError
-from hydra_tune.pool.checkpoints import Every, folder_name, parse_every
 from tests.parity.exact import differences
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running, task
 

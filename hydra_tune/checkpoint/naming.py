@@ -1,0 +1,15 @@
+"""Names of folders for what people and programs have named as they like."""
+
+import hashlib
+import re
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_LONGEST_NAME = 80
+
+
+def folder_name(name: str) -> str:
+    """A name for a folder, of letters, digits, points, dashes and underscores; other names give other ones."""
+    plain = _UNSAFE.sub("-", name)[:_LONGEST_NAME].strip(".-")
+    if plain == name:
+        return name
+    return f"{plain or 'trial'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
