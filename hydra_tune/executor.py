@@ -32,6 +32,7 @@ from hydra_tune.pool.forecast import Forecast
 from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkpoint, remove_checkpoint, remove_or_log
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
 from hydra_tune.pool.live import shown
+from hydra_tune.pool.loaders import check_loader_times
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import PoolStats
@@ -90,6 +91,10 @@ class HydraExecutor:
         checkpoint_dir: a folder for the checkpoints of all trials, a folder each; made if it is not there. Each trial is saved
             at its reports, and what a killed process leaves another goes on from, bit for bit. None: nothing is saved.
         checkpoint_every: how often trials are saved beside that: a number of optimizer steps, or a time such as "30s".
+        loader_warning: how long a trial waits for a batch of its data loader until a warning names the loader, and says where
+            it hangs: seconds, or a text such as "5min". See docs/faults.md.
+        loader_timeout: likewise, until the trial fails, so that it keeps nothing from the others any more; None: it waits for
+            ever.
         plans_only: only `plan` and `profile` are asked for. Devices that are not there, or not as large as `device_memory`, are
             then stood for by as many CPU devices of that memory, which take none of it.
 
@@ -116,6 +121,8 @@ class HydraExecutor:
         plans_only: bool = False,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: str | int | None = None,
+        loader_warning: str | float = "60s",
+        loader_timeout: str | float | None = "30min",
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -138,12 +145,12 @@ class HydraExecutor:
         if not isinstance(record, bool):
             raise ConfigError(f"record must be true or false, not {record!r}")
         _check_placement(optimizer_placement, spill_dir)
-        self._plans_only = plans_only
+        self._plans_only, self._record = plans_only, record
         self._optimizer_placement: Literal["device", "host", "auto"] = optimizer_placement
         self._link_bandwidth = link_bandwidth
-        self._record = record
         self._event_log = None if event_log is None else check_log_path(event_log)
         self._saving = check_saving(checkpoint_dir, checkpoint_every)
+        self._loader_times = check_loader_times(loader_warning, loader_timeout)
         self._devices = devices
         self._device_memory = device_memory
         self._host_bytes = None if host_memory is None else parse_bytes(host_memory, what="host_memory")
@@ -549,6 +556,7 @@ class HydraExecutor:
             sends_ahead=self._buffer_fraction != 0,
             log=None if self._event_log is None else self._log_to(self._event_log, devices),
             checkpoints=Checkpoints(*self._saving, host),
+            loader_times=self._loader_times,
         )
         _shut_down_at_exit(pool)
         return pool

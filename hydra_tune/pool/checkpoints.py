@@ -10,6 +10,7 @@ Note: what fails. A checkpoint that cannot be written is said in the log, the on
 trial that has something that no checkpoint can hold fails after its first step, with the name of it.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -32,13 +33,12 @@ from hydra_tune.checkpoint.folder import CheckpointFolder, check_private, genera
 from hydra_tune.checkpoint.saved import Saved
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.memory.host import HostTier
+from hydra_tune.quantities import parse_seconds
 from hydra_tune.train.capture import Beginning
 from hydra_tune.train.snapshot import Snapshots
 
 _LOGGER = logging.getLogger("hydra_tune.checkpoints")
 _ROOM_SHARE = 0.5  # of the free host memory, which a copy may take
-_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_EVERY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|min|h)")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_NAME = 80
 
@@ -66,12 +66,12 @@ def parse_every(text: object) -> Every:
         return Every()
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return Every(steps=text)
-    found = _EVERY.fullmatch(text.strip()) if isinstance(text, str) else None
-    if found is None or float(found[1]) <= 0:
-        raise ConfigError(
-            f"checkpoint_every must be a number of optimizer steps, or a time such as '30s', '5min' or '1h', not {text!r}"
-        )
-    return Every(seconds=float(found[1]) * _SECONDS[found[2]])
+    if isinstance(text, str):
+        with contextlib.suppress(ConfigError):
+            return Every(seconds=parse_seconds(text, what="checkpoint_every"))
+    raise ConfigError(
+        f"checkpoint_every must be a number of optimizer steps, or a time such as '30s', '5min' or '1h', not {text!r}"
+    )
 
 
 def check_checkpoint_dir(path: object) -> Path:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.ahead import NextUnits
-from hydra_tune.pool.job import Failed, Finished, Job, Result
+from hydra_tune.pool.job import Failed, Finished, Job, Reported, Result
 from hydra_tune.pool.lifecycle import log_decision, log_end
-from hydra_tune.pool.record import Record
+from hydra_tune.pool.record import Following, Record
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.schedule import (
     Admit,
@@ -25,6 +25,8 @@ from hydra_tune.schedule import (
     DeviceAdded,
     DeviceLost,
     Event,
+    JobRejected,
+    JobResumed,
     JobStopped,
     Policy,
     Run,
@@ -34,6 +36,7 @@ from hydra_tune.schedule import (
     UnitFailed,
     UnitFinished,
 )
+from hydra_tune.train.trial import Report
 
 
 class Core:
@@ -207,7 +210,8 @@ class Core:
             self.to_prepare.put(record)
         else:
             record.is_released = True
-            self._to_release.append(record)
+            if not record.is_detached or record.is_abandoned:  # else by its thread, when that comes back
+                self._to_release.append(record)
 
     # Ends.
 
@@ -226,6 +230,77 @@ class Core:
             record.fail(error)
             self.decide(event)
         self.release_all()
+
+    # Jobs whose thread waits for a loader, while their device has another worker.
+
+    def detach(self, record: Record, device: str, seconds: float) -> None:
+        """A job waits for its data, and its device does not any more. Under the lock, as `decide`."""
+        assert record.trial is not None
+        record.is_detached = True
+        self.decide(
+            UnitFinished(
+                job=record.job.key,
+                device=device,
+                seconds=seconds,
+                unit=None,
+                remaining_seconds=record.trial.remaining_seconds,
+                step_seconds=record.trial.step_seconds,
+            )
+        )
+
+    def came_back(self, record: Record, found: Following | BaseException) -> None:
+        """A detached job's thread has its data, or an error; it ends after this."""
+        with self.changed:
+            if record.is_abandoned or self.error is not None:
+                return
+            record.is_detached = False
+            if isinstance(found, BaseException):
+                record.fail(found)
+            if record.is_released:  # it was stopped meanwhile
+                self._to_release.append(record)
+            else:
+                self._go_on(record, found)
+        self.release_all()
+
+    def _go_on(self, record: Record, found: Following | BaseException) -> None:
+        job, trial = record.job, record.trial
+        assert trial is not None
+        if isinstance(found, Following) and isinstance(found.step, Report):
+            job.enter("waiting")
+            if job.events is not None:
+                job.events.put(Reported(job, found.step.step, found.step.metrics))
+            return
+        if isinstance(found, Following) and not found.is_end:
+            units, seconds = found.units, trial.remaining_seconds
+            self.decide(JobResumed(job=job.key, unit=units[0], remaining_seconds=seconds, others=units[1:]))
+            return
+        if record.outcome is None:
+            record.outcome = trial.outcome
+        self.decide(JobStopped(job=job.key))
+
+    def abandon(self, record: Record, error: BaseException, *, is_preparing: bool) -> bool:
+        """Wait no longer for a detached job's thread, or one that prepares it. Under the lock, as `decide`.
+
+        Args:
+            record: the job.
+            error: what it fails with, unless it is over already.
+            is_preparing: whether it has not run yet.
+
+        Returns:
+            Whether that was in time; False: the thread is back.
+        """
+        assert record.trial is not None
+        if not record.trial.clock.abandon():
+            return False
+        record.is_abandoned = True
+        record.fail(error)
+        if is_preparing:
+            self.decide(JobRejected(job=record.job.key))
+        elif record.is_released:
+            self._to_release.append(record)
+        else:
+            self.decide(JobStopped(job=record.job.key))
+        return True
 
     def failure(self, key: str) -> Callable[[BaseException], None]:
         """What is to be called when bytes of a job could not be kept, as another's unit has found.

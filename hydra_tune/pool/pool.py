@@ -29,6 +29,7 @@ from hydra_tune.pool.core import Core
 from hydra_tune.pool.forecast import Forecast, Known, forecast
 from hydra_tune.pool.job import OVER, EventStream, Job, Progress
 from hydra_tune.pool.lending import Lender
+from hydra_tune.pool.loaders import LoaderTimes, LoaderWatch
 from hydra_tune.pool.planned import planned_profile
 from hydra_tune.pool.preparer import Preparer
 from hydra_tune.pool.record import Record, progress_without_trial
@@ -53,6 +54,8 @@ from hydra_tune.task import TrainTask
 
 T = TypeVar("T")
 
+_LOOK_SECONDS = 0.1  # between looks at what may never come
+
 
 class Pool:
     """Trains jobs on devices.
@@ -71,6 +74,7 @@ class Pool:
         sends_ahead: whether what a device does next is sent to it while it computes.
         log: is told what happens, and closed at the end; None: nobody is.
         checkpoints: where and how often jobs are saved; None: they are not.
+        loader_times: how long data loaders are waited for.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Pool:
         sends_ahead: bool = True,
         log: EventLog | None = None,
         checkpoints: Checkpoints | None = None,
+        loader_times: LoaderTimes | None = None,
     ) -> None:
         self._host = host
         self.checkpoints = checkpoints or Checkpoints(None, Every(), host)
@@ -127,13 +132,22 @@ class Pool:
         )
         self._instrument = instrument
         self._workers = {name: self._worker(device) for name, device in self._devices.items()}
-        preparer = Preparer(core, library, devices[0], self._lender, host, host_bytes)
+        self._preparer = Preparer(core, library, devices[0], self._lender, host, host_bytes)
         self._intraop_threads = torch.get_num_threads()
         self._worker_threads: dict[str, threading.Thread] = {}
         for name in self._workers:
             self._start_worker(name)
-        self._threads = [threading.Thread(target=preparer.work, name="hydra-prepare", daemon=True)]
-        self._threads[0].start()
+        self._threads: list[threading.Thread] = []  # beside the devices' present workers
+        self._start_preparer()
+        self._loaders = LoaderWatch(
+            core,
+            loader_times or LoaderTimes(),
+            self._replace_worker,
+            self._replace_preparer,
+            leaves_devices=recorder is None,
+        )
+        self._watching = threading.Thread(target=self._loaders.work, name="hydra-loaders", daemon=True)
+        self._watching.start()
         core.tell(*(DeviceAdded(device=name) for name in self._devices))
 
     def _pager(self, device: Device) -> Pager:
@@ -146,8 +160,24 @@ class Pool:
 
     def _start_worker(self, name: str) -> None:
         thread = threading.Thread(target=self._workers[name].work, name=f"hydra-{name}", daemon=True)
-        self._worker_threads[name] = thread
         thread.start()
+        self._worker_threads[name] = thread
+
+    def _start_preparer(self) -> None:
+        thread = threading.Thread(target=self._preparer.work, name="hydra-prepare", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _replace_worker(self, name: str) -> None:
+        """The device's worker waits for a loader, and ends when it is done."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(self._worker_threads[name])
+        self._start_worker(name)
+
+    def _replace_preparer(self, thread: int) -> None:
+        """The preparer, too."""
+        if self._preparer.replace(thread):
+            self._start_preparer()
 
     @property
     def budget_bytes(self) -> int:
@@ -203,7 +233,8 @@ class Pool:
                 core.remove_device(name)
                 self._tell_of(name, "removed")
             core.release_all()
-        self._worker_threads[name].join()
+        while (thread := self._worker_threads[name]).is_alive():  # another, if a loader keeps this one waiting
+            thread.join(_LOOK_SECONDS)
 
     def _check_change(self, what: str) -> None:
         if threading.current_thread() in self._all_threads:
@@ -232,7 +263,7 @@ class Pool:
 
     @property
     def _all_threads(self) -> list[threading.Thread]:
-        return [*self._worker_threads.values(), *self._threads]
+        return [*self._worker_threads.values(), *self._threads, self._watching]
 
     @hold_interrupts()
     def submit(
@@ -334,7 +365,11 @@ class Pool:
         if record is None or record.keeper is None:
             raise CheckpointError(f"{job.name!r} is over ({job.state})")
         future = ask(record.keeper)
-        with record.turn:
+        while not record.turn.acquire(timeout=_LOOK_SECONDS):
+            if future.done():  # the job is over; its thread may hang in a loader for ever
+                return future
+        with contextlib.ExitStack() as turn:
+            turn.callback(record.turn.release)
             trial = record.trial
             if trial is not None and trial.may_be_saved:
                 record.keeper.answer(trial)
@@ -433,8 +468,10 @@ class Pool:
         for inbox in core.inboxes.values():
             inbox.put(None)
         core.to_prepare.put(None)
+        self._loaders.close()
         for thread in (*self._all_threads, *core.failing):
-            thread.join()
+            if not self._loaders.is_left_behind(thread):
+                thread.join()
         with hold_interrupts(), self._changed:
             if not self._ended:
                 self._close()

@@ -1,4 +1,9 @@
-"""The preparer: one thread that builds, captures and cuts the models of jobs that are admitted, one at a time."""
+"""The preparer: one thread that builds, captures and cuts the models of jobs that are admitted, one at a time.
+
+One whose loader gives no first batch is left to its thread, and another goes on with the next (`pool/loaders.py`).
+"""
+
+import threading
 
 import torch
 
@@ -37,6 +42,7 @@ class Preparer:
         self._host = host
         self._host_bytes = host_bytes
         self._times = SharedTimes()
+        self._replaced: set[int] = set()
 
     def work(self) -> None:
         """The thread's life."""
@@ -45,7 +51,15 @@ class Preparer:
             while (record := self._core.to_prepare.get()) is not None:
                 with record.tenant.at_work():
                     self._prepare(record)
+                if threading.get_ident() in self._replaced:
+                    return
                 del record  # or the last job's model would live until the next one comes
+
+    def replace(self, thread: int) -> bool:
+        """A thread here waits for a loader, and ends when it is done; whether that is news. Under the pool's lock."""
+        is_new = thread not in self._replaced
+        self._replaced.add(thread)
+        return is_new
 
     def _prepare(self, record: Record) -> None:
         """Build, capture and cut a job's model, and wait until the host has room for its state."""
@@ -81,7 +95,8 @@ class Preparer:
                     core.log.owns(job.key, trial.state.number)
             self._await_host_memory(record)
         except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
-            core.fail(record, error, JobRejected(job=job.key))
+            if not record.is_abandoned:
+                core.fail(record, error, JobRejected(job=job.key))
             return
         assert isinstance(unit, PendingUnit | None), "a first step has one unit at a time"
         if unit is None:

@@ -1,5 +1,6 @@
 """What the pool knows of a job that is not over: its trial, how it ends, and what it leaves."""
 
+import contextlib
 import threading
 import traceback
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from hydra_tune.pool.checkpoints import TrialKeeper
 from hydra_tune.pool.job import OVER, Job, Progress, Result
 from hydra_tune.schedule import Unit
 from hydra_tune.train.capture import Beginning
+from hydra_tune.train.drawing import GivenUp
 from hydra_tune.train.spread import LaneUnit, Spread
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Report, Trial
@@ -75,7 +77,10 @@ class Record:
         lent_bytes: as much of it as is for batches side by side.
         is_released: whether the scheduler has forgotten it.
         places: device of each shard that is on one.
+        loader_error: what it fails with if its loader is interrupted.
         told: the places the scheduler knows of.
+        is_detached: whether its thread waits for the trial's loader, and the device has another worker meanwhile.
+        is_abandoned: whether nobody waits for that thread any more.
         turn: held by whoever has the trial go on, or saves it while it waits for an answer to a report.
     """
 
@@ -103,6 +108,9 @@ class Record:
         self.host_bytes = 0
         self.lent_bytes = 0
         self.is_released = False
+        self.is_detached = False
+        self.is_abandoned = False
+        self.loader_error: BaseException | None = None
         self.places: dict[int, str | None] = {}
         self.told: dict[int, str | None] = {}
 
@@ -164,6 +172,14 @@ class Record:
 
     def advance(self, *, report_is_free: bool) -> PendingUnit | Spread | Report | None:
         """The job's next unit, or batches side by side, a report that waits for an answer, or None at its end."""
+        try:
+            return self._advance(report_is_free=report_is_free)
+        except GivenUp as error:
+            if self.loader_error is None:
+                raise
+            raise self.loader_error from error
+
+    def _advance(self, *, report_is_free: bool) -> PendingUnit | Spread | Report | None:
         assert self.trial is not None
         with self.turn:
             following = self.trial.advance()
@@ -203,7 +219,8 @@ class Record:
 
     def finish(self) -> Result:
         """Give the job's memory back and say what it left; a completed job's weights come to the host."""
-        with self.turn:
+        # A thread that hangs in the trial's loader has the turn, and is waited for no longer.
+        with contextlib.nullcontext() if self.is_abandoned else self.turn:
             try:
                 result = self._finish()
             finally:
@@ -235,6 +252,8 @@ class Record:
         except Exception as error:  # noqa: BLE001 - the user's data iterator may fail when it is closed
             forget_locals(error)
             result.status, result.error = "failed", error
+        finally:
+            trial.clock.released()
         if result.status == "completed":
             result.keep(module, optimizer)
         return result

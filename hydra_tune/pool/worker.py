@@ -61,8 +61,10 @@ class Worker:
         with self._core.breaking(), self._device.worker():
             while (item := inbox.get()) is not None:
                 with self._turn(item[0]):
-                    self._run(*item)
+                    is_replaced = self._run(*item)
                 del item  # or the last job's model would live until the next one comes
+                if is_replaced:
+                    return
             if self._device.name in self._core.gone:
                 self._pager.empty()
                 self._device.reclaim()
@@ -95,8 +97,8 @@ class Worker:
         with recorded, record.tenant.at_work():
             yield
 
-    def _run(self, record: Record, unit: Unit) -> None:
-        """Run a unit and go on to the job's next one."""
+    def _run(self, record: Record, unit: Unit) -> bool:
+        """Run a unit and go on to the job's next one; returns whether the device has another worker by then."""
         job = record.job
         assert record.trial is not None
         trial = record.trial
@@ -106,17 +108,24 @@ class Worker:
             if unit.kind != RESUME.kind:
                 seconds = self._run_pending(record, trial, unit)
             following = self._go_on(record, unit)
-            while _is_update(following.step, unit.shard):
+            while _is_update(following.step, unit.shard) and not record.is_detached:
                 # Just in time, while parameters and gradients are here: a backward's update is no decision of its own.
                 seconds += self._run_pending(record, trial, unit)
                 following = self._go_on(record, unit)
         except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
             following = None  # the error's traceback keeps this frame, and a unit keeps its trial
+            if record.is_detached:
+                self._core.came_back(record, error)
+                return True
             self._core.fail(record, error, UnitFailed(job=job.key, device=self._device.name))
-            return
+            return False
+        if record.is_detached:
+            self._core.came_back(record, following)
+            return True
         if following.is_end and record.outcome is None:
             self._core.stop_completed(record)
         self._finish_unit(record, seconds, following)
+        return False
 
     def _go_on(self, record: Record, unit: Unit) -> Following:
         if record.outcome is not None:
