@@ -73,6 +73,10 @@ class LoaderTimeoutError(HydraTuneError, TimeoutError):
     """A data loader that has given no batch for longer than its trial waits; the message says where it hangs."""
 
 
+class LoaderWorkerError(TaskError):
+    """A worker process of a data loader that has ended, killed perhaps, or never began."""
+
+
 class DeviceLostError(HydraTuneError):
     """A device that fails at all it is asked, with state of a trial that nobody else has."""
 

@@ -28,6 +28,7 @@ from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
 from hydra_tune.observe.eventlog import EventLog, check_log_path
 from hydra_tune.observe.snapshot import Goal
 from hydra_tune.pool.checkpoints import Checkpoints, Origin, check_saving, folder_name
+from hydra_tune.pool.faults import check_retries
 from hydra_tune.pool.forecast import Forecast
 from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkpoint, remove_checkpoint, remove_or_log
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
@@ -95,6 +96,9 @@ class HydraExecutor:
             it hangs: seconds, or a text such as "5min". See docs/faults.md.
         loader_timeout: likewise, until the trial fails, so that it keeps nothing from the others any more; None: it waits for
             ever.
+        max_retries: how often each trial may begin again after faults that are not its own: a lost device, a spill file that
+            cannot be written or read, a loader's worker process that was killed. It goes on from its last checkpoint, or from
+            its beginning, with the same bits. See docs/faults.md.
         plans_only: only `plan` and `profile` are asked for. Devices that are not there, or not as large as `device_memory`, are
             then stood for by as many CPU devices of that memory, which take none of it.
 
@@ -123,6 +127,7 @@ class HydraExecutor:
         checkpoint_every: str | int | None = None,
         loader_warning: str | float = "60s",
         loader_timeout: str | float | None = "30min",
+        max_retries: int = 1,
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -139,9 +144,7 @@ class HydraExecutor:
             _check_count("num_shards", num_shards)
         if instrument is not None and not callable(instrument):
             raise ConfigError(f"instrument must be callable, not {instrument!r}")
-        if device_memory is not None:
-            parse_bytes(device_memory, what="device_memory")
-        parse_bandwidth(link_bandwidth)
+        _check_memory(device_memory, link_bandwidth)
         if not isinstance(record, bool):
             raise ConfigError(f"record must be true or false, not {record!r}")
         _check_placement(optimizer_placement, spill_dir)
@@ -151,6 +154,7 @@ class HydraExecutor:
         self._event_log = None if event_log is None else check_log_path(event_log)
         self._saving = check_saving(checkpoint_dir, checkpoint_every)
         self._loader_times = check_loader_times(loader_warning, loader_timeout)
+        self._max_retries = check_retries(max_retries)
         self._devices = devices
         self._device_memory = device_memory
         self._host_bytes = None if host_memory is None else parse_bytes(host_memory, what="host_memory")
@@ -202,6 +206,7 @@ class HydraExecutor:
         warm_start: str | os.PathLike[str] | None = None,
         labels: Mapping[str, Any] | None = None,
         saved_as: str | None = None,
+        max_retries: int | None = None,
     ) -> Job:
         """Queue a task.
 
@@ -218,6 +223,7 @@ class HydraExecutor:
             warm_start: the folder of a trial's checkpoints, to begin anew with its weights.
             labels: plain values that are saved with the job's checkpoints, for `find_checkpoint`.
             saved_as: what `find_checkpoint` finds them by; None: `name`.
+            max_retries: as of the executor, for this job; None: as there.
 
         Raises:
             ConfigError: not a task, a task whose data is `ShapesOnly`, a priority that is not an int, two checkpoints to go on
@@ -234,13 +240,23 @@ class HydraExecutor:
             raise ConfigError(f"resume must be 'strict' or 'allow-changes', not {resume!r}")
         if resume_from is not None and warm_start is not None:
             raise ConfigError("resume_from goes on with a trial, and warm_start begins one; give one of the two")
+        retries = self._max_retries if max_retries is None else check_retries(max_retries)
         pool, origin = self._started(), Origin()
         path = resume_from if warm_start is None else warm_start
         if path is not None:
             pool.checkpoints.flush()
             found = check_checkpoint(Path(path).absolute())
             origin = Origin(path=found, allows_changes=resume != "strict", only_weights=warm_start is not None)
-        job = pool.submit(task, name, events, priority=priority, origin=origin, labels=labels, saved_as=saved_as)
+        job = pool.submit(
+            task,
+            name,
+            events,
+            priority=priority,
+            origin=origin,
+            labels=labels,
+            saved_as=saved_as,
+            max_retries=retries,
+        )
         return self._watched(job)
 
     def _check_trains(self) -> None:
@@ -298,7 +314,9 @@ class HydraExecutor:
             origin = Origin(saved=load_checkpoint(path), allows_changes=True)
         else:
             origin = Origin(saved=pool.copy(job).result(), allows_changes=True)
-        return self._watched(pool.submit(task, name, events, priority=priority, origin=origin))
+        return self._watched(
+            pool.submit(task, name, events, priority=priority, origin=origin, max_retries=self._max_retries)
+        )
 
     def find_checkpoint(self, name: str) -> FoundCheckpoint | None:
         """The last good checkpoint of the trial of this name, whichever process has made it.
@@ -596,6 +614,12 @@ def _speeds(devices: Sequence[Device], *, is_host: bool) -> Speeds:
         is_host=is_host,
         has_core=not is_host or num_cores() > len(devices),
     )
+
+
+def _check_memory(device_memory: str | int | None, link_bandwidth: str | int | None) -> None:
+    if device_memory is not None:
+        parse_bytes(device_memory, what="device_memory")
+    parse_bandwidth(link_bandwidth)
 
 
 def _check_placement(placement: str, spill_dir: object) -> None:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.ahead import NextUnits
+from hydra_tune.pool.faults import Faults, first_line
 from hydra_tune.pool.job import Failed, Finished, Job, Reported, Result
-from hydra_tune.pool.lifecycle import log_decision, log_end
+from hydra_tune.pool.lifecycle import log_decision, log_end, log_retry
 from hydra_tune.pool.record import Following, Record
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.schedule import (
@@ -25,9 +26,11 @@ from hydra_tune.schedule import (
     DeviceAdded,
     DeviceLost,
     Event,
+    JobPaused,
     JobRejected,
     JobResumed,
     JobStopped,
+    JobSubmitted,
     Policy,
     Run,
     Scheduler,
@@ -39,6 +42,13 @@ from hydra_tune.schedule import (
 from hydra_tune.train.trial import Report
 
 
+class Probe:
+    """Has a worker look whether its device is lost."""
+
+
+PROBE = Probe()
+
+
 class Core:
     """Decides, carries out, and lets jobs end.
 
@@ -48,12 +58,13 @@ class Core:
         recorder: keeps what happens; None: nothing is kept.
         sends_ahead: whether anybody asks what a device does next.
         log: is told what becomes of jobs; None: nobody is.
+        faults: says which failed jobs begin again; None: none does.
 
     Attributes:
         changed: the lock that everything here is under; notified when a job ends or memory is given back.
         records: the jobs that are not over, by name.
         next_units: says what a device does next; None: nobody asks.
-        inboxes: by device, the units that its worker is to run; None ends it.
+        inboxes: by device, the units that its worker is to run; None ends it, `PROBE` has it look after the device.
         to_prepare: jobs that are admitted; None ends the preparer.
         leaving: devices that go as soon as their unit is over.
         gone: devices that have gone; what is said to be there is on its way home.
@@ -75,12 +86,14 @@ class Core:
         recorder: Recorder | None,
         sends_ahead: bool,
         log: EventLog | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self.log = log
+        self._faults = faults
         self.scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
         self.changed = threading.Condition()
         self.records: dict[str, Record] = {}
-        self.inboxes: dict[str, queue.SimpleQueue[tuple[Record, Unit] | None]] = {
+        self.inboxes: dict[str, queue.SimpleQueue[tuple[Record, Unit] | Probe | None]] = {
             name: queue.SimpleQueue() for name in devices
         }
         self.to_prepare: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
@@ -213,6 +226,11 @@ class Core:
             if not record.is_detached or record.is_abandoned:  # else by its thread, when that comes back
                 self._to_release.append(record)
 
+    def tell_of(self, record: Record, report: Report) -> None:
+        """The job's driver, that it waits at a report. Under the lock, before the job can be over."""
+        if record.job.events is not None and record.told_of.tell(report):
+            record.job.events.put(Reported(record.job, report.step, report.metrics))
+
     # Ends.
 
     def stop_completed(self, record: Record) -> None:
@@ -267,8 +285,7 @@ class Core:
         assert trial is not None
         if isinstance(found, Following) and isinstance(found.step, Report):
             job.enter("waiting")
-            if job.events is not None:
-                job.events.put(Reported(job, found.step.step, found.step.metrics))
+            self.tell_of(record, found.step)
             return
         if isinstance(found, Following) and not found.is_end:
             units, seconds = found.units, trial.remaining_seconds
@@ -333,10 +350,46 @@ class Core:
         try:
             recorded = contextlib.nullcontext() if self._recorder is None else self._recorder.release(record.job.key)
             with recorded, record.tenant.at_work():
-                result = record.finish()
+                result = record.finish(None if self._faults is None else self._faults.may_begin_again)
         finally:
             # Whatever happens, Ctrl-C in a driver's thread included: a job that is over must say so.
-            self._say_over(record.job, result)
+            if not record.begins_again or not self._begin_again(record, result):
+                self._say_over(record.job, result)
+
+    def _begin_again(self, record: Record, result: Result) -> bool:
+        """Submit a job once more, from what it has saved last; False: it has to end after all."""
+        job, keeper, error = record.job, record.keeper, result.error
+        assert self._faults is not None
+        assert error is not None
+        with self.changed:
+            if self.is_closed or record.wanted_end is not None or self.records.pop(job.key, None) is None:
+                result.status = record.wanted_end or ("cancelled" if self.is_closed else result.status)
+                result.error = error if result.status == "failed" else None
+                if keeper is not None:
+                    keeper.close(result.status)
+                return False
+            log_retry(self.log, job.key, error)
+            faults = (*record.faults, first_line(error))
+            job.key = f"{job.key.split('~')[0]}~{len(faults)}"
+            begin = self._faults.beginning(record, error)
+            if keeper is not None:
+                keeper.begin_again()
+            again = self.records[job.key] = Record(
+                job,
+                self.failure(job.key),
+                self.log,
+                keeper=keeper,
+                begin=begin,
+                max_retries=record.max_retries,
+                faults=faults,
+                repeats=record.told_of,
+            )
+            again.priority = record.priority
+            job.enter("queued")
+            held = [JobPaused(job=job.key)] if job.paused else []
+            self.decide(JobSubmitted(job=job.key, priority=record.priority), *held)
+            self.changed.notify_all()
+        return True
 
     def _say_over(self, job: Job, result: Result) -> None:
         with self.changed:

@@ -26,10 +26,12 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.checkpoints import Checkpoints, Every, Origin, TrialKeeper
 from hydra_tune.pool.core import Core
+from hydra_tune.pool.faults import Faults
 from hydra_tune.pool.forecast import Forecast, Known, forecast
 from hydra_tune.pool.job import OVER, EventStream, Job, Progress
 from hydra_tune.pool.lending import Lender
 from hydra_tune.pool.loaders import LoaderTimes, LoaderWatch
+from hydra_tune.pool.losses import Losses
 from hydra_tune.pool.planned import planned_profile
 from hydra_tune.pool.preparer import Preparer
 from hydra_tune.pool.record import Record, progress_without_trial
@@ -116,6 +118,7 @@ class Pool:
             recorder=recorder,
             sends_ahead=sends_ahead,
             log=log,
+            faults=Faults(self._devices, self.checkpoints),
         )
         self._changed, self._records = core.changed, core.records
         self._pagers = {device.name: self._pager(device) for device in devices}
@@ -130,9 +133,12 @@ class Pool:
             only_way=only_way,
             changed=core.changed,
         )
+        self._losses = Losses(core, self._devices, self._pagers, self._lost)
+        self._lost_devices: set[str] = set()
         self._instrument = instrument
         self._workers = {name: self._worker(device) for name, device in self._devices.items()}
-        self._preparer = Preparer(core, library, devices[0], self._lender, host, host_bytes)
+        self._first = devices[0]
+        self._preparer = Preparer(core, library, self._living_device, self._lender, host, host_bytes)
         self._intraop_threads = torch.get_num_threads()
         self._worker_threads: dict[str, threading.Thread] = {}
         for name in self._workers:
@@ -156,7 +162,7 @@ class Pool:
         return pager
 
     def _worker(self, device: Device) -> Worker:
-        return Worker(self._core, device, self._pagers[device.name], self._instrument, self._recorder)
+        return Worker(self._core, device, self._pagers[device.name], self._instrument, self._recorder, self._losses)
 
     def _start_worker(self, name: str) -> None:
         thread = threading.Thread(target=self._workers[name].work, name=f"hydra-{name}", daemon=True)
@@ -202,6 +208,9 @@ class Pool:
             self._check_change("add_device")
             if name in self.device_names or name in core.leaving:
                 raise ConfigError(f"{name!r} is in the pool already; its devices are {', '.join(self.device_names)}")
+            if name in self._lost_devices:  # perhaps it works again
+                self._lost_devices.discard(name)
+                self._devices.pop(name).close()
             if name not in self._devices:
                 device = opened()
                 try:
@@ -235,6 +244,15 @@ class Pool:
             core.release_all()
         while (thread := self._worker_threads[name]).is_alive():  # another, if a loader keeps this one waiting
             thread.join(_LOOK_SECONDS)
+
+    def _lost(self, name: str) -> None:
+        """A device is lost. Under the lock."""
+        self._lost_devices.add(name)
+        self._tell_of(name, "lost")
+
+    def _living_device(self) -> Device:
+        """Any device, for host memory."""
+        return next((device for name, device in self._devices.items() if name not in self._core.gone), self._first)
 
     def _check_change(self, what: str) -> None:
         if threading.current_thread() in self._all_threads:
@@ -276,6 +294,7 @@ class Pool:
         origin: Origin | None = None,
         labels: Mapping[str, Any] | None = None,
         saved_as: str | None = None,
+        max_retries: int = 0,
     ) -> Job:
         """Queue a task."""
         core, origin = self._core, origin or Origin()
@@ -288,7 +307,15 @@ class Pool:
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
             folder = self.checkpoints.place(saved_as or job.name, origin.folder)
             keeper = TrialKeeper(self.checkpoints, job.name, folder, dict(labels or {}))
-            self._records[key] = Record(job, core.failure(key), self._log, keeper=keeper, begin=origin.beginning)
+            self._records[key] = record = Record(
+                job,
+                core.failure(key),
+                self._log,
+                keeper=keeper,
+                begin=origin.beginning,
+                max_retries=max_retries,
+            )
+            record.priority = priority
             try:
                 core.decide(JobSubmitted(job=key, priority=priority))
             except BaseException:
@@ -303,6 +330,8 @@ class Pool:
         """Let a job that waits at a report go on."""
         with self._changed:
             record = self._records.get(job.key)
+            if record is not None:
+                record.told_of.is_answered = True
             if record is None or job.state != "waiting" or record.outcome is not None:
                 return
             assert record.trial is not None
@@ -317,6 +346,8 @@ class Pool:
         with self._changed:
             record = self._records.get(job.key)
             if record is None or record.outcome is not None:
+                if record is not None and record.outcome == "failed":
+                    record.wanted_end = status  # should it begin again
                 return
             record.outcome = status
             record.tenant.stop()
@@ -338,6 +369,7 @@ class Pool:
         """Give a job another priority; one that is over stays as it is."""
         with self._changed:
             if self._is_alive(job):
+                self._records[job.key].priority = priority
                 self._core.decide(PriorityChanged(job=job.key, priority=priority))
         self._core.release_all()
 

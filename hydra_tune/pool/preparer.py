@@ -4,6 +4,7 @@ One whose loader gives no first batch is left to its thread, and another goes on
 """
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -26,14 +27,20 @@ class Preparer:
     Args:
         core: of the pool.
         library: where plans come from.
-        device: any device of the pool, for host memory.
+        device: gives any device of the pool, for host memory.
         lender: asked by trials whose steps could be split.
         host: sends to disk what is beyond `host_bytes`; None: the host has to have room for all.
         host_bytes: host memory for the state of all admitted jobs.
     """
 
     def __init__(
-        self, core: Core, library: PlanLibrary, device: Device, lender: Lender, host: HostTier | None, host_bytes: int
+        self,
+        core: Core,
+        library: PlanLibrary,
+        device: Callable[[], Device],
+        lender: Lender,
+        host: HostTier | None,
+        host_bytes: int,
     ) -> None:
         self._core = core
         self._library = library
@@ -78,7 +85,7 @@ class Preparer:
             trial = Trial(
                 job.task,
                 self._library,
-                self._device,
+                self._device(),
                 helpers,
                 self._host,
                 record.tenant,
@@ -90,7 +97,8 @@ class Preparer:
             record.trial = trial
             unit = record.advance(report_is_free=True)
             if trial.state is not None:
-                trial.state.watch(lambda shard, device: core.moved(job.key, shard, device))
+                key = job.key  # which is another when the job begins again
+                trial.state.watch(lambda shard, device: core.moved(key, shard, device))
                 if core.log is not None:
                     core.log.owns(job.key, trial.state.number)
             self._await_host_memory(record)
