@@ -4,6 +4,7 @@ Patched are the calls of the system themselves, as Python's modules find them, a
 chosen folder counts.
 """
 
+import builtins
 import io
 import os
 import threading
@@ -20,14 +21,15 @@ class FailingWrites:
 
     Args:
         folder: what lies below it counts.
+        ending: how paths end that count.
 
     Attributes:
         calls: what has been counted since `arm`, as "NAME PATH".
         refused: those of them that were refused.
     """
 
-    def __init__(self, folder):
-        self.folder = str(folder)
+    def __init__(self, folder, ending=""):
+        self.folder, self.ending = str(folder), ending
         self._lock = threading.Lock()
         self.arm(None, 0)
 
@@ -39,7 +41,7 @@ class FailingWrites:
 
     def seen(self, name, path):
         """A call is made."""
-        if not path.startswith(self.folder):
+        if not (path.startswith(self.folder) and path.endswith(self.ending)):
             return
         with self._lock:
             number = len(self.calls)
@@ -61,6 +63,7 @@ class FailingWrites:
             patch.setattr(os, "open", self._opening(os.open))
             patch.setattr(os, "fdopen", self._wrapping(os.fdopen))
             patch.setattr(io, "open", self._opening_file(io.open))
+            patch.setattr(builtins, "open", io.open)
             yield self
 
     def _by_path(self, name, call):
