@@ -14,7 +14,6 @@ from hydra_tune.pool import loaders
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, one_batch, running, task
 
 pytestmark = pytest.mark.timeout(120)
-LONG = 10_000
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +72,15 @@ def until(condition):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}], ids=["alone", "accumulating"])
+@pytest.mark.parametrize(
+    ("devices", "changes"),
+    [
+        ("cpu:1", {"accumulate": 2}),
+        ("cpu:2", {}),
+        pytest.param("cpu:1", {}, marks=pytest.mark.slow),
+        pytest.param("cpu:2", {"accumulate": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_loader_that_hangs_in_this_process_fails_its_trial_and_no_other(gate, caplog, devices, changes):
     described = [drawing(seed=seed) for seed in (1, 2)]
     outside = torch.get_rng_state()
@@ -152,23 +158,22 @@ def test_one_that_catches_everything_is_interrupted_again(gate):
 
 
 class Hangs(Dataset):
-    """A worker that hangs at a sample, of the first pass."""
+    """A worker that hangs at a sample until there is a file."""
 
-    def __init__(self, flag):
-        self.flag = flag
+    def __init__(self, path):
+        self.path = path
 
     def __len__(self):
         return 24
 
     def __getitem__(self, index):
-        if index == 16 and not self.flag.is_set():
-            self.flag.wait()
+        while index == 16 and not self.path.exists():
+            time.sleep(0.01)
         return X[index], Y[index]
 
 
-def test_a_trial_whose_workers_are_slow_leaves_its_device_and_comes_back_with_the_same_numbers(caplog):
-    flag = torch.multiprocessing.get_context("spawn").Event()
-    loader = DataLoader(Hangs(flag), batch_size=8, num_workers=1, multiprocessing_context="spawn", timeout=60)
+def test_a_trial_whose_workers_are_slow_leaves_its_device_and_comes_back_with_the_same_numbers(caplog, tmp_path):
+    loader = DataLoader(Hangs(tmp_path / "go on"), batch_size=8, num_workers=1)
     described = task(train=loader, batch_size=None, epochs=2)
     with running(devices="cpu:1", max_concurrent=2, loader_warning=0.2) as pool:
         slow = pool.submit(described, name="slow")
@@ -177,7 +182,7 @@ def test_a_trial_whose_workers_are_slow_leaves_its_device_and_comes_back_with_th
         assert against_plain(other, pool.submit(other).result(PATIENCE_SECONDS)) == [], "beside it, on its only device"
         assert slow.state == "running"
         until(lambda: any("'slow' has been waiting" in record.getMessage() for record in caplog.records))
-        flag.set()
+        (tmp_path / "go on").touch()
         result = slow.result(PATIENCE_SECONDS)
     assert "num_workers=1" in caplog.text
     assert "other trials go on meanwhile" in caplog.text
@@ -251,7 +256,7 @@ class Slow(IterableDataset):
             yield X[number * 4 : number * 4 + 4] + torch.rand(4, 8), Y[number * 4 : number * 4 + 4]
 
 
-@pytest.mark.parametrize("way", ["data-parallel", "pipelined"])
+@pytest.mark.parametrize("way", ["data-parallel", pytest.param("pipelined", marks=pytest.mark.slow)])
 def test_batches_side_by_side_that_come_late_change_no_bit(way):
     described = task(train=DataLoader(Slow(), batch_size=None), accumulate=4, epochs=2)
     with running(devices="cpu:2", num_shards=2) as pool:

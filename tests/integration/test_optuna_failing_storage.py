@@ -83,7 +83,7 @@ def refuse_each(pool, tmp_path, monkeypatch, every):
 
 
 def test_a_journal_that_cannot_be_written_here_and_there(pool, tmp_path, monkeypatch):
-    refuse_each(pool, tmp_path, monkeypatch, 13)
+    refuse_each(pool, tmp_path, monkeypatch, 29)
 
 
 @pytest.mark.slow
