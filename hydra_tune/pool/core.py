@@ -370,7 +370,8 @@ class Core:
                 return False
             log_retry(self.log, job.key, error)
             faults = (*record.faults, first_line(error))
-            job.key = f"{job.key.split('~')[0]}~{len(faults)}"
+            first_key = job.key.rpartition("~")[0] if record.faults else job.key
+            job.key = f"{first_key}~{len(faults)}"
             begin = self._faults.beginning(record, error)
             if keeper is not None:
                 keeper.begin_again()

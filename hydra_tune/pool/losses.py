@@ -88,7 +88,8 @@ class Losses:
                 if other.outcome is None:
                     other.fail(_error(device, other, error))
                     stopped.append(JobStopped(job=other.job.key))
-            core.decide(DeviceLost(device=device), *stopped)
+            lost = [] if device in core.gone else [DeviceLost(device=device)]  # it may have been about to leave
+            core.decide(*lost, *stopped)
             self._tell(device)
             core.changed.notify_all()
         give_up(pager)

@@ -89,8 +89,19 @@ class Worker:
             if is_over:
                 return
         if self._device.name in self._core.gone:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Give back what is on the device, which works, or does not any more."""
+        name = self._device.name
+        try:
             self._pager.empty()
             self._device.reclaim()
+        except RuntimeError as error:
+            if not self._losses.is_here(name, error):
+                raise
+            self._is_lost = True
+            self._losses.report(name, error)
 
     def _look(self) -> bool:
         """Whether the device, which does nothing now, is lost."""

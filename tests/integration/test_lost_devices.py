@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
@@ -130,6 +131,31 @@ def test_a_device_that_works_again_may_be_added_again(devices):
         wait_for_units(pool, "cpu:1", 5)
         for one, job in zip(described, jobs, strict=True):
             assert against_plain(one, job.result(PATIENCE_SECONDS)) == []
+
+
+def test_a_device_that_fails_while_it_is_taken_away_is_lost(devices):
+    described = [long(seed) for seed in range(2)]
+    with running(devices="cpu:2", max_concurrent=2) as pool:
+        jobs = [pool.submit(one) for one in described]
+        wait_for_units(pool, "cpu:1", 6)
+        for job in jobs:
+            job.pause()
+        wait_until_idle(pool)
+        devices[1].lose_at(0)
+        pool.remove_device("cpu:1")
+        for job in jobs:
+            job.unpause()
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    assert sum(result.retries for result in results) == 1
+    for one, result in zip(described, results, strict=True):
+        assert against_plain(one, result) == []
+
+
+def wait_until_idle(pool):
+    end = time.monotonic() + PATIENCE_SECONDS
+    while pool._pool._core.scheduler.running:
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 def test_the_loss_of_the_last_device_fails_every_job_and_leaves_none_waiting(devices):
