@@ -69,6 +69,18 @@ class FileError(HydraTuneError):
         self.errno = errno
 
 
+class LoaderTimeoutError(HydraTuneError, TimeoutError):
+    """A data loader that has given no batch for longer than its trial waits; the message says where it hangs."""
+
+
+class LoaderWorkerError(TaskError):
+    """A worker process of a data loader that has ended, killed perhaps, or never began."""
+
+
+class DeviceLostError(HydraTuneError):
+    """A device that fails at all it is asked, with state of a trial that nobody else has."""
+
+
 class WeightsError(HydraTuneError, ValueError):
     """Weights that are not kept, or do not fit the model that is to have them."""
 

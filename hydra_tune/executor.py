@@ -30,16 +30,18 @@ from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
 from hydra_tune.observe.eventlog import EventLog, check_log_path
 from hydra_tune.observe.snapshot import Goal
 from hydra_tune.pool.checkpoints import Checkpoints, Origin, check_saving
+from hydra_tune.pool.faults import check_retries
 from hydra_tune.pool.forecast import Forecast
 from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkpoint, remove_checkpoint, remove_or_log
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
 from hydra_tune.pool.live import shown
+from hydra_tune.pool.loaders import check_loader_times
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.pool.suspending import suspend
 from hydra_tune.pool.watch import Watch
-from hydra_tune.quantities import check_seconds, parse_bytes
+from hydra_tune.quantities import parse_bytes, parse_seconds
 from hydra_tune.schedule import Policy, check_admission, make_policy
 from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.budget import Budget
@@ -98,6 +100,13 @@ class HydraExecutor:
         checkpoint_every: how often trials are saved beside that: a number of optimizer steps, or a time such as "30s".
         stop_seconds: how long, after Ctrl-C or SIGTERM in a `with` block or a search, trials that are being saved are waited
             for; with a `checkpoint_dir`.
+        loader_warning: how long a trial waits for a batch of its data loader until a warning names the loader, and says where
+            it hangs: seconds, or a text such as "5min". See docs/faults.md.
+        loader_timeout: likewise, until the trial fails, so that it keeps nothing from the others any more; None: it waits for
+            ever.
+        max_retries: how often each trial may begin again after faults that are not its own: a lost device, a spill file that
+            cannot be written or read, a loader's worker process that was killed. It goes on from its last checkpoint, or from
+            its beginning, with the same bits. See docs/faults.md.
         plans_only: only `plan` and `profile` are asked for. Devices that are not there, or not as large as `device_memory`, are
             then stood for by as many CPU devices of that memory, which take none of it.
 
@@ -124,7 +133,10 @@ class HydraExecutor:
         plans_only: bool = False,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: str | int | None = None,
-        stop_seconds: float = 30.0,
+        stop_seconds: str | float = 30.0,
+        loader_warning: str | float = "60s",
+        loader_timeout: str | float | None = "30min",
+        max_retries: int = 1,
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -139,19 +151,18 @@ class HydraExecutor:
         check_admission(admission)
         if instrument is not None and not callable(instrument):
             raise ConfigError(f"instrument must be callable, not {instrument!r}")
-        if device_memory is not None:
-            parse_bytes(device_memory, what="device_memory")
-        parse_bandwidth(link_bandwidth)
+        _check_memory(device_memory, link_bandwidth)
         _check_flag("record", record)
         _check_placement(optimizer_placement, spill_dir)
-        self._stop_seconds = check_seconds(stop_seconds, what="stop_seconds")
+        self._stop_seconds = parse_seconds(stop_seconds, what="stop_seconds")
         self._signals = ExitStack()
-        self._plans_only = plans_only
+        self._plans_only, self._record = plans_only, record
         self._optimizer_placement: Literal["device", "host", "auto"] = optimizer_placement
         self._link_bandwidth = link_bandwidth
-        self._record = record
         self._event_log = None if event_log is None else check_log_path(event_log)
         self._saving = check_saving(checkpoint_dir, checkpoint_every)
+        self._loader_times = check_loader_times(loader_warning, loader_timeout)
+        self._max_retries = check_retries(max_retries)
         self._devices = devices
         self._device_memory = device_memory
         self._host_bytes = None if host_memory is None else parse_bytes(host_memory, what="host_memory")
@@ -203,6 +214,7 @@ class HydraExecutor:
         warm_start: str | os.PathLike[str] | None = None,
         labels: Mapping[str, Any] | None = None,
         saved_as: str | None = None,
+        max_retries: int | None = None,
     ) -> Job:
         """Queue a task.
 
@@ -219,6 +231,7 @@ class HydraExecutor:
             warm_start: the folder of a trial's checkpoints, to begin anew with its weights.
             labels: plain values that are saved with the job's checkpoints, for `find_checkpoint`.
             saved_as: what `find_checkpoint` finds them by; None: `name`.
+            max_retries: as of the executor, for this job; None: as there.
 
         Raises:
             ConfigError: not a task, a task whose data is `ShapesOnly`, a priority that is not an int, two checkpoints to go on
@@ -235,13 +248,23 @@ class HydraExecutor:
             raise ConfigError(f"resume must be 'strict' or 'allow-changes', not {resume!r}")
         if resume_from is not None and warm_start is not None:
             raise ConfigError("resume_from goes on with a trial, and warm_start begins one; give one of the two")
+        retries = self._max_retries if max_retries is None else check_retries(max_retries)
         pool, origin = self._started(), Origin()
         path = resume_from if warm_start is None else warm_start
         if path is not None:
             pool.checkpoints.flush()
             found = check_checkpoint(Path(path).absolute())
             origin = Origin(path=found, allows_changes=resume != "strict", only_weights=warm_start is not None)
-        job = pool.submit(task, name, events, priority=priority, origin=origin, labels=labels, saved_as=saved_as)
+        job = pool.submit(
+            task,
+            name,
+            events,
+            priority=priority,
+            origin=origin,
+            labels=labels,
+            saved_as=saved_as,
+            max_retries=retries,
+        )
         return self._watched(job)
 
     def _check_trains(self) -> None:
@@ -299,7 +322,9 @@ class HydraExecutor:
             origin = Origin(saved=load_checkpoint(path), allows_changes=True)
         else:
             origin = Origin(saved=pool.copy(job).result(), allows_changes=True)
-        return self._watched(pool.submit(task, name, events, priority=priority, origin=origin))
+        return self._watched(
+            pool.submit(task, name, events, priority=priority, origin=origin, max_retries=self._max_retries)
+        )
 
     def find_checkpoint(self, name: str) -> FoundCheckpoint | None:
         """The last good checkpoint of the trial of this name, whichever process has made it.
@@ -603,6 +628,7 @@ class HydraExecutor:
             sends_ahead=self._buffer_fraction != 0,
             log=None if self._event_log is None else self._log_to(self._event_log, devices),
             checkpoints=Checkpoints(*self._saving, host),
+            loader_times=self._loader_times,
         )
         _shut_down_at_exit(pool)
         return pool
@@ -653,6 +679,12 @@ def _speeds(devices: Sequence[Device], *, is_host: bool) -> Speeds:
         is_host=is_host,
         has_core=not is_host or num_cores() > len(devices),
     )
+
+
+def _check_memory(device_memory: str | int | None, link_bandwidth: str | int | None) -> None:
+    if device_memory is not None:
+        parse_bytes(device_memory, what="device_memory")
+    parse_bandwidth(link_bandwidth)
 
 
 def _check_placement(placement: str, spill_dir: object) -> None:

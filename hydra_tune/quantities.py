@@ -22,6 +22,8 @@ _UNITS = {
     "tib": 2**40,
 }
 _BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|min|h)")
+_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _MINUTE = 60
 _HOUR = 3600
 _DAY = 86400
@@ -55,21 +57,6 @@ def parse_bytes(text: str | int, *, what: str = "memory") -> int:
     return size
 
 
-def check_seconds(value: object, *, what: str) -> float:
-    """A length of time that is an option.
-
-    Args:
-        value: what was given.
-        what: the name of the option, for the message.
-
-    Raises:
-        ConfigError: not a number above 0, or infinite.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{what} must be a number of seconds above 0, not {value!r}")
-    return float(value)
-
-
 def format_bytes(size: float) -> str:
     """Bytes for reading: `512 B`, `1.5 KiB`, `9.1 GiB`."""
     value, sign = abs(float(size)), "-" if size < 0 else ""
@@ -92,6 +79,26 @@ def format_bytes_up(size: float) -> str:
 def format_short_seconds(seconds: float) -> str:
     """`1.25 s`, `12.3 ms`: of a step, say."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def parse_seconds(value: object, *, what: str) -> float:
+    """Read a time: a number of seconds, or a text such as "30s", "5min" or "1h".
+
+    Args:
+        value: as the user gave it.
+        what: the name of the option, for the message.
+
+    Raises:
+        ConfigError: none of these, or not more than 0.
+    """
+    seconds = 0.0
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    elif isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())) is not None:
+        seconds = float(match[1]) * _SECONDS[match[2]]
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{what} must be a time above 0, in seconds or as '30s', '5min' or '1h', not {value!r}")
+    return seconds
 
 
 def format_seconds(seconds: float) -> str:

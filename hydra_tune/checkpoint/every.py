@@ -1,12 +1,10 @@
 """How often trials are saved, as it is written: in programs, sweep files and on the command line."""
 
-import re
+import contextlib
 from dataclasses import dataclass
 
 from hydra_tune.errors import ConfigError
-
-_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_EVERY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|min|h)")
+from hydra_tune.quantities import parse_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +30,9 @@ def parse_every(text: object) -> Every:
         return Every()
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return Every(steps=text)
-    found = _EVERY.fullmatch(text.strip()) if isinstance(text, str) else None
-    if found is None or float(found[1]) <= 0:
-        raise ConfigError(
-            f"checkpoint_every must be a number of optimizer steps, or a time such as '30s', '5min' or '1h', not {text!r}"
-        )
-    return Every(seconds=float(found[1]) * _SECONDS[found[2]])
+    if isinstance(text, str):
+        with contextlib.suppress(ConfigError):
+            return Every(seconds=parse_seconds(text, what="checkpoint_every"))
+    raise ConfigError(
+        f"checkpoint_every must be a number of optimizer steps, or a time such as '30s', '5min' or '1h', not {text!r}"
+    )

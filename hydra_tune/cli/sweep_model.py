@@ -16,7 +16,7 @@ from hydra_tune.cli.distributions import check_distribution, to_domain
 from hydra_tune.cli.domains import Domain, Scalar
 from hydra_tune.cli.messages import describe
 from hydra_tune.errors import ConfigError
-from hydra_tune.quantities import check_seconds, parse_bytes
+from hydra_tune.quantities import parse_bytes, parse_seconds
 from hydra_tune.schedule import check_policy_name
 
 _MAX_SEED = 2**32 - 1
@@ -91,7 +91,7 @@ def _often(value: Any) -> str | int:
 
 def _seconds(value: Any) -> float:
     try:
-        return check_seconds(value, what="it")
+        return parse_seconds(value, what="it")
     except ConfigError as error:
         raise PydanticCustomError("seconds", "{text}", {"text": str(error).removeprefix("it ")}) from error
 

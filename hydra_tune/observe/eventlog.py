@@ -254,7 +254,9 @@ class EventLog:
     def _give_up(self, error: Exception) -> None:
         self._room = 0
         self._buffer.clear()
-        reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError):
+            reason = f"[Errno {error.errno}] {error.strerror}" if error.errno else str(error.strerror)
         _LOGGER.warning(
             "the event log %s ends here, and training goes on without it: %s; give the next run another event_log, with room "
             "for it",

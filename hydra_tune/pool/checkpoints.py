@@ -246,8 +246,12 @@ class TrialKeeper:
             CheckpointError: another trial, here or elsewhere, has it.
             FileError: it cannot be made.
         """
-        if self.path is not None:
+        if self.path is not None and self._folder is None:
             self._folder = CheckpointFolder(self.path)
+
+    def begin_again(self) -> None:
+        """The trial begins again, from what it has saved last if there is anything; what was asked for is still to be made."""
+        self._steps, self._is_owed, self._seconds = -1, False, time.monotonic()
 
     def goes_on_from(self, manifest: Path | None) -> None:
         """The trial does; what came after that in its folder goes.

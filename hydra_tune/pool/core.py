@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.ahead import NextUnits
-from hydra_tune.pool.job import Failed, Finished, Job, Result
-from hydra_tune.pool.lifecycle import log_decision, log_end
-from hydra_tune.pool.record import Record
+from hydra_tune.pool.faults import Faults, first_line
+from hydra_tune.pool.job import Failed, Finished, Job, Reported, Result
+from hydra_tune.pool.lifecycle import log_decision, log_end, log_retry
+from hydra_tune.pool.record import Following, Record
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.schedule import (
     Admit,
@@ -25,7 +26,11 @@ from hydra_tune.schedule import (
     DeviceAdded,
     DeviceLost,
     Event,
+    JobPaused,
+    JobRejected,
+    JobResumed,
     JobStopped,
+    JobSubmitted,
     Policy,
     Run,
     Scheduler,
@@ -34,6 +39,14 @@ from hydra_tune.schedule import (
     UnitFailed,
     UnitFinished,
 )
+from hydra_tune.train.trial import Report
+
+
+class Probe:
+    """Has a worker look whether its device is lost."""
+
+
+PROBE = Probe()
 
 
 class Core:
@@ -45,12 +58,13 @@ class Core:
         recorder: keeps what happens; None: nothing is kept.
         sends_ahead: whether anybody asks what a device does next.
         log: is told what becomes of jobs; None: nobody is.
+        faults: says which failed jobs begin again; None: none does.
 
     Attributes:
         changed: the lock that everything here is under; notified when a job ends or memory is given back.
         records: the jobs that are not over, by name.
         next_units: says what a device does next; None: nobody asks.
-        inboxes: by device, the units that its worker is to run; None ends it.
+        inboxes: by device, the units that its worker is to run; None ends it, `PROBE` has it look after the device.
         to_prepare: jobs that are admitted; None ends the preparer.
         leaving: devices that go as soon as their unit is over.
         gone: devices that have gone; what is said to be there is on its way home.
@@ -72,12 +86,14 @@ class Core:
         recorder: Recorder | None,
         sends_ahead: bool,
         log: EventLog | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self.log = log
+        self._faults = faults
         self.scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
         self.changed = threading.Condition()
         self.records: dict[str, Record] = {}
-        self.inboxes: dict[str, queue.SimpleQueue[tuple[Record, Unit] | None]] = {
+        self.inboxes: dict[str, queue.SimpleQueue[tuple[Record, Unit] | Probe | None]] = {
             name: queue.SimpleQueue() for name in devices
         }
         self.to_prepare: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
@@ -207,7 +223,13 @@ class Core:
             self.to_prepare.put(record)
         else:
             record.is_released = True
-            self._to_release.append(record)
+            if not record.is_detached or record.is_abandoned:  # else by its thread, when that comes back
+                self._to_release.append(record)
+
+    def tell_of(self, record: Record, report: Report) -> None:
+        """The job's driver, that it waits at a report. Under the lock, before the job can be over."""
+        if record.job.events is not None and record.told_of.tell(report):
+            record.job.events.put(Reported(record.job, report.step, report.metrics))
 
     # Ends.
 
@@ -226,6 +248,76 @@ class Core:
             record.fail(error)
             self.decide(event)
         self.release_all()
+
+    # Jobs whose thread waits for a loader, while their device has another worker.
+
+    def detach(self, record: Record, device: str, seconds: float) -> None:
+        """A job waits for its data, and its device does not any more. Under the lock, as `decide`."""
+        assert record.trial is not None
+        record.is_detached = True
+        self.decide(
+            UnitFinished(
+                job=record.job.key,
+                device=device,
+                seconds=seconds,
+                unit=None,
+                remaining_seconds=record.trial.remaining_seconds,
+                step_seconds=record.trial.step_seconds,
+            )
+        )
+
+    def came_back(self, record: Record, found: Following | BaseException) -> None:
+        """A detached job's thread has its data, or an error; it ends after this."""
+        with self.changed:
+            if record.is_abandoned or self.error is not None:
+                return
+            record.is_detached = False
+            if isinstance(found, BaseException):
+                record.fail(found)
+            if record.is_released:  # it was stopped meanwhile
+                self._to_release.append(record)
+            else:
+                self._go_on(record, found)
+        self.release_all()
+
+    def _go_on(self, record: Record, found: Following | BaseException) -> None:
+        job, trial = record.job, record.trial
+        assert trial is not None
+        if isinstance(found, Following) and isinstance(found.step, Report):
+            job.enter("waiting")
+            self.tell_of(record, found.step)
+            return
+        if isinstance(found, Following) and not found.is_end:
+            units, seconds = found.units, trial.remaining_seconds
+            self.decide(JobResumed(job=job.key, unit=units[0], remaining_seconds=seconds, others=units[1:]))
+            return
+        if record.outcome is None:
+            record.outcome = trial.outcome
+        self.decide(JobStopped(job=job.key))
+
+    def abandon(self, record: Record, error: BaseException, *, is_preparing: bool) -> bool:
+        """Wait no longer for a detached job's thread, or one that prepares it. Under the lock, as `decide`.
+
+        Args:
+            record: the job.
+            error: what it fails with, unless it is over already.
+            is_preparing: whether it has not run yet.
+
+        Returns:
+            Whether that was in time; False: the thread is back.
+        """
+        assert record.trial is not None
+        if not record.trial.clock.abandon():
+            return False
+        record.is_abandoned = True
+        record.fail(error)
+        if is_preparing:
+            self.decide(JobRejected(job=record.job.key))
+        elif record.is_released:
+            self._to_release.append(record)
+        else:
+            self.decide(JobStopped(job=record.job.key))
+        return True
 
     def failure(self, key: str) -> Callable[[BaseException], None]:
         """What is to be called when bytes of a job could not be kept, as another's unit has found.
@@ -258,10 +350,47 @@ class Core:
         try:
             recorded = contextlib.nullcontext() if self._recorder is None else self._recorder.release(record.job.key)
             with recorded, record.tenant.at_work():
-                result = record.finish()
+                result = record.finish(None if self._faults is None else self._faults.may_begin_again)
         finally:
             # Whatever happens, Ctrl-C in a driver's thread included: a job that is over must say so.
-            self._say_over(record.job, result)
+            if not record.begins_again or not self._begin_again(record, result):
+                self._say_over(record.job, result)
+
+    def _begin_again(self, record: Record, result: Result) -> bool:
+        """Submit a job once more, from what it has saved last; False: it has to end after all."""
+        job, keeper, error = record.job, record.keeper, result.error
+        assert self._faults is not None
+        assert error is not None
+        with self.changed:
+            if self.is_closed or record.wanted_end is not None or self.records.pop(job.key, None) is None:
+                result.status = record.wanted_end or ("cancelled" if self.is_closed else result.status)
+                result.error = error if result.status == "failed" else None
+                if keeper is not None:
+                    keeper.close(result.status)
+                return False
+            log_retry(self.log, job.key, error)
+            faults = (*record.faults, first_line(error))
+            first_key = job.key.rpartition("~")[0] if record.faults else job.key
+            job.key = f"{first_key}~{len(faults)}"
+            begin = self._faults.beginning(record, error)
+            if keeper is not None:
+                keeper.begin_again()
+            again = self.records[job.key] = Record(
+                job,
+                self.failure(job.key),
+                self.log,
+                keeper=keeper,
+                begin=begin,
+                max_retries=record.max_retries,
+                faults=faults,
+                repeats=record.told_of,
+            )
+            again.priority = record.priority
+            job.enter("queued")
+            held = [JobPaused(job=job.key)] if job.paused else []
+            self.decide(JobSubmitted(job=job.key, priority=record.priority), *held)
+            self.changed.notify_all()
+        return True
 
     def _say_over(self, job: Job, result: Result) -> None:
         with self.changed:

@@ -77,6 +77,7 @@ class Result:
         units_saved: units it would still have run, had it not been pruned or cancelled; 0 where that is unknown.
         checkpoint: the folder of its checkpoints, if it has any.
         compute_seconds: time that its units computed, copies left out.
+        faults: what has had it begin again, through no fault of its own; see docs/faults.md.
     """
 
     status: str
@@ -91,8 +92,14 @@ class Result:
     units_saved: int = 0
     checkpoint: Path | None = None
     compute_seconds: float = 0.0
+    faults: tuple[str, ...] = ()
     _module: nn.Module | None = None
     _optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def retries(self) -> int:
+        """How often it was begun again."""
+        return len(self.faults)
 
     def module(self) -> nn.Module:
         """The user's own module with the trained weights, on the host.

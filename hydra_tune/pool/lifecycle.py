@@ -44,6 +44,12 @@ def log_decision(log: EventLog, at_ns: int, events: Sequence[Event], commands: S
             log.job(command.job, "preparing", at_ns)
 
 
+def log_retry(log: EventLog | None, job: str, error: BaseException) -> None:
+    """A job has failed, and begins again under another name."""
+    if log is not None:
+        log.job(job, "begins again", error=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
 def log_end(log: EventLog, job: Job, result: Result) -> None:
     """A job is over."""
     lines = [] if result.error is None else (str(result.error).strip().splitlines() or [""])[:1]

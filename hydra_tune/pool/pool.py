@@ -27,9 +27,12 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.checkpoints import Checkpoints, Origin, TrialKeeper
 from hydra_tune.pool.core import Core
+from hydra_tune.pool.faults import Faults
 from hydra_tune.pool.forecast import Forecast, Known, forecast
 from hydra_tune.pool.job import OVER, EventStream, Job, Progress
 from hydra_tune.pool.lending import Lender
+from hydra_tune.pool.loaders import LoaderTimes, LoaderWatch
+from hydra_tune.pool.losses import Losses
 from hydra_tune.pool.planned import planned_profile
 from hydra_tune.pool.preparer import Preparer
 from hydra_tune.pool.record import Record, progress_without_trial
@@ -54,6 +57,8 @@ from hydra_tune.task import TrainTask
 
 T = TypeVar("T")
 
+_LOOK_SECONDS = 0.1  # between looks at what may never come
+
 
 class Pool:
     """Trains jobs on devices.
@@ -72,6 +77,7 @@ class Pool:
         sends_ahead: whether what a device does next is sent to it while it computes.
         log: is told what happens, and closed at the end; None: nobody is.
         checkpoints: where and how often jobs are saved; None: they are not.
+        loader_times: how long data loaders are waited for.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class Pool:
         sends_ahead: bool = True,
         log: EventLog | None = None,
         checkpoints: Checkpoints | None = None,
+        loader_times: LoaderTimes | None = None,
     ) -> None:
         self._host = host
         self.checkpoints = checkpoints or Checkpoints(None, Every(), host)
@@ -112,6 +119,7 @@ class Pool:
             recorder=recorder,
             sends_ahead=sends_ahead,
             log=log,
+            faults=Faults(self._devices, self.checkpoints),
         )
         self._changed, self._records = core.changed, core.records
         self._pagers = {device.name: self._pager(device) for device in devices}
@@ -126,15 +134,27 @@ class Pool:
             only_way=only_way,
             changed=core.changed,
         )
+        self._losses = Losses(core, self._devices, self._pagers, self._lost)
+        self._lost_devices: set[str] = set()
         self._instrument = instrument
         self._workers = {name: self._worker(device) for name, device in self._devices.items()}
-        preparer = Preparer(core, library, devices[0], self._lender, host, host_bytes)
+        self._first = devices[0]
+        self._preparer = Preparer(core, library, self._living_device, self._lender, host, host_bytes)
         self._intraop_threads = torch.get_num_threads()
         self._worker_threads: dict[str, threading.Thread] = {}
         for name in self._workers:
             self._start_worker(name)
-        self._threads = [threading.Thread(target=preparer.work, name="hydra-prepare", daemon=True)]
-        self._threads[0].start()
+        self._threads: list[threading.Thread] = []  # beside the devices' present workers
+        self._start_preparer()
+        self._loaders = LoaderWatch(
+            core,
+            loader_times or LoaderTimes(),
+            self._replace_worker,
+            self._replace_preparer,
+            leaves_devices=recorder is None,
+        )
+        self._watching = threading.Thread(target=self._loaders.work, name="hydra-loaders", daemon=True)
+        self._watching.start()
         core.tell(*(DeviceAdded(device=name) for name in self._devices))
 
     def _pager(self, device: Device) -> Pager:
@@ -143,12 +163,28 @@ class Pool:
         return pager
 
     def _worker(self, device: Device) -> Worker:
-        return Worker(self._core, device, self._pagers[device.name], self._instrument, self._recorder)
+        return Worker(self._core, device, self._pagers[device.name], self._instrument, self._recorder, self._losses)
 
     def _start_worker(self, name: str) -> None:
         thread = threading.Thread(target=self._workers[name].work, name=f"hydra-{name}", daemon=True)
-        self._worker_threads[name] = thread
         thread.start()
+        self._worker_threads[name] = thread
+
+    def _start_preparer(self) -> None:
+        thread = threading.Thread(target=self._preparer.work, name="hydra-prepare", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _replace_worker(self, name: str) -> None:
+        """The device's worker waits for a loader, and ends when it is done."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(self._worker_threads[name])
+        self._start_worker(name)
+
+    def _replace_preparer(self, thread: int) -> None:
+        """The preparer, too."""
+        if self._preparer.replace(thread):
+            self._start_preparer()
 
     @property
     def budget_bytes(self) -> int:
@@ -173,6 +209,9 @@ class Pool:
             self._check_change("add_device")
             if name in self.device_names or name in core.leaving:
                 raise ConfigError(f"{name!r} is in the pool already; its devices are {', '.join(self.device_names)}")
+            if name in self._lost_devices:  # perhaps it works again
+                self._lost_devices.discard(name)
+                self._devices.pop(name).close()
             if name not in self._devices:
                 device = opened()
                 try:
@@ -204,7 +243,17 @@ class Pool:
                 core.remove_device(name)
                 self._tell_of(name, "removed")
             core.release_all()
-        self._worker_threads[name].join()
+        while (thread := self._worker_threads[name]).is_alive():  # another, if a loader keeps this one waiting
+            thread.join(_LOOK_SECONDS)
+
+    def _lost(self, name: str) -> None:
+        """A device is lost. Under the lock."""
+        self._lost_devices.add(name)
+        self._tell_of(name, "lost")
+
+    def _living_device(self) -> Device:
+        """Any device, for host memory."""
+        return next((device for name, device in self._devices.items() if name not in self._core.gone), self._first)
 
     def _check_change(self, what: str) -> None:
         if threading.current_thread() in self._all_threads:
@@ -233,7 +282,7 @@ class Pool:
 
     @property
     def _all_threads(self) -> list[threading.Thread]:
-        return [*self._worker_threads.values(), *self._threads]
+        return [*self._worker_threads.values(), *self._threads, self._watching]
 
     @hold_interrupts()
     def submit(
@@ -246,6 +295,7 @@ class Pool:
         origin: Origin | None = None,
         labels: Mapping[str, Any] | None = None,
         saved_as: str | None = None,
+        max_retries: int = 0,
     ) -> Job:
         """Queue a task."""
         core, origin = self._core, origin or Origin()
@@ -258,7 +308,15 @@ class Pool:
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
             folder = self.checkpoints.place(saved_as or job.name, origin.folder)
             keeper = TrialKeeper(self.checkpoints, job.name, folder, dict(labels or {}))
-            self._records[key] = Record(job, core.failure(key), self._log, keeper=keeper, begin=origin.beginning)
+            self._records[key] = record = Record(
+                job,
+                core.failure(key),
+                self._log,
+                keeper=keeper,
+                begin=origin.beginning,
+                max_retries=max_retries,
+            )
+            record.priority = priority
             try:
                 core.decide(JobSubmitted(job=key, priority=priority))
             except BaseException:
@@ -273,6 +331,8 @@ class Pool:
         """Let a job that waits at a report go on."""
         with self._changed:
             record = self._records.get(job.key)
+            if record is not None:
+                record.told_of.is_answered = True
             if record is None or job.state != "waiting" or record.outcome is not None:
                 return
             assert record.trial is not None
@@ -287,6 +347,8 @@ class Pool:
         with self._changed:
             record = self._records.get(job.key)
             if record is None or record.outcome is not None:
+                if record is not None and record.outcome == "failed":
+                    record.wanted_end = status  # should it begin again
                 return
             record.outcome = status
             record.tenant.stop()
@@ -308,13 +370,14 @@ class Pool:
         """Give a job another priority; one that is over stays as it is."""
         with self._changed:
             if self._is_alive(job):
+                self._records[job.key].priority = priority
                 self._core.decide(PriorityChanged(job=job.key, priority=priority))
         self._core.release_all()
 
     def save(self, job: Job) -> "Future[Path]":
         """Save a job when it is between two steps."""
         future = self.ask_to_save(job)
-        self.answer(job, waits=True)
+        self.answer(job, future)
         return future
 
     def ask_to_save(self, job: Job) -> "Future[Path]":
@@ -334,7 +397,7 @@ class Pool:
     def copy(self, job: Job) -> "Future[Saved]":
         """Copy a job's state when it is between two steps."""
         future = self._asked(job, TrialKeeper.copy)
-        self.answer(job, waits=True)
+        self.answer(job, future)
         return future
 
     def _asked(self, job: Job, ask: "Callable[[TrialKeeper], Future[T]]") -> "Future[T]":
@@ -343,18 +406,19 @@ class Pool:
             raise CheckpointError(f"{job.name!r} is over ({job.state})")
         return ask(record.keeper)
 
-    def answer(self, job: Job, *, waits: bool) -> None:
+    def answer(self, job: Job, waiting_for: "Future[Any] | None" = None) -> None:
         """Save a job now, as was asked for, if it is between two steps, and not on its way to the next.
 
         Args:
             job: the job.
-            waits: whether to wait while it is on its way, which is where its data is read; if not, ask again.
+            waiting_for: what is asked for, to wait while the job is on its way, which is where its data is read; None: do not
+                wait, and ask again.
 
         Raises:
             CheckpointError: it is paused within a step, and would never come to the end of it.
         """
         record = self._record_of(job)
-        if record is None or record.keeper is None or not record.turn.acquire(blocking=waits):
+        if record is None or record.keeper is None or not _has_turn(record, waiting_for):
             return
         try:
             trial = record.trial
@@ -460,8 +524,10 @@ class Pool:
         for inbox in core.inboxes.values():
             inbox.put(None)
         core.to_prepare.put(None)
+        self._loaders.close()
         for thread in (*self._all_threads, *core.failing):
-            thread.join()
+            if not self._loaders.is_left_behind(thread):
+                thread.join()
         with hold_interrupts(), self._changed:
             if not self._ended:
                 self._close()
@@ -479,3 +545,13 @@ class Pool:
         if self._log is not None:
             self._log.close()
         torch.set_num_threads(self._intraop_threads)
+
+
+def _has_turn(record: Record, waiting_for: "Future[Any] | None") -> bool:
+    """Whether the caller has the job's turn, after waiting for it as long as what is asked for is still to come."""
+    if waiting_for is None:
+        return record.turn.acquire(blocking=False)
+    while not record.turn.acquire(timeout=_LOOK_SECONDS):
+        if waiting_for.done():  # the job is over; its thread may hang in a loader for ever
+            return False
+    return True

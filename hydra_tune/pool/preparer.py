@@ -1,4 +1,10 @@
-"""The preparer: one thread that builds, captures and cuts the models of jobs that are admitted, one at a time."""
+"""The preparer: one thread that builds, captures and cuts the models of jobs that are admitted, one at a time.
+
+One whose loader gives no first batch is left to its thread, and another goes on with the next (`pool/loaders.py`).
+"""
+
+import threading
+from collections.abc import Callable
 
 import torch
 
@@ -21,14 +27,20 @@ class Preparer:
     Args:
         core: of the pool.
         library: where plans come from.
-        device: any device of the pool, for host memory.
+        device: gives any device of the pool, for host memory.
         lender: asked by trials whose steps could be split.
         host: sends to disk what is beyond `host_bytes`; None: the host has to have room for all.
         host_bytes: host memory for the state of all admitted jobs.
     """
 
     def __init__(
-        self, core: Core, library: PlanLibrary, device: Device, lender: Lender, host: HostTier | None, host_bytes: int
+        self,
+        core: Core,
+        library: PlanLibrary,
+        device: Callable[[], Device],
+        lender: Lender,
+        host: HostTier | None,
+        host_bytes: int,
     ) -> None:
         self._core = core
         self._library = library
@@ -37,6 +49,7 @@ class Preparer:
         self._host = host
         self._host_bytes = host_bytes
         self._times = SharedTimes()
+        self._replaced: set[int] = set()
 
     def work(self) -> None:
         """The thread's life."""
@@ -45,7 +58,15 @@ class Preparer:
             while (record := self._core.to_prepare.get()) is not None:
                 with record.tenant.at_work():
                     self._prepare(record)
+                if threading.get_ident() in self._replaced:
+                    return
                 del record  # or the last job's model would live until the next one comes
+
+    def replace(self, thread: int) -> bool:
+        """A thread here waits for a loader, and ends when it is done; whether that is news. Under the pool's lock."""
+        is_new = thread not in self._replaced
+        self._replaced.add(thread)
+        return is_new
 
     def _prepare(self, record: Record) -> None:
         """Build, capture and cut a job's model, and wait until the host has room for its state."""
@@ -64,7 +85,7 @@ class Preparer:
             trial = Trial(
                 job.task,
                 self._library,
-                self._device,
+                self._device(),
                 helpers,
                 self._host,
                 record.tenant,
@@ -76,12 +97,14 @@ class Preparer:
             record.trial = trial
             unit = record.advance(report_is_free=True)
             if trial.state is not None:
-                trial.state.watch(lambda shard, device: core.moved(job.key, shard, device))
+                key = job.key  # which is another when the job begins again
+                trial.state.watch(lambda shard, device: core.moved(key, shard, device))
                 if core.log is not None:
                     core.log.owns(job.key, trial.state.number)
             self._await_host_memory(record)
         except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
-            core.fail(record, error, JobRejected(job=job.key))
+            if not record.is_abandoned:
+                core.fail(record, error, JobRejected(job=job.key))
             return
         assert isinstance(unit, PendingUnit | None), "a first step has one unit at a time"
         if unit is None:

@@ -1,5 +1,6 @@
 """What the pool knows of a job that is not over: its trial, how it ends, and what it leaves."""
 
+import contextlib
 import threading
 import traceback
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from hydra_tune.pool.checkpoints import TrialKeeper
 from hydra_tune.pool.job import OVER, Job, Progress, Result
 from hydra_tune.schedule import Unit
 from hydra_tune.train.capture import Beginning
+from hydra_tune.train.drawing import GivenUp
 from hydra_tune.train.spread import LaneUnit, Spread
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Report, Trial
@@ -53,6 +55,33 @@ def no_beginning() -> Beginning | None:
     return None
 
 
+@dataclass(slots=True)
+class Told:
+    """A report that a job's driver has been told of.
+
+    Attributes:
+        step: of the report; -1: there was none.
+        is_answered: whether the driver has answered.
+        is_repeated: whether the job waits there once more, having begun again meanwhile.
+    """
+
+    step: int = -1
+    is_answered: bool = True
+    is_repeated: bool = False
+
+    def takes(self, report: Report) -> bool:
+        """Whether a job is to wait at a report; not at one that was answered before it began again."""
+        self.is_repeated = report.step == self.step
+        return report.step > self.step or (self.is_repeated and not self.is_answered)
+
+    def tell(self, report: Report) -> bool:
+        """A job waits at a report; whether the driver is to be told."""
+        if self.is_repeated:
+            return False
+        self.step, self.is_answered = report.step, False
+        return True
+
+
 class Record:
     """A job in the pool.
 
@@ -62,6 +91,9 @@ class Record:
         log: is told of reports; None: nobody is.
         keeper: saves it; None: nobody does.
         begin: gives what its trial goes on from, if anything; called when it is prepared.
+        max_retries: how often it may begin again after faults that are not its own.
+        faults: those that it has had.
+        repeats: the last report that the driver has been told of, for a job that begins again; None: none.
 
     Attributes:
         tenant: the job, for the host's memory.
@@ -74,8 +106,15 @@ class Record:
         host_bytes: host memory it has been given, or host memory and disk together.
         lent_bytes: as much of it as is for batches side by side.
         is_released: whether the scheduler has forgotten it.
+        told_of: the last report that the driver has been told of.
+        priority: as the scheduler has it.
+        wanted_end: how somebody has wanted it to end after it had failed.
         places: device of each shard that is on one.
+        loader_error: what it fails with if its loader is interrupted.
         told: the places the scheduler knows of.
+        begins_again: whether it is over only to be begun again.
+        is_detached: whether its thread waits for the trial's loader, and the device has another worker meanwhile.
+        is_abandoned: whether nobody waits for that thread any more.
         turn: held by whoever has the trial go on, or saves it while it waits for an answer to a report.
     """
 
@@ -87,10 +126,18 @@ class Record:
         *,
         keeper: TrialKeeper | None = None,
         begin: Callable[[], Beginning | None] = no_beginning,
+        max_retries: int = 0,
+        faults: tuple[str, ...] = (),
+        repeats: "Told | None" = None,
     ) -> None:
         self.job = job
         self.keeper = keeper
         self.begin = begin
+        self.max_retries = max_retries
+        self.faults = faults
+        self.told_of = repeats or Told()
+        self.priority = 0
+        self.wanted_end: str | None = None
         self.turn = threading.RLock()
         self._log = log
         self.tenant = Tenant(on_failure)
@@ -103,6 +150,10 @@ class Record:
         self.host_bytes = 0
         self.lent_bytes = 0
         self.is_released = False
+        self.begins_again = False
+        self.is_detached = False
+        self.is_abandoned = False
+        self.loader_error: BaseException | None = None
         self.places: dict[int, str | None] = {}
         self.told: dict[int, str | None] = {}
 
@@ -134,6 +185,13 @@ class Record:
         pending, self.pending = self.pending, None
         return pending
 
+    def put_back(self, unit: Unit, pending: PendingUnit) -> None:
+        """A unit that was taken has not begun, and is due again."""
+        if self.spread is not None:
+            self.beside[unit.rank] = pending
+        else:
+            self.pending = pending
+
     def go_on(self, unit: Unit, device: str, *, report_is_free: bool) -> "Following":
         """What follows a unit that has run on a device; for units that run side by side, what has not been due before."""
         if self.spread is not None:
@@ -164,6 +222,14 @@ class Record:
 
     def advance(self, *, report_is_free: bool) -> PendingUnit | Spread | Report | None:
         """The job's next unit, or batches side by side, a report that waits for an answer, or None at its end."""
+        try:
+            return self._advance(report_is_free=report_is_free)
+        except GivenUp as error:
+            if self.loader_error is None:
+                raise
+            raise self.loader_error from error
+
+    def _advance(self, *, report_is_free: bool) -> PendingUnit | Spread | Report | None:
         assert self.trial is not None
         with self.turn:
             following = self.trial.advance()
@@ -171,7 +237,7 @@ class Record:
                 if self._log is not None:
                     step, metrics = following.step, following.metrics
                     self._log.job(self.key, "report", step=step, metrics=metrics, waits=not report_is_free)
-                if not report_is_free:
+                if not report_is_free and self.told_of.takes(following):
                     break
                 following = self.trial.advance()
         if isinstance(following, PendingUnit):
@@ -201,13 +267,19 @@ class Record:
         if self.outcome in (None, "completed"):
             self.outcome, self.error = "failed", error
 
-    def finish(self) -> Result:
-        """Give the job's memory back and say what it left; a completed job's weights come to the host."""
-        with self.turn:
+    def finish(self, begins_again: "Callable[[Record, Result], bool] | None" = None) -> Result:
+        """Give the job's memory back and say what it left; a completed job's weights come to the host.
+
+        Args:
+            begins_again: whether it goes on after all, with what it has saved; None: it does not.
+        """
+        # A thread that hangs in the trial's loader has the turn, and is waited for no longer.
+        with contextlib.nullcontext() if self.is_abandoned else self.turn:
             try:
                 result = self._finish()
+                self.begins_again = begins_again is not None and begins_again(self, result)
             finally:
-                if self.keeper is not None:
+                if self.keeper is not None and not self.begins_again:
                     self.keeper.close(self.outcome or "failed")
         if self.keeper is not None and self.keeper.has_any:
             result.checkpoint = self.keeper.path
@@ -217,7 +289,7 @@ class Record:
         assert self.outcome is not None
         trial, self.trial, self.pending = self.trial, None, None
         self.spread, self.beside = None, {}
-        result = Result(status=self.outcome, error=self.error)
+        result = Result(status=self.outcome, error=self.error, faults=self.faults)
         if trial is None:
             return result
         planned = trial.units_planned
@@ -235,6 +307,8 @@ class Record:
         except Exception as error:  # noqa: BLE001 - the user's data iterator may fail when it is closed
             forget_locals(error)
             result.status, result.error = "failed", error
+        finally:
+            trial.clock.released()
         if result.status == "completed":
             result.keep(module, optimizer)
         return result

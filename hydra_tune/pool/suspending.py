@@ -54,7 +54,7 @@ def _is_settled(pool: Pool, job: Job, future: "Future[Path]") -> bool:
     """Whether a job is saved, or will not be."""
     if not future.done() and job.state not in OVER:
         try:
-            pool.answer(job, waits=False)
+            pool.answer(job)
         except CheckpointError:  # paused within a step
             return True
     return future.done() or job.state in OVER

@@ -10,10 +10,11 @@ from hydra_tune.devices.device import Device
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import Need, Prefetch
 from hydra_tune.observe.turns import current_turn
-from hydra_tune.pool.core import Core
-from hydra_tune.pool.job import Reported
+from hydra_tune.pool.core import Core, Probe
+from hydra_tune.pool.faults import found_lost
+from hydra_tune.pool.losses import Losses
 from hydra_tune.pool.pressure import Pressure
-from hydra_tune.pool.record import Following, Record
+from hydra_tune.pool.record import Following, Record, forget_locals
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import DeviceStats
 from hydra_tune.schedule import Unit, UnitFailed, UnitFinished
@@ -22,6 +23,7 @@ from hydra_tune.train.trial import Report, Trial, run_unit
 
 Instrument = Callable[[], AbstractContextManager[Any]]
 
+_GRAPH_KINDS = ("forward", "backward", "evaluate")  # which load all they need before they begin
 RESUME = Unit(kind="resume", shard=0, seconds=0.0)  # a trial goes on after a report: its own code, no shard unit
 
 
@@ -34,6 +36,7 @@ class Worker:
         pager: of the device.
         instrument: returns a context manager, entered around every unit.
         recorder: keeps what happens; None: nothing is kept.
+        losses: told if the device is lost.
 
     Attributes:
         busy_seconds: time spent in units.
@@ -41,7 +44,13 @@ class Worker:
     """
 
     def __init__(
-        self, core: Core, device: Device, pager: Pager, instrument: Instrument | None, recorder: Recorder | None
+        self,
+        core: Core,
+        device: Device,
+        pager: Pager,
+        instrument: Instrument | None,
+        recorder: Recorder | None,
+        losses: Losses,
     ) -> None:
         self.busy_seconds = 0.0
         self.units = 0
@@ -50,22 +59,58 @@ class Worker:
         self._pager = pager
         self._instrument = instrument
         self._recorder = recorder
+        self._losses = losses
+        self._is_lost = False
+        self._taken: PendingUnit | None = None  # the unit that runs, as long as it may turn out not to have begun
         self._pressure = Pressure(device, pager)
         self._prefetch = None if core.next_units is None else Prefetch(pager)
 
     def work(self) -> None:
         """The thread's life."""
-        inbox = self._core.inboxes[self._device.name]
         if self._core.log is not None:
             self._core.log.at_work(self._device.name)
-        with self._core.breaking(), self._device.worker():
-            while (item := inbox.get()) is not None:
+        with self._core.breaking():
+            try:
+                with self._device.worker():
+                    self._work()
+            except RuntimeError:  # of a device that is lost nothing can be had, not even its end
+                if not self._is_lost:
+                    raise
+
+    def _work(self) -> None:
+        inbox = self._core.inboxes[self._device.name]
+        while (item := inbox.get()) is not None:
+            if isinstance(item, Probe):
+                is_over = self._look()
+            else:
                 with self._turn(item[0]):
-                    self._run(*item)
-                del item  # or the last job's model would live until the next one comes
-            if self._device.name in self._core.gone:
-                self._pager.empty()
-                self._device.reclaim()
+                    is_over = self._run(*item)
+            del item  # or the last job's model would live until the next one comes
+            if is_over:
+                return
+        if self._device.name in self._core.gone:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Give back what is on the device, which works, or does not any more."""
+        name = self._device.name
+        try:
+            self._pager.empty()
+            self._device.reclaim()
+        except RuntimeError as error:
+            if not self._losses.is_here(name, error):
+                raise
+            self._is_lost = True
+            self._losses.report(name, error)
+
+    def _look(self) -> bool:
+        """Whether the device, which does nothing now, is lost."""
+        error = found_lost(self._device)
+        if error is None:
+            return False
+        self._is_lost = True
+        self._losses.report(self._device.name, error)
+        return True
 
     def stats(self) -> DeviceStats:
         """Figures since the pool began."""
@@ -95,9 +140,8 @@ class Worker:
         with recorded, record.tenant.at_work():
             yield
 
-    def _run(self, record: Record, unit: Unit) -> None:
-        """Run a unit and go on to the job's next one."""
-        job = record.job
+    def _run(self, record: Record, unit: Unit) -> bool:
+        """Run a unit and go on to the job's next one; returns whether this thread has nothing more to do here."""
         assert record.trial is not None
         trial = record.trial
         seconds = 0.0
@@ -106,17 +150,48 @@ class Worker:
             if unit.kind != RESUME.kind:
                 seconds = self._run_pending(record, trial, unit)
             following = self._go_on(record, unit)
-            while _is_update(following.step, unit.shard):
+            while _is_update(following.step, unit.shard) and not record.is_detached:
                 # Just in time, while parameters and gradients are here: a backward's update is no decision of its own.
                 seconds += self._run_pending(record, trial, unit)
                 following = self._go_on(record, unit)
         except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
             following = None  # the error's traceback keeps this frame, and a unit keeps its trial
-            self._core.fail(record, error, UnitFailed(job=job.key, device=self._device.name))
-            return
+            if record.is_detached:
+                self._core.came_back(record, error)
+                return True
+            return self._failed(record, unit, error)
+        if record.is_detached:
+            self._core.came_back(record, following)
+            return True
         if following.is_end and record.outcome is None:
             self._core.stop_completed(record)
         self._finish_unit(record, seconds, following)
+        return False
+
+    def _failed(self, record: Record, unit: Unit, error: BaseException) -> bool:
+        """A unit has raised; returns whether the device is lost."""
+        core, name, taken = self._core, self._device.name, self._taken
+        self._taken = None
+        if self._pager.ready_ns:  # it had all it needs, and has begun to compute
+            taken = None
+        if self._losses.is_here(name, error):
+            self._is_lost = True
+            if taken is not None:
+                record.put_back(unit, taken)
+            forget_locals(error)
+            self._losses.report(name, error, record, is_intact=taken is not None)
+            return True
+        if self._losses.is_elsewhere(name, error) and taken is not None:
+            with core.changed:
+                is_due = record.outcome is None
+                if is_due:
+                    record.put_back(unit, taken)
+                    core.decide(UnitFinished(record.job.key, name, 0.0, unit, record.remaining_seconds))
+            core.release_all()
+            if is_due:
+                return False
+        core.fail(record, error, UnitFailed(job=record.job.key, device=name))
+        return False
 
     def _go_on(self, record: Record, unit: Unit) -> Following:
         if record.outcome is not None:
@@ -125,9 +200,11 @@ class Worker:
 
     def _run_pending(self, record: Record, trial: Trial, unit: Unit) -> float:
         pending = record.take(unit)
+        self._taken = pending if pending.kind in _GRAPH_KINDS else None
         if self._prefetch is not None:
             self._prefetch.asks = lambda: self._next_needs(record, pending)
         seconds = self._pressure.run(record.job.name, pending, lambda: self._timed_unit(record, pending))
+        self._taken = None
         trial.finished(pending, seconds)
         return seconds
 
@@ -175,9 +252,8 @@ class Worker:
                 step_seconds=trial.step_seconds,
                 others=units[1:],
             )
-            if report is not None and job.events is not None:
-                # Under the lock: a job that is cancelled meanwhile must not be over before its report is out.
-                job.events.put(Reported(job, report.step, report.metrics))
+            if report is not None:
+                core.tell_of(record, report)
             core.decide(done)
         core.release_all()
 

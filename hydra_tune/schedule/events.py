@@ -95,7 +95,7 @@ class UnitFinished(NamedTuple):
         device: where the unit ran.
         seconds: how long it took.
         unit: the job's next unit, or None where this one has none that is ready now. Where nothing else of the job is
-            ready or runs, it waits for a report's answer, or it is complete and `JobStopped` follows.
+            ready or runs, it waits for a report's answer or for its data, or it is complete and `JobStopped` follows.
         remaining_seconds: predicted time of what is left, `unit` included. None: the scheduler corrects the last
             prediction it was told itself (`schedule/estimates.py`).
         step_seconds: predicted time of one training step from now on; None leaves it as it was.
@@ -121,17 +121,19 @@ class UnitFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResumed:
-    """A waiting job's report was answered and its next unit is ready.
+    """A waiting job goes on: its report was answered, or its data has come, and its next unit is ready.
 
     Args:
         job: the job.
         unit: its next unit.
         remaining_seconds: predicted time of what is left, `unit` included; None leaves it as it was.
+        others: further units that are ready and may run beside each other.
     """
 
     job: str
     unit: Unit
     remaining_seconds: float | None
+    others: tuple[Unit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,6 +165,11 @@ class Scheduler:
         return tuple(device for _, _, device in self._state.idle)
 
     @property
+    def has_devices(self) -> bool:
+        """Whether there is any device."""
+        return bool(self._state.devices)
+
+    @property
     def eligible_jobs(self) -> tuple[str, ...]:
         """Jobs with a unit ready to run."""
         return tuple(job for job, record in self._state.jobs.items() if record.view is not None)

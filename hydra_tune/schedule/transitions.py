@@ -155,7 +155,7 @@ def _resume(tables: Tables, event: JobResumed) -> None:
     _check_estimates(event.remaining_seconds, record.step_seconds)
     if event.remaining_seconds is not None:
         record.estimate.tell(event.remaining_seconds)
-    _make_ready(tables, record, event.unit)
+    _make_ready(tables, record, event.unit, *event.others)
 
 
 def _stop(tables: Tables, event: JobStopped) -> str | None:
@@ -231,8 +231,8 @@ def _phase_between_units(record: JobRecord) -> Phase:
     return _PAUSED if record.paused else _READY
 
 
-def _make_ready(tables: Tables, record: JobRecord, unit: Unit) -> None:
-    record.phase, record.ready = _phase_between_units(record), (unit,)
+def _make_ready(tables: Tables, record: JobRecord, *units: Unit) -> None:
+    record.phase, record.ready = _phase_between_units(record), tuple(sorted(units, key=_rank))
     tables.put(record)
 
 

@@ -19,6 +19,14 @@ class CaptureGate:
         self._sharing = 0
         self._alone = False
         self._waiting = 0
+        self._forgotten: set[int] = set()  # threads that have passed and are not expected back
+
+    def forget(self, thread: int) -> None:
+        """A thread that has passed `shared`, once, computes no more, and will not say so."""
+        with self._condition:
+            self._forgotten.add(thread)
+            self._sharing -= 1
+            self._condition.notify_all()
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -30,8 +38,11 @@ class CaptureGate:
             yield
         finally:
             with self._condition:
-                self._sharing -= 1
-                self._condition.notify_all()
+                if threading.get_ident() in self._forgotten:
+                    self._forgotten.discard(threading.get_ident())
+                else:
+                    self._sharing -= 1
+                    self._condition.notify_all()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ the ones before by more than the order of torch's samplers, as in a generator th
 
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from hydra_tune.errors import TaskError
 from hydra_tune.task import Batch, DataHandle
 from hydra_tune.train import workers
+from hydra_tune.train.drawing import DrawClock
 from hydra_tune.train.own import OwnCopies
 
 
@@ -46,6 +47,7 @@ class Feed:
 
     Attributes:
         may_skip: whether batches of the last pass that was begun, as far as it has come, may be skipped by another.
+        clock: says for how long the loader has been waited for.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Feed:
         mark: Callable[[], Hashable] = int,
     ) -> None:
         self.may_skip = True
+        self.clock = DrawClock()
         self._mark = mark
         self._batch_size = batch_size
         self._own_code = own_code
@@ -92,29 +95,40 @@ class Feed:
             TaskError: data that cannot be iterated, or workers that cannot be started; or fewer batches than are to be skipped.
         """
         self.may_skip = True
-        with self._own_code():
+        with self._drawing_here(handle):
             batches = self._own.batches(handle, self._batch_size, shuffle=shuffle)
         if isinstance(batches, DataLoader) and batches.num_workers > 0:
-            yield from self._draw_from_workers(batches, skip)
+            yield from self._draw_from_workers(handle, batches, skip)
             return
-        with self._own_code():
+        with self._drawing_here(handle):
             iterator = iter(batches)
         by_index = isinstance(batches, DataLoader) and _has_plain_order(batches)
         if skip is not None and by_index and isinstance(iterator, _SingleProcessDataLoaderIter):
-            self._skip(_Indices(iterator), self._own_code, skip)
+            self._skip(_Indices(iterator), self._drawing(handle, in_process=True), skip)
             skip = None
-        yield from self._rest(iterator, self._own_code, skip, watched=not by_index)
+        yield from self._rest(iterator, self._drawing(handle, in_process=True), skip, watched=not by_index)
 
     def close(self) -> None:
         """End the workers of every pass that has not ended, and those that stay from pass to pass."""
         for iterator in list(self._with_workers):
             workers.end(iterator)
 
-    def _draw_from_workers(self, loader: DataLoader[Any], skip: Skip | None) -> Iterator[Batch]:
-        iterator = self._start(loader)
+    def _drawing(self, handle: DataHandle, *, in_process: bool) -> Callable[[], AbstractContextManager[object]]:
+        """What is entered around each draw: the clock, innermost, since nobody is late while he waits for his turn."""
+        if not in_process:
+            return lambda: self.clock.drawing(handle, in_process=False)
+        return lambda: self._drawing_here(handle)
+
+    @contextmanager
+    def _drawing_here(self, handle: DataHandle) -> Iterator[None]:
+        with self._own_code(), self.clock.drawing(handle, in_process=True):
+            yield
+
+    def _draw_from_workers(self, handle: DataHandle, loader: DataLoader[Any], skip: Skip | None) -> Iterator[Batch]:
+        iterator = self._start(handle, loader)
         # Waiting for a worker must not keep other trials from their streams.
         at_start = _draws_at_its_start_only(loader)
-        around = nullcontext if at_start else self._own_code
+        around = self._drawing(handle, in_process=not at_start)
         try:
             with workers.death_explained():
                 yield from self._rest(iterator, around, skip, watched=not at_start)
@@ -122,12 +136,13 @@ class Feed:
             if not loader.persistent_workers:
                 workers.end(iterator)
 
-    def _start(self, loader: DataLoader[Any]) -> Iterator[Batch]:
+    def _start(self, handle: DataHandle, loader: DataLoader[Any]) -> Iterator[Batch]:
+        around = self._drawing(handle, in_process=True)
         if loader._iterator is not None:  # noqa: SLF001 - persistent workers, of the pass before
-            with self._own_code():
+            with around():
                 return iter(loader)
         ready = workers.ready(loader)
-        with workers.failed_start_explained(), self._own_code():
+        with workers.failed_start_explained(), around():
             iterator = iter(ready)
         self._with_workers.add(iterator)
         loader._iterator = iterator if loader.persistent_workers else None  # noqa: SLF001

@@ -1,7 +1,8 @@
 """A trial's own random streams, swapped in whenever its code runs.
 
 Torch's default CPU generator, numpy's and Python's are one each per process, so only one trial can have its streams swapped
-in at a time: `STREAMS` is that lock. Note: lock order. Whoever needs both takes `STREAMS` first and the capture gate inside.
+in at a time: `STREAMS` is that lock, which is taken away from a loader that hangs and is given up on (`train/drawing.py`).
+Note: lock order. Whoever needs both takes `STREAMS` first and the capture gate inside.
 Captured units that can draw from any generator (`shard/draws.py`) draw from the trial's own and need no lock.
 Generators of GPUs are one per device and used by that device's worker alone, so they need no lock.
 """
@@ -11,7 +12,6 @@ import ctypes
 import importlib
 import importlib.util
 import random
-import threading
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from hydra_tune.devices.cpu import drawing_from
 from hydra_tune.devices.device import Device
+from hydra_tune.train.turns import Turns
 
-STREAMS = threading.RLock()
+STREAMS = Turns()
 _BLOCK = 624  # numbers that the Mersenne Twister makes at once
 _INSIDE_BLOCK = slice(512, 4608)  # bytes of a generator's state that are the block's, whatever lies around it
 _MAX_DRAWS = 100_000 * _BLOCK  # looked for, in less than a second; dropout draws one or two for each element
@@ -128,15 +129,22 @@ class RandomStreams:
         """The torch CPU, numpy and Python streams are the trial's; what was there before comes back."""
         with STREAMS:
             before = torch.get_rng_state(), random.getstate(), self._numpy and self._numpy.random.get_state()
-            self._swap_in()
-            try:
-                yield
-            finally:
-                self._save()
+
+            def restore() -> None:
                 torch.set_rng_state(before[0])
                 random.setstate(before[1])
                 if self._numpy is not None:
                     self._numpy.random.set_state(before[2])
+
+            self._swap_in()
+            STREAMS.begin(restore)
+            try:
+                yield
+            finally:
+                if STREAMS.is_held:  # else the trial was given up on, and what is there now is another's
+                    STREAMS.end()
+                    self._save()
+                    restore()
 
     def drawing(self, device: Device, *, keep: bool, own: bool) -> AbstractContextManager[None]:
         """The device's generator is the trial's, for a captured unit that draws.

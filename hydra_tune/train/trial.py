@@ -34,6 +34,7 @@ from hydra_tune.train.capture import Beginning, Built, Place, decoded, encoded, 
 from hydra_tune.train.clock import Progress, UnitTimes
 from hydra_tune.train.data import no_batch, num_batches, num_samples
 from hydra_tune.train.described import copied, is_of_the_pass
+from hydra_tune.train.drawing import DrawClock
 from hydra_tune.train.feed import Feed, Skip
 from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.helpers import Arrangement, Helpers, drawn_bytes
@@ -141,6 +142,7 @@ class Trial:
         self._evaluation_times = UnitTimes({})
         self._step_left = 0.0
         self._ahead: list[int] = []  # samples of the batches that are drawn ahead
+        self._open_step: OptimizerStep | None = None  # while its batches are drawn
         self._program = self._run()
         self.outcome = "completed"
 
@@ -178,6 +180,11 @@ class Trial:
             self.units_run += unit.kind != "sum"  # which is no unit where batches run one after the other
             self._step_left = max(0.0, self._step_left - unit.seconds)
             unit.times.measured(unit.key, seconds)
+
+    @property
+    def clock(self) -> DrawClock:
+        """Says for how long the trial's loader has been waited for."""
+        return self._feed.clock
 
     @property
     def activations(self) -> tuple[str, ...]:
@@ -242,7 +249,10 @@ class Trial:
     def close(self, *, keep: bool) -> None:
         """End the trial: values of the step go; the state comes home, or goes too."""
         try:
-            self._program.close()
+            if self.clock.is_abandoned:  # its program hangs in the loader, and would be closed by nobody
+                self._close_open_step()
+            else:
+                self._program.close()
         finally:
             self._feed.close()
             self._share.leave()
@@ -256,6 +266,11 @@ class Trial:
             self._claimed = None
             self._plans.clear()
             self._let_go()
+
+    def _close_open_step(self) -> None:
+        step, self._open_step = self._open_step, None
+        if step is not None:
+            step.close()
 
     def _let_go(self) -> None:
         """Of all that holds weights: a trial has cycles, so that it may be there until the garbage collector comes by."""
@@ -324,16 +339,16 @@ class Trial:
                 for piece in pieces(batch, self.task.num_pieces):
                     leaves = batches.flatten(piece.batch)
                     kept = self._plans.find(module, optimizer, self.state, piece.batch, leaves, "train")
-                    step = step or self._new_step(kept)
+                    self._open_step = step = step or self._new_step(kept)
                     yield from self._train_part(step, kept, leaves, piece)
                 if step is not None and step.is_full:
-                    done, step = step, None
+                    done, step, self._open_step = step, None, None
                     yield from self._finish(done, Place(epoch=epoch, batches=count))
             if step is not None:
-                done, step = step, None
+                done, step, self._open_step = step, None, None
                 yield from self._finish(done, Place(epoch=epoch, batches=count))
         finally:
-            if step is not None:
+            if step is not None and not self.clock.is_abandoned:
                 step.close()
         if not count:
             raise no_batch("train", self.task.train, epoch)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
-from hydra_tune.errors import TaskError
+from hydra_tune.errors import LoaderWorkerError, TaskError
 from hydra_tune.shard.gate import GATE
 
 _SHARED_BYTES = (
@@ -76,12 +76,12 @@ def failed_start_explained() -> Iterator[None]:
     """Around the start of workers.
 
     Raises:
-        TaskError: the fork server has ended.
+        LoaderWorkerError: the fork server has ended.
     """
     try:
         yield
     except (EOFError, BrokenPipeError, ConnectionError) as error:
-        raise TaskError(f"the workers of a DataLoader could not be started ({error!r}); {_REMEDY}") from error
+        raise LoaderWorkerError(f"the workers of a DataLoader could not be started ({error!r}); {_REMEDY}") from error
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def death_explained() -> Iterator[None]:
     """Around the use of workers; what a worker raises comes through as it is.
 
     Raises:
-        TaskError: a worker has ended.
+        LoaderWorkerError: a worker has ended.
     """
     try:
         yield
@@ -98,7 +98,7 @@ def death_explained() -> Iterator[None]:
         lost = not isinstance(error, RuntimeError) and "in DataLoader worker process" not in str(error)
         if not lost and "exited unexpectedly" not in str(error):
             raise
-        raise TaskError(
+        raise LoaderWorkerError(
             f"a worker of a DataLoader exited unexpectedly ({error!r}): it was killed, for want of memory perhaps, or crashed, "
             f"or never came up; {_REMEDY}"
         ) from error

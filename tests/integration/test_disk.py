@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_tune import HydraExecutor, TrainTask, train_plain
+from hydra_tune import HydraExecutor, Reported, TrainTask, train_plain
 from hydra_tune.devices import discovery
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError, SpillError
@@ -70,6 +70,7 @@ def pool(folder, **options):
             "host_memory": HOST_BYTES,
             "spill_dir": folder,
             "num_shards": DEPTH,
+            "max_retries": 0,
         }
         | options
     )
@@ -234,6 +235,25 @@ def test_a_trial_whose_files_cannot_be_read_fails_alone(tmp_path, width):
         assert against_plain(one_thread(lambda: train_plain(task(1))), done) == []
         assert executor.stats().devices["cpu:0"].resident_bytes == 0
         assert executor._pool._host.ledger.used_bytes == 0
+
+
+def test_a_trial_whose_files_cannot_be_read_begins_again(tmp_path):
+    with pool(tmp_path, max_retries=1) as executor:
+        stream = executor.events()
+        broken = executor.submit(task(0), events=stream)
+        assert stream.get(PATIENCE_SECONDS).job is broken
+        for number in {block.number for block in executor._pool._records[broken.key].trial.state._blocks()}:
+            for path in tmp_path.glob(f"hydra-tune-*/block-{number}.bin"):
+                path.unlink()
+        steps = []
+        broken.proceed()
+        while isinstance(event := stream.get(PATIENCE_SECONDS), Reported):
+            steps.append(event.step)
+            broken.proceed()
+        assert steps == [1, 2], "of the first report the driver has been told, and has answered"
+        assert [fault.split(":")[0] for fault in event.result.faults] == ["SpillError"]
+        assert executor._pool._host.ledger.used_bytes == 0
+    assert against_plain(one_thread(lambda: train_plain(task(0))), event.result) == []
 
 
 def test_a_trial_whose_copies_the_disk_refuses_fails_by_name_when_another_needs_the_room(tmp_path):

@@ -22,6 +22,7 @@ from hydra_tune.train.trial import Trial
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import (
     PATIENCE_SECONDS,
+    SAMPLES,
     X,
     Y,
     against_plain,
@@ -76,9 +77,31 @@ class EndsProcess(nn.Linear):
         raise SystemExit(3)
 
 
+class FailingSamples(TensorDataset):
+    def __getitem__(self, index):
+        if index > 20:
+            raise FaultError
+        return super().__getitem__(index)
+
+
+def failing_loader(**options):
+    return DataLoader(SAMPLES, batch_size=8, **options)
+
+
+def hooked():
+    """What a callback of the user's does that hangs on the model."""
+    module = mlp()
+    module.register_forward_hook(fail)
+    return module
+
+
 @pytest.mark.parametrize(
     "changes",
     [
+        {"train": FailingSamples(X, Y), "batch_size": 8},
+        {"train": failing_loader(collate_fn=fail)},
+        {"model": hooked},
+        {"loss": None, "step": fail},
         {"model": fail},
         {"optimizer": fail},
         {"param_groups": fail},

@@ -118,7 +118,7 @@ def test_a_full_disk_ends_the_log_with_one_warning_and_hurts_nobody(caplog):
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     message = record.getMessage()
-    assert "/dev/full ends here, and training goes on without it: No space left on device" in message
+    assert "/dev/full ends here, and training goes on without it: [Errno 28] No space left on device" in message
     assert "give the next run another event_log" in message
 
 

@@ -1,0 +1,120 @@
+"""Faults that are not a trial's own: what they are, and how its trial begins again.
+
+A device that is lost, a spill file that cannot be written or read, and a loader's worker process that was killed say nothing
+about the trial they have hit. It goes on from its last checkpoint, or begins anew where there is none, as often as
+`max_retries` says; and it ends with the same bits either way. What a trial's own code raises is never tried again.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from hydra_tune.checkpoint.folder import generations, load_checkpoint
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceLostError,
+    FileError,
+    HydraTuneError,
+    LoaderWorkerError,
+    SpillError,
+)
+from hydra_tune.memory.pressure import is_out_of_memory
+from hydra_tune.pool.checkpoints import Checkpoints, TrialKeeper
+from hydra_tune.pool.job import Result
+from hydra_tune.pool.record import Record
+from hydra_tune.train.capture import Beginning
+
+# Not `warnings`: a capture in another thread silences them for the whole process, and filters may turn them into errors.
+_LOGGER = logging.getLogger(__name__)
+_NOT_ITS_OWN = (DeviceLostError, SpillError, LoaderWorkerError)
+
+
+def check_retries(value: object) -> int:
+    """`max_retries`, checked.
+
+    Raises:
+        ConfigError: not a whole number from 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"max_retries must be a whole number from 0, not {value!r}")
+    return value
+
+
+def found_lost(device: Device) -> BaseException | None:
+    """What a device says that fails at whatever it is asked; None if it works. Waits for what it does now."""
+    try:
+        device.synchronize()
+    except Exception as error:  # noqa: BLE001 - a driver has many ways to say it
+        return None if is_out_of_memory(error) else error
+    return None
+
+
+def may_be_the_devices(error: BaseException) -> bool:
+    """Whether an error might be a device's: none of ours, nor a want of memory."""
+    return isinstance(error, RuntimeError) and not isinstance(error, HydraTuneError) and not is_out_of_memory(error)
+
+
+class Faults:
+    """Decides which failed jobs begin again.
+
+    Args:
+        devices: of the pool, by name.
+        checkpoints: of the pool.
+    """
+
+    def __init__(self, devices: Mapping[str, Device], checkpoints: Checkpoints) -> None:
+        self._devices = devices
+        self._checkpoints = checkpoints
+
+    def may_begin_again(self, record: Record, result: Result) -> bool:
+        """Whether a job whose memory has been given back is to be tried again; its error is named for what it is."""
+        error = result.error
+        if result.status != "failed" or error is None:
+            return False
+        if may_be_the_devices(error):
+            lost = [name for name, device in list(self._devices.items()) if found_lost(device)]
+            if lost:
+                named = DeviceLostError(
+                    f"device {' and '.join(lost)} was lost under trial {record.job.name!r} ({first_line(error)}); what it had "
+                    "there is nowhere else; with checkpoint_dir it would go on from its last checkpoint"
+                )
+                named.__cause__ = error
+                result.error = error = named
+        if not isinstance(error, _NOT_ITS_OWN):
+            return False
+        if len(record.faults) >= record.max_retries:
+            if record.faults:
+                error.add_note(f"the trial was begun again {len(record.faults)} times before: max_retries")
+            return False
+        return record.wanted_end is None
+
+    def beginning(self, record: Record, error: BaseException) -> Callable[[], Beginning | None]:
+        """What a job begins again from, to be called when it is prepared; says so."""
+        keeper = record.keeper
+        has_saved = keeper is not None and keeper.has_any
+        _LOGGER.warning(
+            "trial %r has failed through no fault of its own, and begins again from %s (retry %d of %d): %s",
+            record.job.name,
+            "its last checkpoint" if has_saved else "its beginning",
+            len(record.faults) + 1,
+            record.max_retries,
+            first_line(error),
+        )
+        first = record.begin
+        return lambda: self._last_saved(record.job.name, keeper) or first()
+
+    def _last_saved(self, name: str, keeper: TrialKeeper | None) -> Beginning | None:
+        self._checkpoints.flush()
+        try:
+            if keeper is not None and keeper.path is not None and generations(keeper.path):
+                return Beginning(saved=load_checkpoint(keeper.path), allows_changes=False, only_weights=False)
+        except (CheckpointError, FileError) as error:
+            _LOGGER.warning("trial %r has no checkpoint to go on from, and begins anew: %s", name, error)
+        return None
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, and what it is."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"

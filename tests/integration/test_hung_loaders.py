@@ -1,0 +1,273 @@
+"""Data loaders that hang: named, and no other trial waits for them."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hydra_tune import Failed, Reported
+from hydra_tune.errors import ConfigError, LoaderTimeoutError
+from hydra_tune.pool import loaders
+from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, one_batch, running, task
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch):
+    monkeypatch.setattr(loaders, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(loaders, "_GRACE_SECONDS", 0.1)
+
+
+class Gate:
+    """Where a loader hangs in the system, until it is opened."""
+
+    def __init__(self):
+        self.reached, self.opened, self.after = threading.Event(), threading.Event(), []
+
+    def hang(self):
+        self.reached.set()
+        self.opened.wait()  # in a lock of the system, where no exception comes through
+        self.after.append(torch.rand(()))
+
+
+@pytest.fixture
+def gate():
+    made = Gate()
+    yield made
+    made.opened.set()
+
+
+def batches(gate, at, count=4):
+    """A handle that hangs before batch `at` of the second pass, but gives the right ones."""
+    passes = []
+
+    def drawn():
+        passes.append(1)
+        for number in range(count):
+            if len(passes) == 2 and number == at:
+                gate.hang()
+            yield X[:8] + torch.rand(8, 8), Y[:8]
+
+    return drawn
+
+
+def drawing(**changes):
+    """A trial whose batches are drawn in this process, with random numbers of all kinds."""
+
+    def drawn():
+        for _ in range(3):
+            yield X[:8] + torch.rand(8, 8) + random.random(), Y[:8]
+
+    return task(**({"train": drawn, "epochs": 6} | changes))
+
+
+def until(condition):
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes"),
+    [
+        ("cpu:1", {"accumulate": 2}),
+        ("cpu:2", {}),
+        pytest.param("cpu:1", {}, marks=pytest.mark.slow),
+        pytest.param("cpu:2", {"accumulate": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_loader_that_hangs_in_this_process_fails_its_trial_and_no_other(gate, caplog, devices, changes):
+    described = [drawing(seed=seed) for seed in (1, 2)]
+    outside = torch.get_rng_state()
+    with running(devices=devices, max_concurrent=3, loader_warning=0.2, loader_timeout=0.5) as pool:
+        hung = pool.submit(task(train=batches(gate, 1), epochs=3, **changes), name="hung")
+        assert gate.reached.wait(PATIENCE_SECONDS)
+        others = [pool.submit(one) for one in described]
+        result = hung.result(PATIENCE_SECONDS)
+        assert isinstance(result.error, LoaderTimeoutError)
+        message = str(result.error)
+        for part in ("'hung'", "train=", "threading.py", "loader_timeout is 0.5s", "num_workers=1"):
+            assert part in message
+        assert [other.result(PATIENCE_SECONDS).status for other in others] == ["completed"] * 2
+        assert torch.equal(torch.get_rng_state(), outside)
+        described += [drawing(seed=seed) for seed in (4, 5)]
+        others += [pool.submit(one) for one in described[2:]]
+        gate.opened.set()  # now, and beside what draws
+        assert [other.result(PATIENCE_SECONDS).status for other in others] == ["completed"] * 4
+        assert torch.equal(torch.get_rng_state(), outside)
+        for one, other in zip(described, others, strict=True):
+            assert against_plain(one, other.result(0)) == []
+        assert not gate.after, "it must not have drawn from another's streams"
+        assert pool.stats().devices["cpu:0"].resident_bytes == 0
+    assert any("'hung' has been waiting for" in record.getMessage() for record in caplog.records)
+
+
+def test_one_that_hangs_at_its_first_batch_does_not_keep_others_from_beginning(gate):
+    def drawn():
+        gate.hang()
+        yield from one_batch()
+
+    with running(devices="cpu:1", max_concurrent=2, loader_timeout=0.5) as pool:
+        hung = pool.submit(task(train=drawn))
+        assert gate.reached.wait(PATIENCE_SECONDS)
+        described = drawing()
+        assert against_plain(described, pool.submit(described).result(PATIENCE_SECONDS)) == []
+        assert isinstance(hung.result(PATIENCE_SECONDS).error, LoaderTimeoutError)
+
+
+def test_one_that_hangs_in_python_is_interrupted_where_it_is(caplog):
+    where = []
+
+    def drawn():
+        yield from one_batch()
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            where.append(threading.current_thread().name)
+
+    with running(devices="cpu:1", loader_timeout=0.3) as pool:
+        result = pool.submit(task(train=drawn)).result(PATIENCE_SECONDS)
+    assert isinstance(result.error, LoaderTimeoutError)
+    assert where == ["hydra-cpu:0"], "on its own thread"
+    assert not any("left behind" in record.getMessage() for record in caplog.records)
+
+
+def test_one_that_catches_everything_is_interrupted_again(gate):
+    tries = []
+
+    def drawn():
+        yield from one_batch()
+        while len(tries) < 3:
+            try:
+                while True:
+                    time.sleep(0.01)
+            except BaseException:  # noqa: BLE001
+                tries.append(1)
+                continue
+
+    with running(devices="cpu:1", loader_timeout=0.3) as pool:
+        result = pool.submit(task(train=drawn)).result(PATIENCE_SECONDS)
+        assert isinstance(result.error, LoaderTimeoutError)
+        until(lambda: len(tries) == 3)
+
+
+class Hangs(Dataset):
+    """A worker that hangs at a sample until there is a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        while index == 16 and not self.path.exists():
+            time.sleep(0.01)
+        return X[index], Y[index]
+
+
+def test_a_trial_whose_workers_are_slow_leaves_its_device_and_comes_back_with_the_same_numbers(caplog, tmp_path):
+    loader = DataLoader(Hangs(tmp_path / "go on"), batch_size=8, num_workers=1)
+    described = task(train=loader, batch_size=None, epochs=2)
+    with running(devices="cpu:1", max_concurrent=2, loader_warning=0.2) as pool:
+        slow = pool.submit(described, name="slow")
+        until(lambda: slow.state == "running")
+        other = drawing()
+        assert against_plain(other, pool.submit(other).result(PATIENCE_SECONDS)) == [], "beside it, on its only device"
+        assert slow.state == "running"
+        until(lambda: any("'slow' has been waiting" in record.getMessage() for record in caplog.records))
+        (tmp_path / "go on").touch()
+        result = slow.result(PATIENCE_SECONDS)
+    assert "num_workers=1" in caplog.text
+    assert "other trials go on meanwhile" in caplog.text
+    assert against_plain(described, result) == []
+
+
+@pytest.mark.parametrize("way", ["prune", "shutdown"])
+def test_a_trial_that_is_over_waits_for_a_hanging_loader_no_longer_than_until_its_warning(gate, way):
+    with running(devices="cpu:1", loader_warning=0.4, loader_timeout=None) as pool:
+        stream = pool.events()
+        hung = pool.submit(task(train=batches(gate, 0), epochs=3), events=stream)
+        assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
+        hung.proceed()
+        assert gate.reached.wait(PATIENCE_SECONDS)
+        if way == "prune":
+            hung.prune()
+            assert hung.result(PATIENCE_SECONDS).status == "pruned"
+            assert against_plain(drawing(), pool.submit(drawing()).result(PATIENCE_SECONDS)) == []
+    assert hung.result(0).status == {"prune": "pruned", "shutdown": "cancelled"}[way]
+
+
+def test_a_slow_validation_reports_when_it_is_done(gate):
+    def slow():
+        time.sleep(0.3)
+        yield from one_batch()
+
+    described = task(validate=slow, epochs=2)
+    with running(devices="cpu:1") as pool:
+        stream = pool.events()
+        job = pool.submit(described, events=stream)
+        steps = []
+        while isinstance(event := stream.get(PATIENCE_SECONDS), Reported):
+            steps.append(event.step)
+            assert job.state == "waiting"
+            job.proceed()
+        assert steps == [0, 1]
+        assert against_plain(described, event.result) == []
+
+
+def test_an_error_after_a_long_wait_is_the_trials_own():
+    def drawn():
+        yield from one_batch()
+        time.sleep(0.3)
+        raise ZeroDivisionError
+
+    with running(devices="cpu:1") as pool:
+        stream = pool.events()
+        job = pool.submit(task(train=drawn), events=stream)
+        event = stream.get(PATIENCE_SECONDS)
+        assert isinstance(event, Failed)
+        assert isinstance(job.result(0).error, ZeroDivisionError)
+
+
+def test_a_device_is_taken_away_while_its_trial_waits_for_data(gate):
+    described = drawing()
+    with running(devices="cpu:2", loader_timeout=None) as pool:
+        slow = pool.submit(task(train=batches(gate, 1), epochs=3))
+        assert gate.reached.wait(PATIENCE_SECONDS)
+        for name in ("cpu:0", "cpu:1"):
+            pool.remove_device(name)
+            pool.add_device(name)
+        gate.opened.set()
+        assert slow.result(PATIENCE_SECONDS).status == "completed"
+        assert against_plain(described, pool.submit(described).result(PATIENCE_SECONDS)) == []
+
+
+class Slow(IterableDataset):
+    def __iter__(self):
+        for number in range(4):
+            time.sleep(0.1 * (number % 2))
+            yield X[number * 4 : number * 4 + 4] + torch.rand(4, 8), Y[number * 4 : number * 4 + 4]
+
+
+@pytest.mark.parametrize("way", ["data-parallel", pytest.param("pipelined", marks=pytest.mark.slow)])
+def test_batches_side_by_side_that_come_late_change_no_bit(way):
+    described = task(train=DataLoader(Slow(), batch_size=None), accumulate=4, epochs=2)
+    with running(devices="cpu:2", num_shards=2) as pool:
+        pool._only_way = way
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+        assert pool.stats().steps_by_way[way]
+    assert against_plain(described, result) == []
+
+
+@pytest.mark.parametrize("option", ["loader_warning", "loader_timeout"])
+@pytest.mark.parametrize("value", [0, -1.0, "soon", True, float("nan")])
+def test_what_is_no_time_is_refused(option, value):
+    with pytest.raises(ConfigError, match=f"{option} must be a time above 0"), running(**{option: value}):
+        pass

@@ -1,0 +1,242 @@
+"""Devices that fail for good: their trials go on elsewhere, from what the host has or from their last checkpoint."""
+
+import os
+import signal
+import time
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from hydra_tune import Finished, Reported
+from hydra_tune.errors import ConfigError, DeviceLostError, HydraTuneError, LoaderWorkerError
+from hydra_tune.observe.runlog import read_log
+from tests.integration.test_elastic import TIGHT, long, wait_for_units
+from tests.support.losable import losable
+from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, one_batch, running, short, task
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    return losable(monkeypatch)
+
+
+def lose(pool, devices, after):
+    wait_for_units(pool, "cpu:1", 6)
+    devices[1].lose_at(after)
+
+
+@pytest.mark.parametrize(("after", "options"), [(0, {}), (3, TIGHT)], ids=["roomy", "tight"])
+def test_trials_of_a_lost_device_end_with_the_same_numbers(devices, caplog, after, options):
+    described = [long(seed) for seed in range(2)]
+    with running(devices="cpu:2", max_concurrent=2, max_retries=1, **options) as pool:
+        jobs = [pool.submit(one) for one in described]
+        lose(pool, devices, after)
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+        assert pool.device_names == ("cpu:0",)
+    for one, result in zip(described, results, strict=True):
+        assert against_plain(one, result) == []
+        assert result.retries in (0, 1)
+        for fault in result.faults:
+            assert fault.startswith("DeviceLostError: device cpu:1 was lost")
+            assert "illegal memory access" in fault
+    assert "device cpu:1 is lost (RuntimeError: CUDA error: an illegal memory access was encountered)" in caplog.text
+    assert caplog.text.count("begins again from its beginning (retry 1 of 1)") == sum(r.retries for r in results)
+
+
+def test_without_retries_those_fail_by_name_whose_state_is_lost_and_the_others_go_on(devices):
+    described = [long(seed) for seed in range(2)]
+    with running(devices="cpu:2", max_concurrent=2, max_retries=0) as pool:
+        jobs = [pool.submit(one, name=f"trial {number}") for number, one in enumerate(described)]
+        lose(pool, devices, 0)
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+        failed = [number for number, result in enumerate(results) if result.status == "failed"]
+        assert len(failed) == 1
+        assert isinstance(results[failed[0]].error, DeviceLostError)
+        assert f"'trial {failed[0]}'" in str(results[failed[0]].error)
+        assert against_plain(described[1 - failed[0]], results[1 - failed[0]]) == []
+        assert pool.submit(short()).result(PATIENCE_SECONDS).status == "completed"
+
+
+def test_a_trial_goes_on_from_its_last_checkpoint(devices, tmp_path, caplog):
+    described = long(accumulate=1)
+    log = tmp_path / "run.jsonl"
+    with running(
+        devices="cpu:2", max_concurrent=2, checkpoint_dir=tmp_path / "saved", checkpoint_every=1, event_log=log
+    ) as pool:
+        jobs = [pool.submit(long(seed), name=f"trial {seed}") for seed in (3, 4)]
+        wait_for_units(pool, "cpu:1", 40)
+        pool._pool.checkpoints.flush()
+        devices[1].lose_at(0)
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    assert sum(result.retries for result in results) == 1
+    assert "begins again from its last checkpoint (retry 1 of 1)" in caplog.text
+    assert against_plain(described, results[0]) == []
+    assert against_plain(long(4), results[1]) == []
+    assert [event.what for event in read_log(log).jobs].count("begins again") == 1
+
+
+def test_a_driver_is_told_of_each_report_once(devices):
+    described = long()
+    with running(devices="cpu:2", max_concurrent=2) as pool:
+        streams = [pool.events() for _ in range(2)]
+        jobs = [pool.submit(long(seed), events=stream) for seed, stream in enumerate(streams)]
+        for _ in range(3):
+            for stream, job in zip(streams, jobs, strict=True):
+                assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
+                job.proceed()
+        waiting = [stream.get(PATIENCE_SECONDS) for stream in streams]  # all wait at the fourth report
+        assert [event.step for event in waiting] == [3, 3]
+        devices[1].lose_at(0)
+        steps = [[], []]
+        jobs[0].proceed()
+        jobs[1].proceed()  # at once, or while it begins again
+        for number, stream in enumerate(streams):
+            while isinstance(event := stream.get(PATIENCE_SECONDS), Reported):
+                steps[number].append(event.step)
+                event.job.proceed()
+            assert isinstance(event, Finished)
+            assert [entry["epoch"] for entry in event.result.history] == list(range(described.epochs))
+        assert steps == [list(range(4, described.epochs))] * 2
+        assert sum(job.result(0).retries for job in jobs) == 1
+        for seed, job in enumerate(jobs):
+            assert against_plain(long(seed), job.result(0)) == []
+
+
+def test_a_paused_trial_whose_state_is_lost_stays_paused(devices):
+    with running(devices="cpu:2", max_concurrent=2) as pool:
+        jobs = [pool.submit(long(seed, epochs=40)) for seed in range(2)]
+        wait_for_units(pool, "cpu:1", 10)
+        wait_for_units(pool, "cpu:0", 10)
+        for job in jobs:
+            job.pause()
+        devices[1].lose_at(0)
+        for job in jobs:
+            job.unpause()
+        assert [job.result(PATIENCE_SECONDS).status for job in jobs] == ["completed"] * 2
+
+
+def test_a_device_that_works_again_may_be_added_again(devices):
+    described = [long(seed) for seed in range(2)]
+    with running(devices="cpu:2", max_concurrent=2) as pool:
+        jobs = [pool.submit(one) for one in described]
+        lose(pool, devices, 0)
+        for job in jobs:
+            job.result(PATIENCE_SECONDS)
+        broken = devices[1]
+        pool.add_device("cpu:1")
+        assert devices[1] is not broken
+        jobs = [pool.submit(one) for one in described]
+        wait_for_units(pool, "cpu:1", 5)
+        for one, job in zip(described, jobs, strict=True):
+            assert against_plain(one, job.result(PATIENCE_SECONDS)) == []
+
+
+def test_a_device_that_fails_while_it_is_taken_away_is_lost(devices):
+    described = [long(seed) for seed in range(2)]
+    with running(devices="cpu:2", max_concurrent=2) as pool:
+        jobs = [pool.submit(one) for one in described]
+        wait_for_units(pool, "cpu:1", 6)
+        for job in jobs:
+            job.pause()
+        wait_until_idle(pool)
+        devices[1].lose_at(0)
+        pool.remove_device("cpu:1")
+        for job in jobs:
+            job.unpause()
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    assert sum(result.retries for result in results) == 1
+    for one, result in zip(described, results, strict=True):
+        assert against_plain(one, result) == []
+
+
+def wait_until_idle(pool):
+    end = time.monotonic() + PATIENCE_SECONDS
+    while pool._pool._core.scheduler.running:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_the_loss_of_the_last_device_fails_every_job_and_leaves_none_waiting(devices):
+    with running(devices="cpu:1", max_concurrent=2) as pool:
+        jobs = [pool.submit(long(seed)) for seed in range(3)]
+        wait_for_units(pool, "cpu:0", 6)
+        devices[0].lose_at(0)
+        for job in jobs:
+            result = job.result(PATIENCE_SECONDS)
+            assert result.status == "failed"
+            assert "the pool's last device, cpu:0, is lost" in str(result.error)
+        with pytest.raises(HydraTuneError, match="last device"):
+            pool.submit(short())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["one", "data-parallel", "pipelined"])
+def test_wherever_a_device_is_lost_the_numbers_are_the_same(devices, way):
+    described = [long(seed, epochs=4, accumulate=3) for seed in range(1 if way != "one" else 3)]
+    losses = 0
+    for after in range(0, 120, 5):
+        with running(devices="cpu:2", max_concurrent=3, **TIGHT) as pool:
+            pool._only_way = None if way == "one" else way
+            assert pool.width
+            devices[1].lose_at(after)
+            results = [job.result(PATIENCE_SECONDS) for job in [pool.submit(one) for one in described]]
+            losses += devices[1].is_lost
+        for one, result in zip(described, results, strict=True):
+            assert against_plain(one, result) == [], after
+    assert losses > 12
+
+
+class Kills(Dataset):
+    """A worker that kills itself at a sample, so many times."""
+
+    def __init__(self, folder, times):
+        self.folder, self.times = folder, times
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        if index == 20 and (count := len(list(self.folder.iterdir()))) < self.times:
+            (self.folder / str(count)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return X[index], Y[index]
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_trial_whose_loaders_worker_is_killed_begins_again(times, tmp_path):
+    loader = DataLoader(Kills(tmp_path, times), batch_size=8, num_workers=1)
+    described = task(train=loader, batch_size=None, epochs=1)
+    with running(devices="cpu:1") as pool:
+        result = pool.submit(described, max_retries=1).result(PATIENCE_SECONDS)
+    if times == 1:
+        assert against_plain(described, result) == []
+        assert result.faults[0].startswith("LoaderWorkerError: ")
+    else:
+        assert isinstance(result.error, LoaderWorkerError)
+        assert "begun again 1 times before" in "".join(result.error.__notes__)
+
+
+def test_what_a_trials_own_code_raises_is_not_tried_again():
+    calls = []
+
+    def failing():
+        calls.append(1)
+        yield from one_batch()
+        raise RuntimeError("CUDA error: so it says")
+
+    with running(devices="cpu:1", max_retries=5) as pool:
+        result = pool.submit(short(train=failing)).result(PATIENCE_SECONDS)
+    assert isinstance(result.error, RuntimeError)
+    assert (len(calls), result.retries) == (1, 0)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
+def test_what_is_no_number_of_retries_is_refused(value):
+    with pytest.raises(ConfigError, match="max_retries must be a whole number from 0"), running(max_retries=value):
+        pass
+    with running() as pool:
+        assert pool.width
+        with pytest.raises(ConfigError, match="max_retries must be a whole number from 0"):
+            pool.submit(short(), max_retries=value)
