@@ -1,0 +1,133 @@
+"""What other threads of the process do beside a pool is nothing to its trials, nor what trials do to them."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hydra_tune import TrainTask, train_plain
+from hydra_tune.pool.job import OVER
+from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
+
+pytestmark = pytest.mark.timeout(120)
+
+X = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+Y = X.argmax(1) % 4
+MEDDLING = threading.Event()
+
+
+def meddle() -> None:
+    """Another thread draws and seeds, at the worst moment: while a trial's own code runs."""
+    if MEDDLING.is_set() and not torch.compiler.is_compiling():
+        thread = threading.Thread(target=lambda: (torch.manual_seed(5), torch.rand(3)))
+        thread.start()
+        thread.join()
+
+
+class Net(nn.Module):
+    """Dropout of both kinds; `whole`, so that no graph can follow it."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.whole, self.first, self.last = whole, nn.Linear(8, 16), nn.Linear(16, 4)
+        meddle()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(self.first(x), 0.3, training=self.training)
+        if self.whole:
+            meddle()
+            x = x if x.sum() > 0 else -x
+        return self.last(torch.native_dropout(x, 0.3, self.training)[0])
+
+
+def captured() -> nn.Module:
+    return Net(whole=False)
+
+
+def whole() -> nn.Module:
+    return Net(whole=True)
+
+
+def noisy() -> Iterator[tuple[Tensor, Tensor]]:
+    for start in range(0, 24, 8):
+        meddle()
+        noise = torch.rand(8, 8)
+        meddle()
+        yield X[start : start + 8] + noise, Y[start : start + 8]
+
+
+@pytest.mark.parametrize("model", [captured, whole])
+def test_trials_are_the_same_whatever_other_threads_draw_and_seed(model):
+    described = task(model=model, train=noisy, validate=noisy)
+    MEDDLING.set()
+    try:
+        with running() as pool:
+            result = pool.submit(described).result(PATIENCE_SECONDS)
+    finally:
+        MEDDLING.clear()
+    assert not against_plain(described, result)
+
+
+def test_trials_beside_a_plain_loop_of_the_same_data():
+    """It seeds, draws and computes in another thread; the trials are what they are without it."""
+    tasks = [task(model=model, train=noisy_parts, epochs=20) for model in (whole, captured)]
+    with running() as pool:
+        jobs = [pool.submit(described) for described in tasks]
+        runs = 0
+        while not runs or any(job.state not in OVER for job in jobs):
+            train_plain(replace(tasks[runs % 2], epochs=2))
+            runs += 1
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    for described, result in zip(tasks, results, strict=True):
+        assert not against_plain(described, result)
+
+
+def noisy_parts() -> list[Any]:
+    order = torch.randperm(3).tolist()
+    return [(X[8 * i : 8 * i + 8], Y[8 * i : 8 * i + 8]) for i in order]
+
+
+class Standing(nn.Linear):
+    """Cannot be captured; overwrites its batch if told so."""
+
+    def __init__(self, *, overwrites: bool) -> None:
+        super().__init__(8, 4)
+        self.overwrites = overwrites
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mul_(0.5) if self.overwrites else x
+        x = super().forward(x)
+        return x if x.sum() > 0 else -x
+
+
+def standing(x: Tensor, *, overwrites: bool) -> TrainTask:
+    return task(model=lambda: Standing(overwrites=overwrites), train=lambda: [(x, Y[: len(x)])], epochs=2)
+
+
+@pytest.mark.parametrize("rows", [24, 8])
+def test_a_batch_that_the_code_of_a_whole_model_leaves_alone_is_not_written_to(rows):
+    """It may be a file that takes no writes; and another thread's autograd may have saved it, which checks that."""
+    data = X.clone()
+    described = standing(data[:rows], overwrites=False)
+    other = nn.Linear(8, 1)
+    loss = other(data).sum()
+    with running() as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+        assert pool.stats().devices["cpu:0"].bytes_out_by_kind.get("inputs", 0) == 0
+    loss.backward()
+    assert not against_plain(described, result)
+
+
+@pytest.mark.parametrize("rows", [24, 8])
+def test_what_the_code_of_a_whole_model_changes_in_its_batch_shows_there(rows):
+    mine, plain = X.clone(), X.clone()
+    with running() as pool:
+        result = pool.submit(standing(mine[:rows], overwrites=True)).result(PATIENCE_SECONDS)
+    assert not against_plain(standing(plain[:rows], overwrites=True), result)
+    assert mine.equal(plain)
+    assert not mine.equal(X)
