@@ -1,5 +1,6 @@
 """What other threads of the process do beside a pool is nothing to its trials, nor what trials do to them."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from hydra_tune import TrainTask, train_plain
+from hydra_tune.memory.block import Group
+from hydra_tune.memory.home import bring_home
 from hydra_tune.pool.job import OVER
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
 
@@ -131,3 +135,65 @@ def test_what_the_code_of_a_whole_model_changes_in_its_batch_shows_there(rows):
     assert not against_plain(standing(plain[:rows], overwrites=True), result)
     assert mine.equal(plain)
     assert not mine.equal(X)
+
+
+class Told:
+    """Batches whose code looks at the model that they are for: mining, say, or noise as large as the weights."""
+
+    def __init__(self) -> None:
+        self.model: nn.Module | None = None
+        self.seen: list[list[bytes]] = []
+
+    def build(self) -> nn.Module:
+        layers = [nn.Linear(8, 32), *(nn.Linear(32, 32) for _ in range(6)), nn.Linear(32, 4)]
+        self.model = nn.Sequential(*layers)
+        return self.model
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, 24, 8):
+            self.seen.append([p.detach().numpy().tobytes() for p in self.model.parameters()])
+            yield X[start : start + 8], Y[start : start + 8]
+
+
+def test_a_trials_own_code_reads_its_weights_between_units_wherever_they_are(tmp_path):
+    """Beside others that need the room: on devices, on the host, and on disk."""
+    found = [Told() for _ in range(3)]
+    tasks = [task(model=told.build, train=told.batches, epochs=4, seed=n) for n, told in enumerate(found)]
+    options = {"device_memory": "40KiB", "host_memory": "48KiB", "spill_dir": tmp_path, "num_shards": 4}
+    with running(devices="cpu:2", **options) as pool:
+        results = pool.run(tasks)
+        assert pool.stats().disk.bytes_written > 0
+    for described, told, result in zip(tasks, found, results, strict=True):
+        seen, told.seen = told.seen, []
+        assert not against_plain(described, result)
+        assert seen == told.seen
+
+
+class Robbed(Told):
+    """While its code reads the weights, another thread moves them: to where they are not being read from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stayed: list[bool] = []
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in super().batches():
+            yield batch
+            weight = next(self.model.parameters())
+            read = StorageWeakRef(weight.untyped_storage())  # as an operator that has begun knows it
+            groups = [g for g in gc.get_objects() if type(g) is Group and any(t is weight for t in g.tensors)]
+            for group in groups:
+                thread = threading.Thread(target=bring_home, args=(group,))
+                thread.start()
+                thread.join(PATIENCE_SECONDS)
+                assert weight.untyped_storage()._cdata != read.cdata, "nothing was moved"
+                self.stayed.append(not read.expired())
+
+
+def test_what_a_trials_own_code_is_reading_stays_when_it_is_moved():
+    told = Robbed()
+    described = task(model=told.build, train=told.batches, epochs=1)
+    with running() as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+    assert result.error is None
+    assert told.stayed == [True] * 3
