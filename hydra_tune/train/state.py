@@ -9,7 +9,7 @@ exists from that unit's first update on. What no shard uses stays on the host.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class ModelState:
         number: of the trial, for its blocks.
         recomputed: graphs of shards whose activations are not kept any more, because memory has run out.
         readers: of parameters, buffers and optimizer state, between units.
+        around_step: makes what is entered around each step of the optimizer.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ModelState:
         self.number = next(_NUMBERS)
         self.recomputed: list[ShardGraph] = []
         self.readers = Readers()
+        self.around_step: Callable[[], AbstractContextManager[object]] = nullcontext
         self.module = module
         self.optimizer = optimizer
         self.tensors: dict[str, Tensor] = dict(named_state(module))
@@ -141,7 +143,8 @@ class ModelState:
         try:
             if clipped := [self.tensors[name] for name in self.optimized(gradients)]:
                 rules.clip(clipped, self._optimized)
-            self.optimizer.step()
+            with self.around_step():
+                self.optimizer.step()
         finally:
             for name in gradients:
                 self.tensors[name].grad = None

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -406,6 +407,8 @@ class Trial:
         if self.state is None:
             self._share.check(kept.plan)
             self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant)
+            if self._device.shares_generator:  # to set a GPU's for each update would take too long
+                self.state.around_step = partial(self._streams.drawing, self._device, keep=True)
             self._adopt_saved()
             self.num_shards = len(kept.plan.shards)
             self.optimizer_placement = kept.plan.optimizer_placement

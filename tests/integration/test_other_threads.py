@@ -4,6 +4,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -197,3 +198,24 @@ def test_what_a_trials_own_code_is_reading_stays_when_it_is_moved():
         result = pool.submit(described).result(PATIENCE_SECONDS)
     assert result.error is None
     assert told.stayed == [True] * 3
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to what it has updated, as Langevin dynamics does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+@pytest.mark.parametrize("model", [captured, whole])
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer_placement": "host"}, {"devices": "cpu:2"}], ids=["device", "host", "side by side"]
+)
+def test_an_optimizer_that_draws_draws_from_the_trials_stream(model, options):
+    described = task(model=model, optimizer=partial(Noisy, lr=0.1), train=noisy, accumulate=2)
+    with running(**options) as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+    assert not against_plain(described, result)
