@@ -14,7 +14,6 @@ operators (the pool's own count of what a model makes, or a mode of the user's) 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import partial
 from typing import TypeVar
 
@@ -24,28 +23,11 @@ from torch import Tensor
 
 from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, HostThread, Link, Pairs
 from hydra_tune.devices.device import Device, Reach
+from hydra_tune.devices.own_generator import own_generator
 
 T = TypeVar("T")
 
 CPU_ALIGNMENT = 64  # bytes; what torch's CPU allocator gives
-
-
-_OWN: ContextVar[torch.Generator | None] = ContextVar("own generator", default=None)
-
-
-def own_generator() -> torch.Generator | None:
-    """The generator that this thread draws from instead of torch's default one, if there is one."""
-    return _OWN.get()
-
-
-@contextmanager
-def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Let code that asks for `own_generator` draw from this one, on this thread only; torch's own operators do not ask."""
-    token = _OWN.set(generator)
-    try:
-        yield
-    finally:
-        _OWN.reset(token)
 
 
 class DefaultCpuGenerator:

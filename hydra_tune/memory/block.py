@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hydra_tune.devices.copying import Copy
 from hydra_tune.devices.device import Device
+from hydra_tune.memory.readers import Readers
 from hydra_tune.memory.states import FOLLOWING, NUM_KEPT, State, impossible
 from hydra_tune.memory.tenant import Tenant
 
@@ -218,11 +219,13 @@ class Group(Block):
         kind: what it holds.
         tensors: their bytes are taken over; afterwards their `.data` follows the block.
         device: whose host memory (pinned, for a GPU) and alignment to use. Call inside `device.on_host`.
+        readers: of the tensors; None: nobody reads them but units.
     """
 
-    __slots__ = ("_host_views", "_slots", "on_moved", "shard", "tensors")
+    __slots__ = ("_host_views", "_readers", "_slots", "on_moved", "shard", "tensors")
 
-    def __init__(self, kind: Kind, tensors: Sequence[Tensor], device: Device) -> None:
+    def __init__(self, kind: Kind, tensors: Sequence[Tensor], device: Device, readers: Readers | None = None) -> None:
+        self._readers = Readers() if readers is None else readers
         self._slots, nbytes = lay_out(tensors, device.alignment)
         super().__init__(kind, nbytes, device.alignment)
         self.tensors = list(tensors)
@@ -257,8 +260,7 @@ class Group(Block):
         flat = self.data
         views = self._host_views if flat is None else self.views(flat)
         views = views or [tensor.data.new_empty(0) for tensor in self.tensors]  # given up for good
-        for tensor, view in zip(self.tensors, views, strict=True):
-            tensor.data = view
+        self._readers.point(self.tensors, views)
         self.announce(self.place)
 
     def announce(self, place: str | None) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -44,9 +45,13 @@ class Leaves:
     copies: tuple[tuple[Tensor, Tensor], ...]  # (as in the batch, as in `tensors`), where these are not one
 
     def hand_back(self) -> None:
-        """Let what has changed in the tensors show in the batch, where a tensor had to be copied."""
+        """Let what has changed in the tensors show in the batch, where a tensor had to be copied.
+
+        What has not changed is not written: others may be computing with the batch, or it may be memory that takes no writes.
+        """
         for original, copy in self.copies:
-            original.copy_(copy)
+            if not same_bits(original, copy):
+                original.copy_(copy)
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> Any:
         """The batch again, with other tensors in the places of its own."""
@@ -103,3 +108,11 @@ def _hashable(value: object) -> Hashable:
 def tensor_bytes(tensor: Tensor) -> int:
     """Bytes of the whole storage under a tensor: what keeping the tensor alive keeps alive."""
     return tensor.untyped_storage().nbytes()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal to the last bit, NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    left, right = a.detach().contiguous(), b.detach().contiguous()
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))

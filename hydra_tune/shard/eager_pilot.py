@@ -18,6 +18,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import CaptureError
 from hydra_tune.memory.saved import HostCopy, Packed, SavedTensors
 from hydra_tune.shard import batch as batches
+from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.capture import describe, named_state
 from hydra_tune.shard.own_state import check_state
 from hydra_tune.shard.pilot import StorageTracker, quiet_collector
@@ -25,7 +26,6 @@ from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.steps import step_module
 from hydra_tune.shard.streams import preserved_streams
-from hydra_tune.shard.verify import same_bits
 from hydra_tune.task import TrainTask
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hydra_tune.errors import TaskError
+from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.split_modules import Cut
 from hydra_tune.shard.streams import preserved_streams
 from hydra_tune.shard.update_pilot import stand_in_for
-from hydra_tune.shard.verify import same_bits
 
 _STEPS = 3
 _SHAPES = {1: (128,), 2: (8, 16)}  # halves of which are whole vectors of any processor

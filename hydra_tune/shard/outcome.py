@@ -5,8 +5,8 @@ agree on one batch by luck, and differ on the next.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_tune.devices.cpu import DefaultCpuGenerator, drawing_from
+from hydra_tune.devices.cpu import DefaultCpuGenerator
 from hydra_tune.devices.device import RandomGenerator
+from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.errors import TaskError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
 from hydra_tune.shard.guards import READS, Guard, Recorder
-from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.plan import Plan
 from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.steps import step_module
 from hydra_tune.task import TrainTask
@@ -246,7 +247,7 @@ def run_plan(
     stream.set_state(torch.get_rng_state())
 
     def timed(index: int, unit: Callable[[int, RandomGenerator], None]) -> float:
-        with _drawing(plan.shards[index], stream):
+        with drawing_from(stream):
             start = time.perf_counter()
             unit(index, generator)
             return time.perf_counter() - start
@@ -274,15 +275,3 @@ def run_plan(
         reads=reads,
     )
     return outcome, UnitSeconds(forward=tuple(forward), backward=tuple(backward))
-
-
-@contextmanager
-def _drawing(shard: Shard, stream: torch.Generator) -> Iterator[None]:
-    """Let a shard draw from the stream the way it will in training."""
-    if shard.graph.own_draws:
-        with drawing_from(stream):
-            yield
-        return
-    torch.set_rng_state(stream.get_state())
-    yield
-    stream.set_state(torch.get_rng_state())

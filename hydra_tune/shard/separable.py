@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hydra_tune.errors import TaskError
+from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.capture import StateSpec
 from hydra_tune.shard.update_pilot import stand_in_for
-from hydra_tune.shard.verify import same_bits
 
 _STEPS = 2
 _MAX_SIDE = 4  # of a stand-in, per dimension

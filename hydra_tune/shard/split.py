@@ -13,7 +13,6 @@ from torch import Tensor, fx
 
 from hydra_tune.shard.analysis import Analysis
 from hydra_tune.shard.capture import Captured
-from hydra_tune.shard.draws import Draws
 from hydra_tune.shard.precision import under_autocast
 
 
@@ -36,8 +35,7 @@ class ShardGraph:
         saved_state: canonical names of the buffers used here that this shard or a later one overwrites: a recompute needs them
             as they were.
         stochastic: whether it draws random numbers.
-        own_draws: whether it draws them from a generator that its thread draws from (`drawing_from`), if there is one.
-        counted_draws: whether, drawing so, it moves that generator by as much at each run.
+        counted_draws: whether, where it does, it moves the generator by as much at each run.
     """
 
     module: Callable[..., tuple[Tensor, ...]]
@@ -53,7 +51,6 @@ class ShardGraph:
     written_state: tuple[str, ...]
     saved_state: tuple[str, ...]
     stochastic: bool
-    own_draws: bool = False
     counted_draws: bool = False
 
     @property
@@ -84,10 +81,6 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, bac
     live_out = _live_out(captured, nodes, inside)
 
     stochastic = any(first <= position < last for position in analysis.stochastic)
-    # A compiler makes its own of the operators.
-    own_draws = stochastic and backend is None and analysis.draws.cover(nodes)
-    draws = analysis.draws if own_draws else Draws()
-
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     by_name = {name: graph.placeholder(f"state_{i}") for i, name in enumerate(state)}
@@ -100,11 +93,12 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, bac
         if node.op == "get_attr":
             copies[node] = graph.node_copy(node)
     for node in nodes:
-        copies[node] = draws.copy(graph, node, copies)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in live_out))
     overwritten = {name for position in range(first, last) for name in analysis.written_values.get(position, ())}
     from_here = {name for position, names in analysis.written_values.items() if position >= first for name in names}
-    module = fx.GraphModule(draws.attributes([*used, *nodes]), graph, class_name=f"Shard_{first}_{last}")
+    attributes = {str(n.target): getattr(captured.module, str(n.target)) for n in used if n.op == "get_attr"}
+    module = fx.GraphModule(attributes, graph, class_name=f"Shard_{first}_{last}")
     written_state = tuple(
         dict.fromkeys(name for placeholder, name in captured.state.items() if placeholder in overwritten)
     )
@@ -127,8 +121,8 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, bac
             dict.fromkeys(captured.state[n.name] for n in used if n.name in captured.state and n.name in from_here)
         ),
         stochastic=stochastic,
-        own_draws=own_draws,
-        counted_draws=own_draws and draws.are_counted(nodes),
+        # A compiler makes its own of the operators.
+        counted_draws=stochastic and backend is None and analysis.draws.are_counted(nodes),
     )
 
 

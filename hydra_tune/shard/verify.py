@@ -211,13 +211,5 @@ def _compare(message: str, expected: dict[str, Tensor], found: dict[str, Tensor]
         odd = sorted(expected.keys() ^ found.keys())
         raise CaptureError(f"{message}: {', '.join(odd[:3])}")
     for name, tensor in expected.items():
-        if not same_bits(tensor, found[name]):
+        if not batches.same_bits(tensor, found[name]):
             raise CaptureError(f"{message}: {name!r} differs")
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal to the last bit, NaN included."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    left, right = a.detach().contiguous(), b.detach().contiguous()
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))

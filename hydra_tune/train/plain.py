@@ -54,9 +54,10 @@ class PlainResult:
 def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
     """Train a task to its end with a plain PyTorch loop.
 
-    Draws from the process's own random generators, as a plain loop does: not to be run beside a pool at work in the same
-    process, for the two would draw from each other's streams. Like the pool it draws from copies of loaders, samplers and
-    generators, so that the same task can be trained again, here or in a pool.
+    Draws from the process's own random generators, as a plain loop does. To be the reference it must not run beside a pool at
+    work in the same process: while that captures a model, other threads compute with other kernels, and the two share numpy's
+    and Python's random streams. Like the pool it draws from copies of loaders, samplers and generators, so that the same task
+    can be trained again, here or in a pool.
 
     Args:
         task: what to train.

@@ -9,7 +9,7 @@ exists from that unit's first update on. What no shard uses stays on the host.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from hydra_tune.memory.block import Group, Kind, lay_out
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pressure import not_repeatable
+from hydra_tune.memory.readers import Readers
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.own_state import check_state, check_still_frozen
@@ -51,6 +52,8 @@ class ModelState:
     Attributes:
         number: of the trial, for its blocks.
         recomputed: graphs of shards whose activations are not kept any more, because memory has run out.
+        readers: of parameters, buffers and optimizer state, between units.
+        around_step: makes what is entered around each step of the optimizer.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class ModelState:
         self.tenant = tenant
         self.number = next(_NUMBERS)
         self.recomputed: list[ShardGraph] = []
+        self.readers = Readers()
+        self.around_step: Callable[[], AbstractContextManager[object]] = nullcontext
         self.module = module
         self.optimizer = optimizer
         self.tensors: dict[str, Tensor] = dict(named_state(module))
@@ -152,7 +157,8 @@ class ModelState:
         try:
             if clipped := [self.tensors[name] for name in self.optimized(gradients)]:
                 rules.clip(clipped, self._optimized)
-            self.optimizer.step()
+            with self.around_step():
+                self.optimizer.step()
         finally:
             for name in gradients:
                 self.tensors[name].grad = None
@@ -320,12 +326,12 @@ class ModelState:
     def _new_group(self, kind: Kind, tensors: Sequence[Tensor], device: Device) -> Group:
         nbytes = lay_out(tensors, device.alignment)[1]
         if self._host is None:
-            group = device.on_host(lambda: Group(kind, tensors, device))
+            group = device.on_host(lambda: Group(kind, tensors, device, self.readers))
             group.owner = self.number
             return group
         self._host.take(nbytes)
         try:
-            group = device.on_host(lambda: Group(kind, tensors, device))
+            group = device.on_host(lambda: Group(kind, tensors, device, self.readers))
         except BaseException:
             self._host.ledger.give_back(nbytes)
             raise

@@ -288,7 +288,7 @@ class Step:
         if self._plan.eager:
             stack.enter_context(self._streams.everything())
         if draws != _NONE and shard.graph.stochastic and not (self._plan.eager and device.shares_generator):
-            stack.enter_context(self._streams.drawing(device, keep=draws == _KEPT, own=shard.graph.own_draws))
+            stack.enter_context(self._streams.drawing(device, keep=draws == _KEPT))
         stack.enter_context(GATE.shared())
         return stack
 

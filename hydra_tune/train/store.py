@@ -9,6 +9,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block, Kind, Value, whole_storage
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.lease import Lease
+from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.plan import Plan
 from hydra_tune.train.state import ModelState
@@ -165,9 +166,10 @@ class BlockStore:
                 self.lease.absorb(value.block)
 
     def touched_inputs(self) -> None:
-        """The device copies of the batch may have changed."""
+        """Some device copies of the batch may have changed; others are not written back, as `Leaves.hand_back` says."""
         for block in self._input_blocks():
-            block.dirty = block.data is not None
+            if block.data is not None and block.host is not None and not block.dirty:
+                block.dirty = not same_bits(block.host, block.data.cpu())
 
     def bring_inputs_home(self) -> None:
         """The batch's own memory holds what the step has made of it."""

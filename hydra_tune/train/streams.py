@@ -1,9 +1,10 @@
 """A trial's own random streams, swapped in whenever its code runs.
 
-Torch's default CPU generator, numpy's and Python's are one each per process, so only one trial can have its streams swapped
-in at a time: `STREAMS` is that lock, which is taken away from a loader that hangs and is given up on (`train/drawing.py`).
-Note: lock order. Whoever needs both takes `STREAMS` first and the capture gate inside.
-Captured units that can draw from any generator (`shard/draws.py`) draw from the trial's own and need no lock.
+Torch's operators on CPU are made to draw from the trial's own generator (`devices/own_generator.py`), whatever else the process
+draws. Numpy's and Python's streams are one each per process, so only one trial can have its own swapped in at a time: `STREAMS`
+is that lock, which is taken away from a loader that hangs and is given up on (`train/drawing.py`). Note: lock order. Whoever
+needs both takes `STREAMS` first and the capture gate inside. A thread that is not the pool's takes no lock, so what it draws
+from these two while they are swapped in, it draws from the trial.
 Generators of GPUs are one per device and used by that device's worker alone, so they need no lock.
 """
 
@@ -19,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_tune.devices.cpu import drawing_from
 from hydra_tune.devices.device import Device
+from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.train.turns import Turns
 
 STREAMS = Turns()
@@ -127,14 +128,13 @@ class RandomStreams:
     @contextmanager
     def everything(self) -> Iterator[None]:
         """The torch CPU, numpy and Python streams are the trial's; what was there before comes back."""
-        with STREAMS:
-            before = torch.get_rng_state(), random.getstate(), self._numpy and self._numpy.random.get_state()
+        with STREAMS, drawing_from(self._torch):
+            before = random.getstate(), self._numpy and self._numpy.random.get_state()
 
             def restore() -> None:
-                torch.set_rng_state(before[0])
-                random.setstate(before[1])
+                random.setstate(before[0])
                 if self._numpy is not None:
-                    self._numpy.random.set_state(before[2])
+                    self._numpy.random.set_state(before[1])
 
             self._swap_in()
             STREAMS.begin(restore)
@@ -146,20 +146,19 @@ class RandomStreams:
                     self._save()
                     restore()
 
-    def drawing(self, device: Device, *, keep: bool, own: bool) -> AbstractContextManager[None]:
+    def drawing(self, device: Device, *, keep: bool) -> AbstractContextManager[None]:
         """The device's generator is the trial's, for a captured unit that draws.
 
         Args:
             device: where the unit runs.
             keep: whether the stream moves on; a recompute draws the same numbers again and leaves it.
-            own: whether the unit draws from its thread's own generator; if not, other trials wait.
         """
         if not device.shares_generator:
             return self._drawing_on_gpu(device, keep=keep)
-        return self._drawing_apart(keep=keep) if own else self._drawing_in_turn(keep=keep)
+        return self._drawing_on_host(keep=keep)
 
     @contextmanager
-    def _drawing_apart(self, *, keep: bool) -> Iterator[None]:
+    def _drawing_on_host(self, *, keep: bool) -> Iterator[None]:
         before = None if keep else self._torch.get_state()
         with drawing_from(self._torch):
             try:
@@ -167,18 +166,6 @@ class RandomStreams:
             finally:
                 if before is not None:
                     self._torch.set_state(before)
-
-    @contextmanager
-    def _drawing_in_turn(self, *, keep: bool) -> Iterator[None]:
-        with STREAMS:
-            before = torch.get_rng_state()
-            torch.set_rng_state(self._torch.get_state())
-            try:
-                yield
-            finally:
-                if keep:
-                    self._torch.set_state(torch.get_rng_state())
-                torch.set_rng_state(before)
 
     @contextmanager
     def _drawing_on_gpu(self, device: Device, *, keep: bool) -> Iterator[None]:
@@ -193,13 +180,11 @@ class RandomStreams:
                     self._gpu_state = device.generator.get_state()
 
     def _swap_in(self) -> None:
-        torch.set_rng_state(self._torch.get_state())
         random.setstate(self._python_state)
         if self._numpy is not None:
             self._numpy.random.set_state(self._numpy_state)
 
     def _save(self) -> None:
-        self._torch.set_state(torch.get_rng_state())
         self._python_state = random.getstate()
         if self._numpy is not None:
             self._numpy_state = self._numpy.random.get_state()

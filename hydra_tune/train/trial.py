@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -423,6 +424,8 @@ class Trial:
         else:
             self._share.check(kept.plan)
             self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant)
+            if self._device.shares_generator:  # to set a GPU's for each update would take too long
+                self.state.around_step = partial(self._streams.drawing, self._device, keep=True)
             self._adopt_saved()
             self.num_shards = len(kept.plan.shards)
             self.optimizer_placement = kept.plan.optimizer_placement
@@ -557,24 +560,25 @@ class Trial:
         if self.state is not None:
             self.state.settle()  # updates on the host may still be under way
         in_pass = self._place.batches > 0 and not self._place.is_over
-        facts, tensors = encoded(
-            self._built.module,
-            self._built.state()
-            | {
-                "place": asdict(self._place),
-                "streams": self._streams.state(),
-                "feed": self._feed.states(),
-                "pass_began": self._pass_began if in_pass else {},
-                "gradients": self._gradients.state(),
-                "interval": self._interval.parts,
-                "progress": self.progress.state(),
-                "history": self.history,
-                "metrics": self.metrics,
-                "units_run": self.units_run,
-                "seconds": time.perf_counter() - self._started,
-                "split_batches": self.split_batches,
-            },
-        )
+        with self._reading():
+            facts, tensors = encoded(
+                self._built.module,
+                self._built.state()
+                | {
+                    "place": asdict(self._place),
+                    "streams": self._streams.state(),
+                    "feed": self._feed.states(),
+                    "pass_began": self._pass_began if in_pass else {},
+                    "gradients": self._gradients.state(),
+                    "interval": self._interval.parts,
+                    "progress": self.progress.state(),
+                    "history": self.history,
+                    "metrics": self.metrics,
+                    "units_run": self.units_run,
+                    "seconds": time.perf_counter() - self._started,
+                    "split_batches": self.split_batches,
+                },
+            )
         return Snapshot(facts=facts, tensors=tensors, state=self.state)
 
     @property
@@ -695,11 +699,16 @@ class Trial:
             self._scheduler.step(self.metrics[name])
 
     def _own_code(self) -> AbstractContextManager[object]:
-        """Around the user's code: the trial's random streams, and no capture beside it."""
+        """Around the user's code: the trial's random streams, no capture beside it, and tensors that do not go away."""
         stack = ExitStack()
+        stack.enter_context(self._reading())
         stack.enter_context(self._streams.everything())
         stack.enter_context(GATE.shared())
         return stack
+
+    def _reading(self) -> AbstractContextManager[object]:
+        """Around code that may read the trial's tensors between units."""
+        return nullcontext() if self.state is None else self.state.readers.reading()
 
 
 def run_unit(

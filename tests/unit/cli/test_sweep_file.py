@@ -281,7 +281,10 @@ def test_a_file_runs_nothing(problems, tmp_path):
                 "'1h', not 0"
             ),
         ),
-        ("hydra: {stop_seconds: -1}", "4:23: hydra.stop_seconds: must be a time above 0, in seconds or as '30s', '5min' or '1h', not -1"),
+        (
+            "hydra: {stop_seconds: -1}",
+            "4:23: hydra.stop_seconds: must be a time above 0, in seconds or as '30s', '5min' or '1h', not -1",
+        ),
         ("metod: bayes", "4:1: unknown key 'metod'; did you mean 'method'?"),
         ("Name: bayes", "4:1: unknown key 'Name'; did you mean 'name'?"),
         ("method: bayesian", "4:9: method: must be one of bayes, random, grid, not 'bayesian'; did you mean 'bayes'?"),

@@ -99,5 +99,5 @@ def test_a_signal_in_a_with_block_has_jobs_saved(tmp_path, number, error, way):
 def test_without_a_folder_there_is_nothing_to_save():
     with pytest.raises(ConfigError, match="checkpoint_dir="):
         HydraExecutor(devices="cpu:1").suspend()
-    with pytest.raises(ConfigError, match="stop_seconds must be a time above 0, in seconds or as .*, not 0"):
+    with pytest.raises(ConfigError, match=r"stop_seconds must be a time above 0, in seconds or as .*, not 0"):
         HydraExecutor(stop_seconds=0)

@@ -9,10 +9,10 @@ from torch import nn
 
 from hydra_tune.devices.cpu import DefaultCpuGenerator
 from hydra_tune.shard.activations import Room, keeping
+from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.chain import Chain, gradient_key, parameter_gradient_key, saved_key
 from hydra_tune.shard.outcome import HostStore
-from hydra_tune.shard.verify import same_bits
 from tests.parity.models import MODELS, build
 from tests.unit.shard.bench import bench, parity_bench, seeded, task_of, vectors
 

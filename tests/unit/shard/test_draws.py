@@ -1,4 +1,4 @@
-"""Each random operator against its stand-in: the same values, gradients, layout and stream, from another generator."""
+"""Each random operator, from a generator of the thread's own: the same values, gradients, layout and stream."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hydra_tune.devices.cpu import drawing_from
+from hydra_tune.devices.own_generator import drawing_from
+from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.draws import DrawFinder, Draws
-from hydra_tune.shard.pilot import StorageTracker
-from hydra_tune.shard.verify import same_bits, verify
+from hydra_tune.shard.verify import verify
 from tests.parity.models import build
 from tests.unit.shard.bench import Bench, bench, seeded, task_of
 
@@ -47,24 +47,15 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def stand_in(target: Any, tensors: list[Tensor], others: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
-    """A graph of one operator, its stand-in in its place."""
+def is_counted(target: Any, tensors: list[Tensor], others: tuple[Any, ...] = ()) -> bool:
+    """Whether a graph of one operator is found to move the generator by as much at each run."""
     graph = fx.Graph()
-    inputs = [graph.placeholder(f"x{i}") for i in range(len(tensors))]
-    given = {key: inputs[value] if key == "attn_mask" else value for key, value in kwargs.items()}
-    positional = inputs[:-1] if "attn_mask" in kwargs else inputs
-    node = graph.call_function(target, (*positional, *others), given)
-    graph.output(node)
+    graph.output(graph.call_function(target, (*[graph.placeholder(f"x{i}") for i in range(len(tensors))], *others)))
     mode, draws = FakeTensorMode(), Draws()
-    leaves = [mode.from_tensor(t.detach()).requires_grad_(t.requires_grad) for t in tensors]
+    fakes = [mode.from_tensor(t.detach()) for t in tensors]
     with mode:
-        DrawFinder(fx.GraphModule({}, graph), draws).run(*[_own(leaf, target) for leaf in leaves])
-    assert draws.cover(list(graph.nodes))
-    replaced = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for n in graph.nodes:
-        copies[n] = draws.copy(replaced, n, copies)
-    return fx.GraphModule(draws.attributes(list(graph.nodes)), replaced)
+        DrawFinder(fx.GraphModule({}, graph), draws).run(*fakes)
+    return draws.are_counted(list(graph.nodes))
 
 
 def _own(leaf: Tensor, target: Any) -> Tensor:
@@ -85,8 +76,7 @@ def outcome(run: Callable[..., Tensor], target: Any, tensors: list[Tensor], stre
 
 
 def assert_alike(target: Any, tensors: list[Tensor], others: tuple[Any, ...] = (), **kwargs: Any) -> None:
-    """The operator from the default generator, and its stand-in from another, give and leave the same."""
-    module = stand_in(target, tensors, others, kwargs)
+    """The operator from the default generator, and from the thread's own, gives and leaves the same."""
 
     def plain(*given: Tensor) -> Tensor:
         named = {key: given[value] if key == "attn_mask" else value for key, value in kwargs.items()}
@@ -95,22 +85,19 @@ def assert_alike(target: Any, tensors: list[Tensor], others: tuple[Any, ...] = (
     with seeded(3):
         expected = outcome(plain, target, tensors, torch.get_rng_state)
         twice = plain(*[_own(t, target) for t in tensors])
-    with seeded(3):
-        fallback = outcome(module, target, tensors, torch.get_rng_state)
     with seeded(5):
         generator, before = torch.Generator().manual_seed(3), torch.get_rng_state()
         with drawing_from(generator):
-            found = outcome(module, target, tensors, generator.get_state)
-            again = module(*[_own(t, target) for t in tensors])
+            found = outcome(plain, target, tensors, torch.get_rng_state)
+            again = plain(*[_own(t, target) for t in tensors])
         assert torch.equal(torch.get_rng_state(), before), "drew from the default generator"
-    for other in (found, fallback):
-        assert same_bits(expected.value, other.value)
-        assert expected.value.stride() == other.value.stride()
-        assert torch.equal(expected.stream, other.stream)
-        assert expected.operators == other.operators
-        for a, b in zip(expected.gradients, other.gradients, strict=True):
-            assert (a is None) == (b is None)
-            assert a is None or (same_bits(a, b) and a.stride() == b.stride())
+    assert same_bits(expected.value, found.value)
+    assert expected.value.stride() == found.value.stride()
+    assert torch.equal(expected.stream, found.stream)
+    assert expected.operators == found.operators
+    for a, b in zip(expected.gradients, found.gradients, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (same_bits(a, b) and a.stride() == b.stride())
     assert same_bits(twice.detach(), again.detach()), "the stream does not go on alike"
 
 
@@ -150,15 +137,17 @@ def test_dropouts_at_the_ends_of_their_range(target, p):
     assert_alike(target, [values(3, 4, 5)], (p, True))
 
 
-@pytest.mark.parametrize("others", [(0.0, True), (0.5, False)])
-def test_a_dropout_that_drops_nothing_stays_what_it_is(others):
-    graph = fx.Graph()
-    graph.output(graph.call_function(aten.dropout.default, (graph.placeholder("x"), *others)))
-    draws = Draws()
-    with FakeTensorMode() as mode:
-        DrawFinder(fx.GraphModule({}, graph), draws).run(mode.from_tensor(torch.ones(3)))
-    assert not draws.operators
-    assert draws.cover(list(graph.nodes))
+@pytest.mark.parametrize("others", [(0.0, True), (0.5, False), (0.5, True)])
+def test_dropouts_are_counted(others):
+    assert all(is_counted(target, [values(3, 4)], others) for target in DROPOUTS)
+
+
+def test_what_draws_until_a_number_pleases_it_is_not_counted():
+    assert not is_counted(aten.randn_like.default, [values(3)])
+    assert not is_counted(aten.poisson.default, [values(3, gradients=False).abs()])
+    assert not is_counted(aten.native_dropout.default, [values(3)], (0.5, True)), (
+        "fake tensors do not show what it runs"
+    )
 
 
 HEADS = (2, 4, 6, 8)  # batch, heads, tokens, width
@@ -226,6 +215,10 @@ PRIMITIVES: dict[str, tuple[Any, list[Tensor], tuple[Any, ...], dict[str, Any]]]
     "poisson": (aten.poisson.default, [values(3, 4, gradients=False).abs()], (), {}),
     "rrelu": (aten.rrelu.default, [values(3, 4)], (0.1, 0.3, True), {}),
     "rrelu_": (aten.rrelu_.default, [values(3, 4)], (0.1, 0.3, True), {}),
+    "gamma": (aten._standard_gamma.default, [values(3, 4, gradients=False).abs()], (), {}),
+    "dirichlet": (aten._sample_dirichlet.default, [values(3, 4, gradients=False).abs()], (), {}),
+    "binomial": (aten.binomial.default, [torch.full((3, 4), 9.0), torch.full((3, 4), 0.3)], (), {}),
+    "cauchy_": (aten.cauchy_.default, [values(3, 4)], (), {}),
 }
 
 
@@ -233,22 +226,6 @@ PRIMITIVES: dict[str, tuple[Any, list[Tensor], tuple[Any, ...], dict[str, Any]]]
 def test_primitives(name):
     target, tensors, others, kwargs = PRIMITIVES[name]
     assert_alike(target, tensors, others, **kwargs)
-
-
-def test_a_stand_in_needs_no_more_memory_than_the_operator_that_the_pilot_measures():
-    q, k, v = (values(2, 4, 64, 16) for _ in range(3))
-    target, options = aten.scaled_dot_product_attention.default, {"dropout_p": 0.2, "is_causal": True}
-    module = stand_in(target, [q, k, v], (), options)
-    measured, real = StorageTracker(64), StorageTracker(64)
-    with FakeTensorMode():
-        fakes = [torch.empty(t.shape, requires_grad=True) for t in (q, k, v)]
-        measured.know(*fakes)
-        with measured:
-            target(*fakes, **options).sum().backward()
-    real.know(q, k, v)
-    with drawing_from(torch.Generator()), real:
-        module(q, k, v).sum().backward()
-    assert 0.9 * measured.peak_bytes < real.peak_bytes <= measured.peak_bytes
 
 
 class Net(nn.Module):
@@ -300,12 +277,15 @@ def again(self: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(lambda y: functional.dropout(self.extra(y), 0.3), x, use_reentrant=False)
 
 
-def recorded(made: Bench) -> list[bool]:
-    """Which of the shards that draw do it on their own; the plan's numbers and its stream are the eager ones."""
+def assert_drawn_apart(made: Bench) -> None:
+    """A plan's numbers and its stream are the eager ones, and nothing comes near the default generator."""
     plan = made.plan(*made.spread(3))
     assert any(shard.graph.stochastic for shard in plan.shards)
     verify(made.task, made.model, plan, made.batch)
-    return [shard.graph.own_draws for shard in plan.shards if shard.graph.stochastic]
+    before = torch.get_rng_state()
+    with drawing_from(torch.Generator().manual_seed(1)):
+        verify(made.task, made.model, plan, made.batch)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
@@ -317,52 +297,29 @@ def recorded(made: Bench) -> list[bool]:
         twice_over,
         attention_of_one_tensor,
         again,
+        lambda self, x: torch.native_dropout(x, 0.3, True)[0],
+        lambda self, x: self.lstm(x[None])[0][0],
+        lambda self, x: gated(x),
         lambda self, x: functional.gumbel_softmax(functional.rrelu(x, training=True)),
         lambda self, x: functional.dropout2d(x[None, None], 0.3, inplace=True)[0, 0],
         lambda self, x: x[torch.randperm(4)] + torch.distributions.Normal(x, 1.0, validate_args=False).rsample(),
     ],
 )
 def test_whole_models_draw_on_their_own_and_as_the_eager_step_does(middle):
-    made = bench(task_of(Net(middle)))
-    assert all(recorded(made))
+    assert_drawn_apart(bench(task_of(Net(middle))))
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "gpt2_attention", "gpt2_bfloat16", "cnn_dropout"])
 def test_the_parity_models_draw_on_their_own(name):
-    assert all(recorded(bench(build(name))))
+    assert_drawn_apart(bench(build(name)))
 
 
 def test_evaluation_may_draw_too():
     made = bench(task_of(Net(lambda self, x: functional.dropout(x, 0.3, training=True))), mode="evaluate")
-    assert all(recorded(made))
+    assert_drawn_apart(made)
 
 
-@pytest.mark.parametrize(
-    "middle",
-    [
-        lambda self, x: torch.native_dropout(x, 0.3, True)[0],
-        lambda self, x: self.lstm(x[None])[0][0],
-        lambda self, x: half_recorded(x),
-    ],
-)
-def test_what_cannot_be_recorded_draws_from_the_default_generator(middle):
-    made = bench(task_of(Net(middle)))
-    assert recorded(made) == [False]
-
-
-def half_recorded(x: Tensor) -> Tensor:
+def gated(x: Tensor) -> Tensor:
     with torch.no_grad():
         gate = torch.native_dropout(torch.rand_like(x), 0.3, True)[0]
     return x * gate
-
-
-def test_shards_of_both_kinds_share_one_stream():
-    def middle(self: nn.Module, x: Tensor) -> Tensor:
-        x = self.extra(torch.native_dropout(functional.dropout(x, 0.3), 0.3, True)[0])
-        return functional.dropout(x, 0.3)
-
-    made = bench(task_of(Net(middle)))
-    _, native, last = sorted(made.analysis.stochastic)
-    plan = made.plan(native, last)
-    assert [shard.graph.own_draws for shard in plan.shards] == [True, False, True]
-    verify(made.task, made.model, plan, made.batch)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune.shard import compute
+from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.kept import KeptTensors, NotKeepableError
-from hydra_tune.shard.verify import same_bits
 from tests.unit.shard.bench import bench, task_of
 
 

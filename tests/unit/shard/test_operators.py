@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations, prune
 
 from hydra_tune import train_plain
 from hydra_tune.errors import BadLossError, TaskError
+from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.operators import split_operators
-from hydra_tune.shard.verify import same_bits
 from hydra_tune.task import TrainTask
 from tests.parity.exact import differences, without_seconds
 from tests.parity.optimizers import OPTIMIZERS, OTHERS

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from hydra_tune.errors import CaptureError
 from hydra_tune.shard.activations import Room, keeping
-from hydra_tune.shard.verify import same_bits, verify
+from hydra_tune.shard.batch import same_bits
+from hydra_tune.shard.verify import verify
 from tests.parity.models import MODELS, build
 from tests.unit.shard.bench import analysed, bench, parity_bench, seeded, task_of
 

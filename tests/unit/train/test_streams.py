@@ -2,11 +2,16 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from hydra_tune.devices.cpu import CpuDevice, DefaultCpuGenerator, own_generator
+from hydra_tune.devices.cpu import CpuDevice, DefaultCpuGenerator
+from hydra_tune.devices.own_generator import own_generator
 from hydra_tune.train.streams import STREAMS, RandomStreams, draws_between
 
 
@@ -31,7 +36,7 @@ def test_all_ways_of_drawing_go_on_with_one_stream(device):
             with streams.everything():
                 found += draw()
             continue
-        with streams.drawing(device, keep=True, own=turn % 3 == 1):
+        with streams.drawing(device, keep=True):
             found += draw()
     assert torch.equal(torch.get_rng_state(), before)
     with torch.random.fork_rng(devices=()):
@@ -40,18 +45,17 @@ def test_all_ways_of_drawing_go_on_with_one_stream(device):
 
 
 def test_a_recompute_draws_again_and_leaves_the_stream(device):
-    for own in (False, True):
-        streams = RandomStreams(7)
-        with streams.drawing(device, keep=True, own=own):
-            saved = device.generator.get_state()
-            first = draw()
-        with streams.drawing(device, keep=True, own=own):
-            second = draw()
-        with streams.drawing(device, keep=False, own=own):
-            device.generator.set_state(saved)
-            assert draw() == first
-        with streams.drawing(device, keep=True, own=own):
-            assert draw() not in (first, second)
+    streams = RandomStreams(7)
+    with streams.drawing(device, keep=True):
+        saved = device.generator.get_state()
+        first = draw()
+    with streams.drawing(device, keep=True):
+        second = draw()
+    with streams.drawing(device, keep=False):
+        device.generator.set_state(saved)
+        assert draw() == first
+    with streams.drawing(device, keep=True):
+        assert draw() not in (first, second)
 
 
 def test_units_that_draw_on_their_own_do_not_wait_for_each_other_nor_touch_the_default_generator(device):
@@ -60,7 +64,7 @@ def test_units_that_draw_on_their_own_do_not_wait_for_each_other_nor_touch_the_d
     found = {}
 
     def unit(seed: int) -> None:
-        with RandomStreams(seed).drawing(device, keep=True, own=True):
+        with RandomStreams(seed).drawing(device, keep=True):
             inside.wait()
             found[seed] = draw()
             inside.wait()
@@ -79,6 +83,77 @@ def test_units_that_draw_on_their_own_do_not_wait_for_each_other_nor_touch_the_d
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             assert found[seed] == draw()
+
+
+def meddle() -> None:
+    """What another thread of the process may do at any time."""
+
+    def run() -> None:
+        torch.manual_seed(5)
+        torch.randn(3)
+        nn.functional.dropout(torch.ones(9))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+class Watching(TorchDispatchMode):
+    """Something that follows operators, as much of torch's own does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def draw_in_all_ways() -> list[Tensor]:
+    """Numbers that the user's own code draws, or operators that no generator can be given to."""
+    lstm = nn.LSTM(3, 4, 2, dropout=0.5)
+    found = [torch.rand(3), torch.randperm(9), lstm(torch.ones(2, 3))[0].detach()]
+    found += [torch.native_dropout(torch.ones(9), 0.5, True)[0], torch.rand(3, generator=torch.default_generator)]
+    with Watching():
+        found += [torch.randn(3), torch.native_dropout(torch.ones(9), 0.5, True)[0], torch.rand_like(torch.ones(9))]
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        found += [torch.rand(3), torch.tensor(torch.initial_seed())]
+    twice = torch.ones(9, requires_grad=True)
+    checkpoint(nn.functional.dropout, twice, use_reentrant=False).sum().backward()
+    return [*found, twice.grad, torch.rand(3), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("way", ["own code", "unit", "recompute"])
+def test_what_other_threads_draw_and_seed_is_nothing_to_a_trial_nor_what_it_draws_to_them(way, device):
+    streams = RandomStreams(7)
+    ways = {
+        "own code": streams.everything,
+        "unit": lambda: streams.drawing(device, keep=True),
+        "recompute": lambda: streams.drawing(device, keep=False),
+    }
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(7)
+        expected = draw_in_all_ways()
+        torch.manual_seed(5)
+        torch.randn(3)
+        nn.functional.dropout(torch.ones(9))
+        there = torch.get_rng_state()
+    with torch.random.fork_rng(devices=()):
+        with ways[way]():
+            meddle()
+            assert all(map(torch.equal, draw_in_all_ways(), expected))
+            meddle()
+        assert torch.equal(torch.get_rng_state(), there)
+    assert torch.equal(streams.position(), RandomStreams(7).position() if way == "recompute" else expected[-1])
+
+
+def test_a_seed_that_the_own_code_sets_is_that_of_its_stream():
+    streams, before = RandomStreams(7), torch.get_rng_state()
+    with streams.everything():
+        torch.manual_seed(3)
+        torch.rand(2)
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        torch.rand(2)
+        assert torch.equal(torch.get_rng_state(), streams.position())
 
 
 def test_the_state_of_a_thread_without_a_generator_is_the_default_one():
@@ -112,7 +187,7 @@ def test_a_dropout_moves_the_stream_by_as_much_wherever_it_stands(device, size):
     for turn in range(3):
         streams.skip(turn)
         before = streams.position()
-        with streams.drawing(device, keep=True, own=True):
+        with streams.drawing(device, keep=True):
             torch.empty(size).bernoulli_(0.3, generator=own_generator())
         found.add(draws_between(before, streams.position()))
     assert len(found) == 1

@@ -1,0 +1,221 @@
+"""What other threads of the process do beside a pool is nothing to its trials, nor what trials do to them."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+
+from hydra_tune import TrainTask, train_plain
+from hydra_tune.memory.block import Group
+from hydra_tune.memory.home import bring_home
+from hydra_tune.pool.job import OVER
+from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
+
+pytestmark = pytest.mark.timeout(120)
+
+X = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+Y = X.argmax(1) % 4
+MEDDLING = threading.Event()
+
+
+def meddle() -> None:
+    """Another thread draws and seeds, at the worst moment: while a trial's own code runs."""
+    if MEDDLING.is_set() and not torch.compiler.is_compiling():
+        thread = threading.Thread(target=lambda: (torch.manual_seed(5), torch.rand(3)))
+        thread.start()
+        thread.join()
+
+
+class Net(nn.Module):
+    """Dropout of both kinds; `whole`, so that no graph can follow it."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.whole, self.first, self.last = whole, nn.Linear(8, 16), nn.Linear(16, 4)
+        meddle()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(self.first(x), 0.3, training=self.training)
+        if self.whole:
+            meddle()
+            x = x if x.sum() > 0 else -x
+        return self.last(torch.native_dropout(x, 0.3, self.training)[0])
+
+
+def captured() -> nn.Module:
+    return Net(whole=False)
+
+
+def whole() -> nn.Module:
+    return Net(whole=True)
+
+
+def noisy() -> Iterator[tuple[Tensor, Tensor]]:
+    for start in range(0, 24, 8):
+        meddle()
+        noise = torch.rand(8, 8)
+        meddle()
+        yield X[start : start + 8] + noise, Y[start : start + 8]
+
+
+@pytest.mark.parametrize("model", [captured, whole])
+def test_trials_are_the_same_whatever_other_threads_draw_and_seed(model):
+    described = task(model=model, train=noisy, validate=noisy)
+    MEDDLING.set()
+    try:
+        with running() as pool:
+            result = pool.submit(described).result(PATIENCE_SECONDS)
+    finally:
+        MEDDLING.clear()
+    assert not against_plain(described, result)
+
+
+def test_trials_beside_a_plain_loop_of_the_same_data():
+    """It seeds, draws and computes in another thread; the trials are what they are without it."""
+    tasks = [task(model=model, train=noisy_parts, epochs=20) for model in (whole, captured)]
+    with running() as pool:
+        jobs = [pool.submit(described) for described in tasks]
+        runs = 0
+        while not runs or any(job.state not in OVER for job in jobs):
+            train_plain(replace(tasks[runs % 2], epochs=2))
+            runs += 1
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    for described, result in zip(tasks, results, strict=True):
+        assert not against_plain(described, result)
+
+
+def noisy_parts() -> list[Any]:
+    order = torch.randperm(3).tolist()
+    return [(X[8 * i : 8 * i + 8], Y[8 * i : 8 * i + 8]) for i in order]
+
+
+class Standing(nn.Linear):
+    """Cannot be captured; overwrites its batch if told so."""
+
+    def __init__(self, *, overwrites: bool) -> None:
+        super().__init__(8, 4)
+        self.overwrites = overwrites
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mul_(0.5) if self.overwrites else x
+        x = super().forward(x)
+        return x if x.sum() > 0 else -x
+
+
+def standing(x: Tensor, *, overwrites: bool) -> TrainTask:
+    return task(model=lambda: Standing(overwrites=overwrites), train=lambda: [(x, Y[: len(x)])], epochs=2)
+
+
+@pytest.mark.parametrize("rows", [24, 8])
+def test_a_batch_that_the_code_of_a_whole_model_leaves_alone_is_not_written_to(rows):
+    """It may be a file that takes no writes; and another thread's autograd may have saved it, which checks that."""
+    data = X.clone()
+    described = standing(data[:rows], overwrites=False)
+    other = nn.Linear(8, 1)
+    loss = other(data).sum()
+    with running() as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+        assert pool.stats().devices["cpu:0"].bytes_out_by_kind.get("inputs", 0) == 0
+    loss.backward()
+    assert not against_plain(described, result)
+
+
+@pytest.mark.parametrize("rows", [24, 8])
+def test_what_the_code_of_a_whole_model_changes_in_its_batch_shows_there(rows):
+    mine, plain = X.clone(), X.clone()
+    with running() as pool:
+        result = pool.submit(standing(mine[:rows], overwrites=True)).result(PATIENCE_SECONDS)
+    assert not against_plain(standing(plain[:rows], overwrites=True), result)
+    assert mine.equal(plain)
+    assert not mine.equal(X)
+
+
+class Told:
+    """Batches whose code looks at the model that they are for: mining, say, or noise as large as the weights."""
+
+    def __init__(self) -> None:
+        self.model: nn.Module | None = None
+        self.seen: list[list[bytes]] = []
+
+    def build(self) -> nn.Module:
+        layers = [nn.Linear(8, 32), *(nn.Linear(32, 32) for _ in range(6)), nn.Linear(32, 4)]
+        self.model = nn.Sequential(*layers)
+        return self.model
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, 24, 8):
+            self.seen.append([p.detach().numpy().tobytes() for p in self.model.parameters()])
+            yield X[start : start + 8], Y[start : start + 8]
+
+
+def test_a_trials_own_code_reads_its_weights_between_units_wherever_they_are(tmp_path):
+    """Beside others that need the room: on devices, on the host, and on disk."""
+    found = [Told() for _ in range(3)]
+    tasks = [task(model=told.build, train=told.batches, epochs=4, seed=n) for n, told in enumerate(found)]
+    options = {"device_memory": "40KiB", "host_memory": "48KiB", "spill_dir": tmp_path, "num_shards": 4}
+    with running(devices="cpu:2", **options) as pool:
+        results = pool.run(tasks)
+        assert pool.stats().disk.bytes_written > 0
+    for described, told, result in zip(tasks, found, results, strict=True):
+        seen, told.seen = told.seen, []
+        assert not against_plain(described, result)
+        assert seen == told.seen
+
+
+class Robbed(Told):
+    """While its code reads the weights, another thread moves them: to where they are not being read from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stayed: list[bool] = []
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in super().batches():
+            yield batch
+            weight = next(self.model.parameters())
+            read = StorageWeakRef(weight.untyped_storage())  # as an operator that has begun knows it
+            groups = [g for g in gc.get_objects() if type(g) is Group and any(t is weight for t in g.tensors)]
+            for group in groups:
+                thread = threading.Thread(target=bring_home, args=(group,))
+                thread.start()
+                thread.join(PATIENCE_SECONDS)
+                assert weight.untyped_storage()._cdata != read.cdata, "nothing was moved"
+                self.stayed.append(not read.expired())
+
+
+def test_what_a_trials_own_code_is_reading_stays_when_it_is_moved():
+    told = Robbed()
+    described = task(model=told.build, train=told.batches, epochs=1)
+    with running() as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+    assert result.error is None
+    assert told.stayed == [True] * 3
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to what it has updated, as Langevin dynamics does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+@pytest.mark.parametrize("model", [captured, whole])
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer_placement": "host"}, {"devices": "cpu:2"}], ids=["device", "host", "side by side"]
+)
+def test_an_optimizer_that_draws_draws_from_the_trials_stream(model, options):
+    described = task(model=model, optimizer=partial(Noisy, lr=0.1), train=noisy, accumulate=2)
+    with running(**options) as pool:
+        result = pool.submit(described).result(PATIENCE_SECONDS)
+    assert not against_plain(described, result)
