@@ -274,10 +274,10 @@ class Pool:
             record = self._records.get(job.key)
             if record is None or job.state != "waiting" or record.outcome is not None:
                 return
-            assert record.trial is not None
             job.enter("running")
-            resumed = JobResumed(job=job.key, unit=RESUME, remaining_seconds=record.trial.remaining_seconds)
-            self._core.decide(resumed)
+            self._core.decide(
+                JobResumed(job=job.key, unit=RESUME, remaining_seconds=None)
+            )  # as was told with the report
         self._core.release_all()
 
     @hold_interrupts()

@@ -174,6 +174,7 @@ class Worker:
                 remaining_seconds=trial.remaining_seconds,
                 step_seconds=trial.step_seconds,
                 others=units[1:],
+                alike=trial.alike,
             )
             if report is not None and job.events is not None:
                 # Under the lock: a job that is cancelled meanwhile must not be over before its report is out.
