@@ -275,9 +275,8 @@ class Pool:
             if record is None or job.state != "waiting" or record.outcome is not None:
                 return
             job.enter("running")
-            self._core.decide(
-                JobResumed(job=job.key, unit=RESUME, remaining_seconds=None)
-            )  # as was told with the report
+            # What is left is what was told with the report: by now others may have measured other times for the same steps.
+            self._core.decide(JobResumed(job=job.key, unit=RESUME, remaining_seconds=None))
         self._core.release_all()
 
     @hold_interrupts()

@@ -95,8 +95,8 @@ class _LRTFSelection:
         last = self._first(self._ran_on.get(device))
         if last is not None and last.shard_device not in (device, None):
             last = None
-        at_hand = max((view.remaining_seconds for view in (here, nowhere) if view is not None), default=-math.inf)
-        if at_hand < longest.remaining_seconds - slack_seconds:
+        at_hand = max((view.remaining_seconds for view in (here, nowhere) if view is not None), default=None)
+        if at_hand is None or at_hand < longest.remaining_seconds - slack_seconds:
             return longest
         if last is not None and last.remaining_seconds >= at_hand - slack_seconds:
             return last
