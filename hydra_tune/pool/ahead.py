@@ -70,6 +70,7 @@ class NextUnits:
         self._ahead = Ahead(policy, scheduler)
         self._concerned: set[str] = set()  # jobs of which the policy may have been told something else
         self._begun: set[str] = set()
+        self._paces: dict[str, float | None] = {}
         self.seconds = 0.0
         for device in devices:
             self.added(device)
@@ -90,6 +91,9 @@ class NextUnits:
             job = getattr(event, "job", None)
             if job is not None:
                 concerned.add(job)
+            alike = getattr(event, "alike", None)
+            if alike is not None:
+                self._notice_pace(alike)
         for command in commands:
             concerned.add(command.job)
             if type(command) is Run:
@@ -144,6 +148,13 @@ class NextUnits:
             remaining_seconds=max(0.0, record.remaining_seconds - pending.seconds),
             shard_device=record.places.get(expected.shard),
         )
+
+    def _notice_pace(self, alike: str) -> None:
+        """What one job was told of its steps may have changed what policies are shown of others."""
+        step_seconds = self._scheduler.step_seconds(alike)
+        if step_seconds != self._paces.get(alike):
+            self._paces[alike] = step_seconds
+            self._concerned.update(self._scheduler.jobs_alike(alike))
 
     def _catch_up(self) -> None:
         """Let the selections know what has happened since the last question."""

@@ -335,10 +335,9 @@ class Pool:
                 record.told_of.is_answered = True
             if record is None or job.state != "waiting" or record.outcome is not None:
                 return
-            assert record.trial is not None
             job.enter("running")
-            resumed = JobResumed(job=job.key, unit=RESUME, remaining_seconds=record.trial.remaining_seconds)
-            self._core.decide(resumed)
+            # What is left is what was told with the report: by now others may have measured other times for the same steps.
+            self._core.decide(JobResumed(job=job.key, unit=RESUME, remaining_seconds=None))
         self._core.release_all()
 
     @hold_interrupts()

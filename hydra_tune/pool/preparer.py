@@ -119,6 +119,7 @@ class Preparer:
                     unit=unit_of(unit),
                     remaining_seconds=trial.remaining_seconds,
                     step_seconds=trial.step_seconds,
+                    alike=trial.alike,
                 )
             )
         core.release_all()

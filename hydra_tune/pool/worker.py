@@ -251,6 +251,7 @@ class Worker:
                 remaining_seconds=trial.remaining_seconds,
                 step_seconds=trial.step_seconds,
                 others=units[1:],
+                alike=trial.alike,
             )
             if report is not None:
                 core.tell_of(record, report)

@@ -70,12 +70,15 @@ class JobAdmitted:
         unit: its first unit.
         remaining_seconds: predicted time of all its units, `unit` included, on one device.
         step_seconds: predicted time of one training step, the slack of Sharded-LRTF; 0 allows none.
+        alike: what jobs have in common whose steps take equally long, by whatever name; None if it measures alone. Of jobs
+            that are alike the steps that are left are compared, not what a step was thought to take when each was last told.
     """
 
     job: str
     unit: Unit
     remaining_seconds: float
     step_seconds: float = 0.0
+    alike: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +101,9 @@ class UnitFinished(NamedTuple):
             ready or runs, it waits for a report's answer or for its data, or it is complete and `JobStopped` follows.
         remaining_seconds: predicted time of what is left, `unit` included. None: the scheduler corrects the last
             prediction it was told itself (`schedule/estimates.py`).
-        step_seconds: predicted time of one training step from now on; None leaves it as it was.
+        step_seconds: predicted time of one training step from now on; None leaves it as it was, and `alike` too.
         others: further units of the job that have become ready and may run beside each other.
+        alike: as for `JobAdmitted`.
     """
 
     job: str
@@ -109,6 +113,7 @@ class UnitFinished(NamedTuple):
     remaining_seconds: float | None
     step_seconds: float | None = None
     others: tuple[Unit, ...] = ()
+    alike: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

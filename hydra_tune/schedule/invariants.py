@@ -100,6 +100,7 @@ def _table_violations(state: State) -> Iterator[str]:
     homes = Counter(record.last_device for record in records if record.last_device is not None)
     if state.homes != homes:
         yield f"by device {dict(state.homes)} jobs have run last, expected {dict(homes)}"
+    yield from _kind_violations(state)
     slots = sum(record.phase.takes_slot for record in records)
     if state.num_slots_taken != slots:
         yield f"{state.num_slots_taken} slots are counted, expected {slots}"
@@ -109,6 +110,20 @@ def _table_violations(state: State) -> Iterator[str]:
     following, queued = state.next_queued(), _queued(state)
     if (following and following.job) != (queued[0] if queued else None):
         yield f"{following and following.job!r} would be admitted next, expected the first of {queued}"
+
+
+def _kind_violations(state: State) -> Iterator[str]:
+    alike: dict[str, list[JobRecord]] = {}
+    for record in state.jobs.values():
+        if record.alike is not None:
+            alike.setdefault(record.alike, []).append(record)
+    listed = {kind: sorted(jobs) for kind, jobs in state.kinds.items()}
+    expected = {kind: sorted(record.job for record in records) for kind, records in alike.items()}
+    if listed != expected:
+        yield f"by what they have in common jobs are {listed}, expected {expected}"
+    for kind, records in alike.items():
+        if len({record.step_seconds for record in records}) != 1:
+            yield f"steps of {kind!r} take { ({record.job: record.step_seconds for record in records}) }, expected one number"
 
 
 def _front_violations(state: State) -> Iterator[str]:

@@ -146,7 +146,7 @@ class Scheduler:
             job,
             record.order,
             unit,
-            remaining_seconds,
+            record.rescaled(remaining_seconds),
             record.step_seconds,
             shard_device,
             record.priority,
@@ -154,6 +154,15 @@ class Scheduler:
             record.turn,
             record.last_device,
         )
+
+    def step_seconds(self, alike: str) -> float | None:
+        """What policies are shown as the time of a step of all jobs that are alike; None where there is no such job."""
+        job = next(iter(self._state.kinds.get(alike, ())), None)
+        return None if job is None else self._state.jobs[job].step_seconds
+
+    def jobs_alike(self, alike: str) -> tuple[str, ...]:
+        """The jobs that have this in common."""
+        return tuple(self._state.kinds.get(alike, ()))
 
     def bound_to(self, device: str) -> str | None:
         """The job that a policy which binds early (`EarlyBinding`) has chosen for the device already; None if none."""
@@ -229,7 +238,7 @@ class Scheduler:
         """Give a device that no job could have a further unit of a running job: the one with the longest time left."""
         state = self._state
         records = [state.jobs[job] for job in state.offering]
-        record = max(records, key=lambda r: (r.priority, r.estimate.remaining_seconds, -r.order))
+        record = max(records, key=lambda r: (r.priority, r.remaining_seconds, -r.order))
         for unit in record.ready:
             near = state.devices.get(unit.near) if unit.near is not None else None
             if near is not None and near.idle_place is not None:

@@ -61,7 +61,9 @@ class JobRecord:
             devices that would have nothing else to do.
         running: the unit on each device that runs one of its.
         estimate: predicted time of what is left, and of what was done.
-        step_seconds: predicted time of one training step.
+        step_seconds: predicted time of one training step; the same for all jobs that are alike.
+        told_step_seconds: the same as it was told of this job last, by which its remaining time goes.
+        alike: what it has in common with jobs whose steps take equally long; None if nothing is known of that.
         shard_devices: for each shard that is on a device, that device.
         turn: the number of its last `Run` among all; 0 before the first.
         last_device: where a unit of it last began or ended; None before the first, and once that device is lost.
@@ -70,6 +72,7 @@ class JobRecord:
         age: under staggered admission, its place among the jobs in flight; None while it is not. Kept by `State.put`.
         is_front: whether it is in the front, which only staggered admission has. Kept by `State`.
         home: the device at which it is counted in `homes`. Kept by `State.put`.
+        kind: what it is listed under in `kinds`. Kept by `State.put`.
     """
 
     job: str
@@ -82,6 +85,8 @@ class JobRecord:
     running: Mapping[str, Unit] = field(default_factory=dict)
     estimate: Estimate = field(default_factory=Estimate)
     step_seconds: float = 0.0
+    told_step_seconds: float = 0.0
+    alike: str | None = None
     shard_devices: Mapping[int, str] = field(default_factory=dict)
     turn: int = 0
     last_device: str | None = None
@@ -90,11 +95,23 @@ class JobRecord:
     age: Age | None = None
     is_front: bool = False
     home: str | None = None
+    kind: str | None = None
 
     @property
     def is_in_flight(self) -> bool:
         """Whether it holds more than a place in the queue, and nobody holds it back."""
         return self.phase is not Phase.QUEUED and not self.paused
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Predicted time of what is left, with steps as long as those of all jobs that are alike."""
+        return self.rescaled(self.estimate.remaining_seconds)
+
+    def rescaled(self, seconds: float) -> float:
+        """A time that goes by the steps it was told of, with steps as long as those of all jobs that are alike."""
+        if self.step_seconds == self.told_step_seconds:
+            return seconds
+        return seconds / self.told_step_seconds * self.step_seconds  # in this order infinity never meets 0
 
     def make_view(self) -> JobView:
         """What a policy sees of this job; it must be ready."""
@@ -103,7 +120,7 @@ class JobRecord:
             self.job,
             self.order,
             unit,
-            estimate.remaining_seconds,
+            self.remaining_seconds,
             self.step_seconds,
             self.shard_devices.get(unit.shard),
             self.priority,

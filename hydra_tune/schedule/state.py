@@ -6,8 +6,10 @@ told) in step with them; `invariants.py` recomputes each.
 
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import chain
 
 from hydra_tune.schedule.front import Age, Front
 from hydra_tune.schedule.levels import Levels
@@ -35,6 +37,7 @@ class State:
         num_runs: units ever started.
         front: the jobs in flight by age; None where admission is not staggered.
         homes: by device, the jobs of which a unit last ran there.
+        kinds: the jobs that are alike, by what they have in common.
     """
 
     levels: Levels = field(repr=False)
@@ -49,6 +52,7 @@ class State:
     num_devices_added: int = 0
     num_runs: int = 0
     homes: Counter[str] = field(default_factory=Counter)
+    kinds: dict[str, dict[str, None]] = field(default_factory=dict)
     _queue: list[tuple[int, int, str]] = field(default_factory=list)  # a heap; jobs that left are dropped when on top
 
     def find(self, job: str) -> JobRecord | None:
@@ -62,6 +66,10 @@ class State:
     def all_jobs(self) -> list[JobRecord]:
         """What is known of every job."""
         return list(self.jobs.values())
+
+    def others_alike(self, record: JobRecord) -> Iterator[JobRecord]:
+        """What is known of each other job that is like this one."""
+        return (self.jobs[job] for job in self.kinds.get(record.alike or "", ()) if job != record.job)
 
     def put(self, record: JobRecord) -> None:
         """Add a job, or take the changes to its record, which may be another object than before."""
@@ -83,9 +91,7 @@ class State:
         if counted is not record.is_counted:
             record.is_counted = counted
             self.num_slots_taken += 1 if counted else -1
-        self._note_offers(record)
-        if record.home != record.last_device:
-            self._count_at(record, record.last_device)
+        self._note(record)
         if phase is _QUEUED and not record.paused:
             heappush(self._queue, (-record.priority, record.order, record.job))
 
@@ -96,7 +102,7 @@ class State:
             old = None
         if old is not None:
             record.view, record.is_counted = old.view, old.is_counted
-            record.age, record.is_front, record.home = old.age, old.is_front, old.home
+            record.age, record.is_front, record.home, record.kind = old.age, old.is_front, old.home, old.kind
         self.jobs[record.job] = record
 
     def drop(self, job: str) -> None:
@@ -107,6 +113,7 @@ class State:
         self.offering.pop(job, None)
         self.num_slots_taken -= old.is_counted
         self._count_at(old, None)
+        self._list_under(old, None)
         if self.front is not None and old.age is not None:
             self._cross(self.front.leave(old.age))
 
@@ -160,7 +167,12 @@ class State:
             heappop(queue)
         return None
 
-    def _note_offers(self, record: JobRecord) -> None:
+    def _note(self, record: JobRecord) -> None:
+        """Keep what is offered, where jobs ran last, and who is alike in step with a record that is being put."""
+        if record.home != record.last_device:
+            self._count_at(record, record.last_device)
+        if record.kind != record.alike:
+            self._list_under(record, record.alike)
         if record.ready and record.offers:
             self.offering[record.job] = None
         elif self.offering:
@@ -212,6 +224,16 @@ class State:
             self.homes[device] += 1
         record.home = device
 
+    def _list_under(self, record: JobRecord, kind: str | None) -> None:
+        """A job is like others now, or like none."""
+        if record.kind is not None:
+            del self.kinds[record.kind][record.job]
+            if not self.kinds[record.kind]:
+                del self.kinds[record.kind]
+        if kind is not None:
+            self.kinds.setdefault(kind, {})[record.job] = None
+        record.kind = kind
+
     def _take_from_idle(self, place: tuple[float, int, str]) -> None:
         del self.idle[bisect_left(self.idle, place)]
 
@@ -260,6 +282,15 @@ class Draft:
         """As `State.all_jobs`."""
         names = dict.fromkeys([*self._state.jobs, *self._jobs])
         return [record for record in map(self.find, names) if record is not None]
+
+    def others_alike(self, record: JobRecord) -> Iterator[JobRecord]:
+        """As `State.others_alike`."""
+        own = list(self._jobs)
+        others = (job for job in self._state.kinds.get(record.alike or "", ()) if job not in own)
+        found = map(self.find, chain(own, others))
+        return (
+            other for other in found if other is not None and other.alike == record.alike and other.job != record.job
+        )
 
     def put(self, record: JobRecord) -> None:
         """As `State.put`."""

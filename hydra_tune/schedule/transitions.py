@@ -113,7 +113,7 @@ def _admitted(tables: Tables, event: JobAdmitted) -> str | None:
         tables.drop(event.job)
         return event.job
     record.estimate.tell(event.remaining_seconds)
-    record.step_seconds = event.step_seconds
+    _take_pace(tables, record, event.step_seconds, event.alike)
     _make_ready(tables, record, event.unit)
     return None
 
@@ -133,9 +133,9 @@ def _unit_failed(tables: Tables, event: UnitFailed) -> str | None:
 
 def _unit_finished(tables: Tables, event: UnitFinished) -> str | None:
     record, device, expected = _expect_unit(tables, event)
-    _, place, seconds, unit, remaining_seconds, step_seconds, others = event
+    _, place, seconds, unit, remaining_seconds, step_seconds, others, alike = event
     if step_seconds is None:
-        step_seconds = record.step_seconds
+        step_seconds, alike = record.told_step_seconds, record.alike
     _check_estimates(remaining_seconds, step_seconds)
     if not 0 <= seconds < math.inf:
         raise ImpossibleEventError(f"the unit took {seconds} s, expected a finite number from 0")
@@ -144,7 +144,9 @@ def _unit_finished(tables: Tables, event: UnitFinished) -> str | None:
     if record.stopped:
         return _end_with_unit(tables, record, place)
     record.estimate.finish(expected.seconds, seconds * device.speed, remaining_seconds)
-    record.step_seconds, record.last_device = step_seconds, place
+    if step_seconds != record.told_step_seconds or alike != record.alike:
+        _take_pace(tables, record, step_seconds, alike)
+    record.last_device = place
     _take_off(record, place, others if unit is None else (unit, *others))
     tables.put(record)
     return None
@@ -223,6 +225,8 @@ _TRANSITIONS: dict[type[Event], Callable[[Tables, Any], str | None]] = {
 # What several of them share.
 
 
+_SAME_PACE = 1.2  # a step that is thought to take up to so much more or less than before is shown as before
+
 # Looked up for every unit, and an enum's members are slow to look up.
 _PAUSED, _READY, _RUNNING = Phase.PAUSED, Phase.READY, Phase.RUNNING
 
@@ -234,6 +238,25 @@ def _phase_between_units(record: JobRecord) -> Phase:
 def _make_ready(tables: Tables, record: JobRecord, *units: Unit) -> None:
     record.phase, record.ready = _phase_between_units(record), tuple(sorted(units, key=_rank))
     tables.put(record)
+
+
+def _take_pace(tables: Tables, record: JobRecord, step_seconds: float, alike: str | None) -> None:
+    """A job was told how long a step takes, which is true of all jobs that are alike.
+
+    They are told at different times, and what a step is thought to take goes up and down. Where that is little, it stays as
+    it is for all; else all are shown the new one at once.
+    """
+    record.told_step_seconds = record.step_seconds = step_seconds
+    record.alike = alike = alike if step_seconds else None
+    other = None if alike is None else next(tables.others_alike(record), None)
+    if other is None:
+        return
+    if 1 / _SAME_PACE <= step_seconds / other.step_seconds <= _SAME_PACE:
+        record.step_seconds = other.step_seconds
+        return
+    for other in list(tables.others_alike(record)):
+        other.step_seconds = step_seconds
+        tables.put(other)
 
 
 def _take_off(record: JobRecord, device: str, fresh: tuple[Unit, ...]) -> None:

@@ -19,9 +19,16 @@ class UnitTimes:
     Args:
         seconds: first estimates by unit.
         repeats: how often a unit runs in a step; once unless named.
+        name: what they are known by where several trials measure them; None for one that measures alone.
     """
 
-    def __init__(self, seconds: Mapping[Hashable, float], repeats: Mapping[Hashable, int] | None = None) -> None:
+    def __init__(
+        self,
+        seconds: Mapping[Hashable, float],
+        repeats: Mapping[Hashable, int] | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.name = name
         self._seconds = dict(seconds)
         self._repeats = dict(repeats or {})
         self._num_measured: Counter[Hashable] = Counter()

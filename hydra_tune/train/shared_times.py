@@ -6,6 +6,7 @@ from device to device for it. Trials of one plan run the same units; measured to
 them apart.
 """
 
+import itertools
 import threading
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ class SharedTimes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._times: WeakKeyDictionary[Prepared, dict[int, UnitTimes]] = WeakKeyDictionary()  # by batches of a step
 
     def of(self, prepared: Prepared, accumulate: int = 1) -> UnitTimes:
@@ -34,5 +36,5 @@ class SharedTimes:
         with self._lock:
             known = self._times.setdefault(prepared, {})
             if accumulate not in known:
-                known[accumulate] = unit_times(prepared, accumulate)
+                known[accumulate] = unit_times(prepared, accumulate, f"plan {next(self._numbers)}")
             return known[accumulate]

@@ -79,8 +79,8 @@ class PendingUnit:
     following: Callable[[], list[Expected]] = nothing_known
 
 
-def unit_times(prepared: Prepared, accumulate: int = 1) -> UnitTimes:
-    """First estimates of the seconds of a plan's units in a step of so many batches."""
+def unit_times(prepared: Prepared, accumulate: int = 1, name: str | None = None) -> UnitTimes:
+    """First estimates of the seconds of a plan's units in a step of so many batches; `name` is for who measures together."""
     plan, seconds = prepared.plan, prepared.seconds
     times: dict[Hashable, float] = {}
     for index, shard in enumerate(plan.shards):
@@ -95,7 +95,7 @@ def unit_times(prepared: Prepared, accumulate: int = 1) -> UnitTimes:
             cost = shard.cost
             times["update", index] = update_guess(cost.trained_bytes * 2 + cost.optimizer_bytes)
     repeated = ((kind, index) for kind in ("forward", "backward") for index in range(len(plan.shards)))
-    return UnitTimes(times, dict.fromkeys(repeated, accumulate))
+    return UnitTimes(times, dict.fromkeys(repeated, accumulate), name)
 
 
 def _workspace(cost: ShardCost, *, backward: bool, recompute: bool) -> int:

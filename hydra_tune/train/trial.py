@@ -209,6 +209,11 @@ class Trial:
         return self._train_times.total
 
     @property
+    def alike(self) -> str | None:
+        """What the times of its steps are known by, where it measures them together with other trials."""
+        return self._train_times.name
+
+    @property
     def remaining_seconds(self) -> float:
         """Seconds of compute to come, as known now."""
         steps = self.progress.steps_left * self._train_times.total

@@ -37,6 +37,7 @@ SHARDS = 3
 SECONDS = st.integers(0, 20).map(float)
 SPEEDS = st.sampled_from([0.25, 0.5, 1.0, 2.0])
 PRIORITIES = st.sampled_from([0, 0, 0, 1, -1])
+ALIKE = st.sampled_from([None, "large", "small"])
 DEVICES = ("cpu:0", "cpu:1", "cpu:2")
 
 
@@ -209,8 +210,15 @@ class AnyHistory(RuleBasedStateMachine):
         self.tell(*[JobSubmitted(job=job, priority=priority) for job in jobs])
 
     @precondition(lambda self: self.preparing)
-    @rule(data=st.data(), shard=st.integers(0, SHARDS - 1), remaining=SECONDS, step=SECONDS, rejected=st.booleans())
-    def end_preparation(self, data, shard, remaining, step, rejected):
+    @rule(
+        data=st.data(),
+        shard=st.integers(0, SHARDS - 1),
+        remaining=SECONDS,
+        step=SECONDS,
+        alike=ALIKE,
+        rejected=st.booleans(),
+    )
+    def end_preparation(self, data, shard, remaining, step, alike, rejected):
         job = data.draw(st.sampled_from(self.preparing))
         self.preparing.remove(job)
         unit = self.next_unit(job, shard)
@@ -218,7 +226,7 @@ class AnyHistory(RuleBasedStateMachine):
             self.over.add(job)
         else:
             self.make_ready(job, unit)
-        admitted = JobAdmitted(job=job, unit=unit, remaining_seconds=remaining, step_seconds=step)
+        admitted = JobAdmitted(job=job, unit=unit, remaining_seconds=remaining, step_seconds=step, alike=alike)
         self.tell(JobRejected(job=job) if rejected else admitted)
 
     @precondition(lambda self: self.running)
@@ -228,9 +236,10 @@ class AnyHistory(RuleBasedStateMachine):
         seconds=SECONDS,
         remaining=st.none() | SECONDS,
         step=st.none() | SECONDS,
+        alike=ALIKE,
         others=st.lists(st.tuples(st.integers(0, 3), st.none() | st.sampled_from(DEVICES)), max_size=2),
     )
-    def finish_unit(self, data, shard, seconds, remaining, step, others):
+    def finish_unit(self, data, shard, seconds, remaining, step, alike, others):
         device = data.draw(st.sampled_from(sorted(self.running)))
         job, done = self.running.pop(device)
         self.idle.add(device)
@@ -254,6 +263,7 @@ class AnyHistory(RuleBasedStateMachine):
                 remaining_seconds=remaining,
                 step_seconds=step,
                 others=beside,
+                alike=alike,
             )
         )
 
@@ -388,6 +398,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.scheduler.check()
         assert not self.scheduler.phases
         assert not self.scheduler._stories
+        assert not self.scheduler._state.kinds
 
 
 TestAnyHistory = AnyHistory.TestCase

@@ -9,7 +9,7 @@ from hydra_tune import HydraExecutor, Reported
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Reach
 from hydra_tune.errors import ConfigError, HydraTuneError, ScheduleError
-from hydra_tune.schedule import POLICIES, LRTFPaper, Run, UnitFinished, make_policy
+from hydra_tune.schedule import POLICIES, JobAdmitted, LRTFPaper, Run, UnitFinished, make_policy
 from hydra_tune.schedule.journal import decide_again
 from hydra_tune.simulate import simulate
 from hydra_tune.simulate.profile import parse_profile, recorded_profile
@@ -50,6 +50,13 @@ def test_the_same_events_give_the_same_commands(policy):
     assert recording.num_runs > 60
     again = decide_again(recording.decisions, make_policy(policy), max_concurrent=recording.max_concurrent)
     assert again == list(recording.decisions)
+
+
+def test_the_scheduler_is_told_that_trials_of_one_plan_are_alike():
+    told = [event for decision in record().recording().decisions for event in decision.events]
+    kinds = {event.alike for event in told if isinstance(event, JobAdmitted | UnitFinished)}
+    assert len(kinds) == 1
+    assert None not in kinds
 
 
 @pytest.mark.parametrize("options", [{}, TIGHT], ids=["ample", "tight"])

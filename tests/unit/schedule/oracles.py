@@ -4,23 +4,21 @@ from hydra_tune.schedule import IncrementalPolicy, JobView, LRTFPaper, Policy, S
 
 
 def lrtf(device, candidates):
-    here, nowhere, elsewhere = range(3)
     longest = max(candidates, key=lambda view: (view.remaining_seconds, -view.order))
     slack = 2 * longest.step_seconds
+    at_hand = [view for view in candidates if view.shard_device in (device, None)]
+    most = max((view.remaining_seconds for view in at_hand), default=float("-inf"))
+    if most < longest.remaining_seconds - slack:
+        return longest
     ran_here = [view for view in candidates if view.last_device == device]
     last = min(ran_here, key=lambda view: (-view.turn, view.order), default=None)
-
-    goes_on = last is not None and last.shard_device in (device, None)
-    if goes_on and last.remaining_seconds >= longest.remaining_seconds - slack:
+    if last in at_hand and last.remaining_seconds >= most - slack:
         return last
 
     def rank(view):
-        place = here if view.shard_device == device else nowhere if view.shard_device is None else elsewhere
-        return place, -view.remaining_seconds, view.order
+        return view.shard_device is None, -view.remaining_seconds, view.order
 
-    return min(
-        [view for view in candidates if view.remaining_seconds >= longest.remaining_seconds - slack / 2], key=rank
-    )
+    return min([view for view in at_hand if view.remaining_seconds >= most - slack / 2], key=rank)
 
 
 def lrtf_paper(device, candidates):

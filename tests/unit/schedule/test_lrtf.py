@@ -45,8 +45,28 @@ CASES = {
     "beyond half the slack": ([view("a", 9.0, step_seconds=2.0), view("b", 6.9, on=HERE)], "a"),
     "the slack's edge is inside": ([view("a", 9.0, on=THERE, step_seconds=2.0), view("b", 5.0, on=HERE)], "b"),
     "beyond the slack": ([view("a", 9.0, on=THERE, step_seconds=2.0), view("b", 4.9, on=HERE)], "a"),
-    "nowhere before here, beyond half the slack": (
-        [view("a", 9.0, on=THERE, step_seconds=2.0), view("b", 7.0), view("c", 6.9, on=HERE)],
+    "here before nowhere, within half the slack of the longest at hand": (
+        [view("a", 9.0, on=THERE, step_seconds=2.0), view("b", 7.0), view("c", 5.0, on=HERE)],
+        "c",
+    ),
+    "nowhere before here, beyond half the slack of the longest at hand": (
+        [view("a", 9.0, on=THERE, step_seconds=2.0), view("b", 7.0), view("c", 4.9, on=HERE)],
+        "b",
+    ),
+    "its turn is as long on a device that is ahead": (
+        [
+            view("a", 9.0, on=THERE, step_seconds=2.0),
+            view("b", 6.0, on=HERE),
+            view("c", 2.0, on=HERE, turn=1, last=HERE),
+        ],
+        "c",
+    ),
+    "and no longer": (
+        [
+            view("a", 9.0, on=THERE, step_seconds=2.0),
+            view("b", 6.0, on=HERE),
+            view("c", 1.9, on=HERE, turn=1, last=HERE),
+        ],
         "b",
     ),
     "the slack is the longest job's own": ([view("a", 9.0), view("b", 8.0, on=HERE, step_seconds=5.0)], "a"),
@@ -100,7 +120,7 @@ def test_choice(candidates, chosen):
     assert ShardedLRTF(slack_steps=2).choose(HERE, candidates).job == chosen
 
 
-@pytest.mark.parametrize(("slack_steps", "chosen"), [(0, "a"), (2, "b"), (4, "c")])
+@pytest.mark.parametrize(("slack_steps", "chosen"), [(0, "a"), (1, "b"), (2, "c")])
 def test_the_slack_counts_steps_of_the_longest_job(slack_steps, chosen):
     views = [view("a", 9.0, on=THERE, step_seconds=2.0), view("b", 7.0), view("c", 5.0, on=HERE)]
     assert ShardedLRTF(slack_steps=slack_steps).choose(HERE, views).job == chosen
