@@ -115,7 +115,7 @@ def hooked():
         {"validate": one_batch, "evaluate": fail, "metric": "val_acc"},
         {"validate": fail},
     ],
-    ids=lambda changes: "-".join(f"{k}:{getattr(v, '__name__', v)}" for k, v in changes.items()),
+    ids=lambda changes: "-".join(f"{k}:{getattr(v, '__name__', type(v).__name__)}" for k, v in changes.items()),
 )
 def test_an_error_in_a_trials_code_fails_that_trial_alone(changes):
     with running(devices="cpu:2") as pool:
