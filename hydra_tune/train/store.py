@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block, Kind, Value, whole_storage
@@ -169,7 +170,7 @@ class BlockStore:
         """Some device copies of the batch may have changed; others are not written back, as `Leaves.hand_back` says."""
         for block in self._input_blocks():
             if block.data is not None and block.host is not None and not block.dirty:
-                block.dirty = not same_bits(block.host, block.data.cpu())
+                block.dirty = _has_changed(block.data, block.host)
 
     def bring_inputs_home(self) -> None:
         """The batch's own memory holds what the step has made of it."""
@@ -215,3 +216,8 @@ def _constant_key(name: str) -> str:
 
 def _input_key(index: int | str) -> str:
     return f"input:{index}"
+
+
+def _has_changed(data: Tensor, host: Tensor) -> bool:
+    """Whether a device's copy is other than the host's; tensors without bytes are taken to be as they were."""
+    return not isinstance(data, FakeTensor) and not same_bits(host, data.cpu())

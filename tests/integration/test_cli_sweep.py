@@ -58,6 +58,7 @@ def test_json_is_alone_on_standard_output_and_has_it_all(project):
         assert 0 < device["busy_share"] <= 1
 
 
+@pytest.mark.slow
 def test_a_timeline_is_written_and_can_be_played_again(project):
     done = project.run("--json", "--run-cap", "3", "--timeline", "run.json")
     assert done.returncode == 0, done.stderr
@@ -93,6 +94,7 @@ def test_a_function_that_draws_its_own_parameters(project):
     assert report["metric"]["name"] == "train_loss"
 
 
+@pytest.mark.slow
 def test_a_study_in_a_storage_goes_on_where_it_was(project):
     project.change("hydra: {", "name: first\nhydra: {storage: sqlite:///trials.db, ")
     assert project.run("--run-cap", "2").returncode == 0

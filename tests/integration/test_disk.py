@@ -172,6 +172,7 @@ def test_delays_of_copies_in_the_background_change_no_bit(tmp_path, monkeypatch,
     assert all(device.resident_bytes == 0 and device.peak_bytes <= device.budget_bytes for device in devices)
 
 
+@pytest.mark.slow
 def test_trials_share_host_memory_and_disk(tmp_path):
     with pool(tmp_path, devices="cpu:2", max_concurrent=4) as executor:
         results = executor.run([task(seed) for seed in range(4)])
@@ -217,7 +218,7 @@ def test_a_pruned_trial_leaves_the_disk_at_once_and_others_stay(tmp_path):
     assert ours(tmp_path) == []
 
 
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_trial_whose_files_cannot_be_read_fails_alone(tmp_path, width):
     with pool(tmp_path, max_concurrent=width) as executor:
         stream = executor.events()

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.tensors import load_tensors
 from tests.parity.exact import differences
@@ -32,6 +34,7 @@ def ended(process: subprocess.Popen[str]) -> None:
     assert process.returncode == 0, errors
 
 
+@pytest.mark.slow
 def test_killed_and_gone_on_with(tmp_path):
     epochs = 10
     process = start(tmp_path / "saved", tmp_path / "result", epochs, "cpu:2")

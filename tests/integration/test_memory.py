@@ -78,7 +78,7 @@ def answer_all(pool, tasks):
         pytest.param("cpu:1", "recompute", marks=pytest.mark.slow),
         pytest.param("cpu:1", "keep", marks=pytest.mark.slow),
         pytest.param("cpu:2", "keep", marks=pytest.mark.slow),
-        ("cpu:2", "spill"),
+        pytest.param("cpu:2", "spill", marks=pytest.mark.slow),
     ],
 )
 def test_eight_trials_stay_within_the_budget_of_each_device(devices, activations):

@@ -144,7 +144,11 @@ def test_pieces_with_all_else_that_a_task_may_ask_for(feature):
 
 
 @pytest.mark.parametrize(
-    ("name", "operator"), [pytest.param("hf_gpt2", "transformer.wte", marks=pytest.mark.slow), ("hf_t5", "shared")]
+    ("name", "operator"),
+    [
+        pytest.param("hf_gpt2", "transformer.wte", marks=pytest.mark.slow),
+        pytest.param("hf_t5", "shared", marks=pytest.mark.slow),
+    ],
 )
 def test_models_of_the_transformers_library_with_tied_embeddings(name, operator):
     described = replace(registry.build(registry.Spec(name)), split_operators={operator: 3})

@@ -26,7 +26,7 @@ def looked_at(num_steps, found):
 @pytest.mark.parametrize(
     ("tier", "num_steps"),
     [
-        ("host", 300),
+        ("host", 150),
         pytest.param("host", 1_000, marks=pytest.mark.slow),
         pytest.param("disk", 1_000, marks=pytest.mark.slow),
     ],

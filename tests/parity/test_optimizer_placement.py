@@ -31,7 +31,7 @@ TASKS = {
 }
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "tied")) for name in TASKS])
 def test_updates_on_the_host_are_bitwise(name):
     for devices, cut in (("cpu:1", 1), ("cpu:2", 3)):
         described = TASKS[name]()
@@ -92,7 +92,9 @@ AUTO = {
 }
 
 
-@pytest.mark.parametrize("name", AUTO)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "a slow link")) for name in AUTO]
+)
 def test_auto_says_where_and_why_and_gives_the_same_bits(name, caplog):
     options, place = AUTO[name]
     with caplog.at_level(logging.INFO, CHOICES.name), running(optimizer_placement="auto", **options) as pool:

@@ -93,7 +93,7 @@ def test_json_has_it_all_and_no_nan(view):
     assert data["best"]["number"] == 8
     assert data["best"]["value"] == "inf"
     assert data["best"]["params"] == {"x": "nan"}
-    assert data["counts"] == {"completed": 3, "pruned": 1, "failed": 1, "cancelled": 0}
+    assert data["counts"] == {"completed": 3, "pruned": 1, "failed": 1, "cancelled": 0, "interrupted": 0}
     assert (data["units_run"], data["units_saved"], data["elapsed_seconds"]) == (900, 100, 92.0)
     assert data["devices"]["cpu:0"]["peak_bytes"] == 5 << 20
     assert [trial["state"] for trial in data["trials"]][:4] == ["completed", "completed", "pruned", "failed"]

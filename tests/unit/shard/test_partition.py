@@ -32,7 +32,7 @@ def test_a_model_that_fits_whole_is_one_shard_and_needs_no_buffer(benches, name)
     assert len(made.partition(whole - 1, buffer_bytes=0)) > 2
 
 
-@pytest.mark.parametrize("share", [0.9, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.9, marks=pytest.mark.slow), 0.5])
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_cover_the_step_at_allowed_cuts_and_each_fits(benches, name, share):
     made = benches[name]

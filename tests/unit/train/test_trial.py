@@ -307,6 +307,7 @@ def test_what_cannot_work_is_named(changes, error, message):
         raise result.error
 
 
+@pytest.mark.slow
 def test_plans_do_not_pile_up_where_each_batch_gives_another_answer(monkeypatch):
     """The model does not fit whole, so that each batch is captured."""
 
