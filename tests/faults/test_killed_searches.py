@@ -29,7 +29,7 @@ MOMENTS = (
     ("hydra_tune_optuna.private:tell", "before", 1),
     (RDB + "set_trial_state_values", "after", 3),
     (RDB + "_create_new_trial", "after", 1),
-    (RDB + "set_trial_system_attr", "after", 3),
+    (RDB + "set_trial_system_attr", "after", 2),  # a trial that was left is claimed, and its old claim goes
     ("hydra_tune_optuna.private:tell", "after", 1),
     (RDB + "_set_trial_param", "after", 3),
     (RDB + "set_trial_intermediate_value", "before", 6),
