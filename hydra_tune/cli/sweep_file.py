@@ -31,6 +31,9 @@ _ENGINE = (
     "admission",
     "num_shards",
     "optimizer_placement",
+    "loader_warning",
+    "loader_timeout",
+    "max_retries",
 )
 
 

@@ -197,6 +197,9 @@ class Hydra(Block):
     admission: Literal["eager", "staggered"] | None = None
     num_shards: Shards | None = None
     optimizer_placement: Literal["device", "host", "auto"] | None = None
+    loader_warning: Seconds | None = None
+    loader_timeout: Seconds | None = None
+    max_retries: Annotated[int, Field(ge=0)] | None = None
     storage: Annotated[str, Field(min_length=1)] | None = None
     study: Annotated[str, Field(min_length=1)] | None = None
     keep_best: Annotated[int, Field(ge=1)] | None = None

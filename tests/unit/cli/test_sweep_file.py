@@ -69,6 +69,9 @@ def test_a_whole_file(read):
           buffer_fraction: 0.2
           max_concurrent: 8
           num_shards: 4
+          loader_warning: 2min
+          loader_timeout: 90
+          max_retries: 0
           storage: sqlite:///trials.db
           study: second
         """)
@@ -93,6 +96,9 @@ def test_a_whole_file(read):
         "buffer_fraction": 0.2,
         "max_concurrent": 8,
         "num_shards": 4,
+        "loader_warning": 120.0,
+        "loader_timeout": 90.0,
+        "max_retries": 0,
     }
     assert (spec.storage, spec.study) == ("sqlite:///trials.db", "second")
     assert spec.at("parameters.lr") == "space.yaml:11:3: parameters.lr"
@@ -281,6 +287,11 @@ def test_a_file_runs_nothing(problems, tmp_path):
                 "'1h', not 0"
             ),
         ),
+        (
+            "hydra: {loader_timeout: never}",
+            "4:25: hydra.loader_timeout: must be a time above 0, in seconds or as '30s', '5min' or '1h', not 'never'",
+        ),
+        ("hydra: {max_retries: -1}", "4:22: hydra.max_retries: must be >= 0, not -1"),
         (
             "hydra: {stop_seconds: -1}",
             "4:23: hydra.stop_seconds: must be a time above 0, in seconds or as '30s', '5min' or '1h', not -1",
