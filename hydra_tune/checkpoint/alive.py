@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hydra_tune.checkpoint.files import file_error, make_private_folder, remove_file
-
-_LOCK = "lock"
+from hydra_tune.checkpoint.lock import LOCK, try_lock
 
 
 class LifeSign:
@@ -66,12 +65,11 @@ def has_died(folder: Path, name: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+        return try_lock(lock)
+    except OSError as error:
+        raise file_error("lock", folder / name, error) from error
     finally:
         os.close(lock)
-    return True
 
 
 def forget(folder: Path, name: str) -> None:
@@ -90,7 +88,7 @@ def alone(folder: Path) -> Iterator[None]:
     Raises:
         FileError: the folder cannot be written to.
     """
-    lock = _opened(folder / _LOCK, os.O_CREAT)
+    lock = _opened(folder / LOCK, os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

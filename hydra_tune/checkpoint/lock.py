@@ -31,7 +31,7 @@ def take_lock(folder: Path | int) -> int | None:
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSE_SECONDS)  # whoever asks `is_locked` has it for a moment
-        if _try(descriptor):
+        if try_lock(descriptor):
             return descriptor
     os.close(descriptor)
     return None
@@ -51,7 +51,7 @@ def is_locked(folder: Path | int) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return not _try(descriptor)
+        return not try_lock(descriptor)
     finally:
         os.close(descriptor)
 
@@ -63,7 +63,12 @@ def _opened(folder: Path | int, flags: int) -> int:
     return os.open(folder / LOCK, flags, 0o600)
 
 
-def _try(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file, if nobody has it; whether that is done.
+
+    Raises:
+        OSError: the system has no locks there.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

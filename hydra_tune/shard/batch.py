@@ -118,7 +118,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal to the last bit, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    left, right = a.detach().contiguous(), b.detach().contiguous()
+    # What is conjugate or negative by a flag alone has other bytes than it says.
+    left, right = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (a, b))
     if left.is_cpu and right.is_cpu:
         # Not an operator: modes that watch what a unit computes on see none of it, and it takes no memory.
         return not _MEMCMP(left.data_ptr(), right.data_ptr(), left.numel() * left.element_size())

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hydra_tune.checkpoint.values import encode
 from hydra_tune.errors import CheckpointError
+from hydra_tune.shard.batch import same_bits
 
 _GONE = object()
 _PLAIN = frozenset({type(None), bool, int, str})
@@ -119,11 +119,4 @@ def same_value(one: Any, other: Any) -> bool:
         except CheckpointError:
             return one is other
     (text, tensors), (other_text, others) = found
-    return text == other_text and all(_same_bits(tensor, others[name]) for name, tensor in tensors.items())
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    left, right = (each.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(left, right)
+    return text == other_text and all(same_bits(tensor.cpu(), others[name].cpu()) for name, tensor in tensors.items())
