@@ -263,6 +263,7 @@ class Core:
                 unit=None,
                 remaining_seconds=record.trial.remaining_seconds,
                 step_seconds=record.trial.step_seconds,
+                alike=record.trial.alike,
             )
         )
 
