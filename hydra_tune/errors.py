@@ -25,6 +25,10 @@ class CaptureError(HydraTuneError):
     """A model and step that `torch.export` could not capture, or captured wrongly."""
 
 
+class UnfusableError(HydraTuneError):
+    """A trial that cannot be fused with others; the message says why."""
+
+
 class BudgetError(HydraTuneError):
     """Device or host memory that cannot hold what must be held at once.
 

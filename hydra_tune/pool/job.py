@@ -181,6 +181,11 @@ class Job:
         return self._state
 
     @property
+    def reports_freely(self) -> bool:
+        """Whether nobody answers its reports."""
+        return self.events is None or not self.events.waits
+
+    @property
     def paused(self) -> bool:
         """Whether `pause()` holds the job back."""
         return self._paused
@@ -325,6 +330,11 @@ class EventStream:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[PoolEvent] = queue.SimpleQueue()
         self.put: Callable[[PoolEvent], None] = self._queue.put
+
+    @property
+    def waits(self) -> bool:
+        """Whether its jobs wait at their reports."""
+        return True
 
     def get(self, timeout: float | None = None) -> PoolEvent | None:
         """The next event.

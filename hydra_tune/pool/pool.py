@@ -54,6 +54,7 @@ from hydra_tune.schedule import (
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
+from hydra_tune.train.trial import Trial
 
 T = TypeVar("T")
 
@@ -187,6 +188,11 @@ class Pool:
             self._start_preparer()
 
     @property
+    def changed(self) -> threading.Condition:
+        """The lock that everything is decided under; notified when a job ends."""
+        return self._changed
+
+    @property
     def budget_bytes(self) -> int:
         """Device memory that models are cut for."""
         return self._library.budget.budget_bytes
@@ -296,6 +302,7 @@ class Pool:
         labels: Mapping[str, Any] | None = None,
         saved_as: str | None = None,
         max_retries: int = 0,
+        make_trial: Callable[..., Trial] = Trial,
     ) -> Job:
         """Queue a task."""
         core, origin = self._core, origin or Origin()
@@ -315,6 +322,7 @@ class Pool:
                 keeper=keeper,
                 begin=origin.beginning,
                 max_retries=max_retries,
+                make_trial=make_trial,
             )
             record.priority = priority
             try:

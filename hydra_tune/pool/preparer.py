@@ -18,7 +18,6 @@ from hydra_tune.schedule import JobAdmitted, JobRejected
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.train.shared_times import SharedTimes
 from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.trial import Trial
 
 
 class Preparer:
@@ -82,7 +81,7 @@ class Preparer:
             beginning = record.begin()
             if keeper is not None and beginning is not None:
                 keeper.goes_on_from(beginning.saved.path)
-            trial = Trial(
+            trial = record.make_trial(
                 job.task,
                 self._library,
                 self._device(),

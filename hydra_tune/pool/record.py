@@ -94,6 +94,7 @@ class Record:
         max_retries: how often it may begin again after faults that are not its own.
         faults: those that it has had.
         repeats: the last report that the driver has been told of, for a job that begins again; None: none.
+        make_trial: makes its trial, of what `Trial` takes.
 
     Attributes:
         tenant: the job, for the host's memory.
@@ -129,6 +130,7 @@ class Record:
         max_retries: int = 0,
         faults: tuple[str, ...] = (),
         repeats: "Told | None" = None,
+        make_trial: Callable[..., Trial] = Trial,
     ) -> None:
         self.job = job
         self.keeper = keeper
@@ -138,6 +140,7 @@ class Record:
         self.told_of = repeats or Told()
         self.priority = 0
         self.wanted_end: str | None = None
+        self.make_trial = make_trial
         self.turn = threading.RLock()
         self._log = log
         self.tenant = Tenant(on_failure)
@@ -318,19 +321,24 @@ class Record:
         trial = self.trial
         if trial is None:
             return progress_without_trial(self.job)
-        counts = trial.progress
-        return Progress(
-            epoch=counts.epoch,
-            epochs=self.job.task.epochs,
-            step=counts.steps,
-            num_steps=counts.num_steps,
-            remaining_seconds=trial.remaining_seconds if trial.num_shards else None,
-            num_shards=trial.num_shards,
-            units_run=trial.units_run,
-            metrics=dict(trial.metrics),
-            history=tuple(trial.history[-_MOST_REPORTS:]),
-            compute_seconds=trial.compute_seconds,
-        )
+        return progress_of(self.job, trial)
+
+
+def progress_of(job: Job, trial: Trial) -> Progress:
+    """Of a job whose trial is under way."""
+    counts = trial.progress
+    return Progress(
+        epoch=counts.epoch,
+        epochs=job.task.epochs,
+        step=counts.steps,
+        num_steps=counts.num_steps,
+        remaining_seconds=trial.remaining_seconds if trial.num_shards else None,
+        num_shards=trial.num_shards,
+        units_run=trial.units_run,
+        metrics=dict(trial.metrics),
+        history=tuple(trial.history[-_MOST_REPORTS:]),
+        compute_seconds=trial.compute_seconds,
+    )
 
 
 def progress_without_trial(job: Job) -> Progress:

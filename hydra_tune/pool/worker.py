@@ -196,7 +196,7 @@ class Worker:
     def _go_on(self, record: Record, unit: Unit) -> Following:
         if record.outcome is not None:
             return Following()
-        return record.go_on(unit, self._device.name, report_is_free=record.job.events is None)
+        return record.go_on(unit, self._device.name, report_is_free=record.job.reports_freely)
 
     def _run_pending(self, record: Record, trial: Trial, unit: Unit) -> float:
         pending = record.take(unit)

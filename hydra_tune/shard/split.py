@@ -36,6 +36,7 @@ class ShardGraph:
             as they were.
         stochastic: whether it draws random numbers.
         counted_draws: whether, where it does, it moves the generator by as much at each run.
+        code: the graph that `module` runs as it stands; None where it is compiled, or the user's own code.
     """
 
     module: Callable[..., tuple[Tensor, ...]]
@@ -52,6 +53,7 @@ class ShardGraph:
     saved_state: tuple[str, ...]
     stochastic: bool
     counted_draws: bool = False
+    code: fx.GraphModule | None = None
 
     @property
     def label(self) -> str:
@@ -89,6 +91,7 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, bac
     copies |= {n: by_constant[n.name] for n in used if n.name in captured.constants}
     for node in (*inputs, *live_in):
         copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
     for node in used:
         if node.op == "get_attr":
             copies[node] = graph.node_copy(node)
@@ -123,6 +126,7 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, bac
         stochastic=stochastic,
         # A compiler makes its own of the operators.
         counted_draws=stochastic and backend is None and analysis.draws.are_counted(nodes),
+        code=module if backend is None else None,
     )
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.home import bring_home
@@ -315,8 +317,11 @@ class EvaluationStep(Step):
             if self._plan.birth[name] == index:
                 value = self._store.get(name)
                 assert value is not None
-                self.metrics[metric] = float(value.item())
+                self._take_metric(metric, value)
         for name in set(self._plan.outputs):
             # An output that later shards also use goes with its last use.
             if self._plan.birth[name] == index and name not in self._plan.last_use:
                 self._store.drop(name)
+
+    def _take_metric(self, metric: str, value: Tensor) -> None:
+        self.metrics[metric] = float(value.item())

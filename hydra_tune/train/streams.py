@@ -84,6 +84,11 @@ class RandomStreams:
         vars(other)["_torch"] = apart
         return other
 
+    @property
+    def generator(self) -> torch.Generator:
+        """What captured units on CPU devices draw from."""
+        return self._torch
+
     def position(self) -> Tensor:
         """Where the torch CPU stream stands."""
         return self._torch.get_state()

@@ -196,8 +196,7 @@ class OptimizerStep:
             BadLossError: the loss is not finite; nothing more of the step must run.
         """
         self._let_go()
-        batch = TrainingBatch(part, self._state, self._streams, self._device, self._gradients)
-        self._batch = batch
+        batch = self._batch = self._batch_of(part)
         batch.take_in(self._held)
         self._held = {}
         for update in batch.updates():
@@ -205,6 +204,9 @@ class OptimizerStep:
         yield from batch.units(is_last=part.ends_batch and self.count + 1 == self._accumulate)
         self.count += part.ends_batch
         self.loss = batch.loss
+
+    def _batch_of(self, part: Part) -> TrainingBatch:
+        return TrainingBatch(part, self._state, self._streams, self._device, self._gradients)
 
     def finish(self) -> Iterator[PendingUnit]:
         """The units that are left once no further batch comes: updates that had to wait, or had no batch to come with."""

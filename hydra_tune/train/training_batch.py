@@ -268,10 +268,14 @@ class TrainingBatch(Step):
         if name in shard.losses:
             loss = self._store.get(name)
             assert loss is not None
-            self.loss = float(loss.item())
+            self._take_loss(loss)
             self._store.drop(name)
         if completes:
             self._complete(shard.trained)
+
+    def _take_loss(self, loss: Tensor) -> None:
+        """The last shard's backward has made the loss."""
+        self.loss = float(loss.item())
 
     def _complete(self, names: tuple[str, ...]) -> None:
         self._gradients.complete(self._state.optimized(self._present(names)))

@@ -457,7 +457,6 @@ class Trial:
 
     def _finish(self, step: OptimizerStep, place: Place) -> Generator[PendingUnit | Spread | Report, None, None]:
         """The end of an optimizer step, and what is due after it."""
-        task = self.task
         try:
             yield from self._together(step, ends=True)
             if step.is_arranged:
@@ -465,6 +464,11 @@ class Trial:
             yield from step.finish()
         finally:
             step.close()
+        yield from self._after_step(place)
+
+    def _after_step(self, place: Place) -> Generator[PendingUnit | Spread | Report, None, None]:
+        """What is due after an optimizer step."""
+        task = self.task
         self.progress.steps += 1
         if task.scheduler_interval == "step":
             self._step_scheduler()

@@ -1,0 +1,142 @@
+"""CPU seconds of a step of N models one after the other, and of the same step stacked; ratios within one run.
+
+    python benchmarks/fusion.py [mlp] [cnn] [transformer]
+
+One intra-op thread. The stacked step is what the units of a group compute: the traced forward and backward, and the optimizer.
+What members do for themselves (drawing batches, schedules, reports) is in neither.
+"""
+
+import sys
+import time
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW
+
+from hydra_tune import TrainTask
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.fuse.member import Member
+from hydra_tune.fuse.plans import GroupPlans
+from hydra_tune.fuse.stack import StackedModule, stacked_optimizer
+from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.compute import Incoming, Operands
+from hydra_tune.shard.library import PlanLibrary
+
+ROUNDS, STEPS = 7, 10
+
+
+class Transformer(nn.Module):
+    """Two layers of width 32 on 16 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 10)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, ids):
+        """Class scores."""
+        return self.head(self.layers(self.embedding(ids)).mean(1))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def cnn():
+    first = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(256, 10))
+
+
+CASES = {
+    "mlp": (mlp, 16, lambda: torch.randn(32, 64)),
+    "cnn": (cnn, 8, lambda: torch.randn(32, 1, 8, 8)),
+    "transformer": (Transformer, 8, lambda: torch.randint(64, (8, 16))),
+}
+
+
+def milliseconds(run):
+    """The least CPU time of a run, of several rounds."""
+    run()
+    best = float("inf")
+    for _ in range(ROUNDS):
+        start = time.process_time()
+        for _ in range(STEPS):
+            run()
+        best = min(best, (time.process_time() - start) / STEPS)
+    return best * 1e3
+
+
+def sequential(build, optimizer, count, x, y):
+    models = [build() for _ in range(count)]
+    optimizers = [optimizer(model.parameters()) for model in models]
+
+    def run():
+        for model, one in zip(models, optimizers, strict=True):
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            one.step()
+            one.zero_grad()
+            loss.item()
+
+    return run
+
+
+def stacked(build, optimizer, count, x, y):
+    """The step of a group, and the seconds it takes to trace it."""
+    device = CpuDevice(0, 1 << 33)
+    library = PlanLibrary(Budget(budget_bytes=1 << 33, buffer_fraction=0.0, alignment=device.alignment))
+    arguments = {"model": build, "optimizer": optimizer, "train": lambda: [(x, y)], "loss": functional.cross_entropy}
+    members = [Member(TrainTask(**arguments, seed=seed), library, device) for seed in range(count)]
+    built = [member.built() for member in members]
+    plans, wanted = GroupPlans(library), members[0].peek()["train"]
+    plan = plans.stacked(plans.of_member(members[0], wanted), count)
+    module = StackedModule([module for module, _ in built])
+    stepped = stacked_optimizer([one for _, one in built], built[0][0], module)
+    state = dict(module.named_parameters()) | dict(module.named_buffers())
+    inputs = tuple(torch.stack([tensor] * count) for tensor in wanted.leaves.tensors)
+    start = time.process_time()
+    plans.trace(plan, state, inputs, count)
+    seconds = time.process_time() - start
+    graph, computing, loss = plan.plan.shards[0].graph, plan.plan.computing, plan.plan.outputs[0]
+    operands = Operands(
+        state=[state[name] for name in graph.state],
+        constants=[plan.plan.constants[name] for name in graph.constants],
+        inputs=[inputs[index] for index in graph.inputs],
+        live_in=(),
+    )
+    incoming = Incoming(outputs={loss: None}, live_in={}, parameters={})
+
+    def run():
+        made = computing.backward(graph, operands, needs_gradient=frozenset(), incoming=incoming, objective=torch.sum)
+        for name, gradient in made.parameters.items():
+            state[name].grad = gradient
+        stepped.step()
+        made.outputs[loss].tolist()
+
+    device.close()
+    return run, seconds
+
+
+def main():
+    torch.set_num_threads(1)
+    print("model        N  optimizer  one after the other  stacked  ratio  tracing")
+    for name in sys.argv[1:] or CASES:
+        build, count, inputs = CASES[name]
+        x = inputs()
+        y = torch.randint(10, (len(x),))
+        optimizers = {"SGD": partial(SGD, lr=1e-3, momentum=0.9), "AdamW": partial(AdamW, lr=1e-3)}
+        for kind, optimizer in optimizers.items():
+            before = milliseconds(sequential(build, optimizer, count, x, y))
+            run, seconds = stacked(build, optimizer, count, x, y)
+            after = milliseconds(run)
+            print(
+                f"{name:12} {count:2} {kind:9} {before:16.2f} ms {after:8.2f} ms {before / after:5.1f}x {seconds:6.2f} s"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""One trial of a group: its training loop, which asks the group for every batch that is to be computed.
+
+It is the loop of `Trial`, with the trial's own data, streams, schedule, history and reports. A member that no group
+takes runs as any other trial does.
+"""
+
+import math
+from collections.abc import Generator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydra_tune.errors import BadLossError
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.batch import Leaves
+from hydra_tune.task import Batch
+from hydra_tune.train.capture import Place
+from hydra_tune.train.clock import UnitTimes
+from hydra_tune.train.data import no_batch, num_samples
+from hydra_tune.train.mean import Mean
+from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.trial import Report, Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A batch that a member wants computed: a step of its training, or its metrics.
+
+    Attributes:
+        mode: "train" or "evaluate".
+        batch: as the member's data gives it.
+        leaves: its tensors.
+    """
+
+    mode: str
+    batch: Batch
+    leaves: Leaves
+
+
+class Member(Trial):
+    """A trial that may be one of a group.
+
+    Attributes:
+        is_fused: whether a group computes its batches; else it runs as a `Trial`.
+        loss: of the batch it wanted trained on, once that has run.
+        values: metrics of the batch it wanted evaluated, likewise.
+    """
+
+    is_fused = False
+    loss = math.nan
+
+    def go_on(self) -> Wanted | Report | None:
+        """What a fused member wants next; None at its end. Runs the trial's own code."""
+        found: Any = self.advance()
+        assert found is None or isinstance(found, Wanted | Report)
+        return found
+
+    def built(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The trial's module and optimizer, built now if they are not."""
+        if self.module is None or self.optimizer is None:
+            for handle in (self.task.train, self.task.validate):
+                self._feed.check(handle)
+            return self._build()
+        return self.module, self.optimizer
+
+    def peek(self) -> dict[str, Wanted]:
+        """The first batch of training, and of the validation if there is any; the data stands as before."""
+        found = {"train": self._peeked("train", self.task.train, shuffle=True)}
+        if self.task.validate is not None:
+            found["evaluate"] = self._peeked("evaluate", self.task.validate, shuffle=False)
+        return found
+
+    @property
+    def streams(self) -> RandomStreams:
+        """The trial's random streams."""
+        return self._streams
+
+    def runs_at(self, times: UnitTimes, mode: str) -> None:
+        """The group's units take so long, for `remaining_seconds`."""
+        if mode == "train":
+            self._train_times = times
+        else:
+            self._evaluation_times = times
+
+    def _peeked(self, mode: str, handle: Any, *, shuffle: bool) -> Wanted:
+        now = self._data_state()
+        drawn = self._draw(handle, shuffle=shuffle)
+        try:
+            batch = next(drawn, None)
+        finally:
+            drawn.close()
+        self._streams.restore(now["streams"])
+        self._feed.restore(now["feed"])
+        if batch is None:
+            raise no_batch("train" if mode == "train" else "validate", handle, 0)
+        return Wanted(mode=mode, batch=batch, leaves=batches.flatten(batch))
+
+    def _build(self, building: AbstractContextManager[object] | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if self.module is not None and self.optimizer is not None:
+            return self.module, self.optimizer
+        return super()._build(building)
+
+    def _train_epoch(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, place: Place
+    ) -> Generator[Any, None, int]:
+        if not self.is_fused:
+            return (yield from super()._train_epoch(module, optimizer, place))
+        count = 0
+        for batch in self._draw_pass(0):
+            count += 1
+            yield Wanted(mode="train", batch=batch, leaves=batches.flatten(batch))
+            if not math.isfinite(self.loss):
+                raise BadLossError(f"the training loss is {self.loss}")
+            self._interval.add(self.loss, num_samples(batch))
+            yield from self._after_step(Place(epoch=place.epoch, batches=count))
+        if not count:
+            raise no_batch("train", self.task.train, place.epoch)
+        return count
+
+    def _evaluate(self) -> Generator[Any, None, dict[str, Mean]]:
+        if not self.is_fused:
+            return (yield from super()._evaluate())
+        means: dict[str, Mean] = {}
+        count = 0
+        for batch in self._draw(self.task.validate, shuffle=False):
+            yield Wanted(mode="evaluate", batch=batch, leaves=batches.flatten(batch))
+            for name, value in self.values.items():
+                means.setdefault(name, Mean()).add(value, num_samples(batch))
+            count += 1
+            self.progress.evaluated_batches += 1
+        if not count:
+            assert self.task.validate is not None
+            raise no_batch("validate", self.task.validate)
+        self.progress.validation_batches = count
+        return means
+
+    values: dict[str, float]

@@ -1,0 +1,120 @@
+"""A group's plan: the plan of one member, with every shard run on stacked members."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fuse.stacking import StackedGraph
+from hydra_tune.fuse.tracing import Traced, traced
+from hydra_tune.shard import compute
+from hydra_tune.shard.compute import Gradients, Incoming, Operands, Tape
+from hydra_tune.shard.pilot import ShardCost
+from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.split import ShardGraph
+from hydra_tune.shard.steps import Objective, loss_itself
+
+_MULTIPLIED = tuple(name for name in ShardCost.__dataclass_fields__ if name.endswith(("_bytes", "_workspace")))
+
+
+@dataclass(slots=True)
+class StackedComputing:
+    """Runs the shards of a group's plan: as `shard/compute.py` does, or where a shard was traced, its trace.
+
+    Attributes:
+        traces: by the first node of a shard.
+    """
+
+    traces: dict[int, Traced] = field(default_factory=dict)
+
+    def forward(
+        self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str] | None = None
+    ) -> dict[str, Tensor]:
+        """As `compute.forward`."""
+        return compute.forward(shard, operands, needs_gradient)
+
+    def taped_forward(
+        self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]
+    ) -> tuple[dict[str, Tensor], Tape]:
+        """As `compute.taped_forward`."""
+        return compute.taped_forward(shard, operands, needs_gradient)
+
+    def backward(
+        self,
+        shard: ShardGraph,
+        operands: Operands,
+        *,
+        needs_gradient: frozenset[str],
+        incoming: Incoming,
+        objective: Objective = loss_itself,
+    ) -> Gradients:
+        """As `compute.backward`; the objective is the sum of the members' losses."""
+        trace = self.traces.get(shard.first)
+        if trace is not None:
+            return trace.run(operands)
+        return compute.backward(shard, operands, needs_gradient=needs_gradient, incoming=incoming, objective=objective)
+
+
+def stacked_plan(plan: Plan, count: int) -> Plan:
+    """The plan of a group.
+
+    Args:
+        plan: of one member.
+        count: members.
+
+    Raises:
+        UnfusableError: a shard that cannot be run so.
+    """
+    if plan.eager:
+        raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
+    shards = tuple(_stacked_shard(shard, count) for shard in plan.shards)
+    return replace(plan, shards=shards, computing=StackedComputing())
+
+
+def trace_step(plan: Plan, state: Sequence[Tensor], inputs: Sequence[Tensor], count: int) -> bool:
+    """Trace the step of a group's plan where one unit is the whole of it; returns whether it is traced now.
+
+    Args:
+        plan: the group's.
+        state: the stacked parameters and buffers of its shard, in its order.
+        inputs: the stacked batch, all its tensors.
+        count: members.
+    """
+    computing = plan.computing
+    assert isinstance(computing, StackedComputing), "not a group's plan"
+    if plan.mode != "train" or len(plan.shards) > 1:
+        return False
+    (shard,) = plan.shards
+    graph = shard.graph
+    operands = Operands(
+        state=state,
+        constants=[plan.constants[name] for name in graph.constants],
+        inputs=[inputs[index] for index in graph.inputs],
+        live_in=(),
+    )
+    trained = [tensor.requires_grad for tensor in state]
+    trace = traced(graph.module, graph.state, operands, trained, plan.outputs[0], count)
+    if trace is not None:
+        computing.traces[graph.first] = trace
+    return trace is not None
+
+
+def _stacked_shard(shard: Shard, count: int) -> Shard:
+    graph = shard.graph
+    if graph.code is None:
+        raise UnfusableError("its shards are compiled (compile=), and a compiler's code is for one trial")
+    is_stacked = [
+        *[True] * len(graph.state),
+        *[False] * len(graph.constants),
+        *[True] * (len(graph.inputs) + len(graph.live_in)),
+    ]
+    if not any(is_stacked):
+        raise UnfusableError("one of its shards depends on nothing of the trial")
+    return replace(
+        shard, graph=replace(graph, module=StackedGraph(graph.code, is_stacked)), cost=_multiplied(shard.cost, count)
+    )
+
+
+def _multiplied(cost: ShardCost, count: int) -> ShardCost:
+    return replace(cost, **{name: getattr(cost, name) * count for name in _MULTIPLIED})

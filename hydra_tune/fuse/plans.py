@@ -1,0 +1,89 @@
+"""The plans of groups: one member's plan for a kind of batch, stacked and traced once for all groups of a size."""
+
+import logging
+import threading
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fuse.member import Member, Wanted
+from hydra_tune.fuse.plan import stacked_plan, trace_step
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.shard.request import Layout
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class GroupPlans:
+    """Makes and keeps them, for one pool.
+
+    Args:
+        library: where the plans of single members come from.
+    """
+
+    def __init__(self, library: PlanLibrary) -> None:
+        self._library = library
+        self._lock = threading.Lock()
+        self._stacked: WeakKeyDictionary[Prepared, dict[int, Prepared]] = WeakKeyDictionary()
+
+    def of_member(self, member: Member, wanted: Wanted, like: Layout | None = None) -> Prepared:
+        """The plan of one member for a batch that it wants computed.
+
+        Args:
+            member: any of the group, built; only read.
+            wanted: the batch.
+            like: how the group's state has been cut, if it has.
+
+        Raises:
+            UnfusableError: it cannot be stacked; with the reason.
+            HydraTuneError: as `PlanLibrary.prepare`.
+        """
+        module, optimizer = member.built()
+        with member.streams.everything():
+            prepared = self._library.prepare(member.task, module, optimizer, wanted.batch, wanted.mode, like)
+        module.train()
+        if prepared.guard is not None:
+            raise UnfusableError("its step asks for values of the batch, which may be others for each trial")
+        if prepared.plan.updates_on_host:
+            raise UnfusableError("its updates are made on the host (optimizer_placement), and a group's on the device")
+        return prepared
+
+    def stacked(self, prepared: Prepared, count: int) -> Prepared:
+        """The same for a group of so many.
+
+        Raises:
+            UnfusableError: it cannot be stacked; with the reason.
+        """
+        with self._lock:
+            known = self._stacked.setdefault(prepared, {})
+            if count not in known:
+                known[count] = replace(prepared, plan=stacked_plan(prepared.plan, count))
+            return known[count]
+
+    @staticmethod
+    def trace(prepared: Prepared, state: dict[str, Tensor], inputs: tuple[Tensor, ...], count: int) -> None:
+        """Trace a group's plan, if that has not been done and can be; on CPU devices only, whose constants it bakes in.
+
+        Args:
+            prepared: the group's.
+            state: its stacked parameters and buffers.
+            inputs: its stacked batch.
+            count: members.
+        """
+        plan = prepared.plan
+        if plan.mode != "train" or len(plan.shards) > 1:
+            return
+        with GATE.exclusive():
+            try:
+                trace_step(plan, [state[name] for name in plan.shards[0].graph.state], inputs, count)
+            except Exception as error:  # noqa: BLE001 - what cannot be traced runs operator by operator
+                _LOGGER.info("a group's step is not traced: %s", error)
+
+
+def layout_of(prepared: Prepared) -> Layout:
+    """How the state of whoever runs this plan first is cut."""
+    owners = {name: shards[0] for name, shards in prepared.plan.used_state().items() if len(shards) == 1}
+    return Layout(plan=prepared.plan, owners=owners)

@@ -1,0 +1,79 @@
+"""Members' modules as one, with stacked parameters; and what of it is one member's."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hydra_tune.fuse.optimizers import StackedOptimizer
+from hydra_tune.shard.capture import named_state
+from hydra_tune.train.state import ModelState
+
+
+class StackedModule(nn.Module):
+    """Parameters and buffers of the members, stacked under the names that they have in each of them. Has no forward.
+
+    Args:
+        members: modules of one architecture.
+    """
+
+    def __init__(self, members: Sequence[nn.Module]) -> None:
+        super().__init__()
+        states = [dict(named_state(member)) for member in members]
+        for name, tensor in states[0].items():
+            made = torch.stack([state[name].detach() for state in states])
+            owner = self._owner(name)
+            leaf = name.rpartition(".")[2]
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(leaf, nn.Parameter(made, requires_grad=tensor.requires_grad))
+            else:
+                owner.register_buffer(leaf, made)
+
+    def _owner(self, name: str) -> nn.Module:
+        owner: nn.Module = self
+        for part in name.split(".")[:-1]:
+            child = owner._modules.get(part)  # noqa: SLF001 - a name of the user's may be one of nn.Module's own
+            if child is None:
+                child = nn.Module()
+                owner.add_module(part, child)
+            owner = child
+        return owner
+
+
+def stacked_optimizer(members: Sequence[Optimizer], first: nn.Module, stacked: nn.Module) -> StackedOptimizer:
+    """One optimizer for the stacked parameters.
+
+    Args:
+        members: the members' own.
+        first: the first member's module.
+        stacked: the stacked one.
+    """
+    names = {id(tensor): name for name, tensor in named_state(first)}
+    wide = dict(stacked.named_parameters())
+    groups = [[wide[names[id(p)]] for p in group["params"]] for group in members[0].param_groups]
+    return StackedOptimizer(members, groups)
+
+
+def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimizer) -> None:
+    """Copy a member's part of a group's state to its own module and optimizer; no unit of the group runs.
+
+    Args:
+        state: the group's.
+        index: of the member.
+        module: its own, to be overwritten.
+        optimizer: its own, whose state is to be the group's.
+    """
+    stacked = state.optimizer
+    assert isinstance(stacked, StackedOptimizer), "not a group's state"
+    values: Mapping[int, Tensor] = state.aliases()
+    with torch.no_grad():
+        for name, tensor in named_state(module):
+            wide = state.tensors[name]
+            tensor.copy_(values.get(id(wide), wide.detach())[index])
+    named = dict(module.named_parameters())
+    for name in (name for name, parameter in named.items() if parameter.requires_grad):
+        found = stacked.member_state(state.tensors[name], index)
+        if found:
+            own = {key: value.to(named[name].device) if value.dim() else value for key, value in found.items()}
+            optimizer.state[named[name]] = own

@@ -1,0 +1,128 @@
+"""The batches of a group as units: what differs from a single trial's, which is what is one number there and N here."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hydra_tune.devices.device import Device
+from hydra_tune.fuse.optimizers import StackedOptimizer
+from hydra_tune.shard.steps import Objective
+from hydra_tune.task import TrainTask
+from hydra_tune.train.gradients import Gradients
+from hydra_tune.train.step import EvaluationStep, PendingUnit, Step
+from hydra_tune.train.training import OptimizerStep
+from hydra_tune.train.training_batch import Part, TrainingBatch
+
+_CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
+
+
+class GroupGradients(Gradients):
+    """The rules for the gradients of a group: each member's loss for itself, each member's norm clipped for itself.
+
+    Args:
+        tasks: the members'; all clip, or none does.
+    """
+
+    def __init__(self, tasks: Sequence[TrainTask]) -> None:
+        super().__init__(tasks[0])
+        self._limits = [task.max_grad_norm for task in tasks]
+        self._member_norms: dict[str, Tensor] = {}
+
+    def objective(self, share: float) -> Objective:
+        """The sum of the members' losses, whose gradients are those of each."""
+        assert share == 1.0, "a group takes batches whole"
+        return torch.sum
+
+    def clip(self, parameters: Sequence[Tensor], order: Sequence[str]) -> None:
+        """As of `Gradients`, member by member."""
+        limits = [limit for limit in self._limits if limit is not None]
+        if not limits:
+            return
+        norms = [self._member_norms[name] for name in order if name in self._member_norms]
+        totals = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        factors = (torch.tensor(limits, dtype=totals.dtype) / (totals + _CLIP_EPSILON)).clamp(max=1.0)
+        for parameter in parameters:
+            gradient = parameter.grad
+            assert gradient is not None
+            gradient.mul_(factors.to(gradient).view(-1, *[1] * (gradient.dim() - 1)))
+
+    def next_step(self) -> None:
+        """The step is over."""
+        super().next_step()
+        self._member_norms.clear()
+
+    def _take_norms(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            self._member_norms[name] = torch.linalg.vector_norm(gradient.flatten(1), dim=1).double().cpu()
+
+
+class _Masked(Step):
+    """Units that leave the buffers of members alone that take no part."""
+
+    resting: Sequence[int] = ()
+
+    def _shard_unit(self, kind: str, index: int, compute: Callable[[Device], None]) -> PendingUnit:
+        def run(device: Device) -> None:
+            with self._buffers_kept(index):
+                compute(device)
+
+        return super()._shard_unit(kind, index, run)
+
+    @contextmanager
+    def _buffers_kept(self, index: int) -> Iterator[None]:
+        names = self._plan.shards[index].graph.written_state if self.resting else ()
+        tensors = self._store.state(names)
+        rows = torch.tensor(list(self.resting))
+        before = [tensor.detach()[rows.to(tensor.device)] for tensor in tensors]
+        yield
+        with torch.no_grad():
+            for tensor, kept in zip(tensors, before, strict=True):
+                tensor[rows.to(tensor.device)] = kept
+
+
+class GroupBatch(_Masked, TrainingBatch):
+    """A batch of each member. After its units have run, `losses` has their training losses."""
+
+    losses: list[float]
+
+    def _take_loss(self, loss: Tensor) -> None:
+        """A member whose loss is not finite does not take the step."""
+        self.losses = loss.tolist()
+        self.loss = 0.0
+        optimizer = self._state.optimizer
+        assert isinstance(optimizer, StackedOptimizer), "not a group's state"
+        finite = map(math.isfinite, self.losses)
+        optimizer.active = [active and good for active, good in zip(optimizer.active, finite, strict=True)]
+
+
+class GroupEvaluation(_Masked, EvaluationStep):
+    """An evaluated batch of each member. After its units have run, `values` has theirs by metric."""
+
+    def _take_metric(self, metric: str, value: Tensor) -> None:
+        if not hasattr(self, "values"):
+            self.values: dict[str, list[float]] = {}
+        self.values[metric] = value.tolist()
+
+
+class GroupStep(OptimizerStep):
+    """An optimizer step of a group, of one batch of each member that is active.
+
+    Attributes:
+        resting: the members that are not.
+    """
+
+    resting: Sequence[int] = ()
+
+    @property
+    def member_losses(self) -> list[float]:
+        """The training loss of each member; of those that rest, anything."""
+        assert isinstance(self._batch, GroupBatch), "no batch has run"
+        return self._batch.losses
+
+    def _batch_of(self, part: Part) -> TrainingBatch:
+        batch = GroupBatch(part, self._state, self._streams, self._device, self._gradients)
+        batch.resting = self.resting
+        return batch

@@ -1,0 +1,112 @@
+"""The forward and backward of a stacked shard as one flat graph, without autograd and `torch.vmap` at run time.
+
+For small models most of a step is not arithmetic but what comes before it: dispatch through `torch.vmap`, and autograd's
+bookkeeping. Both are the same at each step, so they are done once, on tensors without bytes, and what operators they come to is
+kept. Random numbers are arguments of the graph: what a shard draws is noted, and drawn before it runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hydra_tune.devices.own_generator import own_generator
+from hydra_tune.fuse.drawing import GroupGenerator, Noise, given, noting
+from hydra_tune.shard.compute import Gradients, Operands
+
+_SAME = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.default])
+_VIEWS = frozenset(
+    [torch.ops.aten.view.default, torch.ops.aten.expand.default, torch.ops.aten._unsafe_view.default]  # noqa: SLF001
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A shard's forward and backward, traced.
+
+    Attributes:
+        module: takes the operands and the noise, returns the losses and the gradients of `trained`.
+        trained: the parameters that have gradients.
+        noise: what it draws.
+        loss: the name of the losses.
+    """
+
+    module: fx.GraphModule
+    trained: tuple[str, ...]
+    noise: tuple[Noise, ...]
+    loss: str
+
+    def run(self, operands: Operands) -> Gradients:
+        """The gradients of each member's loss, and the losses."""
+        noise: list[Tensor] = []
+        if self.noise:
+            group = own_generator()
+            assert isinstance(group, GroupGenerator), "stacked members draw from generators of their own"
+            noise = [one.draw(group, operands.all[0].device) for one in self.noise]
+        with torch.no_grad():
+            losses, *gradients = self.module(*operands.all, *noise)
+        return Gradients(
+            live_in={}, parameters=dict(zip(self.trained, gradients, strict=True)), outputs={self.loss: losses}
+        )
+
+
+def traced(
+    run: Any, names: Sequence[str], operands: Operands, trains: Sequence[bool], loss: str, count: int
+) -> Traced | None:
+    """Trace a shard that makes nothing but the loss; None where it draws numbers that depend on values.
+
+    Args:
+        run: the stacked shard.
+        names: of its parameters and buffers.
+        operands: tensors of the sizes to trace for; only their geometry counts.
+        trains: for each of the names, whether its gradient is wanted.
+        loss: what the shard's output is called.
+        count: members.
+    """
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(tensor.detach()) for tensor in operands.all]
+    with mode, torch.no_grad(), noting() as noted:
+        run(*fakes)
+    if not noted.is_hoistable:
+        return None
+    with mode:
+        noise = [torch.empty((count, *n.like.shape), dtype=n.like.dtype, device=fakes[0].device) for n in noted.found]
+    places = [place for place, one in enumerate(trains) if one]
+    reached: list[int] = []
+
+    def joint(*tensors: Tensor) -> list[Tensor]:
+        own = list(tensors[: len(fakes)])
+        for place in places:
+            own[place] = own[place].detach().requires_grad_()
+        with given(tensors[len(fakes) :]), torch.enable_grad():
+            (losses,) = run(*own)
+            gradients = torch.autograd.grad(losses.sum(), [own[place] for place in places], allow_unused=True)
+        reached[:] = [place for place, g in zip(places, gradients, strict=True) if g is not None]
+        return [losses, *(gradient for gradient in gradients if gradient is not None)]
+
+    module = make_fx(joint, tracing_mode="fake")(*fakes, *noise)
+    _tidy(module)
+    return Traced(module, tuple(names[place] for place in reached), tuple(noted.found), loss)
+
+
+def _tidy(module: fx.GraphModule) -> None:
+    """Leave out nodes that give back what they are given."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            continue
+        if node.target in _SAME or (node.target in _VIEWS and _are_alike(node.meta.get("val"), source.meta.get("val"))):
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _are_alike(a: object, b: object) -> bool:
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.stride() == b.stride()

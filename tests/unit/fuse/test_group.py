@@ -1,0 +1,170 @@
+"""A member of a group ends as its plain loop would, whatever becomes of the others."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW, RMSprop
+from torch.utils.data import TensorDataset
+
+from hydra_tune import TrainTask
+from hydra_tune.errors import BadLossError, TaskError
+from tests.unit.fuse.groups import Run, assert_as_plain, double_task
+
+_GENERATOR = torch.Generator().manual_seed(1)
+X = torch.randn(24, 8, generator=_GENERATOR, dtype=torch.float64)
+Y = torch.randint(4, (24,), generator=_GENERATOR)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # Without a bias, whose gradient before a BatchNorm is nothing but rounding, which AdamW makes steps of.
+        self.first, self.norm, self.drop = nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.3)
+        self.frozen, self.head = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.frozen(self.drop(self.norm(self.first(x)).relu())))
+
+
+def net():
+    return Net().double()
+
+
+def small(**changes):
+    arguments = {
+        "model": net,
+        "optimizer": partial(AdamW, lr=1e-2),
+        "train": TensorDataset(X, Y),
+        "validate": TensorDataset(X[:12], Y[:12]),
+        "batch_size": 8,
+        "loss": functional.cross_entropy,
+        "epochs": 3,
+    }
+    return TrainTask(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        pytest.param("cnn", marks=pytest.mark.slow),
+        pytest.param("vit", marks=pytest.mark.slow),
+        pytest.param("gpt2", marks=pytest.mark.slow),
+    ],
+)
+def test_members_of_each_architecture_are_as_alone(name):
+    """50 steps, each member with rates, seed, data order and dropout of its own."""
+    tasks = [
+        double_task(name, seed=s, optimizer=partial(AdamW, lr=3e-3 / (s + 1), weight_decay=0.1 * s)) for s in range(3)
+    ]
+    run = Run(tasks)
+    assert len(set(run.keys)) == 1
+    assert set(run.units) <= {"backward", "update", "evaluate"}
+    for index, task in enumerate(tasks):
+        assert_as_plain(run, index, task)
+
+
+@pytest.mark.parametrize("make", [small, pytest.param(partial(double_task, "cnn"), marks=pytest.mark.slow)])
+def test_momentum_and_clipping_are_each_members_own(make):
+    tasks = [
+        make(seed=s, optimizer=partial(SGD, lr=0.05, momentum=0.5 + 0.2 * s), max_grad_norm=0.1 * (s + 1))
+        for s in range(3)
+    ]
+    run = Run(tasks)
+    for index, task in enumerate(tasks):
+        assert_as_plain(run, index, task)
+
+
+@pytest.mark.parametrize("num_shards", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_group_in_several_shards_is_as_each_member_alone(num_shards):
+    tasks = [double_task("gpt2", seed=s, epochs=1, optimizer=partial(SGD, lr=0.05, momentum=0.9)) for s in range(2)]
+    run = Run(tasks, num_shards=num_shards)
+    assert run.trial.num_shards == num_shards
+    assert "forward" in run.units
+    for index, task in enumerate(tasks):
+        assert_as_plain(run, index, task)
+
+
+def test_members_that_end_apart_and_report_apart_are_as_alone():
+    """Other epochs, other reports, other data, another last batch."""
+    tasks = [
+        small(epochs=1),
+        small(epochs=4, seed=1, report_every=2),
+        small(epochs=2, seed=2, train=TensorDataset(X[:21], Y[:21])),
+        small(epochs=2, seed=3, validate=None),
+    ]
+    run = Run(tasks)
+    assert run.ended[0] is run.seats[0]
+    for index, task in enumerate(tasks):
+        assert_as_plain(run, index, task)
+
+
+def test_a_member_that_is_pruned_leaves_the_others_bits():
+    tasks = [small(seed=s, optimizer=partial(SGD, lr=0.05, momentum=0.9)) for s in range(3)]
+    healthy = Run(tasks)
+    pruned = Run(tasks, answer=lambda index, step: "pruned" if (index, step) == (1, 0) else None)
+    assert [seat.status for seat in pruned.seats] == ["completed", "pruned", "completed"]
+    assert_as_plain(pruned, 1, tasks[1], report=lambda step, metrics: step != 0)
+    for index in (0, 2):
+        for name, tensor in healthy.weights(index).items():
+            assert torch.equal(tensor, pruned.weights(index)[name])
+
+
+@pytest.mark.parametrize("on_bad_loss", ["fail", "prune"])
+def test_a_member_that_goes_nan_ends_alone_and_leaves_the_others_bits(on_bad_loss):
+    def tasks(rate):
+        made = [small(seed=s, on_bad_loss=on_bad_loss, optimizer=partial(RMSprop, lr=0.01)) for s in range(3)]
+        made[1] = small(seed=1, on_bad_loss=on_bad_loss, optimizer=partial(RMSprop, lr=rate))
+        return made
+
+    healthy, ill = Run(tasks(0.01)), Run(tasks(1e200))
+    assert [seat.status for seat in ill.seats] == ["completed", f"{on_bad_loss}ed".replace("eed", "ed"), "completed"]
+    if on_bad_loss == "fail":
+        assert isinstance(ill.seats[1].error, BadLossError)
+    for index in (0, 2):
+        for name, tensor in healthy.weights(index).items():
+            assert torch.equal(tensor, ill.weights(index)[name])
+
+
+def test_a_member_whose_own_code_raises_fails_alone():
+    class Broken(TensorDataset):
+        def __getitem__(self, index):
+            raise RuntimeError("unreadable")
+
+    tasks = [small(), small(seed=1, validate=Broken(X[:12], Y[:12])), small(seed=2)]
+    run = Run(tasks)
+    assert [seat.status for seat in run.seats] == ["completed", "failed", "completed"]
+    assert "unreadable" in str(run.seats[1].error)
+    assert_as_plain(run, 0, tasks[0])
+
+
+def test_a_member_is_the_same_in_any_group():
+    alone = Run([small(seed=5)])
+    among = Run([small(seed=s) for s in (7, 5, 6)])
+    for name, tensor in alone.weights(0).items():
+        torch.testing.assert_close(among.weights(1)[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_a_member_that_is_stopped_at_any_time_ends_there():
+    def before(run, unit):
+        if len(run.units) == 4:
+            run.seats[0].stop = "cancelled"
+
+    run = Run([small(), small(seed=1)], before=before)
+    assert [seat.status for seat in run.seats] == ["cancelled", "completed"]
+    assert run.seats[0].module is None
+    assert_as_plain(run, 1, small(seed=1))
+
+
+def test_a_kind_of_batch_that_cannot_be_stacked_fails_with_the_remedy():
+    def step(module, batch):
+        x = batch[0]
+        y = torch.native_dropout(module(x), 0.5, True)[0] if len(x) < 8 else module(x)
+        return functional.cross_entropy(y, batch[1])
+
+    data = TensorDataset(X[:21], Y[:21])
+    with pytest.raises(TaskError, match="fusion='off'"):
+        Run([small(loss=None, step=step, train=data, seed=s, validate=None) for s in range(2)])

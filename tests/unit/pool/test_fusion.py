@@ -1,0 +1,212 @@
+"""Jobs that are computed together are to their driver what they are alone: reports, answers, ends and results."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW
+from torch.utils.data import TensorDataset
+
+from hydra_tune import HydraExecutor, TrainTask, train_plain
+from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
+from hydra_tune.fuse.group import GroupTrial
+from hydra_tune.pool.job import Failed, Finished, Reported
+from tests.unit.pool.tasks import PATIENCE_SECONDS, running
+
+pytestmark = pytest.mark.timeout(120)
+
+_GENERATOR = torch.Generator().manual_seed(1)
+X = torch.randn(24, 8, generator=_GENERATOR, dtype=torch.float64)
+Y = torch.randint(4, (24,), generator=_GENERATOR)
+SLOW = partial(AdamW, lr=1e-3)
+
+
+def net(width=16):
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 4)).double()
+
+
+def task(seed=0, **changes):
+    arguments = {
+        "model": net,
+        "optimizer": partial(AdamW, lr=1e-2 / (seed + 1)),
+        "train": TensorDataset(X, Y),
+        "validate": TensorDataset(X[:12], Y[:12]),
+        "batch_size": 8,
+        "loss": functional.cross_entropy,
+        "epochs": 3,
+        "seed": seed,
+    }
+    return TrainTask(**(arguments | changes))
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Members of the groups that are made."""
+    found = []
+    init = GroupTrial.__init__
+
+    def counted(self, seats, *arguments, **keywords):
+        found.append(len(seats))
+        init(self, seats, *arguments, **keywords)
+
+    monkeypatch.setattr(GroupTrial, "__init__", counted)
+    return found
+
+
+def assert_as_plain(result, described):
+    plain = train_plain(described)
+    assert result.status == plain.status == "completed"
+    assert [h["val_loss"] for h in result.history] == pytest.approx([h["val_loss"] for h in plain.history], rel=1e-9)
+    for name, tensor in plain.module.state_dict().items():
+        torch.testing.assert_close(result.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
+    own, other = result.optimizer_state_dict(), plain.optimizer.state_dict()
+    assert own["param_groups"] == other["param_groups"]
+    assert own["state"].keys() == other["state"].keys()
+
+
+def test_trials_of_one_architecture_are_one_group_and_the_rest_runs_as_ever(sizes):
+    """Two architectures, one trial that cannot be fused, and one that nobody is like."""
+    tasks = [task(seed) for seed in range(5)]
+    tasks += [task(5, model=partial(net, 24)), task(6, model=partial(net, 24))]
+    tasks += [task(7, accumulate=2), task(8, model=partial(net, 32)), task(9, optimizer=partial(SGD, lr=0.1))]
+    with running(fusion="on", max_concurrent=3) as pool:
+        results = pool.run(tasks)
+    assert sorted(sizes) == [2, 5]
+    for result, described in zip(results, tasks, strict=True):
+        assert_as_plain(result, described)
+        assert result.units_run
+        assert result.compute_seconds
+
+
+def test_a_group_has_no_more_members_than_it_may_have(sizes):
+    with running(fusion="on", fusion_size=3) as pool:
+        results = pool.run([task(seed, epochs=1) for seed in range(7)])
+    assert {result.status for result in results} == {"completed"}
+    assert sum(sizes) in (6, 7)
+    assert max(sizes) == 3
+
+
+def test_groups_are_as_large_as_a_device_has_room_for_and_spill_like_any_trial(sizes):
+    """Two groups in several shards take turns on a device that has no room for both, nor for all members in one."""
+    tasks = [task(seed, model=partial(net, 512 if seed % 2 else 256), optimizer=SLOW) for seed in range(8)]
+    with running(fusion="on", fusion_size=4, device_memory="700KiB", num_shards=2) as pool:
+        results = pool.run(tasks)
+        device = pool.stats().devices["cpu:0"]
+    assert sorted(sizes) == [3, 4]
+    assert device.bytes_out_by_kind["parameters"] > 0
+    for result, described in zip(results, tasks, strict=True):
+        assert_as_plain(result, described)
+
+
+def test_members_report_and_are_answered_one_by_one(sizes):
+    """One goes on, one is pruned at its second report, one is cancelled, one fails."""
+
+    class Broken(TensorDataset):
+        reads = 0
+
+        def __getitem__(self, index):
+            type(self).reads += 1
+            if type(self).reads > 30:
+                raise RuntimeError("unreadable")
+            return super().__getitem__(index)
+
+    tasks = [task(0), task(1), task(2, epochs=9), task(3, train=Broken(X, Y))]
+    with running(fusion="on") as pool:
+        events = pool.events()
+        jobs = [pool.submit(one, f"trial {number}", events) for number, one in enumerate(tasks)]
+        reports = [0] * len(jobs)
+        over = {}
+        while len(over) < len(jobs):
+            event = events.get(PATIENCE_SECONDS)
+            index = jobs.index(event.job)
+            if isinstance(event, Finished | Failed):
+                over[index] = event
+                continue
+            assert isinstance(event, Reported)
+            assert event.step == reports[index]
+            assert event.job.state == "waiting"
+            assert event.job.progress.epoch == event.step
+            reports[index] += 1
+            if index == 1 and event.step == 1:
+                event.job.prune()
+            elif index == 2 and event.step == 0:
+                event.job.cancel()
+            else:
+                event.job.proceed()
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    assert sizes == [4]
+    assert [result.status for result in results] == ["completed", "pruned", "cancelled", "failed"]
+    assert reports == [3, 2, 1, 1]
+    assert_as_plain(results[0], tasks[0])
+    assert results[1].units_saved > 0
+    assert "unreadable" in str(results[3].error)
+    assert isinstance(over[3], Failed)
+    with pytest.raises(HydraTuneError, match="keeps no weights"):
+        results[1].module()
+
+
+def test_all_members_of_a_group_may_be_cancelled_at_any_time(sizes):
+    with running(fusion="on") as pool:
+        events = pool.events()
+        jobs = [pool.submit(task(seed, epochs=500), None, events) for seed in range(3)]
+        assert isinstance(events.get(PATIENCE_SECONDS), Reported)
+        for job in jobs:
+            job.cancel()
+        assert [job.result(PATIENCE_SECONDS).status for job in jobs] == ["cancelled"] * 3
+    assert sizes == [3]
+
+
+def test_a_job_that_is_cancelled_before_its_turn_is_in_no_group(sizes):
+    with running(fusion="on", max_concurrent=1) as pool:
+        first = pool.submit(task(0, epochs=300, model=partial(net, 24)))
+        later = [pool.submit(task(seed)) for seed in range(3)]
+        later[1].cancel()
+        first.cancel()
+        assert [job.result(PATIENCE_SECONDS).status for job in later] == ["completed", "cancelled", "completed"]
+    assert sizes == [2]
+
+
+def test_a_shutdown_ends_the_members(sizes):
+    with running(fusion="on") as pool:
+        events = pool.events()
+        jobs = [pool.submit(task(seed), None, events) for seed in range(3)]
+        assert isinstance(events.get(PATIENCE_SECONDS), Reported)
+    assert [job.result(PATIENCE_SECONDS).status for job in jobs] == ["cancelled"] * 3
+
+
+def test_a_task_that_cannot_be_built_fails_alone(sizes):
+    def broken():
+        raise RuntimeError("no model")
+
+    with running(fusion="on") as pool:
+        results = pool.run([task(0), task(1, model=broken), task(2)])
+    assert [result.status for result in results] == ["completed", "failed", "completed"]
+    assert sizes == [2]
+
+
+def test_what_one_of_a_group_cannot_do_is_refused_with_the_remedy():
+    with running(fusion="on") as pool:
+        events = pool.events()
+        jobs = [pool.submit(task(seed), None, events) for seed in range(2)]
+        event = events.get(PATIENCE_SECONDS)
+        with pytest.raises(HydraTuneError, match="fusion='off'"):
+            event.job.pause()
+        with pytest.raises(CheckpointError, match="fusion='off'"):
+            event.job.checkpoint()
+        for job in jobs:
+            job.cancel()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"fusion": "always"}, "fusion"),
+        ({"fusion": "on", "fusion_size": 1}, "fusion_size"),
+        ({"fusion": "on", "checkpoint_dir": "somewhere"}, "checkpoint_dir"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, told):
+    with pytest.raises(ConfigError, match=told):
+        HydraExecutor(**options)
