@@ -17,9 +17,9 @@ from torch.optim import SGD, AdamW
 
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.fuse.member import Member
-from hydra_tune.fuse.plans import GroupPlans
-from hydra_tune.fuse.stack import StackedModule, stacked_optimizer
+from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.fusion.stack import StackedModule, stacked_optimizer
 from hydra_tune.shard.budget import Budget
 from hydra_tune.shard.compute import Incoming, Operands
 from hydra_tune.shard.library import PlanLibrary

@@ -18,10 +18,10 @@ from typing import Any
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError, UnfusableError
-from hydra_tune.fuse.group import GroupTrial, Seat
-from hydra_tune.fuse.key import fusion_key
-from hydra_tune.fuse.member import Member
-from hydra_tune.fuse.plans import GroupPlans, layout_of
+from hydra_tune.fusion.group import GroupTrial, Seat
+from hydra_tune.fusion.key import fusion_key
+from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.plans import GroupPlans, layout_of
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, PoolEvent, Progress, Reported, Result

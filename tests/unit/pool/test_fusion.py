@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
-from hydra_tune.fuse.group import GroupTrial
+from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.pool.job import Failed, Finished, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 

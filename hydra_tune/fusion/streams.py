@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.own_generator import drawing_from
-from hydra_tune.fuse.drawing import GroupGenerator
+from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.train.streams import RandomStreams
 
 

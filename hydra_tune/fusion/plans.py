@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fuse.member import Member, Wanted
-from hydra_tune.fuse.plan import stacked_plan, trace_step
+from hydra_tune.fusion.member import Member, Wanted
+from hydra_tune.fusion.plan import stacked_plan, trace_step
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
 from hydra_tune.shard.request import Layout

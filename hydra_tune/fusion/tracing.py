@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hydra_tune.devices.own_generator import own_generator
-from hydra_tune.fuse.drawing import GroupGenerator, Noise, given, noting
+from hydra_tune.fusion.drawing import GroupGenerator, Noise, given, noting
 from hydra_tune.shard.compute import Gradients, Operands
 
 _SAME = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.default])

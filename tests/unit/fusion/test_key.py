@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hydra_tune import TrainTask
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fuse.key import fusion_key
+from hydra_tune.fusion.key import fusion_key
 from tests.unit.pool.tasks import SAMPLES
 
 

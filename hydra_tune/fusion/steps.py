@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.devices.device import Device
-from hydra_tune.fuse.optimizers import StackedOptimizer
+from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.shard.steps import Objective
 from hydra_tune.task import TrainTask
 from hydra_tune.train.gradients import Gradients

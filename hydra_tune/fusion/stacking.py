@@ -16,9 +16,9 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fuse.drawing import drawn
-from hydra_tune.fuse.recording import recorded
-from hydra_tune.fuse.rules import RULES
+from hydra_tune.fusion.drawing import drawn
+from hydra_tune.fusion.recording import recorded
+from hydra_tune.fusion.rules import RULES
 from hydra_tune.shard.stochastic import draws_random_numbers
 
 _CHECKS = frozenset([torch.ops.aten._assert_tensor_metadata.default])  # noqa: SLF001 - of what holds for every batch of the kind

@@ -10,8 +10,8 @@ from torch.nn import functional
 from hydra_tune.devices.cpu import DefaultCpuGenerator
 from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fuse.drawing import GroupGenerator
-from hydra_tune.fuse.plan import stacked_plan, trace_step
+from hydra_tune.fusion.drawing import GroupGenerator
+from hydra_tune.fusion.plan import stacked_plan, trace_step
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
 from hydra_tune.shard.outcome import HostStore
 from tests.parity.models import build

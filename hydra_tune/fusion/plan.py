@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fuse.stacking import StackedGraph
-from hydra_tune.fuse.tracing import Traced, traced
+from hydra_tune.fusion.stacking import StackedGraph
+from hydra_tune.fusion.tracing import Traced, traced
 from hydra_tune.shard import compute
 from hydra_tune.shard.compute import Gradients, Incoming, Operands, Tape
 from hydra_tune.shard.pilot import ShardCost

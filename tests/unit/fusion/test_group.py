@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import TrainTask
 from hydra_tune.errors import BadLossError, TaskError
-from tests.unit.fuse.groups import Run, assert_as_plain, double_task
+from tests.unit.fusion.groups import Run, assert_as_plain, double_task
 
 _GENERATOR = torch.Generator().manual_seed(1)
 X = torch.randn(24, 8, generator=_GENERATOR, dtype=torch.float64)

@@ -9,7 +9,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fuse.optimizers import StackedOptimizer, check_optimizer
+from hydra_tune.fusion.optimizers import StackedOptimizer, check_optimizer
 
 SHAPES = [(3, 4), (5,), ()]
 MEMBERS = 3

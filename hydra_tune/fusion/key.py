@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fuse.optimizers import check_optimizer, options_key
+from hydra_tune.fusion.optimizers import check_optimizer, options_key
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.fingerprint import architecture_key
 from hydra_tune.task import TrainTask

@@ -14,12 +14,12 @@ from torch import nn
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError, UnfusableError
-from hydra_tune.fuse.member import Member, Wanted
-from hydra_tune.fuse.optimizers import StackedOptimizer
-from hydra_tune.fuse.plans import GroupPlans, layout_of
-from hydra_tune.fuse.stack import StackedModule, hand_out, stacked_optimizer
-from hydra_tune.fuse.steps import GroupEvaluation, GroupGradients, GroupStep
-from hydra_tune.fuse.streams import GroupStreams
+from hydra_tune.fusion.member import Member, Wanted
+from hydra_tune.fusion.optimizers import StackedOptimizer
+from hydra_tune.fusion.plans import GroupPlans, layout_of
+from hydra_tune.fusion.stack import StackedModule, hand_out, stacked_optimizer
+from hydra_tune.fusion.steps import GroupEvaluation, GroupGradients, GroupStep
+from hydra_tune.fusion.streams import GroupStreams
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard.batch import Leaves

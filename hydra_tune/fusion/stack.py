@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hydra_tune.fuse.optimizers import StackedOptimizer
+from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.shard.capture import named_state
 from hydra_tune.train.state import ModelState
 
