@@ -6,7 +6,6 @@ the group waits until all of them are answered.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError, UnfusableError
+from hydra_tune.fusion.batches import stacked
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.plans import GroupPlans, layout_of
@@ -190,8 +190,12 @@ class GroupTrial(Trial):
 
     def _next_bucket(self) -> list[Seat]:
         """Members that want the same kind of batch: evaluations first, then those that are most behind."""
+        live = self._live
+        wants = [seat.wants for seat in live if isinstance(seat.wants, Wanted)]
+        if all(one.leaves is wants[0].leaves and one.mode == wants[0].mode for one in wants):
+            return live
         kinds: dict[Any, list[Seat]] = {}
-        for seat in self._live:
+        for seat in live:
             assert isinstance(seat.wants, Wanted)
             kinds.setdefault((seat.wants.mode, seat.wants.leaves.signature), []).append(seat)
         return min(kinds.values(), key=_urgency, default=[])
@@ -199,9 +203,15 @@ class GroupTrial(Trial):
     def _compute(self, bucket: Sequence[Seat]) -> Generator[PendingUnit, None, None]:
         first = bucket[0].wants
         assert isinstance(first, Wanted)
-        leaves = self._stacked_leaves(bucket, first)
+        taking_part = {id(seat) for seat in bucket}
+        active = [id(seat) in taking_part for seat in self.seats]
+        # A member that rests computes on somebody else's batch.
+        wants = [
+            seat.wants if isinstance(seat.wants, Wanted) and on else first
+            for seat, on in zip(self.seats, active, strict=True)
+        ]
+        leaves = stacked(wants)
         prepared = self._prepared(bucket[0].member, first, leaves)
-        active = [seat in bucket for seat in self.seats]
         resting = tuple(index for index, one in enumerate(active) if not one)
         self._group_streams.active = active
         state = self.state
@@ -236,15 +246,6 @@ class GroupTrial(Trial):
                 seat.member.loss = loss
         finally:
             step.close()
-
-    def _stacked_leaves(self, bucket: Sequence[Seat], first: Wanted) -> Leaves:
-        """The members' batches; a member that rests computes on somebody else's."""
-        rows = [
-            seat.wants.leaves.tensors if seat in bucket and isinstance(seat.wants, Wanted) else first.leaves.tensors
-            for seat in self.seats
-        ]
-        tensors = tuple(torch.stack(same) for same in zip(*rows, strict=True))
-        return replace(first.leaves, tensors=tensors, copies=())
 
     def _prepared(self, member: Member, wanted: Wanted, leaves: Leaves) -> Prepared:
         """The group's plan for a kind of batch."""

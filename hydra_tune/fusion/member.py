@@ -8,10 +8,10 @@ import math
 from collections.abc import Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hydra_tune.errors import BadLossError
 from hydra_tune.shard import batch as batches
@@ -20,24 +20,46 @@ from hydra_tune.task import Batch
 from hydra_tune.train.capture import Place
 from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.data import no_batch, num_samples
+from hydra_tune.train.gathering import Pick
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.trial import Report, Trial
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """A batch that a member wants computed: a step of its training, or its metrics.
 
     Attributes:
         mode: "train" or "evaluate".
-        batch: as the member's data gives it.
-        leaves: its tensors.
+        drawn: as the member's data gives it, or a pick that is not gathered yet.
+        leaves: its tensors; of a pick, what they will be like.
     """
 
     mode: str
-    batch: Batch
+    drawn: Batch | Pick
     leaves: Leaves
+
+    @classmethod
+    def of(cls, mode: str, drawn: Batch | Pick) -> Self:
+        """What has been drawn, for a mode."""
+        leaves = drawn.source.leaves(drawn.size) if isinstance(drawn, Pick) else batches.flatten(drawn)
+        return cls(mode, drawn, leaves)
+
+    @property
+    def batch(self) -> Batch:
+        """As the member's data gives it."""
+        return self.drawn.batch() if isinstance(self.drawn, Pick) else self.drawn
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those of the batch."""
+        return batches.flatten(self.batch).tensors if isinstance(self.drawn, Pick) else self.leaves.tensors
+
+    @property
+    def num_samples(self) -> int:
+        """Those of the batch."""
+        return self.drawn.size if isinstance(self.drawn, Pick) else num_samples(self.drawn)
 
 
 class Member(Trial):
@@ -96,7 +118,7 @@ class Member(Trial):
         self._feed.restore(now["feed"])
         if batch is None:
             raise no_batch("train" if mode == "train" else "validate", handle, 0)
-        return Wanted(mode=mode, batch=batch, leaves=batches.flatten(batch))
+        return Wanted.of(mode, batch)
 
     def _build(self, building: AbstractContextManager[object] | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
         if self.module is not None and self.optimizer is not None:
@@ -109,12 +131,14 @@ class Member(Trial):
         if not self.is_fused:
             return (yield from super()._train_epoch(module, optimizer, place))
         count = 0
-        for batch in self._draw_pass(0):
+        self._feed.gives_picks = True
+        for drawn in self._draw_pass(0):
             count += 1
-            yield Wanted(mode="train", batch=batch, leaves=batches.flatten(batch))
+            wanted = Wanted.of("train", drawn)
+            yield wanted
             if not math.isfinite(self.loss):
                 raise BadLossError(f"the training loss is {self.loss}")
-            self._interval.add(self.loss, num_samples(batch))
+            self._interval.add(self.loss, wanted.num_samples)
             yield from self._after_step(Place(epoch=place.epoch, batches=count))
         if not count:
             raise no_batch("train", self.task.train, place.epoch)
@@ -125,10 +149,12 @@ class Member(Trial):
             return (yield from super()._evaluate())
         means: dict[str, Mean] = {}
         count = 0
-        for batch in self._draw(self.task.validate, shuffle=False):
-            yield Wanted(mode="evaluate", batch=batch, leaves=batches.flatten(batch))
+        self._feed.gives_picks = True
+        for drawn in self._draw(self.task.validate, shuffle=False):
+            wanted = Wanted.of("evaluate", drawn)
+            yield wanted
             for name, value in self.values.items():
-                means.setdefault(name, Mean()).add(value, num_samples(batch))
+                means.setdefault(name, Mean()).add(value, wanted.num_samples)
             count += 1
             self.progress.evaluated_batches += 1
         if not count:

@@ -10,7 +10,7 @@ the ones before by more than the order of torch's samplers, as in a generator th
 
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from hydra_tune.errors import TaskError
 from hydra_tune.task import Batch, DataHandle
 from hydra_tune.train import workers
 from hydra_tune.train.drawing import DrawClock
+from hydra_tune.train.gathering import Pick, Picks, source_of
 from hydra_tune.train.own import OwnCopies
 
 
@@ -47,6 +48,7 @@ class Feed:
 
     Attributes:
         may_skip: whether batches of the last pass that was begun, as far as it has come, may be skipped by another.
+        gives_picks: whether a batch that is a gather is given as a `Pick`, for others to gather.
         clock: says for how long the loader has been waited for.
     """
 
@@ -57,6 +59,7 @@ class Feed:
         mark: Callable[[], Hashable] = int,
     ) -> None:
         self.may_skip = True
+        self.gives_picks = False
         self.clock = DrawClock()
         self._mark = mark
         self._batch_size = batch_size
@@ -102,6 +105,10 @@ class Feed:
             return
         with self._drawing_here(handle):
             iterator = iter(batches)
+        source = source_of(batches) if isinstance(batches, DataLoader) else None
+        if source is not None and type(iterator) is _SingleProcessDataLoaderIter:
+            yield from self._gathered(Picks(source, iterator), self._drawing(handle, in_process=True), skip)
+            return
         by_index = isinstance(batches, DataLoader) and _has_plain_order(batches)
         if skip is not None and by_index and isinstance(iterator, _SingleProcessDataLoaderIter):
             self._skip(_Indices(iterator), self._drawing(handle, in_process=True), skip)
@@ -123,6 +130,19 @@ class Feed:
     def _drawing_here(self, handle: DataHandle) -> Iterator[None]:
         with self._own_code(), self.clock.drawing(handle, in_process=True):
             yield
+
+    def _gathered(
+        self, picks: Picks, around: Callable[[], AbstractContextManager[object]], skip: Skip | None
+    ) -> Iterator[Batch | Pick]:
+        """The batches of a loader that is known; the trial's streams are swapped in for the first index alone."""
+        if skip is not None:
+            self._skip(picks, around, skip)
+        while True:
+            with around() if picks.draws else nullcontext():
+                pick = next(picks, None)
+            if pick is None:
+                return
+            yield pick if self.gives_picks else pick.batch()
 
     def _draw_from_workers(self, handle: DataHandle, loader: DataLoader[Any], skip: Skip | None) -> Iterator[Batch]:
         iterator = self._start(handle, loader)
