@@ -23,6 +23,7 @@ from hydra_tune.fusion.stack import StackedModule, stacked_optimizer
 from hydra_tune.shard.budget import Budget
 from hydra_tune.shard.compute import Incoming, Operands
 from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.train.state import ModelState
 
 ROUNDS, STEPS = 7, 10
 
@@ -96,7 +97,8 @@ def stacked(build, optimizer, count, x, y):
     plan = plans.stacked(plans.of_member(members[0], wanted), count)
     module = StackedModule([module for module, _ in built])
     stepped = stacked_optimizer([one for _, one in built], built[0][0], module)
-    state = dict(module.named_parameters()) | dict(module.named_buffers())
+    held = ModelState(module, stepped, plan.plan, device)
+    state = held.tensors
     inputs = tuple(torch.stack([tensor] * count) for tensor in wanted.leaves.tensors)
     start = time.process_time()
     plans.trace(plan, state, inputs, count)
@@ -110,14 +112,14 @@ def stacked(build, optimizer, count, x, y):
     )
     incoming = Incoming(outputs={loss: None}, live_in={}, parameters={})
 
-    def run():
+    def run(held=held):  # whose blocks the parameters lie in
         made = computing.backward(graph, operands, needs_gradient=frozenset(), incoming=incoming, objective=torch.sum)
         for name, gradient in made.parameters.items():
             state[name].grad = gradient
         stepped.step()
+        held.adopt_optimizer_state(plan.plan.shards[0].trained, device)
         made.outputs[loss].tolist()
 
-    device.close()
     return run, seconds
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.optimizers import check_optimizer, options_key
+from hydra_tune.fusion.optimizers import options_key
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.fingerprint import architecture_key
 from hydra_tune.task import TrainTask
@@ -43,7 +43,6 @@ def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Hash
         UnfusableError: it may be fused with no other trial; with the reason.
     """
     check_task(task)
-    check_optimizer(optimizer)
     architecture = architecture_key(task, module)
     if architecture is None:
         raise UnfusableError("its model or step holds something by which it cannot be compared with others")

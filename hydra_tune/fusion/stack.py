@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hydra_tune.fusion.optimizers import StackedOptimizer
+from hydra_tune.fusion.sliced import group_optimizer
 from hydra_tune.shard.capture import named_state
 from hydra_tune.train.state import ModelState
 
@@ -52,7 +53,7 @@ def stacked_optimizer(members: Sequence[Optimizer], first: nn.Module, stacked: n
     names = {id(tensor): name for name, tensor in named_state(first)}
     wide = dict(stacked.named_parameters())
     groups = [[wide[names[id(p)]] for p in group["params"]] for group in members[0].param_groups]
-    return StackedOptimizer(members, groups)
+    return group_optimizer(members, groups)
 
 
 def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimizer) -> None:
@@ -75,5 +76,6 @@ def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimi
     for name in (name for name, parameter in named.items() if parameter.requires_grad):
         found = stacked.member_state(state.tensors[name], index)
         if found:
-            own = {key: value.to(named[name].device) if value.dim() else value for key, value in found.items()}
+            device = named[name].device
+            own = {k: v.to(device) if isinstance(v, Tensor) and v.dim() else v for k, v in found.items()}
             optimizer.state[named[name]] = own

@@ -224,6 +224,7 @@ class ModelState:
         if not fresh:
             return
         device.synchronize()
+        fresh = _by_key(fresh)
         group = self._new_group(Kind.OPTIMIZER, list(fresh.values()), device)
         self._adopted.update(fresh)
         self._optimizer_groups.setdefault(names, []).append(group)
@@ -249,6 +250,7 @@ class ModelState:
                 and (device.torch_device.type == "cpu" or not self._stays_on_host(name, key))
             }
             if found:
+                found = _by_key(found)
                 group = self._new_group(Kind.OPTIMIZER, list(found.values()), device)
                 self._adopted.update(found)
                 self._optimizer_groups.setdefault(names, []).append(group)
@@ -361,6 +363,11 @@ class ModelState:
                 tensors = [self.tensors[name] for name in members]
                 group = self._new_group(kind, tensors, device)
                 self._group_of.update(dict.fromkeys(members, group))
+
+
+def _by_key(state: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
+    """The same key's tensors one behind the other, as the parameters lie: some optimizers take them as one then."""
+    return dict(sorted(state.items(), key=lambda item: item[0][1]))
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim import SGD, AdamW, RMSprop
+from torch.optim import SGD, AdamW, NAdam, RMSprop
 from torch.utils.data import TensorDataset
 
 from hydra_tune import TrainTask
@@ -74,6 +74,15 @@ def test_momentum_and_clipping_are_each_members_own(make):
         for s in range(3)
     ]
     run = Run(tasks)
+    for index, task in enumerate(tasks):
+        assert_as_plain(run, index, task)
+
+
+@pytest.mark.parametrize("num_shards", [None, 2])
+@pytest.mark.parametrize("make", [partial(NAdam, lr=0.01), partial(AdamW, lr=0.01, amsgrad=True)])
+def test_an_optimizer_without_a_form_for_all_steps_each_member_by_itself(make, num_shards):
+    tasks = [small(seed=s, epochs=1 + s, optimizer=make, max_grad_norm=0.5) for s in range(2)]
+    run = Run(tasks, num_shards=num_shards)
     for index, task in enumerate(tasks):
         assert_as_plain(run, index, task)
 

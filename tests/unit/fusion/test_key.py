@@ -74,6 +74,11 @@ def test_what_must_be_one_for_all_is_in_the_key(changes):
     assert key(**changes) != key()
 
 
+def test_a_users_own_optimizer_is_one_of_its_kind():
+    assert key(optimizer=Odd) == key(optimizer=Odd, seed=9)
+    assert key(optimizer=partial(AdamW, amsgrad=True)) != key(optimizer=partial(AdamW))
+
+
 def test_nesterov_is_no_rate():
     assert key(optimizer=partial(SGD, lr=0.1, momentum=0.9)) != key(
         optimizer=partial(SGD, lr=0.1, momentum=0.9, nesterov=True)
@@ -88,7 +93,6 @@ def test_nesterov_is_no_rate():
         ({"split_operators": "1MiB"}, "split_operators"),
         ({"compile": "eager"}, "compile='eager'"),
         ({"precision": "bfloat16"}, "precision='bfloat16'"),
-        ({"optimizer": Odd}, "Odd"),
     ],
 )
 def test_what_stays_out_is_told_why(changes, told):

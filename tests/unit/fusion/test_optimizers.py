@@ -5,14 +5,54 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR
 
-from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.optimizers import StackedOptimizer, check_optimizer
+from hydra_tune.fusion.optimizers import OptimizerAtOnce, is_stackable
+from hydra_tune.fusion.sliced import group_optimizer
+from hydra_tune.memory.block import lay_out
 
 SHAPES = [(3, 4), (5,), ()]
 MEMBERS = 3
+
+
+class SoftDescent(Optimizer):
+    """A user's own, with state that is made anew at each step, and a number."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["seen"] = state.get("seen", 0) + 1
+                state["mean"] = p.grad.lerp(state.get("mean", p.grad), 0.9)
+                p.sub_(state["mean"].tanh(), alpha=group["lr"] / state["seen"])
+
+
+def hooked(lr, params):
+    made = SGD(params, lr=lr)
+    made.register_step_pre_hook(
+        lambda optimizer, args, kwargs: [p.grad.mul_(2) for p in optimizer.param_groups[0]["params"]] and None
+    )
+    return made
+
+
+def two_groups(i, params):
+    return AdamW([{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 0.03}], lr=0.1 / (i + 1))
+
+
+BY_THEMSELVES = {
+    "amsgrad": [partial(Adam, lr=0.1 / (i + 1), amsgrad=True) for i in range(MEMBERS)],
+    "maximize": [partial(SGD, lr=0.1 / (i + 1), momentum=0.9, maximize=True) for i in range(MEMBERS)],
+    "nadam": [partial(NAdam, lr=0.1 / (i + 1)) for i in range(MEMBERS)],
+    "mine": [partial(SoftDescent, lr=0.1 / (i + 1)) for i in range(MEMBERS)],
+    "hooked": [partial(hooked, 0.1 / (i + 1)) for i in range(MEMBERS)],
+}
 
 KINDS = {
     "sgd": [partial(SGD, lr=0.1 / (i + 1), weight_decay=0.01 * i) for i in range(MEMBERS)],
@@ -27,22 +67,31 @@ KINDS = {
     "rmsprop": [partial(RMSprop, lr=0.01 * (i + 1), alpha=0.9 + 0.03 * i) for i in range(MEMBERS)],
     "centered": [partial(RMSprop, lr=0.01, momentum=0.3 * i, centered=True) for i in range(MEMBERS)],
     "adagrad": [partial(Adagrad, lr=0.1, lr_decay=0.1 * i, initial_accumulator_value=0.1 * i) for i in range(MEMBERS)],
+    "two_groups": [partial(two_groups, i) for i in range(MEMBERS)],
 }
+EVERY = KINDS | BY_THEMSELVES
 
 
 class Group:
     """Members' own parameters and optimizers, and the same stacked."""
 
-    def __init__(self, kinds):
+    def __init__(self, kinds, *, is_flat=True, dtype=torch.float64):
         generator = torch.Generator().manual_seed(0)
-        values = [torch.randn(MEMBERS, *shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+        values = [torch.randn(MEMBERS, *shape, generator=generator, dtype=dtype) for shape in SHAPES]
         self.alone = [[nn.Parameter(value[i].clone()) for value in values] for i in range(MEMBERS)]
         self.stacked = [nn.Parameter(value.clone()) for value in values]
+        if is_flat:  # as in a block of memory
+            slots, size = lay_out(values, 64)
+            flat = torch.full((size,), 255, dtype=torch.uint8)
+            for p, slot in zip(self.stacked, slots, strict=True):
+                p.data = slot.view(flat).copy_(p.detach())
         self.own = [kind(parameters) for kind, parameters in zip(kinds, self.alone, strict=True)]
-        self.read = [
-            kind([nn.Parameter(p.detach().clone()) for p in ps]) for kind, ps in zip(kinds, self.alone, strict=True)
-        ]
-        self.optimizer = StackedOptimizer(self.read, [self.stacked])
+        copies = [[nn.Parameter(p.detach().clone()) for p in ps] for ps in self.alone]
+        self.read_parameters = copies[0]
+        self.read = [kind(ps) for kind, ps in zip(kinds, copies, strict=True)]
+        places = {id(p): place for place, p in enumerate(self.read_parameters)}
+        groups = [[self.stacked[places[id(p)]] for p in group["params"]] for group in self.read[0].param_groups]
+        self.optimizer = group_optimizer(self.read, groups)
         self.schedules = [ExponentialLR(o, 0.9) for o in (*self.own, *self.read)]
         self.generator = generator
 
@@ -67,18 +116,21 @@ class Group:
         return max(((p - a).abs().max() / a.abs().max()).item() for p, a in pairs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_member_goes_where_its_own_optimizer_takes_it(kind):
-    group = Group(KINDS[kind])
+@pytest.mark.parametrize(
+    ("kind", "is_flat"), [*((kind, True) for kind in EVERY), ("momentum", False), ("adamw", False)]
+)
+def test_each_member_goes_where_its_own_optimizer_takes_it(kind, is_flat):
+    group = Group(EVERY[kind], is_flat=is_flat)
+    assert isinstance(group.optimizer, OptimizerAtOnce) == (kind in KINDS)
     for _ in range(50):
         group.step()
     for i in range(MEMBERS):
         assert group.distance(i) < 1e-12
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_a_member_that_rests_keeps_its_bits_and_goes_on_where_it_was(kind):
-    group = Group(KINDS[kind])
+    group = Group(EVERY[kind])
     group.step((True, False, True))  # one begins late
     before = [p[0].clone() for p in group.stacked]
     group.step((False, True, True), bad=0)
@@ -89,9 +141,9 @@ def test_a_member_that_rests_keeps_its_bits_and_goes_on_where_it_was(kind):
         assert group.distance(i) < 1e-12
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_a_member_that_goes_nan_leaves_the_bits_of_the_others(kind):
-    healthy, ill = Group(KINDS[kind]), Group(KINDS[kind])
+    healthy, ill = Group(EVERY[kind]), Group(EVERY[kind])
     for step in range(4):
         healthy.step()
         ill.step(bad=1 if step == 2 else None)
@@ -101,9 +153,9 @@ def test_a_member_that_goes_nan_leaves_the_bits_of_the_others(kind):
         assert torch.equal(p[2], q[2])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_a_members_state_is_as_its_own_optimizer_has_it(kind):
-    group = Group(KINDS[kind])
+    group = Group(EVERY[kind])
     for _ in range(3):
         group.step()
     for i in range(MEMBERS):
@@ -120,14 +172,45 @@ def test_a_members_state_is_as_its_own_optimizer_has_it(kind):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    "kinds",
     [
-        (partial(LBFGS), "LBFGS"),
-        (partial(Adam, amsgrad=True), "amsgrad"),
-        (partial(SGD, lr=0.1, maximize=True), "maximize"),
-        (type("Mine", (AdamW,), {}), "Mine"),
+        [partial(SGD, lr=0.1 * 0.7**i, momentum=0.9) for i in (0, 0, 1)],
+        [partial(AdamW, lr=0.1 * 0.7**i) for i in (0, 0, 1)],
+        [partial(AdamW, lr=0.1 * 0.7**i, betas=(0.9 - 0.1 * i, 0.99)) for i in (0, 0, 1)],
+        [partial(RMSprop, lr=0.1, alpha=0.9 - 0.1 * i, momentum=0.5) for i in (0, 0, 1)],
+        [partial(Adagrad, lr=0.1 * 0.7**i) for i in (0, 0, 1)],
     ],
 )
-def test_what_has_no_stacked_form_is_refused_by_name(make, told):
-    with pytest.raises(UnfusableError, match=told):
-        check_optimizer(make([nn.Parameter(torch.zeros(1))]))
+def test_a_member_that_rests_leaves_the_bits_of_the_others_whatever_its_rates(kinds):
+    """Others that have the same rates among themselves round as they did beside a member that has not."""
+    together, resting = (Group(kinds, dtype=torch.float32) for _ in range(2))
+    for step in range(6):
+        together.step()
+        resting.step((True, True, step < 2))
+    for p, q in zip(together.stacked, resting.stacked, strict=True):
+        assert torch.equal(p[:2], q[:2])
+        assert not torch.equal(p[2], q[2])
+
+
+def test_parameters_that_lie_one_behind_the_other_take_one_step():
+    """The gaps between them are stepped, too, so each run is one tensor; state lies as they do."""
+    group = Group(KINDS["adamw"])
+    group.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert len({group.optimizer.state[p][name].untyped_storage().data_ptr() for p in group.stacked}) == 1
+
+
+def test_state_that_lies_elsewhere_is_stepped_all_the_same():
+    group = Group(KINDS["adamw"])
+    group.step()
+    for p in group.stacked:
+        entries = group.optimizer.state[p]
+        entries["exp_avg"] = entries["exp_avg"].clone()
+    group.step()
+    assert max(group.distance(i) for i in range(MEMBERS)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_only_what_is_known_is_stepped_at_once(kind):
+    group = Group(EVERY[kind])
+    assert is_stackable(group.own[0]) == (kind in KINDS)

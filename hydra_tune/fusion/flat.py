@@ -1,0 +1,157 @@
+"""Stacked tensors that lie one behind the other, taken as one: few large operators in the place of many small ones.
+
+A shard's parameters lie in one buffer (`memory/block.py`), so do the tensors of its optimizer state, in the same order and with
+the same gaps. Which of them do is read off their addresses at each step, for blocks move. The gaps are computed on like
+the rest, and mean nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_ELEMENTS = 1 << 20
+"""What is taken as one at most, but for single tensors: a step makes temporaries of this size."""
+
+_torch: Any = torch  # its functions of lists have types for some kinds of lists only
+
+Numbers = float | Sequence[Tensor]
+"""What to multiply a `Flat` with: one number, or for each of its parts a tensor that broadcasts to it."""
+
+_MAX_GAP_BYTES = 1024
+
+
+@dataclass(slots=True)
+class Flat:
+    """Tensors that lie one behind the other.
+
+    Attributes:
+        whole: all of them and the gaps between them, one-dimensional.
+        parts: the tensors.
+    """
+
+    whole: Tensor
+    parts: Sequence[Tensor]
+
+    def mul_(self, numbers: Numbers) -> None:
+        """Multiply with numbers."""
+        if isinstance(numbers, float):
+            if numbers != 1.0:
+                self.whole.mul_(numbers)
+        else:
+            _torch._foreach_mul_(self.parts, numbers)
+
+    def add_(self, numbers: Numbers) -> None:
+        """Add numbers."""
+        if isinstance(numbers, float):
+            self.whole.add_(numbers)
+        else:
+            _torch._foreach_add_(self.parts, numbers)
+
+    def add_product_(self, other: "Flat", numbers: Numbers) -> None:
+        """Add another's values, each multiplied with its number."""
+        if isinstance(numbers, float):
+            self.whole.add_(other.whole, alpha=numbers)
+        else:
+            _torch._foreach_addcmul_(self.parts, other.parts, numbers)
+
+    def lerp_(self, other: "Flat", numbers: Numbers) -> None:
+        """Go so far of the way to another's values."""
+        if isinstance(numbers, float):
+            self.whole.lerp_(other.whole, numbers)
+        else:
+            _torch._foreach_lerp_(self.parts, other.parts, numbers)
+
+    def average_square_(self, other: "Flat", kept: Numbers, added: Numbers) -> None:
+        """Keep so much, and add so much of another's squares."""
+        self.mul_(kept)
+        if isinstance(added, float):
+            self.whole.addcmul_(other.whole, other.whole, value=added)
+            return
+        squares = _torch._foreach_mul(other.parts, other.parts)  # noqa: SLF001
+        _torch._foreach_addcmul_(self.parts, squares, added)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How tensors of one dtype lie, relative to the first of them; in elements."""
+
+    offsets: tuple[int, ...]
+    size: int
+    geometry: tuple[tuple[torch.Size, tuple[int, ...]], ...]
+
+    def parts(self, whole: Tensor) -> list[Tensor]:
+        """The tensors, as they lie in a one-dimensional tensor."""
+        start = whole.storage_offset()
+        return [
+            whole.as_strided(shape, stride, start + offset)
+            for offset, (shape, stride) in zip(self.offsets, self.geometry, strict=True)
+        ]
+
+    def new(self, like: Tensor) -> Flat:
+        """Zeros that lie so."""
+        whole = like.new_zeros(self.size)
+        return Flat(whole, self.parts(whole))
+
+    def gathered(self, tensors: Sequence[Tensor]) -> Flat:
+        """Copies that lie so."""
+        whole = tensors[0].new_empty(self.size)
+        if len(tensors) == 1 and tensors[0].is_contiguous() and self.geometry[0][1] == tensors[0].stride():
+            parts = [whole.view(tensors[0].shape)]
+        else:
+            parts = self.parts(whole)
+            last = 0
+            for offset, tensor in zip(self.offsets, tensors, strict=True):
+                if offset > last:
+                    whole[last:offset].zero_()
+                last = offset + tensor.numel()
+        _torch._foreach_copy_(parts, tensors)
+        return Flat(whole, parts)
+
+    def found(self, tensors: Sequence[Tensor]) -> Flat | None:
+        """These tensors as one, if they lie so."""
+        first, parts = tensors[0], [tensor.detach() for tensor in tensors]
+        size = first.element_size()
+        start = first.data_ptr()
+        if any(
+            part.data_ptr() - start != offset * size or (part.shape, part.stride()) != geometry
+            for part, offset, geometry in zip(parts, self.offsets, self.geometry, strict=True)
+        ):
+            return None
+        if first.storage_offset() + self.size > first.untyped_storage().nbytes() // size:
+            return None  # neighbours in memory, but not of one buffer
+        return Flat(first.detach().as_strided((self.size,), (1,), first.storage_offset()), parts)
+
+
+def runs(tensors: Sequence[tuple[Tensor, Any]]) -> list[tuple[Layout, list[tuple[Tensor, Any]]]]:
+    """Tensors by what lies one behind the other, each as a layout and its tensors.
+
+    Args:
+        tensors: dense and of one dtype, each with whatever belongs to it.
+    """
+    found: list[list[tuple[Tensor, Any]]] = []
+    end, size = 0, 0
+    for one in sorted(tensors, key=lambda pair: pair[0].data_ptr()):
+        tensor = one[0]
+        gap = tensor.data_ptr() - end
+        follows = bool(found) and 0 <= gap < _MAX_GAP_BYTES and size + tensor.numel() <= MAX_ELEMENTS
+        if follows and found[-1][0][0].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            found[-1].append(one)
+            size += tensor.numel()
+        else:
+            found.append([one])
+            size = tensor.numel()
+        end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    return [(_layout([tensor for tensor, _ in run]), run) for run in found]
+
+
+def _layout(tensors: Sequence[Tensor]) -> Layout:
+    start, size = tensors[0].data_ptr(), tensors[0].element_size()
+    offsets = tuple((tensor.data_ptr() - start) // size for tensor in tensors)
+    return Layout(
+        offsets=offsets,
+        size=offsets[-1] + tensors[-1].numel(),
+        geometry=tuple((tensor.shape, tensor.stride()) for tensor in tensors),
+    )

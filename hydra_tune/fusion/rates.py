@@ -1,0 +1,71 @@
+"""The numbers that members' optimizers multiply with: one for each member, as floats where all have the same."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MAX_REMEMBERED = 256
+"""Schedules give new numbers at each step, which are not worth keeping."""
+
+
+_BETAS = {"beta1": 0, "beta2": 1}
+_STEADY = ("beta1", "beta2", "momentum", "alpha", "eps", "weight_decay")
+_OF_SCHEDULERS = ("max_momentum", "base_momentum")
+
+
+def _option(group: Mapping[str, Any], name: str) -> float:
+    if name in _BETAS:
+        return float(group["betas"][_BETAS[name]])
+    return float(group[name])
+
+
+class Rates:
+    """The members' options of one parameter group, as numbers and as tensors to multiply stacked tensors with.
+
+    Args:
+        groups: each member's own parameter group.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._groups = groups
+        self._known: dict[tuple[float, ...], dict[tuple[int, torch.dtype, torch.device], Tensor]] = {}
+        self._made: dict[Hashable, tuple[float, ...]] = {}
+        moved = any(name in group for group in groups for name in _OF_SCHEDULERS)
+        own = [
+            {name: _option(group, name) for name in _STEADY if name in group or (name in _BETAS and "betas" in group)}
+            for group in groups
+        ]
+        self._alike = frozenset() if moved else frozenset(n for n, v in own[0].items() if all(o[n] == v for o in own))
+
+    def read(self) -> None:
+        """A step begins: schedulers may have changed the options since the last one."""
+        self._made.clear()
+
+    def __call__(self, name: str) -> tuple[float, ...]:
+        """An option of each member; Adam's betas are `beta1` and `beta2`."""
+        return self.made(name, lambda: [_option(group, name) for group in self._groups])
+
+    def made(self, key: Hashable, make: Callable[[], Sequence[float]]) -> tuple[float, ...]:
+        """Numbers that are made once in a step, of one for each member."""
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = tuple(make())
+        return found
+
+    def begins_alike(self, name: str) -> bool:
+        """Whether all members have begun with the same of an option, which no scheduler moves."""
+        return name in self._alike
+
+    def beside(self, values: tuple[float, ...], like: Tensor) -> Tensor:
+        """One number for each member, in a shape that multiplies a stacked tensor; remembered while it is of use."""
+        known = self._known.setdefault(values, {})
+        key = like.dim(), like.dtype, like.device
+        if key not in known:
+            if len(self._known) > _MAX_REMEMBERED:
+                self._known.clear()
+                known = self._known.setdefault(values, {})
+            one = torch.tensor(values, dtype=like.dtype, device=like.device)
+            known[key] = one.view(-1, *[1] * (like.dim() - 1))
+        return known[key]

@@ -1,0 +1,87 @@
+"""Members' own optimizers on stacked parameters: each steps its own part, whatever it does there."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hydra_tune.fusion.optimizers import OptimizerAtOnce, StackedOptimizer, is_stackable
+
+
+class SlicedOptimizer(StackedOptimizer):
+    """Steps the members one after the other, by their own optimizers, hooks and all.
+
+    While a member steps, its own parameters are its parts of the stacked ones. Its state is also state of the stacked
+    parameters, under names of the member's, so that it is held and moved like that of any optimizer.
+    """
+
+    def __init__(self, members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> None:
+        super().__init__(members, groups)
+        stacked = [p for group in groups for p in group]
+        self._own = [
+            list(zip([p for group in member.param_groups for p in group["params"]], stacked, strict=True))
+            for member in members
+        ]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        """Step the parameters that have gradients, for the members that are active."""
+        assert closure is None, "a stacked step has its gradients"
+        for index, (member, own, active) in enumerate(zip(self._members, self._own, self.active, strict=True)):
+            if not active:
+                # It is not its scheduler's business that no step was taken.
+                member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+                continue
+            present = [(p, stacked) for p, stacked in own if stacked.grad is not None]
+            self._take_over(index, member, present)
+            with _parts(index, present):
+                member.step()
+            self._note(index, member, present)
+
+    def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
+        """As of `StackedOptimizer`."""
+        prefix = _name(index, "")
+        return {
+            name.removeprefix(prefix): value.clone() if isinstance(value, Tensor) else value
+            for name, value in self.state.get(p, {}).items()
+            if name.startswith(prefix)
+        }
+
+    def _take_over(self, index: int, member: Optimizer, present: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """State that a step had made anew may have been copied to where it was before."""
+        prefix = _name(index, "")
+        for p, stacked in present:
+            known = {n: value for n, value in self.state.get(stacked, {}).items() if n.startswith(prefix)}
+            if known:
+                member.state[p].update({name.removeprefix(prefix): value for name, value in known.items()})
+
+    def _note(self, index: int, member: Optimizer, present: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for p, stacked in present:
+            self.state[stacked].update({_name(index, name): value for name, value in member.state[p].items()})
+
+
+def _name(index: int, name: str) -> str:
+    return f"{index}: {name}"
+
+
+@contextmanager
+def _parts(index: int, present: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """A member's own parameters are its parts of the stacked ones meanwhile, with their gradients."""
+    before = [p.data for p, _ in present]
+    for p, stacked in present:
+        assert stacked.grad is not None
+        p.data = stacked.detach()[index]
+        p.grad = stacked.grad[index]
+    try:
+        yield
+    finally:
+        for (p, _), data in zip(present, before, strict=True):
+            p.grad = None
+            p.data = data
+
+
+def group_optimizer(members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> StackedOptimizer:
+    """The optimizer of a group, as of `StackedOptimizer`: at once where there is a form for that."""
+    kind = OptimizerAtOnce if is_stackable(members[0]) else SlicedOptimizer
+    return kind(members, groups)

@@ -1,0 +1,286 @@
+"""The arithmetic of stacked optimizers: that of `torch.optim`'s single-tensor functions, for all members at once.
+
+Each takes parameters that lie one behind the other (`Run`) and copies of their gradients, which it overwrites, and asks of
+every rate whether it is one for all or another for each member.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from hydra_tune.fusion.flat import Flat, Layout, Numbers
+from hydra_tune.fusion.rates import Rates
+
+
+class Run:
+    """Parameters that take a step together, all of whose members have taken the same steps before.
+
+    Args:
+        layout: how they lie.
+        p: they.
+        gradient: copies of their gradients.
+        states: the optimizer's state of each, with the same keys.
+        rates: of each.
+        switches: of their parameter groups.
+        active: whether each member takes the step.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        p: Flat,
+        gradient: Flat,
+        states: Sequence[dict[str, Any]],
+        rates: Sequence[Rates],
+        switches: dict[str, bool],
+        active: Sequence[bool],
+    ) -> None:
+        self.p, self.gradient, self.switches = p, gradient, switches
+        self._layout, self._states, self._rates, self._active = layout, states, rates, active
+        self._everybody = all(active)
+        self._before: list[tuple[Flat, Tensor]] = []
+        self._hold(p)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """How many steps each member has taken before this one."""
+        return tuple(self._states[0]["steps"])
+
+    def numbers(self, key: Hashable, make: Callable[[Rates], Sequence[float]]) -> Numbers:
+        """Numbers that may be others at each step, for `mul_` and `add_`, which round alike whether they are one or many.
+
+        Args:
+            key: says what they are, for this step.
+            make: of one parameter group, one for each member.
+
+        Returns:
+            A float if it is the same for all active members in all parameter groups.
+        """
+        own = [self._of_active(rates.made(key, partial(make, rates))) for rates in self._rates]
+        if all(value == own[0][0] for values in dict.fromkeys(own) for value in values):
+            return own[0][0]
+        return self._beside(own)
+
+    def option(self, name: str, make: Callable[[float], float] = float) -> Numbers:
+        """An option that nobody changes from step to step, for whatever operator.
+
+        Operators of one number do not round as those of many do. So it is one number only where all members have begun with the
+        same: whether the others rest or end does not change what a member's operators are.
+        """
+        own = [self._of_active(rates.made((name, make), partial(_options, rates, name, make))) for rates in self._rates]
+        common = all(rates.begins_alike(name) for rates in dict.fromkeys(self._rates))
+        if common and all(value == own[0][0] for values in dict.fromkeys(own) for value in values):
+            return own[0][0]
+        return self._beside(own)
+
+    def every(self, name: str) -> Numbers:
+        """An option of all members, whether they are active or not."""
+        return self._beside([rates(name) for rates in self._rates])
+
+    def descend(self, direction: Flat, numbers: Numbers) -> None:
+        """Move the parameters; the direction is overwritten."""
+        direction.mul_(numbers)
+        self.p.whole.add_(direction.whole)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such state already."""
+        return name in self._states[0]
+
+    def state(self, name: str, first: Callable[[], Numbers] = float) -> Flat:
+        """State of all of them; at first so much, or 0."""
+        if not self.has(name):
+            made = self._layout.new(self.p.whole)
+            made.add_(first())
+            for state, part in zip(self._states, made.parts, strict=True):
+                state[name] = part
+        found = self._layout.found([state[name] for state in self._states])
+        assert found is not None, "state lies as the parameters do"
+        self._hold(found)
+        return found
+
+    def begun(self) -> list[bool]:
+        """Of each member whether its momentum has begun; those that are active and have any begin now."""
+        begun: list[bool] = self._states[0].get("begun", [False] * len(self._active))
+        for state, rates in zip(self._states, self._rates, strict=True):
+            before = state.get("begun", begun)
+            state["begun"] = [
+                b or (bool(m) and a) for b, m, a in zip(before, rates("momentum"), self._active, strict=True)
+            ]
+        return begun
+
+    def like(self, whole: Tensor) -> Flat:
+        """A temporary of the size of `p.whole` as its parts."""
+        return Flat(whole, self._layout.parts(whole))
+
+    def finish(self) -> None:
+        """The step is taken: members that take none have what they had before."""
+        if self._before:
+            mask = self._mask()
+            for flat, before in self._before:
+                torch.where(mask, flat.whole, before, out=flat.whole)
+        for state in self._states:
+            state["steps"] = [step + a for step, a in zip(state["steps"], self._active, strict=True)]
+
+    def _of_active(self, values: tuple[float, ...]) -> tuple[float, ...]:
+        """With another's number in the place of one that is not used."""
+        if self._everybody:
+            return values
+        some = values[self._active.index(True)]
+        return tuple(value if active else some for value, active in zip(values, self._active, strict=True))
+
+    def _beside(self, own: Sequence[tuple[float, ...]]) -> list[Tensor]:
+        return [rates.beside(values, part) for rates, values, part in zip(self._rates, own, self.p.parts, strict=True)]
+
+    def _hold(self, flat: Flat) -> None:
+        if not self._everybody:
+            self._before.append((flat, flat.whole.clone()))
+
+    def _mask(self) -> Tensor:
+        """Of each element whether its member takes the step."""
+        whole = torch.zeros_like(self.p.whole, dtype=torch.bool)
+        rows = torch.tensor(self._active, device=whole.device)
+        for part in self._layout.parts(whole):
+            part.copy_(rows.view(-1, *[1] * (part.dim() - 1)).expand_as(part))
+        return whole
+
+
+def _options(rates: Rates, name: str, make: Callable[[float], float]) -> list[float]:
+    return [make(value) for value in rates(name)]
+
+
+def _rest(value: float) -> float:
+    return 1 - value
+
+
+def _decay(run: Run) -> None:
+    decay = run.option("weight_decay")
+    if decay != 0.0:
+        run.gradient.add_product_(run.p, decay)
+
+
+def _follow(run: Run, name: str, momentum: Numbers) -> Flat:
+    """Add the gradients to what is left of the earlier ones."""
+    buffer = run.state(name)
+    buffer.mul_(momentum)
+    buffer.whole.add_(run.gradient.whole)
+    return buffer
+
+
+def _descent(rates: Rates) -> list[float]:
+    return [-rate for rate in rates("lr")]
+
+
+def _sgd(run: Run) -> None:
+    _decay(run)
+    gradient, momentum = run.gradient, run.numbers("momentum", lambda rates: rates("momentum"))
+    if momentum != 0.0 or run.has("momentum_buffer"):
+        begun = run.begun()
+        if not run.switches["nesterov"]:
+            gradient.mul_(run.numbers(("fresh", *begun), lambda rates: _fresh(rates, begun)))
+            buffer = _follow(run, "momentum_buffer", momentum)
+            gradient.whole.copy_(buffer.whole)
+        else:  # beside which torch takes no dampening
+            buffer = _follow(run, "momentum_buffer", momentum)
+            gradient.add_product_(buffer, run.option("momentum"))
+    run.descend(gradient, run.numbers("descent", _descent))
+
+
+def _fresh(rates: Rates, begun: Sequence[bool]) -> list[float]:
+    """What the gradients are multiplied with: the first one is taken whole."""
+    own = zip(rates("dampening"), begun, rates("momentum"), strict=True)
+    return [1 - d if b and m else 1.0 for d, b, m in own]
+
+
+def _adam(run: Run) -> None:
+    _decay(run)
+    _adam_step(run)
+
+
+def _adamw(run: Run) -> None:
+    def kept(rates: Rates) -> list[float]:
+        return [1 - lr * decay for lr, decay in zip(rates("lr"), rates("weight_decay"), strict=True)]
+
+    run.p.mul_(run.numbers("kept", kept))
+    _adam_step(run)
+
+
+def _adam_step(run: Run) -> None:
+    """With r, the second moment's correction, outside of the sum: `m / (sqrt(v) / r + eps)` is `r m / (sqrt(v) + r eps)`."""
+    done = run.steps
+    mean, square, gradient = run.state("exp_avg"), run.state("exp_avg_sq"), run.gradient
+    mean.lerp_(gradient, run.option("beta1", _rest))
+    square.average_square_(gradient, run.option("beta2"), run.option("beta2", _rest))
+
+    def roots(rates: Rates) -> list[float]:
+        return [(1 - b ** (n + 1)) ** 0.5 for b, n in zip(rates("beta2"), done, strict=True)]
+
+    def epsilons(rates: Rates) -> list[float]:
+        return [eps * root for eps, root in zip(rates("eps"), roots(rates), strict=True)]
+
+    def sizes(rates: Rates) -> list[float]:
+        own = zip(rates("lr"), rates("beta1"), done, roots(rates), strict=True)
+        return [-lr / (1 - b ** (n + 1)) * root for lr, b, n, root in own]
+
+    torch.sqrt(square.whole, out=gradient.whole)
+    gradient.add_(run.numbers(("eps", *done), epsilons))
+    torch.div(mean.whole, gradient.whole, out=gradient.whole)
+    run.descend(gradient, run.numbers(("sizes", *done), sizes))
+
+
+def _rmsprop(run: Run) -> None:
+    _decay(run)
+    gradient, square, rest = run.gradient, run.state("square_avg"), run.option("alpha", _rest)
+    square.average_square_(gradient, run.option("alpha"), rest)
+    if run.switches["centered"]:
+        mean = run.state("grad_avg")
+        mean.lerp_(gradient, rest)
+        root = torch.addcmul(square.whole, mean.whole, mean.whole, value=-1).sqrt_()
+    else:
+        root = square.whole.sqrt()
+    run.like(root).add_(run.option("eps"))
+    gradient.whole.div_(root)
+    momentum = run.numbers("momentum", lambda rates: rates("momentum"))
+    if momentum != 0.0 or run.has("momentum_buffer"):
+        gradient.whole.copy_(_follow(run, "momentum_buffer", momentum).whole)
+    run.descend(gradient, run.numbers("descent", _descent))
+
+
+def _adagrad(run: Run) -> None:
+    _decay(run)
+    done, gradient = run.steps, run.gradient
+    total = run.state("sum", lambda: run.every("initial_accumulator_value"))
+    total.whole.addcmul_(gradient.whole, gradient.whole)
+    root = total.whole.sqrt()
+    run.like(root).add_(run.option("eps"))
+    gradient.whole.div_(root)
+
+    def sizes(rates: Rates) -> list[float]:
+        own = zip(rates("lr"), rates("lr_decay"), done, strict=True)
+        return [-rate / (1 + step * decay) for rate, decay, step in own]
+
+    run.descend(gradient, run.numbers(("sizes", *done), sizes))
+
+
+UPDATES: dict[type[Optimizer], Callable[[Run], None]] = {
+    SGD: _sgd,
+    Adam: _adam,
+    AdamW: _adamw,
+    RMSprop: _rmsprop,
+    Adagrad: _adagrad,
+}
+
+
+COUNTED = (Adam, AdamW, RMSprop, Adagrad)
+"""Those that have a "step" in their state."""
+
+
+def update_of(optimizer: Optimizer) -> Callable[[Run], None]:
+    """What steps members of optimizers like this one."""
+    kind = type(optimizer)
+    if kind is Adam and optimizer.param_groups[0].get("decoupled_weight_decay"):
+        return _adamw
+    return UPDATES[kind]
