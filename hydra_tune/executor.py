@@ -23,6 +23,7 @@ from hydra_tune.devices.discovery import num_cores, open_device, open_devices, o
 from hydra_tune.devices.dram import dram_bandwidth
 from hydra_tune.devices.link import link_of, measured_link
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
+from hydra_tune.fusion.chooser import Chooser
 from hydra_tune.interrupts import ends_in_order, is_interrupt
 from hydra_tune.memory.disk import Disk
 from hydra_tune.memory.host import HostTier
@@ -113,7 +114,8 @@ class HydraExecutor:
             its beginning, with the same bits. See docs/faults.md.
         fusion: "on" computes trials of one architecture together, stacked, as far as they wait at the same time: several times
             faster where models are small, slower where they are large. Numbers are then those of a plain loop up to rounding,
-            no longer to the last bit; what cannot be fused runs as ever. "off": never. See docs/fusion.md.
+            no longer to the last bit; what cannot be fused runs as ever. "auto": only where that gains, by a few steps that are
+            timed on copies first. "off": never. See docs/fusion.md.
         fusion_size: the most trials that are computed together.
         plans_only: only `plan` and `profile` are asked for. Devices that are not there, or not as large as `device_memory`, are
             then stood for by as many CPU devices of that memory, which take none of it.
@@ -145,7 +147,7 @@ class HydraExecutor:
         loader_warning: str | float = "60s",
         loader_timeout: str | float | None = "30min",
         max_retries: int = 1,
-        fusion: Literal["off", "on"] = "off",
+        fusion: Literal["off", "on", "auto"] = "off",
         fusion_size: int = 16,
     ) -> None:
         if is_worker_starting():
@@ -165,6 +167,7 @@ class HydraExecutor:
         _check_flag("record", record)
         _check_placement(optimizer_placement, spill_dir)
         self._fusion_size = members_of_group(fusion, fusion_size, checkpoint_dir)
+        self._probes_fusion = fusion == "auto"
         self._stop_seconds = parse_seconds(stop_seconds, what="stop_seconds")
         self._signals = ExitStack()
         self._plans_only, self._record = plans_only, record
@@ -644,7 +647,8 @@ class HydraExecutor:
         )
         _shut_down_at_exit(pool)
         if self._fusion_size:
-            self._fusion = Fusion(pool, library, self._fusion_size)
+            chooser = Chooser(library) if self._probes_fusion else None
+            self._fusion = Fusion(pool, library, self._fusion_size, chooser)
         return pool
 
     def _log_to(self, path: Path, devices: Sequence[Device]) -> EventLog:

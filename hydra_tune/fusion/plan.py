@@ -72,6 +72,11 @@ def stacked_plan(plan: Plan, count: int) -> Plan:
     return replace(plan, shards=shards, computing=StackedComputing())
 
 
+def is_traced(plan: Plan) -> bool:
+    """Whether a group's plan has a trace of its step."""
+    return isinstance(plan.computing, StackedComputing) and bool(plan.computing.traces)
+
+
 def trace_step(plan: Plan, state: Sequence[Tensor], inputs: Sequence[Tensor], count: int) -> bool:
     """Trace the step of a group's plan where one unit is the whole of it; returns whether it is traced now.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.member import Member, Wanted
-from hydra_tune.fusion.plan import stacked_plan, trace_step
+from hydra_tune.fusion.plan import is_traced, stacked_plan, trace_step
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
 from hydra_tune.shard.request import Layout
@@ -74,7 +74,7 @@ class GroupPlans:
             count: members.
         """
         plan = prepared.plan
-        if plan.mode != "train" or len(plan.shards) > 1:
+        if plan.mode != "train" or len(plan.shards) > 1 or is_traced(plan):
             return
         with GATE.exclusive():
             try:

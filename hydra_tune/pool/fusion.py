@@ -18,9 +18,10 @@ from typing import Any
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError, UnfusableError
+from hydra_tune.fusion.chooser import Chooser, steps_of
 from hydra_tune.fusion.group import GroupTrial, Seat
 from hydra_tune.fusion.key import fusion_key
-from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plans import GroupPlans, layout_of
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import Tenant
@@ -33,7 +34,7 @@ from hydra_tune.train.helpers import Helpers
 from hydra_tune.train.shared_times import SharedTimes
 from hydra_tune.train.trial import Report, Trial
 
-_LOGGER = logging.getLogger(__name__)
+_LOGGER = logging.getLogger("hydra_tune.fusion")
 _SETTLED_SECONDS = 0.05  # without a new job, before a group is closed
 _PATIENCE_SECONDS = 1.0
 
@@ -97,13 +98,15 @@ class Fusion:
         pool: runs them.
         library: the pool's.
         most: members of a group.
+        chooser: says whether trials gain by it; None: all are fused that can be.
     """
 
-    def __init__(self, pool: Pool, library: PlanLibrary, most: int) -> None:
+    def __init__(self, pool: Pool, library: PlanLibrary, most: int, chooser: Chooser | None = None) -> None:
         self._pool = pool
         self._plans = GroupPlans(library)
         self._library = library
         self._most = most
+        self._chooser = chooser
         self._entries: dict[str, _Entry] = {}
         self._groups: dict[str, list[_Entry]] = {}  # by the key of their carrier
         self._numbers = 0
@@ -153,8 +156,7 @@ class Fusion:
             entry.job.enter("preparing")
         others: list[_Entry] = []
         try:
-            key, most = self._fusable(entry, member, device)
-            others = self._take(key, most - 1, device)
+            others = self._others(entry, member, device)
         except UnfusableError as error:
             _LOGGER.info("%s is not fused: %s", entry.job.name, error)
         finally:
@@ -191,8 +193,44 @@ class Fusion:
                 carrier.cancel()
         return entry.stop
 
-    def _fusable(self, entry: _Entry, member: Member, device: Device) -> tuple[Hashable, int]:
-        """A trial's key, and how many like it a device has room for.
+    def _others(self, entry: _Entry, member: Member, device: Device) -> list[_Entry]:
+        """Those that are computed together with a job.
+
+        Raises:
+            UnfusableError: nobody is.
+        """
+        key, most, wanted = self._fusable(entry, member, device)
+        if self._chooser is None:
+            return self._take(key, most - 1, device)
+        kind, steps = (key, wanted.leaves.signature, device.torch_device.type), steps_of(member)
+        self._chooser.refuse(kind, steps * min(most, 1 + len(self._waiting())))
+        taken = self._take(key, most - 1, device)
+        if not taken:
+            return taken
+        all_steps = [steps, *(steps_of(one.trial) for one in taken if one.trial is not None)]
+        choice = self._chooser.choose(kind, member, wanted, device, all_steps, most)
+        self._leave(taken[choice.size - 1 :])
+        if choice.size == 1:
+            raise UnfusableError(choice.why)
+        return taken[: choice.size - 1]
+
+    def _leave(self, taken: list[_Entry]) -> None:
+        """Have jobs that were taken wait again."""
+        for entry in taken:
+            with self._pool.changed:
+                trial, entry.trial, entry.is_taken = entry.trial, None, False
+                stop, carrier = entry.stop, entry.carrier
+            if trial is not None:
+                trial.close(keep=False)
+            if stop is not None and carrier is not None:
+                self._pool.stop(carrier, stop)
+
+    def _waiting(self) -> list[_Entry]:
+        with self._pool.changed:
+            return [one for one in self._entries.values() if one.is_free and one.carrier is not None]
+
+    def _fusable(self, entry: _Entry, member: Member, device: Device) -> tuple[Hashable, int, Wanted]:
+        """A trial's key, how many like it a device has room for, and its first batch.
 
         Raises:
             UnfusableError: it cannot be fused.
@@ -211,7 +249,7 @@ class Fusion:
         if "evaluate" in wanted:
             evaluated = self._plans.of_member(member, wanted["evaluate"], layout_of(prepared))
             self._plans.stacked(evaluated, self._most)
-        return key, most
+        return key, most, wanted["train"]
 
     def _take(self, key: Hashable, most: int, device: Device) -> list[_Entry]:
         """Jobs that wait and have this key, built; nobody else takes them any more."""
@@ -221,9 +259,7 @@ class Fusion:
         ):
             time.sleep(_SETTLED_SECONDS / 10)
         taken: list[_Entry] = []
-        with self._pool.changed:
-            waiting = [one for one in self._entries.values() if one.is_free and one.carrier is not None]
-        for entry in waiting:
+        for entry in self._waiting():
             if len(taken) == most:
                 break
             if entry.key in (None, key) and self._takes(entry, key, device):
@@ -289,6 +325,7 @@ class Fusion:
             units_run=member.units_run,
             units_saved=max(0, planned - member.units_run) if is_stopped and planned is not None else 0,
             compute_seconds=member.compute_seconds,
+            group_size=len(group.seats),
         )
         result.keep(seat.module, seat.optimizer)
         seat.module, seat.optimizer = None, None
@@ -390,13 +427,13 @@ def members_of_group(fusion: object, most: object, checkpoint_dir: object) -> in
     Raises:
         ConfigError: by name.
     """
-    if fusion not in ("off", "on"):
-        raise ConfigError(f"fusion must be 'off' or 'on', not {fusion!r}")
+    if fusion not in ("off", "on", "auto"):
+        raise ConfigError(f"fusion must be 'off', 'on' or 'auto', not {fusion!r}")
     if isinstance(most, bool) or not isinstance(most, int) or most < 2:  # noqa: PLR2004 - a group
         raise ConfigError(f"fusion_size must be a whole number of at least 2, not {most!r}")
-    if fusion == "on" and checkpoint_dir is not None:
-        raise ConfigError("fused trials save no checkpoints; give checkpoint_dir, or fusion='on', and not both")
-    return most if fusion == "on" else 0
+    if fusion != "off" and checkpoint_dir is not None:
+        raise ConfigError(f"fused trials save no checkpoints; give checkpoint_dir, or fusion={fusion!r}, and not both")
+    return 0 if fusion == "off" else most
 
 
 def _report(job: Job, step: int, metrics: dict[str, float]) -> None:

@@ -78,6 +78,7 @@ class Result:
         checkpoint: the folder of its checkpoints, if it has any.
         compute_seconds: time that its units computed, copies left out.
         faults: what has had it begin again, through no fault of its own; see docs/faults.md.
+        group_size: trials that it was computed together with, itself counted; 1: it ran by itself. See docs/fusion.md.
     """
 
     status: str
@@ -93,6 +94,7 @@ class Result:
     checkpoint: Path | None = None
     compute_seconds: float = 0.0
     faults: tuple[str, ...] = ()
+    group_size: int = 1
     _module: nn.Module | None = None
     _optimizer: torch.optim.Optimizer | None = None
 

@@ -1,5 +1,6 @@
 """Jobs that are computed together are to their driver what they are alone: reports, answers, ends and results."""
 
+import time
 from functools import partial
 
 import pytest
@@ -11,8 +12,9 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
+from hydra_tune.fusion import choice, chooser
 from hydra_tune.fusion.group import GroupTrial
-from hydra_tune.pool.job import Failed, Finished, Reported
+from hydra_tune.pool.job import OVER, Failed, Finished, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 
 pytestmark = pytest.mark.timeout(120)
@@ -199,11 +201,88 @@ def test_what_one_of_a_group_cannot_do_is_refused_with_the_remedy():
             job.cancel()
 
 
+def test_auto_fuses_what_gains_and_the_numbers_are_those_of_a_group_that_nobody_has_timed(sizes, caplog, monkeypatch):
+    monkeypatch.setattr(chooser, "COST_SHARE", 1.0)
+    tasks = [task(seed, epochs=40) for seed in range(8)]
+    with running(fusion="on") as pool:
+        expected = pool.run(tasks)
+    sizes.clear()
+    with running(fusion="auto") as pool, caplog.at_level("INFO", "hydra_tune.fusion"):
+        found = pool.run(tasks)
+    assert "8 of 8 are computed together" in caplog.text
+    assert sizes[-1] == 8  # after those that were timed
+    assert {result.group_size for result in found} == {8}
+    for one, other in zip(found, expected, strict=True):
+        assert [h["val_loss"] for h in one.history] == [h["val_loss"] for h in other.history]
+        torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+def test_auto_leaves_trials_alone_that_gain_too_little_with_the_bits_of_the_plain_loop(sizes, monkeypatch):
+    """Groups are timed, and none is good enough."""
+    monkeypatch.setattr(choice, "LEAST_GAIN", 1e6)
+    monkeypatch.setattr(chooser, "COST_SHARE", 1.0)
+    tasks = [task(seed, epochs=40) for seed in range(4)]
+    with running(fusion="auto") as pool:
+        found = pool.run(tasks)
+    assert sizes
+    assert {result.group_size for result in found} == {1}
+    for result, described in zip(found, tasks, strict=True):
+        plain = train_plain(described)
+        torch.testing.assert_close(result.state_dict(), plain.module.state_dict(), rtol=0, atol=0)
+        assert [h["val_loss"] for h in result.history] == [h["val_loss"] for h in plain.history]
+
+
+def test_auto_leaves_trials_alone_whose_steps_are_arithmetic(caplog):
+    def wide():
+        return nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
+
+    data = TensorDataset(torch.randn(512, 8), torch.arange(512) % 4)
+    changes = {
+        "model": wide,
+        "train": data,
+        "validate": None,
+        "batch_size": 256,
+        "epochs": 10_000,
+        "metric": "train_loss",
+    }
+    with running(fusion="auto") as pool, caplog.at_level("INFO", "hydra_tune.fusion"):
+        jobs = [pool.submit(task(seed, optimizer=partial(SGD, lr=1e-3), **changes)) for seed in range(4)]
+        pool.events().get(0.1)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while jobs[0].progress.step < 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert jobs[0].progress.step
+        for job in jobs:
+            job.cancel()
+    assert "would not gain" in caplog.text
+    assert "trials are fused" not in caplog.text
+
+
+def test_one_that_was_taken_and_is_left_again_can_be_pruned_meanwhile(monkeypatch):
+    """The first two are fused, and the third is told to end while steps are timed."""
+    with running(fusion="auto") as pool:
+
+        def choose(self, *_):
+            jobs[2].prune()
+            return chooser.Choice(size=2, why="so it is said")
+
+        monkeypatch.setattr(chooser.Chooser, "choose", choose)
+        events = pool.events()
+        jobs = [pool.submit(task(seed), None, events) for seed in range(3)]
+        while any(job.state not in OVER for job in jobs):
+            event = events.get(PATIENCE_SECONDS)
+            assert event is not None
+            event.job.proceed()
+    assert [job.result().status for job in jobs] == ["completed", "completed", "pruned"]
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"fusion": "always"}, "fusion"),
+        ({"fusion": "always"}, "'off', 'on' or 'auto', not 'always'"),
+        ({"fusion": True}, "fusion"),
         ({"fusion": "on", "fusion_size": 1}, "fusion_size"),
+        ({"fusion": "auto", "checkpoint_dir": "somewhere"}, "checkpoint_dir"),
         ({"fusion": "on", "checkpoint_dir": "somewhere"}, "checkpoint_dir"),
     ],
 )

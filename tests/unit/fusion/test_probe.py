@@ -1,0 +1,143 @@
+"""Steps are timed on copies: whoever asks is left as he was."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from hydra_tune import TrainTask
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.chooser import Chooser
+from hydra_tune.fusion.key import fusion_key
+from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.fusion.probe import Bench
+from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.library import PlanLibrary
+
+pytestmark = pytest.mark.timeout(120)
+
+X = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(24) % 4
+
+
+class Net(nn.Module):
+    """Draws numbers and counts batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def task(**changes):
+    arguments = {
+        "model": Net,
+        "optimizer": partial(SGD, lr=0.1, momentum=0.9),
+        "train": lambda: [(X[:8], Y[:8]), (X[8:], Y[8:])],
+        "loss": functional.cross_entropy,
+        "scheduler": partial(lr_scheduler.ExponentialLR, gamma=0.9),
+        "epochs": 400,
+    }
+    return TrainTask(**(arguments | changes))
+
+
+class Asking:
+    """A trial that is about to train, and whoever times steps of it."""
+
+    def __init__(self, described):
+        self.device = CpuDevice(0, 1 << 30)
+        self.library = PlanLibrary(Budget(budget_bytes=1 << 30, buffer_fraction=0.0, alignment=64))
+        self.member = Member(described, self.library, self.device)
+        self.module, self.optimizer = self.member.built()
+        self.wanted = self.member.peek()["train"]
+
+    def __enter__(self):
+        self._threads = torch.get_num_threads()
+        return self
+
+    def __exit__(self, *error):
+        torch.set_num_threads(self._threads)
+        self.member.close(keep=False)
+        self.device.close()
+
+    @property
+    def bench(self):
+        return Bench(self.member.task, self.module, self.wanted, self.library, self.device)
+
+    def choose(self, chooser, num_steps, most=16):
+        key = fusion_key(self.member.task, self.module, self.optimizer)
+        return chooser.choose(key, self.member, self.wanted, self.device, num_steps, most)
+
+    def looks_like(self):
+        """All that a trial could tell: weights, buffers, gradients, optimizer, streams, and its data."""
+        state = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+        grads = [None if p.grad is None else p.grad.clone() for p in self.module.parameters()]
+        streams, feed = self.member.streams.state(), self.member._feed.states()
+        tensors = [*state.values(), *grads, torch.get_rng_state(), X.clone(), streams.pop("torch")]
+        return [None if tensor is None else tensor.tolist() for tensor in tensors], repr(
+            (self.optimizer.state_dict(), streams, feed)
+        )
+
+
+def test_whoever_asks_is_left_as_he_was():
+    with Asking(task()) as asking:
+        before = asking.looks_like()
+        bench = asking.bench
+        assert bench.alone() > 0
+        assert bench.together(3, GroupPlans(asking.library)) > 0
+        assert bench.drawing() > 0
+        assert asking.looks_like() == before
+        assert asking.member.progress.steps == 0
+        assert asking.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_loaders_own_processes_are_left_alone():
+    loader = DataLoader(TensorDataset(X, Y), batch_size=8, num_workers=1)
+    with Asking(task()) as asking:
+        bench = Bench(task(train=loader), asking.module, asking.wanted, asking.library, asking.device)
+        assert bench.drawing() == 0.0
+
+
+def test_few_steps_are_not_worth_finding_out(monkeypatch):
+    monkeypatch.setattr(Bench, "alone", lambda _: pytest.fail("a step was timed"))
+    with Asking(task()) as asking:
+        choice = asking.choose(Chooser(asking.library), [20.0] * 10)
+    assert choice.size == 1
+    assert "200 optimizer steps" in choice.why
+
+
+def test_what_is_known_is_not_timed_again_and_a_refusal_is_remembered(monkeypatch, caplog):
+    timed = []
+    monkeypatch.setattr(Bench, "alone", lambda _: timed.append(1) or 1.0)
+    monkeypatch.setattr(Bench, "together", lambda _bench, count, _plans: timed.append(count) or float(count))
+    with Asking(task()) as asking, caplog.at_level("INFO", "hydra_tune.fusion"):
+        chooser = Chooser(asking.library)
+        for _ in range(2):
+            choice = asking.choose(chooser, [10_000.0] * 12, most=8)
+            assert choice.size == 1
+        assert timed == [1, 8, 4]
+        key = fusion_key(asking.member.task, asking.module, asking.optimizer)
+        with pytest.raises(UnfusableError, match="found before"):
+            chooser.refuse(key, 120_000)
+        chooser.refuse(key, 120_001)
+        chooser.refuse("another", 1)
+    assert "1e+03 ms alone" in caplog.text
+
+
+def test_what_cannot_be_timed_is_not_fused(monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Bench, "together", broken)
+    with Asking(task()) as asking, caplog.at_level("INFO", "hydra_tune.fusion"):
+        choice = asking.choose(Chooser(asking.library), [10_000.0] * 4)
+    assert choice.size == 1
+    assert "out of memory" in choice.why
