@@ -22,8 +22,9 @@ unexport PYTHONDONTWRITEBYTECODE
 sweep: .venv/.user          ## a real sweep: a ViT on handwritten digits, too large for the devices it runs on
 	$(BIN)/hydra-tune sweep examples/digits/space.yaml
 
+# Files in their order: ordered by their number of tests, the long ones with few tests would come last, on one core.
 test: .venv/.dev            ## the whole test suite
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 parity: .venv/.dev          ## the full product of models, cuts and devices
 	$(BIN)/python -m pytest -q -m slow tests/parity -n 2 --dist loadgroup
