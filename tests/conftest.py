@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import gc
 import signal
 
 import torch
@@ -8,3 +9,9 @@ import torch
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # The plain loop gives the pool's numbers with one intra-op thread, like every device of a pool.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of each later look for garbage what lives as long as the process: a million objects of packages and tests."""
+    gc.collect()
+    gc.freeze()
