@@ -22,7 +22,7 @@ def swept(tmp_path_factory):
     project = Project(tmp_path_factory.mktemp("best"))
     project.change("max_concurrent: 4", "max_concurrent: 2, keep_best: 2, storage: 'sqlite:///trials.db', study: first")
     project.change("run_cap: 8", "run_cap: 4")
-    done = project.run("--json", "--no-log")
+    done = project.call("--json", "--no-log")
     assert done.returncode == 0, done.stderr
     return project, json.loads(done.stdout)
 

@@ -1,4 +1,4 @@
-"""`hydra-tune sweep` as a person runs it: a process, a folder, real training in a real pool."""
+"""`hydra-tune sweep` as a person runs it: a folder, real training in a real pool; where it matters, a process."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def trials_of(folder, name="first"):
 
 
 def test_lines_table_and_totals_at_80_columns(project):
-    done = project.run()
+    done = project.call()
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len([line for line in lines if re.match(r"trial \d+  completed  val_loss \S+  epoch 4/4  lr=", line)]) == 8
@@ -74,7 +74,7 @@ def test_a_timeline_is_written_and_can_be_played_again(project):
 
 @pytest.mark.slow
 def test_a_seeded_sweep_at_width_1_is_the_same_again(project):
-    reports = [json.loads(project.run("--json", "--max-concurrent", "1", "--run-cap", "3").stdout) for _ in range(2)]
+    reports = [json.loads(project.call("--json", "--max-concurrent", "1", "--run-cap", "3").stdout) for _ in range(2)]
     first, second = ([(trial["params"], trial["value"]) for trial in report["trials"]] for report in reports)
     assert first == second
 
@@ -82,14 +82,14 @@ def test_a_seeded_sweep_at_width_1_is_the_same_again(project):
 def test_a_grid_trains_every_point_once(project):
     project.change("run_cap: 8", "method: grid")
     project.change("{distribution: log_uniform_values, min: 1e-5, max: 0.1}", "{values: [0.001, 0.01, 0.1]}")
-    report = json.loads(project.run("--json").stdout)
+    report = json.loads(project.call("--json").stdout)
     points = sorted((trial["params"]["lr"], trial["params"]["width"]) for trial in report["trials"])
     assert points == [(lr, width) for lr in (0.001, 0.01, 0.1) for width in (8, 16)]
 
 
 def test_a_function_that_draws_its_own_parameters(project):
     project.write("task: model:from_trial\nmetric: {name: train_loss}\nhydra: {devices: 'cpu:1'}\n")
-    report = json.loads(project.run("--json", "--run-cap", "2").stdout)
+    report = json.loads(project.call("--json", "--run-cap", "2").stdout)
     assert [sorted(trial["params"]) for trial in report["trials"]] == [["lr", "width"]] * 2
     assert report["metric"]["name"] == "train_loss"
 
@@ -124,7 +124,7 @@ def test_bad_input_is_code_2_before_anything_is_created(project, old, new, probl
     project.change("hydra: {", "hydra: {storage: sqlite:///trials.db, ")
     project.change(old, new)
     before = project.files()
-    done = project.run()
+    done = project.call()
     assert done.returncode == 2
     assert problem in done.stderr
     assert "Traceback" not in done.stderr
@@ -134,7 +134,7 @@ def test_bad_input_is_code_2_before_anything_is_created(project, old, new, probl
 
 def test_a_sweep_whose_trials_all_fail_ends_soon_with_code_1_and_the_traceback(project):
     project.write("task: model:broken\nmetric: {name: val_loss}\nrun_cap: 50\nparameters: {lr: {min: 0.1, max: 0.2}}\n")
-    done = project.run("--devices", "cpu:2")
+    done = project.call("--devices", "cpu:2")
     assert done.returncode == 1
     assert "RuntimeError: no such model (model.py:" in done.stdout
     assert "the sweep ended early: the first 5 trials have all failed" in done.stdout
@@ -145,7 +145,7 @@ def test_a_sweep_whose_trials_all_fail_ends_soon_with_code_1_and_the_traceback(p
 
 def test_a_metric_that_is_never_reported_is_told_with_its_place(project):
     project.change("{name: val_loss}", "{name: val_acc}")
-    done = project.run()
+    done = project.call()
     assert done.returncode == 1
     assert "space.yaml:2:16: metric.name: metric 'val_acc' is never reported" in done.stdout
 
@@ -153,7 +153,7 @@ def test_a_metric_that_is_never_reported_is_told_with_its_place(project):
 def test_one_failing_trial_does_not_end_the_sweep(project):
     project.change("{values: [8, 16]}", "{values: [8, 16, -1]}")
     project.change("run_cap: 8", "run_cap: 8\nmethod: random")
-    done = project.run("--json")
+    done = project.call("--json")
     report = json.loads(done.stdout)
     assert done.returncode == 0
     failed = [trial for trial in report["trials"] if trial["state"] == "failed"]
@@ -166,7 +166,7 @@ def test_one_failing_trial_does_not_end_the_sweep(project):
 def test_the_timeout_starts_no_more_trials(project):
     project.change("run_cap: 8", "run_cap: 100000")
     project.change("hydra: {", "hydra: {storage: sqlite:///trials.db, study: first, ")
-    done = project.run("--timeout", "2")
+    done = project.call("--timeout", "1")
     assert done.returncode == 0, done.stderr
     trials = trials_of(project.folder)
     assert 0 < len(trials) < 100000
@@ -175,7 +175,7 @@ def test_the_timeout_starts_no_more_trials(project):
 
 def test_a_pruner_that_cannot_work_so_wide_is_told_at_once_and_at_the_end(project):
     project.change("seed: 0", "seed: 0\nearly_terminate: {type: median, n_startup_trials: 1}")
-    done = project.run("--max-concurrent", "8")
+    done = project.call("--max-concurrent", "8")
     assert done.returncode == 0, done.stderr
     told = re.findall(r"^warning: MedianPruner can prune none of 8 trials", done.stdout, re.MULTILINE)
     assert len(told) == 2
@@ -186,7 +186,7 @@ def test_a_pruner_that_cannot_work_so_wide_is_told_at_once_and_at_the_end(projec
 def test_staggered_admission_lets_it_work_and_the_summary_says_what_was_saved(project):
     project.change("seed: 0", "seed: 0\nearly_terminate: {type: median, n_startup_trials: 1}")
     project.change("run_cap: 8", "run_cap: 12")
-    done = project.run("--max-concurrent", "12", "--admission", "staggered", "--policy", "fifo")
+    done = project.call("--max-concurrent", "12", "--admission", "staggered", "--policy", "fifo")
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stdout
     assert re.search(r"^units saved by pruning: [1-9]\d* \([1-9]\d*% of what was planned\)$", done.stdout, re.MULTILINE)

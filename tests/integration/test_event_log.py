@@ -118,7 +118,7 @@ def test_a_failed_unit_and_a_failed_trial_are_in_the_log(tmp_path):
         yield from [(SAMPLES.tensors[0][:8], SAMPLES.tensors[1][:8])] * 2
         raise RuntimeError("the data has ended badly")
 
-    log, stats = logged(tmp_path / "run.jsonl", [task(train=data), task()], **TIGHT)
+    log, stats = logged(tmp_path / "run.jsonl", [task(train=data), task()], **(TIGHT | {"devices": "cpu:1"}))
     figures = check_against_stats(log, stats)
     assert figures.trials == {"completed": 1, "failed": 1}
     (failed,) = [event for event in log.jobs if event.what == "over" and event.more["status"] == "failed"]
@@ -220,7 +220,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(tmp_path):
 
 def test_a_sweep_writes_a_log_of_its_own_unless_it_is_told_otherwise(tmp_path):
     project = Project(tmp_path)
-    done = project.run("--run-cap", "3", "--json")
+    done = project.call("--run-cap", "3", "--json")
     assert done.returncode == 0, done.stderr
     (path,) = (tmp_path / "runs").iterdir()
     data = json.loads(done.stdout)

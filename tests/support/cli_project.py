@@ -1,10 +1,16 @@
-"""A folder with a small real sweep, and `hydra-tune` run in it as a process of its own."""
+"""A folder with a small real sweep, and `hydra-tune` run in it: as a process of its own, or within this one."""
 
 import os
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 from textwrap import dedent
+from unittest import mock
+
+from click.testing import CliRunner
+
+from hydra_tune.cli import main
 
 MODEL = """
 import threading
@@ -127,3 +133,16 @@ class Project:
             timeout=240,
             check=False,
         )
+
+    def call(self, *arguments):
+        """The same within this process, which need not load torch once more; for what is not about processes."""
+        environment = dict.fromkeys(("COLUMNS", "LINES", "FORCE_COLOR"))
+        with chdir(self.folder), mock.patch.object(sys, "path", list(sys.path)):
+            sys.modules.pop("model", None)
+            try:
+                done = CliRunner(env=environment).invoke(main, ["sweep", "space.yaml", *arguments])
+            finally:
+                sys.modules.pop("model", None)
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
