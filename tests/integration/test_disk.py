@@ -25,7 +25,7 @@ from hydra_tune.errors import BudgetError, SpillError
 from hydra_tune.memory.block import Block, Group, Kind
 from tests.parity.exact import differences, without_seconds
 
-WIDTH, DEPTH, ROWS = 48, 10, 32
+WIDTH, DEPTH, ROWS = 48, 7, 32
 HOST_BYTES = 48 * 1024  # the optimizer state of the largest shard takes 38 KiB
 DEVICE_BYTES = 128 * 1024
 PATIENCE_SECONDS = 60

@@ -26,11 +26,13 @@ CALLS = {"steps": 0}
 class Deep(nn.Module):
     """Layers with BatchNorm and dropout, whose activations take more than everything else; a trait between any two."""
 
+    depth = DEPTH
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(DEPTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(self.depth))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(self.depth))
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x):
@@ -84,6 +86,8 @@ class Counts(Deep):
 class AsksRequiresGrad(Deep):
     """In another place than a graph would: of a parameter that it freezes and frees itself."""
 
+    depth = 4
+
     def between(self, x):
         weight = self.layers[0].weight
         weight.requires_grad_(not weight.requires_grad or not self.training)
@@ -91,6 +95,8 @@ class AsksRequiresGrad(Deep):
 
 
 class PenalizesGradients(Deep):
+    depth = 4
+
     def between(self, x):
         if not x.requires_grad:
             return x
@@ -142,6 +148,8 @@ class RarelyDrops(Deep):
 class CountsEvaluations(Deep):
     """Only evaluation moves it, and training reads it."""
 
+    depth = 4
+
     def __init__(self) -> None:
         super().__init__()
         self.evaluations = 0
@@ -154,6 +162,8 @@ class CountsEvaluations(Deep):
 
 class CountsSmallBatches(Deep):
     """Only the second kind of batch moves it, and the first reads it."""
+
+    depth = 4
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """Which shards keep their activations, given what computing again and copying take, and what room there is."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -19,6 +20,7 @@ def room(**changes):
     return Room(**({"capacity_bytes": ENDLESS, "budget_bytes": 0} | changes))
 
 
+@cache
 def plans():
     made = parity_bench("gpt2")
     plan = made.plan(*made.spread(4))

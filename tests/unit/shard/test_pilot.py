@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -70,6 +70,7 @@ class Recurrent(nn.Module):
         return self.last(self.recurrent(x.unflatten(1, (2, 4)))[0][:, -1])
 
 
+@lru_cache  # a capture serves all the cuts that are tried
 def made_bench(name):
     if name in MODELS:
         return parity_bench(name)
