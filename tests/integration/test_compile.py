@@ -43,8 +43,19 @@ def compiled_frames():
     return torch._dynamo.utils.counters["frames"]["ok"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision": "bfloat16"}, {"accumulate": 2, "max_grad_norm": 0.1}], ids=str)
-@pytest.mark.parametrize("cut", [1, 3])
+ALL_AT_ONCE = {"precision": "bfloat16", "accumulate": 2, "max_grad_norm": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("cut", "changes"),
+    [
+        (1, ALL_AT_ONCE),
+        (3, {}),
+        *(pytest.param(3, each, marks=pytest.mark.slow) for each in ({"precision": "bfloat16"}, {"accumulate": 2})),
+        *(pytest.param(cut, ALL_AT_ONCE if cut == 3 else {}, marks=pytest.mark.slow) for cut in (1, 3)),
+    ],
+    ids=str,
+)
 def test_compiled_shards_train_like_plain_ones(cut, changes):
     """This backend does all that compilers do but to generate code, so its numbers are the eager ones."""
     before = compiled_frames()

@@ -14,6 +14,7 @@ from tests.support.examples import assert_cut_spilled_and_bitwise, imported, spa
 MODULES = ("bert", "sentences")
 
 
+@pytest.mark.slow
 def test_cut_and_spilled_the_numbers_are_those_of_a_plain_loop(monkeypatch):
     with imported("transformers", *MODULES) as bert:
         monkeypatch.setattr(bert.sentences, "_MOST_OF_A_PACKAGE", 80)

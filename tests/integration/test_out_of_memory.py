@@ -104,7 +104,9 @@ def test_wherever_memory_runs_out_the_numbers_are_the_same_or_the_trial_fails_by
     assert failed["update"] > 0, "the optimizer's step"
 
 
-@pytest.mark.parametrize("operation", [4, 8, 12])
+@pytest.mark.parametrize(
+    "operation", [pytest.param(4, marks=pytest.mark.slow), 8, pytest.param(12, marks=pytest.mark.slow)]
+)
 def test_a_batch_that_is_undone_leaves_what_the_others_have_kept_as_it_was(operation):
     """Batches go through a shard together, so the first has kept a graph, statistics among it, when the second runs out."""
     described = awkward(activations="keep")
@@ -184,7 +186,7 @@ def test_memory_that_runs_out_twice_fails_one_trial_by_name_and_no_other(devices
             assert used_bytes(pool) == [0] * len(used_bytes(pool))
 
 
-@pytest.mark.parametrize("way", ["data-parallel", "pipelined"])
+@pytest.mark.parametrize("way", ["data-parallel", pytest.param("pipelined", marks=pytest.mark.slow)])
 def test_memory_that_runs_out_beside_other_batches_of_the_step(way):
     described = awkward(accumulate=4, epochs=3, train=lambda: one_batch() * 4)
     if way == "data-parallel":

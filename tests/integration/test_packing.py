@@ -50,8 +50,16 @@ def pool_of(num_shards="tuned", **changes):
     return HydraExecutor(num_shards=num_shards, **options)
 
 
-@pytest.mark.parametrize("placement", ["device", "host"])
-@pytest.mark.parametrize("changes", [{}, {"activations": "keep"}, {"max_grad_norm": 1.0}])
+def each_on_one(cases, ids=str):
+    """Every case with both placements; in every run of the tests the placements take turns."""
+    return [
+        pytest.param(case, placement, marks=[pytest.mark.slow] * ((row + column) % 2), id=f"{ids(case)}-{placement}")
+        for row, case in enumerate(cases)
+        for column, placement in enumerate(("device", "host"))
+    ]
+
+
+@pytest.mark.parametrize(("changes", "placement"), each_on_one([{}, {"activations": "keep"}, {"max_grad_norm": 1.0}]))
 def test_planned_bytes_are_those_that_the_choice_went_by(choices, changes, placement):
     with pool_of(buffer_fraction=0.0, optimizer_placement=placement) as pool:
         planned = pool.plan([task(**changes)])
@@ -94,8 +102,7 @@ BATCHES = {  # what a task asks for, the device's memory, and how many batches g
 }
 
 
-@pytest.mark.parametrize("placement", ["device", "host"])
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("name", "placement"), each_on_one(BATCHES))
 def test_bytes_of_several_batches_are_those_that_the_choice_went_by(choices, name, placement):
     changes, memory, together = BATCHES[name]
     with pool_of(buffer_fraction=0.0, device_memory=memory, optimizer_placement=placement) as pool:

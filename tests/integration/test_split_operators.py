@@ -124,15 +124,15 @@ def test_the_result_is_the_users_own_model():
 
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "accumulate, clip": {"accumulate": 3, "max_grad_norm": 0.3},
-    "bfloat16": {"precision": "bfloat16"},
+    "accumulate, clip, activations": {"accumulate": 3, "max_grad_norm": 0.3, "activations": "keep"},
+    "bfloat16, split_batches": {"precision": "bfloat16", "split_batches": 2},
     "float16": {"precision": "float16"},
-    "split_batches": {"split_batches": 2},
-    "activations": {"activations": "keep"},
 }
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    "feature", [pytest.param(each, marks=[pytest.mark.slow] * (each == "float16")) for each in FEATURES]
+)
 def test_pieces_with_all_else_that_a_task_may_ask_for(feature):
     """Tied over all shards, with dropout and parameter groups."""
     described = build("gpt2", epochs=1, split_operators={"tokens": 3, "blocks.1.qkv": 2}, **FEATURES[feature])

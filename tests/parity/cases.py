@@ -5,7 +5,7 @@ cuts, with other features and optimizers; the order within a pool is shuffled, s
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.parity.features import FEATURES, fits
@@ -45,6 +45,11 @@ def pools(per_model: int = 2) -> list[Pool]:
             optimizer = optimizers[(row + turn * 2 + row // 6) % len(optimizers)]
             filled.setdefault(places[(row + 2 * turn) % len(places)], []).append(Spec(name, feature, optimizer))
     return [_pool(cut, devices, specs) for (cut, devices), specs in filled.items()]
+
+
+def without(pool: Pool, models: set[str], name: str) -> Pool:
+    """A pool of another name without these models."""
+    return replace(pool, name=name, specs=tuple(spec for spec in pool.specs if spec.model not in models))
 
 
 def _pool(cut: str, devices: str, specs: list[Spec]) -> Pool:

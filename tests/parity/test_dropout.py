@@ -13,7 +13,6 @@ from tests.parity.test_parity import CUTS, DEVICES, assert_same, run, task_of
 
 FAST_ALONE = {
     ("gpt2_attention", 8, "cpu:2"),
-    ("gpt2_bfloat16", 2, "cpu:1"),
     ("cnn_dropout", "layer", "cpu:1"),
     ("mlp_native", 8, "cpu:2"),
 }

@@ -78,14 +78,24 @@ def is_grouped(units: list[tuple[str, int]]) -> bool:
     return any(a == b and a[0] == "forward" for a, b in pairwise(units))
 
 
-@pytest.mark.parametrize("name", GROUPED)
-def test_a_trial_whose_batches_go_through_shards_together_is_bitwise(name, monkeypatch):
+# Both cuts of what is captured in a moment; of the rest one, and of "tied" (seconds) none: one is in test_activations.py.
+BOTH_CUTS = {"adamw", "dropout", "shared norm"}
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        pytest.param(name, cut, marks=[pytest.mark.slow] * (name == "tied" or (cut == 2 and name not in BOTH_CUTS)))
+        for name in GROUPED
+        for cut in (2, 3)
+    ],
+)
+def test_a_trial_whose_batches_go_through_shards_together_is_bitwise(name, cut, monkeypatch):
     monkeypatch.setattr(grouped, "is_worth_it", lambda plan: len(plan.shards) > 1)
-    for cut in (2, 3):
-        described = GROUPED[name]()
-        result, units, _ = run(described, num_shards=cut)
-        assert against_plain(described, result) == []
-        assert is_grouped(units) == (name not in IN_ORDER)
+    described = GROUPED[name]()
+    result, units, _ = run(described, num_shards=cut)
+    assert against_plain(described, result) == []
+    assert is_grouped(units) == (name not in IN_ORDER)
 
 
 def test_batches_whose_values_are_larger_than_the_model_run_in_order():

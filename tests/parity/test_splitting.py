@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -166,29 +166,32 @@ def run(described: TrainTask, way: str | None = None, **options: Any) -> tuple[R
     return result, sum(device.units > 0 for device in devices)
 
 
-LARGE = {"tied"}  # takes seconds to capture; in every run of the tests it is pipelined, wherever units run
+LARGE = {"tied"}  # takes seconds to capture; in every run of the tests test_activations.py has it on two devices
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in SPLIT]
-)
-def test_a_trial_on_several_devices_is_bitwise(name):
-    for devices, cut in (("cpu:2", None), ("cpu:3", 3)):
-        described = SPLIT[name]()
-        result, count = run(described, DATA_PARALLEL, devices=devices, num_shards=cut)
-        assert against_plain(described, result) == []
-        assert count > 1, "no device has helped"
+def on_devices(names: Iterable[str], *pools: tuple[str, Any]) -> list[Any]:
+    """Each of the tasks on each of the pools; in every run of the tests the pools take turns."""
+    return [
+        pytest.param(name, devices, cut, marks=[pytest.mark.slow] * (name in LARGE or (row + column) % len(pools) > 0))
+        for row, name in enumerate(names)
+        for column, (devices, cut) in enumerate(pools)
+    ]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in (SPLIT | NORMED)]
-)
-def test_a_pipelined_trial_is_bitwise(name):
-    for devices, cut in (("cpu:2", 2), ("cpu:3", "layer")):
-        described = (SPLIT | NORMED)[name]()
-        result, count = run(described, PIPELINED, devices=devices, num_shards=cut)
-        assert against_plain(described, result) == []
-        assert count == int(devices[-1]), "each device is home to a shard"
+@pytest.mark.parametrize(("name", "devices", "cut"), on_devices(SPLIT, ("cpu:2", None), ("cpu:3", 3)))
+def test_a_trial_on_several_devices_is_bitwise(name, devices, cut):
+    described = SPLIT[name]()
+    result, count = run(described, DATA_PARALLEL, devices=devices, num_shards=cut)
+    assert against_plain(described, result) == []
+    assert count > 1, "no device has helped"
+
+
+@pytest.mark.parametrize(("name", "devices", "cut"), on_devices(SPLIT | NORMED, ("cpu:3", "layer"), ("cpu:2", 2)))
+def test_a_pipelined_trial_is_bitwise(name, devices, cut):
+    described = (SPLIT | NORMED)[name]()
+    result, count = run(described, PIPELINED, devices=devices, num_shards=cut)
+    assert against_plain(described, result) == []
+    assert count == int(devices[-1]), "each device is home to a shard"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
@@ -108,9 +109,18 @@ def check(made: Bench, plan: Plan) -> None:
     assert all(shard.keeps_activations == shard.has_backward for shard in kept.shards[:-1])
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=PHASES)
-@given(operations, st.data())
-def test_any_cut_of_any_graph_is_the_eager_step(program, data):
+def examples(count: int) -> settings:
+    """The same ones each time."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        phases=PHASES,
+    )
+
+
+def any_cut_is_the_eager_step(program, data):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -122,7 +132,20 @@ def test_any_cut_of_any_graph_is_the_eager_step(program, data):
         torch.set_num_threads(threads)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=PHASES)
+@examples(12)
+@given(operations, st.data())
+def test_any_cut_of_any_graph_is_the_eager_step(program, data):
+    any_cut_is_the_eager_step(program, data)
+
+
+@pytest.mark.slow
+@examples(100)
+@given(operations, st.data())
+def test_any_cut_of_many_more_graphs_is_the_eager_step(program, data):
+    any_cut_is_the_eager_step(program, data)
+
+
+@examples(5)
 @given(operations)
 def test_cut_wherever_it_may_be(program):
     threads = torch.get_num_threads()

@@ -309,7 +309,13 @@ def test_whole_models_draw_on_their_own_and_as_the_eager_step_does(middle):
     assert_drawn_apart(bench(task_of(Net(middle))))
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "gpt2_attention", "gpt2_bfloat16", "cnn_dropout"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mlp", "gpt2_attention", "cnn_dropout"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gpt2_bfloat16")),
+    ],
+)
 def test_the_parity_models_draw_on_their_own(name):
     assert_drawn_apart(bench(build(name)))
 
