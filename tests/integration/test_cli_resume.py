@@ -53,7 +53,7 @@ def interrupt(project, number, *, at_once=2, meanwhile=lambda _process: None):
 
 
 def finish(project):
-    done = project.run("--resume", "--json")
+    done = project.call("--resume", "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -62,7 +62,7 @@ def finish(project):
 def whole(tmp_path_factory):
     """What a sweep comes to that nothing interrupts."""
     project = project_in(tmp_path_factory.mktemp("undisturbed") / "project")
-    done = project.run("--json")
+    done = project.call("--json")
     assert done.returncode == 0, done.stderr
     found = outcome(project)
     assert len(found[0]) == len(found[1]) == NUM_TRIALS
