@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # Tests start many processes; each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: sweep test check lint types imports parity slow faults models-table bench clean
+.PHONY: sweep test check lint types imports parity slow faults ray models-table bench clean
 
 .venv/.user: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "hydra-tune needs Python 3.11 or newer; set PYTHON=/path/to/python3"; exit 1; }
@@ -30,10 +30,13 @@ parity: .venv/.dev          ## the full product of models, cuts and devices
 	$(BIN)/python -m pytest -q -m slow tests/parity -n 2 --dist loadgroup
 
 slow: .venv/.dev            ## what else takes too long for every run of the tests
-	$(BIN)/python -m pytest -q -m slow tests --ignore tests/parity --ignore tests/faults -n 2 --dist load
+	$(BIN)/python -m pytest -q -m slow tests --ignore tests/parity --ignore tests/faults --ignore tests/ray -n 2 --dist load
 
 faults: .venv/.dev          ## kills, damaged files, locked databases, a clock that is set, a thousand trials: nothing is lost
 	$(BIN)/python -m pytest -q -m slow tests/faults -n 2 --dist load
+
+ray: .venv/.dev             ## searches by Ray Tune on one node and on several, with processes and nodes that die
+	$(BIN)/python -m pytest -q -m slow tests/ray
 
 models-table: .venv/.dev    ## trains the whole registry and writes what was seen into docs/models.md
 	$(BIN)/python -m tests.parity.table

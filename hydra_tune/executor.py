@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 import psutil
 
 from hydra_tune import __version__
-from hydra_tune.checkpoint.folder import generations, load_checkpoint
+from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import num_cores, open_device, open_devices, open_planned_devices, parse_bandwidth
@@ -340,6 +340,30 @@ class HydraExecutor:
         return self._watched(
             pool.submit(task, name, events, priority=priority, origin=origin, max_retries=self._max_retries)
         )
+
+    def save_to(self, job: Job, folder: str | os.PathLike[str]) -> Path:
+        """Write a checkpoint of a job to any folder, with or without a `checkpoint_dir`; the job goes on.
+
+        Args:
+            job: a job of this executor that is not over. It is copied in memory when its present step is over, or as it is if
+                it waits at a report.
+            folder: for the checkpoint alone; made if it is not there.
+
+        Returns:
+            The folder, for `submit(..., resume_from=...)`.
+
+        Raises:
+            CheckpointError: the job is over, ends meanwhile, is paused within a step, or has something that no checkpoint can
+                hold; or another trial has the folder.
+            FileError: the system refuses.
+        """
+        saved = self._started().copy(job).result()
+        kept = CheckpointFolder(Path(folder).absolute())
+        try:
+            kept.write(saved)
+        finally:
+            kept.close()
+        return kept.path
 
     def find_checkpoint(self, name: str) -> FoundCheckpoint | None:
         """The last good checkpoint of the trial of this name, whichever process has made it.

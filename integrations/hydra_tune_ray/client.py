@@ -1,0 +1,186 @@
+"""A trial's side of its pool: one attempt at it, wherever that is trained.
+
+Note: waits. A pool answers within seconds, if only that there is nothing yet; who does not answer for a minute is taken for
+dead. So a trial waits for its training as long as that takes, and for nothing else.
+"""
+
+import contextlib
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from hydra_tune_ray.actors import find_actor
+from hydra_tune_ray.errors import PoolError, TrialError
+from hydra_tune_ray.files import write_files
+from hydra_tune_ray.messages import Begin, Moved, Outcome, Over, Report, Ticket, Waiting
+
+_ANSWER_SECONDS = 60.0
+_BEGIN_SECONDS = 300.0
+_SAVE_SECONDS = 600.0
+_PLACE_SECONDS = 60.0
+_LEAVE_SECONDS = 40.0
+_LOST_SECONDS = 30.0
+_POLL_SECONDS = 0.2
+_BEATS = 3
+_REMEDY = (
+    "Ray tries the trial again, from its last checkpoint, with tune.FailureConfig(max_failures=...); have it checkpoints with "
+    "tune.CheckpointConfig(checkpoint_frequency=1)"
+)
+
+
+class Client:
+    """One attempt at a trial.
+
+    Args:
+        directory: the name of the directory of the pools.
+        request: the trial.
+        digest: of its config.
+    """
+
+    def __init__(self, directory: str, request: Begin, digest: str) -> None:
+        self._directory = directory
+        self._request = request
+        self._digest = digest
+        self._number = request.number
+        self._pool_name = ""
+        self._pool: Any = None
+        self._saved = -1
+        self._is_last = False
+        self._left = threading.Event()
+
+    def begin(self, ticket: Ticket | None) -> None:
+        """Have a pool train it.
+
+        Args:
+            ticket: where it may wait.
+
+        Raises:
+            TrialError: its task cannot be made.
+            PoolError: there is no pool.
+        """
+        if ticket is not None:
+            with contextlib.suppress(ValueError):
+                self._pool_name, self._pool = ticket.pool, find_actor(ticket.pool)
+        if self._pool is None:
+            self._go_to(self._placed())
+        self._begin(ticket)
+        threading.Thread(target=self._renew, name="hydra-lease", daemon=True).start()
+
+    def next_report(self) -> Report | Over:
+        """Answer the last report, and wait for the next; `Over` only if the trial has completed.
+
+        Raises:
+            TrialError: it has failed.
+            PoolError: the pool has died.
+        """
+        while True:
+            outcome: Outcome = self._asked(_ANSWER_SECONDS, "next", self._request.key, self._number)
+            if isinstance(outcome, Waiting):
+                continue
+            if isinstance(outcome, Moved):
+                self._request = replace(self._request, files=outcome.files, number=self._number)
+                self._go_to(outcome.pool)
+                self._begin(None)
+                continue
+            if isinstance(outcome, Over):
+                self._check(outcome)
+                return outcome
+            self._number, self._is_last = outcome.number, outcome.is_last
+            return outcome
+
+    def save(self, folder: Path) -> Ticket:
+        """Write the state at the last report to a folder on this node.
+
+        Raises:
+            TrialError: it cannot be saved.
+            PoolError: the pool has died.
+        """
+        is_here = self._pool_name.endswith(f":{ray.get_runtime_context().get_node_id()}")
+        files = self._asked(_SAVE_SECONDS, "save", self._request.key, str(folder) if is_here else None)
+        if files is not None:
+            write_files(files, folder)
+        self._saved = self._number
+        return Ticket(pool=self._pool_name, key=self._request.key, number=self._number, config=self._digest)
+
+    def is_at(self, ticket: Ticket) -> bool:
+        """Whether the trial waits at this ticket's report."""
+        return ticket.key == self._request.key and ticket.number == self._number and not self._is_last
+
+    def leave(self) -> None:
+        """It is not wanted any more; or if it was saved at its last report, perhaps by another process, soon."""
+        self._left.set()
+        parks = self._saved == self._number and not self._is_last
+        with contextlib.suppress(RayError):  # a pool that is dead has dropped it
+            ray.get(self._pool.call.remote("end", self._request.key, parks=parks), timeout=_LEAVE_SECONDS)
+
+    def _placed(self) -> str:
+        try:
+            directory = find_actor(self._directory)
+            here = ray.get_runtime_context().get_node_id()
+            call = directory.place.remote(self._request.key, here, _PLACE_SECONDS)
+            name = str(ray.get(call, timeout=_PLACE_SECONDS + _ANSWER_SECONDS))
+        except (ValueError, RayError) as error:
+            raise PoolError(
+                f"the pools of this trial are gone ({_first_line(error)}): they end with the program that has started them, "
+                "unless they are detached; start them again"
+            ) from error
+        if not name:
+            raise PoolError(
+                f"there has been no pool for {_PLACE_SECONDS:g} s: no node of the cluster has devices for one, or it does not "
+                "answer; see `ray status`"
+            )
+        return name
+
+    def _go_to(self, pool: str) -> None:
+        try:
+            self._pool_name, self._pool = pool, find_actor(pool)
+        except ValueError as error:
+            raise PoolError(f"the pool {pool!r} is gone; {_REMEDY}") from error
+
+    def _begin(self, ticket: Ticket | None) -> None:
+        outcome = self._asked(_BEGIN_SECONDS, "begin", self._request, ticket)
+        if outcome is not None:
+            self._check(outcome)
+
+    def _check(self, over: Over) -> None:
+        name = self._request.name
+        if over.status == "failed":
+            raise TrialError(f"{name} has failed in its pool: {over.error}")
+        if over.status == "unknown":
+            raise PoolError(f"the pool of {name} has died and was started again, without the trial; {_REMEDY}")
+        if over.status != "completed":
+            raise TrialError(f"{name} was ended in its pool by somebody else ({over.status})")
+
+    def _asked(self, seconds: float, method: str, *args: Any) -> Any:
+        name, deadline = self._request.name, time.monotonic() + _LOST_SECONDS
+        try:
+            while True:
+                try:
+                    return ray.get(self._pool.call.remote(method, *args), timeout=seconds)
+                except (
+                    ActorUnavailableError
+                ):  # the network, or Ray starts it again; whatever is asked may be asked twice
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(_POLL_SECONDS)
+        except GetTimeoutError as error:
+            raise PoolError(f"the pool of {name} has not answered for {seconds:g} s; {_REMEDY}") from error
+        except RayTaskError as error:
+            raise TrialError(f"{name}: {_first_line(error.cause)}") from error
+        except RayActorError as error:
+            raise PoolError(f"the pool of {name} has died: {_first_line(error)}; {_REMEDY}") from error
+
+    def _renew(self) -> None:
+        """Say that this process lives, until it has left."""
+        while not self._left.wait(self._request.lease_seconds / _BEATS):
+            with contextlib.suppress(RayError):
+                self._pool.call.remote("renew", (self._request.key,))
+
+
+def _first_line(error: object) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,244 @@
+"""The actor that knows a set of pools: it starts one on each node with devices, and says which trial goes where.
+
+What it knows it is told again every half a second by the pools, so that it can begin again anywhere with nothing. It computes
+nothing and imports no torch.
+
+Note: who ends whom. The directory is the driver's, and ends with it, unless it is detached. Pools are detached and end when
+there is no directory; so a directory that dies alone, and is started again by Ray, finds its pools where they were.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from hydra_tune_ray.actors import Place, find_actor, start_pool
+from hydra_tune_ray.balance import Work, least_busy, moves
+from hydra_tune_ray.messages import Load, PoolFigures
+from hydra_tune_ray.nodes import DeviceNode, device_nodes
+
+_LOGGER = logging.getLogger("hydra_tune.ray")
+_SEEN_SECONDS = 5.0
+_PLACED_SECONDS = 5.0
+_NODES_SECONDS = 2.0
+_CALL_SECONDS = 10.0
+_POLL_SECONDS = 0.5
+_CLOSE_SECONDS = 40.0
+_MOVE_SECONDS = 0.5
+_UNKNOWN_SECONDS = 10.0
+_REST_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a directory is to do.
+
+    Attributes:
+        name: of the set of pools.
+        options: of each pool's `HydraExecutor`.
+        start_seconds: how long a pool may take to start.
+        idle_seconds: how long it stays without trials; None: for ever.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    start_seconds: float
+    idle_seconds: float | None
+
+
+@dataclass(slots=True)
+class _Known:
+    """A pool, as the directory knows it.
+
+    Attributes:
+        actor: its handle.
+        load: what it has said last.
+        seen: when that was.
+        placed: trials that were sent to it, and when; until it says itself that it has them.
+    """
+
+    actor: Any
+    load: Load
+    seen: float
+    placed: dict[str, float] = field(default_factory=dict)
+
+
+class Directory:
+    """See the module."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._pools: dict[str, _Known] = {}
+        self._sent: dict[str, float] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._busy = time.monotonic()
+        self._starting = asyncio.Lock()
+
+    async def open(self) -> str:
+        """Start a pool on each node that has devices; asked again, on those that lack one.
+
+        Returns:
+            What is wrong with one, or nothing.
+        """
+        error = await self._start_pools()
+        self._watch_nodes()
+        return error
+
+    async def options(self) -> Mapping[str, Any]:
+        """Those of the pools."""
+        return self._plan.options
+
+    async def place(self, key: str, node_id: str, waits_seconds: float) -> str:
+        """The pool for a trial.
+
+        Args:
+            key: of the trial.
+            node_id: where its client is.
+            waits_seconds: how long to wait for a pool, if there is none.
+
+        Returns:
+            The name of the pool; empty if there is none.
+        """
+        self._busy = time.monotonic()
+        until = self._busy + waits_seconds
+        while not (works := self._works()):
+            if time.monotonic() > until:
+                return ""
+            self._watch_nodes()
+            await asyncio.sleep(_POLL_SECONDS)
+        near = next((name for name in works if self._pools[name].load.node.node_id == node_id), None)
+        found = least_busy(works, self._typical(), near=near)
+        self._pools[found].placed[key] = time.monotonic()
+        return found
+
+    async def pulse(self, name: str, load: Load) -> Mapping[str, str]:
+        """A pool says what it has to do, and is told which of its trials are to go where."""
+        known = self._pools.get(name)
+        if known is None:
+            known = self._pools[name] = _Known(find_actor(name), load, 0.0)
+        known.load, known.seen = load, time.monotonic()
+        known.placed = {
+            key: at for key, at in known.placed.items() if key not in load.trials and known.seen - at < _PLACED_SECONDS
+        }
+        if load.trials:
+            self._busy = known.seen
+        self._watch_nodes()
+        return self._leaving(name)
+
+    async def end_trial(self, trial_id: str) -> None:
+        """Ray is done with a trial."""
+        calls = [known.actor.call.remote("end_trial", trial_id) for known in self._pools.values()]
+        for call in calls:
+            with contextlib.suppress(RayError, TimeoutError):
+                await asyncio.wait_for(call, _CALL_SECONDS)
+
+    async def figures(self) -> tuple[PoolFigures, ...]:
+        """What the pools have done; those that do not answer are left out."""
+        found = []
+        for known in list(self._pools.values()):
+            with contextlib.suppress(RayError, TimeoutError):
+                found.append(await asyncio.wait_for(known.actor.call.remote("figures"), _CALL_SECONDS))
+        return tuple(found)
+
+    async def close(self) -> None:
+        """End all pools; for the directory to be killed then."""
+        if self._watching is not None and self._watching is not asyncio.current_task():
+            self._watching.cancel()
+        async with self._starting:
+            pools, self._pools = self._pools, {}
+            await asyncio.gather(*(_closed(known.actor) for known in pools.values()))
+
+    def _works(self) -> dict[str, Work]:
+        """What each pool that lives has to do, as far as is known."""
+        now, typical = time.monotonic(), self._typical()
+        found = {}
+        for name, known in self._pools.items():
+            if now - known.seen > _SEEN_SECONDS:
+                continue
+            trials = dict.fromkeys(known.placed, typical)
+            trials |= {key: typical if left is None else left for key, left in known.load.trials.items()}
+            found[name] = Work(num_devices=known.load.node.num_devices, trials=trials, started=set(known.load.started))
+        return found
+
+    def _typical(self) -> float:
+        """Seconds of a trial that nobody knows yet: as much as the others, on the average."""
+        known = [left for pool in self._pools.values() for left in pool.load.trials.values() if left is not None]
+        return sum(known) / len(known) if known else _UNKNOWN_SECONDS
+
+    def _leaving(self, name: str) -> dict[str, str]:
+        now = time.monotonic()
+        self._sent = {key: at for key, at in self._sent.items() if now - at < _REST_SECONDS}
+        if any(known.placed for known in self._pools.values()):
+            return {}  # trials are on their way, and will change it
+        load = self._pools[name].load
+        found = {}
+        for key, target in moves(self._works(), _MOVE_SECONDS).items():
+            if key in load.trials and key not in self._sent:
+                found[key] = target
+                self._sent[key] = now
+                self._pools[target].placed[key] = now
+        return found
+
+    async def _start_pools(self) -> str:
+        """Start those that are missing; returns what is wrong with one, or nothing."""
+        async with self._starting:
+            nodes = device_nodes(self._plan.options)
+            there = {node.node_id for node in nodes}
+            now = time.monotonic()
+            for name, known in list(self._pools.items()):
+                if known.load.node.node_id not in there or now - known.seen > _SEEN_SECONDS:
+                    del self._pools[name]  # the node has left, or the pool has died and Ray has started it again
+            missing = {f"{self._plan.name}:{node.node_id}": node for node in nodes}
+            missing = {name: node for name, node in missing.items() if name not in self._pools}
+            started = {name: start_pool(self._place(name, node)) for name, node in missing.items()}
+            error = ""
+            for name, actor in started.items():
+                said = await self._opened(missing[name], actor)
+                if said:
+                    ray.kill(actor)
+                    error = said
+                else:
+                    self._pools.setdefault(name, _Known(actor, Load(node=missing[name]), time.monotonic()))
+            return error
+
+    def _place(self, name: str, node: DeviceNode) -> Place:
+        return Place(name=name, directory=self._plan.name, node=node, options=self._plan.options)
+
+    async def _opened(self, node: DeviceNode, actor: Any) -> str:
+        try:
+            return str(await asyncio.wait_for(actor.call.remote("open"), self._plan.start_seconds))
+        except TimeoutError:
+            return (
+                f"the pool on node {node.node_id[:8]} has not started within {self._plan.start_seconds:g} s; its devices "
+                f"({node.num_gpus} GPUs) may be taken by others, see `ray status`"
+            )
+        except RayError as error:
+            return f"the pool on node {node.node_id[:8]} could not be started: {error}"
+
+    def _watch_nodes(self) -> None:
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Nodes join and leave, pools are started again, and in the end nobody wants them any more."""
+        while True:
+            await asyncio.sleep(_NODES_SECONDS)
+            error = await self._start_pools()
+            if error:
+                _LOGGER.warning("%s", error)
+            idle = self._plan.idle_seconds
+            if idle is not None and time.monotonic() - self._busy > idle:
+                await self.close()
+                ray.kill(ray.get_runtime_context().current_actor)
+
+
+async def _closed(actor: Any) -> None:
+    with contextlib.suppress(RayError, TimeoutError):
+        await asyncio.wait_for(actor.call.remote("close"), _CLOSE_SECONDS)
+    ray.kill(actor)

@@ -1,0 +1,185 @@
+"""The trials that a pool has: their jobs, what they have said last, and until when they live without a sign of their client.
+
+Runs in the event loop of a pool's actor. What blocks is done by whoever calls this, in other threads.
+
+Note: leases. A trial's client says at least every third of `lease_seconds` that it lives; a trial whose client has not for the
+whole of it is cancelled. A client that ends in order says so, and a driver's `PoolCallback` says it for those that could not.
+"""
+
+import asyncio
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from hydra_tune.errors import HydraTuneError
+from hydra_tune.pool.job import EventStream, Job, PoolEvent, Reported, Result
+from hydra_tune_ray.messages import Begin, Load, Over, Report, Waiting
+from hydra_tune_ray.nodes import DeviceNode
+
+_NOT_BEGUN = ("queued", "preparing")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Held:
+    """One trial.
+
+    Attributes:
+        request: as it was begun.
+        expires: when it ends without a sign of life, by `time.monotonic()`.
+        number: reports that it has made.
+        job: of the pool; None: it is being made.
+        said: what it has said last; None: nothing since its last report was answered.
+        target: the name of the pool that it is to leave for.
+        changed: set when it says something, or is to leave.
+    """
+
+    request: Begin
+    expires: float
+    number: int
+    job: Job | None = None
+    said: Report | Over | None = None
+    target: str | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a state of it that a move has to take along."""
+        return self.job is not None and self.job.state not in _NOT_BEGUN
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it can leave for another pool now: it waits for the answer to a report, or has not begun."""
+        if self.target is None or self.job is None:
+            return False
+        is_untouched = self.number == self.request.number and self.job.state == "queued"
+        return isinstance(self.said, Report) or (self.said is None and is_untouched)
+
+    def send_to(self, pool: str) -> None:
+        """It is to leave as soon as it can."""
+        self.target = pool
+        self.changed.set()
+
+    def remaining_seconds(self) -> float | None:
+        """Compute that it still has to come; None where that is not known yet."""
+        return None if self.job is None else self.job.progress.remaining_seconds
+
+    def hear(self, event: PoolEvent) -> None:
+        """Its job has said something."""
+        if isinstance(event, Reported):
+            self.number += 1
+            self.said = Report(
+                number=self.number, step=event.step, metrics=dict(event.metrics), is_last=_is_last(event)
+            )
+        else:
+            self.said = over(event.result)
+        self.changed.set()
+
+
+class HeldTrials:
+    """All trials of a pool.
+
+    Args:
+        answer_seconds: how long an answer may take.
+    """
+
+    def __init__(self, answer_seconds: float) -> None:
+        self._answer_seconds = answer_seconds
+        self._by_key: dict[str, Held] = {}
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(tuple(self._by_key.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def get(self, key: str) -> Held | None:
+        """The trial of this key, if it is here."""
+        return self._by_key.get(key)
+
+    def add(self, request: Begin) -> tuple[Held, EventStream]:
+        """A trial has come; its job is still to be made, with this stream."""
+        held = Held(request=request, expires=time.monotonic() + request.lease_seconds, number=request.number)
+        self._by_key[request.key] = held
+        return held, _LoopEvents(asyncio.get_running_loop(), held.hear)
+
+    def hand_on(self, held: Held, request: Begin) -> None:
+        """Another client goes on with a trial, as it is."""
+        self.remove(held)
+        held.request = request
+        self._by_key[request.key] = held
+        self.renew(held)
+
+    def remove(self, held: Held) -> None:
+        """It is not this pool's any more."""
+        if self._by_key.get(held.request.key) is held:
+            del self._by_key[held.request.key]
+
+    def renew(self, held: Held) -> None:
+        """Its client lives."""
+        held.expires = time.monotonic() + held.request.lease_seconds
+
+    def expired(self) -> list[Held]:
+        """Those whose clients have not been heard of."""
+        now = time.monotonic()
+        return [held for held in self if held.expires < now]
+
+    async def next_of(self, held: Held) -> Report | Over | Waiting | None:
+        """Wait for what a trial says next, as long as an answer may take; None: it can leave."""
+        deadline = time.monotonic() + self._answer_seconds
+        while held.said is None:
+            if held.leaves:
+                return None
+            held.changed.clear()
+            try:
+                await asyncio.wait_for(held.changed.wait(), max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                return Waiting()
+        return held.said
+
+    def load(self, node: DeviceNode) -> Load:
+        """What there is to do."""
+        there = [held for held in self if held.target is None and not _is_done(held)]
+        return Load(
+            node=node,
+            trials={held.request.key: held.remaining_seconds() for held in there},
+            started=frozenset(held.request.key for held in there if held.has_begun),
+        )
+
+
+class _LoopEvents(EventStream):
+    """Hands events to an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, hear: Callable[[PoolEvent], None]) -> None:
+        super().__init__()
+
+        def put(event: PoolEvent) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(partial(hear, event))
+
+        self.put = put
+
+
+def _is_last(event: Reported) -> bool:
+    task, progress = event.job.task, event.job.progress
+    if task.report_every == "epoch":
+        return event.step == task.epochs - 1
+    return progress.num_steps is not None and event.step >= progress.num_steps
+
+
+def _is_done(held: Held) -> bool:
+    return isinstance(held.said, Over) or (isinstance(held.said, Report) and held.said.is_last)
+
+
+def over(result: Result) -> Over:
+    """How a job has ended, for a client that does not know what it has failed with."""
+    error = "" if result.error is None else told(result.error)
+    return Over(status=result.status, error=error, metrics=dict(result.metrics))
+
+
+def told(error: BaseException) -> str:
+    """An error as text: of our own what it says, of others where they were raised as well."""
+    if isinstance(error, HydraTuneError):
+        return f"{type(error).__name__}: {error}"
+    return "".join(traceback.format_exception(error)).strip()

@@ -1,0 +1,38 @@
+"""Whether Ray is here, and in a version that was tested; asked before anything imports it."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from hydra_tune_ray.errors import RayVersionError
+
+OLDEST, NEXT = (2, 50), (2, 61)
+"""The first version that was tested, and the first that was not."""
+
+_INSTALL = "pip install 'hydra-tune[ray]'"
+
+
+def check_ray() -> None:
+    """Refuse to go on without a Ray that was tested.
+
+    Raises:
+        RayVersionError: there is none, it lacks Tune, or it is older or newer.
+    """
+    try:
+        found = version("ray")
+    except PackageNotFoundError as error:
+        raise RayVersionError(f"hydra_tune_ray needs Ray, which is not installed: {_INSTALL}") from error
+    if not OLDEST <= _parsed(found) < NEXT:
+        tested = f"{_text(OLDEST)} up to, but not including, {_text(NEXT)}"
+        raise RayVersionError(f"Ray {found} is installed, and hydra_tune_ray was tested with {tested}: {_INSTALL}")
+    try:
+        import ray.tune  # noqa: F401, PLC0415 - only now it is known to be a Ray that was tested
+    except ImportError as error:
+        raise RayVersionError(f"Ray is installed without what Tune needs ({error}): {_INSTALL}") from error
+
+
+def _parsed(text: str) -> tuple[int, ...]:
+    parts = text.split(".")[:2]
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+
+
+def _text(parts: tuple[int, ...]) -> str:
+    return ".".join(map(str, parts))

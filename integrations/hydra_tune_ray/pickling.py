@@ -1,0 +1,51 @@
+"""What is sent to pools, pickled once; and which object is to blame where that fails."""
+
+import io
+from typing import Any
+
+import ray.cloudpickle
+from ray.util import inspect_serializability
+
+from hydra_tune_ray.errors import BuildPickleError
+
+
+def pickled(value: Any, what: str) -> bytes:
+    """Pickle what a pool is to be given.
+
+    Args:
+        value: anything.
+        what: how messages call it.
+
+    Raises:
+        BuildPickleError: it cannot be; the message names the object within it that is to blame.
+    """
+    try:
+        found = ray.cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise BuildPickleError(
+            f"{what} cannot be pickled, and so not be sent to a pool: {_blamed(value)} ({type(error).__name__}: {error}); "
+            f"have {what} make it when it is called, or take it from a module"
+        ) from error
+    assert isinstance(found, bytes)
+    return found
+
+
+def _blamed(value: Any) -> str:
+    """The innermost objects that do not pickle, in words."""
+    _, failures = inspect_serializability(value, depth=4, print_file=io.StringIO())
+    found = [_place(failure) for failure in failures if failure.obj is not value]
+    return "because of " + "; ".join(sorted(found)) if found else f"because of {_kind(value)}"
+
+
+def _place(failure: Any) -> str:
+    path = getattr(failure, "path", None) or (failure.name,)  # versions of Ray differ
+    return f"{path[-1]!r}, {_kind(failure.obj)}, in {_named(failure.parent)}"
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
+
+
+def _named(value: Any) -> str:
+    return str(getattr(value, "__qualname__", None) or _kind(value))

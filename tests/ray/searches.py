@@ -1,0 +1,72 @@
+"""Searches by Ray Tune, and the same trials by hydra-tune alone."""
+
+import time
+
+from ray import tune
+
+import hydra_tune_ray
+from hydra_tune import HydraExecutor
+from hydra_tune_ray.pools import pools_of
+from tests.support import ray_tasks
+
+DEVICES = {"devices": "cpu:2", "device_memory": "64MiB"}
+RATES = [0.05 / 2 ** (number / 4) for number in range(16)]
+
+
+def build(config):
+    """In a module that workers can import, whichever way the tests are run."""
+    return ray_tasks.build(config)
+
+
+def searched(
+    trained, folder, *, scheduler=None, space=None, checkpoints=None, failures=0, reuse=True, name="search", **options
+):
+    """Run a search to its end."""
+    tuner = tune.Tuner(
+        trained,
+        param_space=space or {"lr": tune.grid_search(RATES), "epochs": 8},
+        tune_config=tune.TuneConfig(
+            metric="train_loss",
+            mode="min",
+            scheduler=scheduler,
+            reuse_actors=reuse,
+            **{"max_concurrent_trials": 4} | options,
+        ),
+        run_config=tune.RunConfig(
+            name=name,
+            storage_path=str(folder),
+            verbose=0,
+            callbacks=[hydra_tune_ray.PoolCallback(trained)],
+            failure_config=tune.FailureConfig(max_failures=failures),
+            checkpoint_config=checkpoints or tune.CheckpointConfig(checkpoint_at_end=False),
+        ),
+    )
+    return tuner.fit()
+
+
+def losses(result):
+    """All reports of a trial, in order."""
+    return list(result.metrics_dataframe["train_loss"])
+
+
+def expected(configs):
+    """The reports of the same trials in a pool without Ray."""
+    with HydraExecutor(**DEVICES) as pool:
+        results = pool.run([ray_tasks.build(config) for config in configs])
+    return [[report["train_loss"] for report in result.history] for result in results]
+
+
+def units(*, epochs):
+    """Shard units that a trial of so many reports runs."""
+    with HydraExecutor(**DEVICES) as pool:
+        (result,) = pool.run([ray_tasks.build({"lr": 0.01, "epochs": epochs})])
+    return result.units_run
+
+
+def empty_pools(trained, *, seconds=20.0):
+    """The figures of the pools, once there is nothing left in them."""
+    deadline = time.monotonic() + seconds
+    while any(each.trials for each in pools_of(trained).figures()):
+        assert time.monotonic() < deadline, pools_of(trained).figures()
+        time.sleep(0.1)
+    return pools_of(trained).figures()
