@@ -1,6 +1,6 @@
 """Random numbers of stacked members: each is drawn from its own member's generator."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hydra_tune.devices.own_generator import own_generator
+from hydra_tune.devices.own_generator import drawing_from, own_generator
 
 _HOISTABLE = frozenset(
     # Random primitives whose numbers depend on nothing but a shape and plain values.
@@ -53,7 +53,7 @@ class Noise:
 
     Attributes:
         target: the primitive that draws them.
-        like: a tensor of their shape and dtype for one member, without bytes.
+        like: a tensor of their shape, strides and dtype for one member, without bytes.
         arguments: of the primitive beside that tensor.
     """
 
@@ -63,7 +63,7 @@ class Noise:
 
     def draw(self, group: GroupGenerator, device: torch.device) -> Tensor:
         """The numbers of all members, one behind the other along a first dimension."""
-        made = torch.zeros((len(group.members), *self.like.shape), dtype=self.like.dtype, device=device)
+        made = _stack_like(self.like, len(group.members), device).zero_()
         in_place = torch.ops.aten.bernoulli_.float
         for row, generator, active in zip(made, group.members, group.active, strict=True):
             if active:
@@ -105,7 +105,12 @@ def given(noise: Sequence[Tensor]) -> Iterator[None]:
 
 
 def drawn(
-    target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], is_stacked: Sequence[bool], count: int
+    target: Any,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    is_stacked: Sequence[bool],
+    count: int,
+    strides: Sequence[int] | None = None,
 ) -> Tensor:
     """What a random primitive makes for each member, stacked.
 
@@ -115,31 +120,90 @@ def drawn(
         keywords: its own, but for the generator.
         is_stacked: of each of `arguments`.
         count: members.
+        strides: of what it makes for a member alone, as whose numbers are drawn in the order in which they lie there; those of
+            the argument unless given.
     """
     noted = _NOTED.get()
     if noted is not None:
-        return _noted(noted, target, arguments, is_stacked, count)
-    group = own_generator()
-    assert isinstance(group, GroupGenerator), "stacked members draw from generators of their own"
+        return _noted(noted, target, arguments, is_stacked, count, strides)
+    group = _group()
     rows: list[Tensor | None] = []
     for index, generator in enumerate(group.members):
         own = [_of_member(a, index) if stacked else a for a, stacked in zip(arguments, is_stacked, strict=True)]
-        if target._schema.is_mutable:  # noqa: SLF001 - what is overwritten is each member's own
-            own[0] = own[0].clone()
+        if _overwrites_first(target):  # what is overwritten is each member's own
+            own[0] = own[0].clone() if strides is None else _lying(own[0], strides)
         rows.append(target(*own, **keywords, generator=generator) if group.active[index] else None)
     some = next(row for row in rows if row is not None)
     return torch.stack([torch.zeros_like(some) if row is None else row for row in rows])
 
 
-def _noted(noted: _Noted, target: Any, arguments: tuple[Any, ...], is_stacked: Sequence[bool], count: int) -> Tensor:
+def for_each(run: Callable[[int], Any], count: int) -> list[Any]:
+    """Have each member run something that draws; those that rest have zeros.
+
+    Args:
+        run: takes a member's number.
+        count: members.
+    """
+    noted = _NOTED.get()
+    if noted is not None:
+        noted.is_hoistable = False
+        return [run(index) for index in range(count)]
+    group = _group()
+    rows: list[Any] = [None] * count
+    for index, generator in enumerate(group.members):
+        if group.active[index]:
+            with drawing_from(generator):
+                rows[index] = run(index)
+    some = next(row for row, active in zip(rows, group.active, strict=True) if active)
+    # Zeros of their own: what is made of them must not reach the gradients of the member that they are shaped as.
+    return [
+        row if active else tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, some)
+        for row, active in zip(rows, group.active, strict=True)
+    ]
+
+
+def _group() -> GroupGenerator:
+    group = own_generator()
+    assert isinstance(group, GroupGenerator), "stacked members draw from generators of their own"
+    return group
+
+
+def _noted(
+    noted: _Noted,
+    target: Any,
+    arguments: tuple[Any, ...],
+    is_stacked: Sequence[bool],
+    count: int,
+    strides: Sequence[int] | None,
+) -> Tensor:
     if noted.given is not None:
         return next(noted.given)
     like: Tensor = arguments[0]
     one = like[0] if is_stacked[0] else like
     noted.is_hoistable = noted.is_hoistable and target in _HOISTABLE
-    noted.found.append(Noise(target, torch.empty(one.shape, dtype=one.dtype, device="meta"), arguments[1:]))
+    lies = one.stride() if strides is None else strides
+    noted.found.append(
+        Noise(target, torch.empty_strided(one.shape, lies, dtype=one.dtype, device="meta"), arguments[1:])
+    )
     return like if is_stacked[0] else like.expand(count, *like.shape).clone()
 
 
 def _of_member(value: Any, index: int) -> Any:
     return tree_map(lambda leaf: leaf[index] if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _overwrites_first(target: Any) -> bool:
+    declared = target._schema.arguments[0].alias_info  # noqa: SLF001
+    return declared is not None and bool(declared.is_write)
+
+
+def _lying(value: Tensor, strides: Sequence[int]) -> Tensor:
+    """A copy with these strides."""
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _stack_like(like: Tensor, count: int, device: torch.device) -> Tensor:
+    """Room for so many tensors, each of which lies in memory as one does."""
+    dense = torch.empty_like(like)  # as it, but without gaps
+    strides = (like.numel(), *dense.stride())
+    return torch.empty_strided((count, *like.shape), strides, dtype=like.dtype, device=device)

@@ -5,7 +5,7 @@ together; where their kinds differ, those that are behind go first, and the othe
 the group waits until all of them are answered.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from hydra_tune.fusion.steps import GroupEvaluation, GroupGradients, GroupStep
 from hydra_tune.fusion.streams import GroupStreams
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import Tenant
-from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
 from hydra_tune.shard.request import Layout
 from hydra_tune.train.shared_times import SharedTimes
@@ -31,6 +31,8 @@ from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.training_batch import Part
 from hydra_tune.train.trial import Report, Trial
+
+_MAX_PLANS = 8  # kept of each kind of batch, where the step asks for values of the batch
 
 
 class Seat:
@@ -98,7 +100,7 @@ class GroupTrial(Trial):
         self._group_streams = GroupStreams([member.streams for member in members])
         self._gradients = GroupGradients([member.task for member in members])
         self._layout: Layout | None = None
-        self._known: dict[Any, Prepared] = {}
+        self._known: dict[Any, list[Prepared]] = {}  # several where the step asks for values of the batch
         for member in members:
             member.is_fused = True
 
@@ -192,13 +194,28 @@ class GroupTrial(Trial):
         """Members that want the same kind of batch: evaluations first, then those that are most behind."""
         live = self._live
         wants = [seat.wants for seat in live if isinstance(seat.wants, Wanted)]
-        if all(one.leaves is wants[0].leaves and one.mode == wants[0].mode for one in wants):
+        known = self._known.get((wants[0].mode, wants[0].leaves.signature)) if wants else None
+        is_one_kind = all(one.leaves is wants[0].leaves and one.mode == wants[0].mode for one in wants)
+        if is_one_kind and known and known[0].guard is None:
             return live
         kinds: dict[Any, list[Seat]] = {}
         for seat in live:
             assert isinstance(seat.wants, Wanted)
-            kinds.setdefault((seat.wants.mode, seat.wants.leaves.signature), []).append(seat)
-        return min(kinds.values(), key=_urgency, default=[])
+            kinds.setdefault(self._kind(seat.wants), []).append(seat)
+        bucket = min(kinds.values(), key=_urgency, default=[])
+        if not bucket or self._found(_wanted(bucket[0])) is not None:
+            return bucket
+        prepared = self._prepared(bucket[0].member, _wanted(bucket[0]))
+        return [seat for seat in bucket if _serves(prepared, _wanted(seat))]
+
+    def _kind(self, wanted: Wanted) -> Hashable:
+        """What members whose batches are computed together have in common: which plan serves them."""
+        found = self._found(wanted)
+        return (wanted.mode, wanted.leaves.signature, None if found is None else id(found))
+
+    def _found(self, wanted: Wanted) -> Prepared | None:
+        known = self._known.get((wanted.mode, wanted.leaves.signature), ())
+        return next((prepared for prepared in known if _serves(prepared, wanted)), None)
 
     def _compute(self, bucket: Sequence[Seat]) -> Generator[PendingUnit, None, None]:
         first = bucket[0].wants
@@ -211,7 +228,8 @@ class GroupTrial(Trial):
             for seat, on in zip(self.seats, active, strict=True)
         ]
         leaves = stacked(wants)
-        prepared = self._prepared(bucket[0].member, first, leaves)
+        prepared = self._found(first)
+        assert prepared is not None
         resting = tuple(index for index, one in enumerate(active) if not one)
         self._group_streams.active = active
         state = self.state
@@ -247,28 +265,29 @@ class GroupTrial(Trial):
         finally:
             step.close()
 
-    def _prepared(self, member: Member, wanted: Wanted, leaves: Leaves) -> Prepared:
-        """The group's plan for a kind of batch."""
-        key = (wanted.mode, leaves.signature)
-        if key not in self._known:
-            try:
-                own = self._group_plans.of_member(member, wanted, self._layout)
-                found = self._group_plans.stacked(own, len(self.seats))
-            except UnfusableError as error:
-                raise TaskError(
-                    f"the trials of a group have come to a kind of batch that they cannot compute together: {error}; "
-                    "train them with fusion='off'"
-                ) from error
-            if self.state is None:
-                self._layout = layout_of(own)
-                self._make_group_state(found)
-            assert self.state is not None
-            self.state.adopt_state(list(found.plan.used_state()), self._device)
-            if self._device.torch_device.type == "cpu":
-                with self.state.whole():
-                    self._group_plans.trace(found, self.state.tensors, leaves.tensors, len(self.seats))
-            self._known[key] = found
-        return self._known[key]
+    def _prepared(self, member: Member, wanted: Wanted) -> Prepared:
+        """The group's plan for a kind of batch, made now."""
+        try:
+            own = self._group_plans.of_member(member, wanted, self._layout)
+            found = self._group_plans.stacked(own, len(self.seats))
+        except UnfusableError as error:
+            raise TaskError(
+                f"the trials of a group have come to a kind of batch that they cannot compute together: {error}; "
+                "train them with fusion='off'"
+            ) from error
+        if self.state is None:
+            self._layout = layout_of(own)
+            self._make_group_state(found)
+        assert self.state is not None
+        self.state.adopt_state(list(found.plan.used_state()), self._device)
+        if self._device.torch_device.type == "cpu":
+            rows = [torch.stack([tensor] * len(self.seats)) for tensor in wanted.tensors]
+            with self.state.whole():
+                self._group_plans.trace(found, self.state.tensors, tuple(rows), len(self.seats))
+        known = self._known.setdefault((wanted.mode, wanted.leaves.signature), [])
+        known.append(found)
+        del known[:-_MAX_PLANS]
+        return found
 
     def _make_group_state(self, prepared: Prepared) -> None:
         built = [seat.member.built() for seat in self.seats]
@@ -280,6 +299,19 @@ class GroupTrial(Trial):
         for seat in self.seats:
             seat.member.num_shards = self.num_shards
         self.optimizer_placement = prepared.plan.optimizer_placement
+
+
+def _wanted(seat: Seat) -> Wanted:
+    assert isinstance(seat.wants, Wanted)
+    return seat.wants
+
+
+def _serves(prepared: Prepared, wanted: Wanted) -> bool:
+    """Whether a plan is for this batch, of the kind that it was made for."""
+    if prepared.guard is None:
+        return True
+    with GATE.shared():
+        return prepared.serves(wanted.tensors)
 
 
 def _urgency(bucket: Sequence[Seat]) -> tuple[bool, int]:

@@ -45,8 +45,6 @@ class GroupPlans:
         with member.streams.everything():
             prepared = self._library.prepare(member.task, module, optimizer, wanted.batch, wanted.mode, like)
         module.train()
-        if prepared.guard is not None:
-            raise UnfusableError("its step asks for values of the batch, which may be others for each trial")
         if prepared.plan.updates_on_host:
             raise UnfusableError("its updates are made on the host (optimizer_placement), and a group's on the device")
         return prepared

@@ -88,7 +88,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         noted_args, noted_kwargs = tree_map(self._node, (args, kwargs))
         if draws:
             noted_kwargs["generator"] = self._generator
-        self._nodes[id(result)] = self._graph.call_function(primitive, noted_args, noted_kwargs)
+        node = self._nodes[id(result)] = self._graph.call_function(primitive, noted_args, noted_kwargs)
+        node.meta["val"] = result
         return True
 
     def _node(self, value: Any) -> Any:

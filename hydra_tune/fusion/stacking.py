@@ -1,12 +1,13 @@
 """A captured graph on stacked members: every node as one call for all of them.
 
 Each value is either stacked, with the members in front, or shared by all members (what is made of constants alone). A node of
-shared values runs as it is. One of stacked values runs by its rule (`rules.py`), by `drawing.drawn` where it draws random
-numbers, or else under `torch.vmap`.
+shared values runs as it is. One of stacked values runs by its rule (`rules.py` and others), by `drawing.drawn` where it draws
+random numbers, or else under `torch.vmap`. What has none of these forms runs for one member after the other (`apart.py`).
+Regions such as `torch.no_grad()` run node by node too.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +17,22 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.apart import apart, has_batched_form
 from hydra_tune.fusion.drawing import drawn
 from hydra_tune.fusion.recording import recorded
+from hydra_tune.fusion.recurrent import RECURRENT
 from hydra_tune.fusion.rules import RULES
+from hydra_tune.fusion.tables import TABLES, embedding_bag
 from hydra_tune.shard.stochastic import draws_random_numbers
 
 _CHECKS = frozenset([torch.ops.aten._assert_tensor_metadata.default])  # noqa: SLF001 - of what holds for every batch of the kind
-_LEFT_OUT = frozenset(
-    # What torch runs for one member after the other under `vmap`, and not for all dtypes.
+_APART = frozenset(
+    # What is made of operators that `torch.vmap` has no form for.
     f"aten::{name}"
-    for name in ("embedding_bag", "_embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu")
+    for name in ("embedding_bag", "ctc_loss", "lstm", "gru", "rnn_tanh", "rnn_relu", "multilabel_margin_loss")
 )
-
-_LOOPS = ("aten.lstm", "aten.gru", "aten.rnn_")
-
+_ALL_RULES = RULES | RECURRENT | TABLES
+_OWN_DRAWS = frozenset(RECURRENT)  # rules that draw by themselves
 _Run = Callable[[int, Sequence[Any], dict[str, Any]], Any]
 """Number of members, arguments and keywords of a node -> its value."""
 
@@ -62,6 +65,8 @@ class StackedGraph:
         self._arguments: list[fx.Node] = []
         self._planned: list[tuple[fx.Node, _Run, tuple[Any, ...], dict[str, Any]]] = []
         self._outputs: tuple[fx.Node, ...] = ()
+        self._bodies: dict[fx.Node, Any] = {}
+        self._gradients: bool | None = None  # as they are, unless a region says otherwise
         flags = iter(is_stacked)
         for node in module.graph.nodes:
             self._add(node, flags)
@@ -90,22 +95,37 @@ class StackedGraph:
                 self._stacked.add(node)
         elif node.op == "output":
             (self._outputs,) = node.args  # type: ignore[assignment]
-        elif node.op == "call_function" and isinstance(node.target, OpOverload) and draws_random_numbers(node):
-            self._add_draw(node)
-        elif node.op == "call_function" and node.target not in _CHECKS:
-            self._add_call(node, node.args, node.kwargs)
         elif node.op == "get_attr":
-            raise UnfusableError(
-                f"{node.target} is a region with a body of its own, which cannot run for several trials"
-            )
+            self._bodies[node] = getattr(self._module, str(node.target))
+        elif node.op == "call_function" and node.target not in _CHECKS:
+            self._add_operation(node, {})
 
-    def _add_draw(self, node: fx.Node) -> None:
+    def _add_operation(self, node: fx.Node, placed: Mapping[fx.Node, Any]) -> None:
+        """A node of the graph, or of a region.
+
+        Args:
+            node: what is called.
+            placed: of a region's nodes, those that stand for others.
+        """
+        arguments: Any = fx.node.map_arg(node.args, lambda n: self._bodies.get(n, placed.get(n, n)))
+        keywords: Any = fx.node.map_arg(node.kwargs, lambda n: self._bodies.get(n, placed.get(n, n)))
+        draws = draws_random_numbers(node)
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            self._add_region(node, *arguments)
+        elif not draws or node.target in _OWN_DRAWS:
+            self._add_call(node, arguments, keywords)
+        elif (record := recorded(node) if isinstance(node.target, OpOverload) else None) is not None:
+            self._add_draw(node, record, [placed.get(given, given) for given in node.all_input_nodes])
+        else:
+            self._stacked.add(node)
+            self._check_overwritten(node, arguments)
+            run = _under(self._apart(node.target, arguments, keywords, draws=True), enabled=self._gradients)
+            self._planned.append((node, run, arguments, keywords))
+
+    def _add_draw(self, node: fx.Node, record: fx.Graph, inputs: Sequence[fx.Node]) -> None:
         """A random operator, primitive by primitive."""
-        record = None if str(node.target).startswith(_LOOPS) else recorded(node)
-        if record is None:
-            raise UnfusableError(f"{_told(node)} draws random numbers in a way that cannot be told apart by trial")
         placed: dict[fx.Node, Any] = {}
-        given = iter(node.all_input_nodes)
+        given = iter(inputs)
         for one in record.nodes:
             if one.op == "placeholder":
                 placed[one] = None if one.name == "generator" else next(given)
@@ -117,43 +137,74 @@ class StackedGraph:
                 placed[one] = one
                 self._add_call(one, arguments, keywords)
 
+    def _add_region(self, node: fx.Node, enabled: bool, body: fx.GraphModule, *operands: fx.Node) -> None:
+        """What is written under `torch.no_grad()` or `torch.enable_grad()`."""
+        inner = fx.Graph()
+        result = inner.graph_copy(body.graph, {})  # nodes of its own, for a region may be used twice
+        inner.owning_module = body
+        given, placed = iter(operands), {}
+        outer, self._gradients = self._gradients, enabled
+        for one in inner.nodes:
+            if one.op == "placeholder":
+                placed[one] = next(given)
+            elif one.op == "get_attr":
+                self._bodies[one] = getattr(body, str(one.target))
+            elif one.target not in _CHECKS:
+                self._add_operation(one, placed)
+        self._gradients = outer
+        values: Any = fx.node.map_arg(result, lambda n: placed.get(n, n))
+        stacked = [leaf in self._stacked for leaf in values]
+        if any(stacked):
+            self._stacked.add(node)
+
+        def run(count: int, found: Sequence[Any], _keywords: dict[str, Any]) -> Any:
+            pairs = zip(found[0], stacked, strict=True)
+            return tuple(one if is_stacked or not any(stacked) else _expanded(one, count) for one, is_stacked in pairs)
+
+        self._planned.append((node, run, (tuple(values),), {}))
+
     def _alias(self, node: fx.Node, value: fx.Node) -> None:
         if value in self._stacked:
             self._stacked.add(node)
         self._planned.append((node, lambda _count, found, _keywords: found[0], (value,), {}))
 
     def _add_call(self, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        target = node.target
+        target: Any = node.target
         if target is operator.getitem:
             if arguments[0] in self._stacked:
                 self._stacked.add(node)
             self._planned.append((node, lambda _count, found, _keywords: found[0][found[1]], arguments, keywords))
             return
-        if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - the public type of aten operators
-            raise UnfusableError(f"{_told(node)} is no plain operator and cannot run for several trials at once")
-        if target._schema.name in _LEFT_OUT:  # noqa: SLF001
-            raise UnfusableError(f"{_told(node)} has no form for several trials at once")
+        self._check_dense(node, arguments, keywords)
         if "generator" in keywords:
             keywords = {key: value for key, value in keywords.items() if key != "generator"}
             self._stacked.add(node)
-            run = _drawing(target, [self._is_stacked(argument) for argument in arguments])
+            is_stacked = [self._is_stacked(argument) for argument in arguments]
+            run = _drawing(target, is_stacked, node.meta["val"].stride())
         elif self._is_stacked((arguments, keywords)):
             self._stacked.add(node)
-            self._check_overwritten(node, target, arguments)
-            run = self._for_all(target, arguments, keywords)
+            self._check_overwritten(node, arguments)
+            run = self._for_all(node, arguments, keywords)
         elif _is_made_to_be_overwritten(node):
             self._stacked.add(node)
             run = _once(target, expands=True)
         else:
             run = _once(target, expands=False)
-        self._planned.append((node, run, arguments, keywords))
+        self._planned.append((node, _under(run, enabled=self._gradients), arguments, keywords))
 
-    def _for_all(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Run:
-        leaves = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, fx.Node)]
-        stacked = [leaf in self._stacked for leaf in leaves]
-        rule = RULES.get(target)
+    def _for_all(self, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Run:
+        target: Any = node.target
+        by_itself = self._apart(target, arguments, keywords, draws=False)
+        if not isinstance(target, OpOverload):
+            return by_itself
+        stacked = self._stacked_leaves(arguments, keywords)
+        rule = _ALL_RULES.get(target)
+        if rule is embedding_bag and not _takes_first_only(node):
+            rule = None
+        is_batched = has_batched_form(target) and target._schema.name not in _APART  # noqa: SLF001
 
         def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:
+            nonlocal is_batched
             if rule is not None:
                 flags = iter(stacked)
                 wide = pytree.tree_map_only(
@@ -162,12 +213,39 @@ class StackedGraph:
                 made = rule(*wide[0], **wide[1])
                 if made is not None:
                     return made
-            return _mapped(target, found, given, stacked)
+            if is_batched:
+                try:
+                    return _mapped(target, found, given, stacked)
+                except (RuntimeError, NotImplementedError) as error:
+                    if isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    is_batched = False
+            return by_itself(count, found, given)
 
         return run
 
-    def _check_overwritten(self, node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> None:
+    def _apart(self, target: Any, arguments: Any, keywords: dict[str, Any], *, draws: bool) -> _Run:
+        stacked = self._stacked_leaves(arguments, keywords)
+        return lambda count, found, given: apart(target, found, given, stacked, count, draws=draws)
+
+    def _stacked_leaves(self, arguments: Any, keywords: dict[str, Any]) -> list[bool]:
+        leaves = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, fx.Node)]
+        return [leaf in self._stacked for leaf in leaves]
+
+    def _check_dense(self, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Refuse gradients that are no plain tensors."""
+        target: Any = node.target
+        if not isinstance(target, OpOverload):
+            return
+        names = [argument.name for argument in target._schema.arguments]  # noqa: SLF001
+        if dict(zip(names, arguments, strict=False)).get("sparse") or keywords.get("sparse"):
+            raise UnfusableError(f"{_told(node)} has sparse gradients, which have no stacked form")
+
+    def _check_overwritten(self, node: fx.Node, arguments: tuple[Any, ...]) -> None:
         """Refuse a node that writes members' values into what they share."""
+        target: Any = node.target
+        if not isinstance(target, OpOverload):
+            return
         for position, declared in enumerate(target._schema.arguments):  # noqa: SLF001
             written = declared.alias_info is not None and declared.alias_info.is_write
             if written and position < len(arguments) and not self._is_stacked(arguments[position]):
@@ -204,8 +282,25 @@ def _once(target: Any, *, expands: bool) -> _Run:
     return run
 
 
-def _drawing(target: Any, is_stacked: Sequence[bool]) -> _Run:
-    return lambda count, found, keywords: drawn(target, tuple(found), keywords, is_stacked, count)
+def _under(run: _Run, *, enabled: bool | None) -> _Run:
+    """A node of a region."""
+    if enabled is None:
+        return run
+
+    def in_region(count: int, found: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        with torch.set_grad_enabled(enabled):
+            return run(count, found, keywords)
+
+    return in_region
+
+
+def _takes_first_only(node: fx.Node) -> bool:
+    """Whether nothing is used of what a node makes but the first."""
+    return all(user.target is operator.getitem and (user.args[1] == 0 or not user.users) for user in node.users)
+
+
+def _drawing(target: Any, is_stacked: Sequence[bool], strides: Sequence[int]) -> _Run:
+    return lambda count, found, keywords: drawn(target, tuple(found), keywords, is_stacked, count, strides)
 
 
 def _mapped(target: Any, found: Sequence[Any], keywords: dict[str, Any], stacked: Sequence[bool]) -> Any:

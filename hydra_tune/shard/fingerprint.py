@@ -11,11 +11,13 @@ import functools
 import hashlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from hydra_tune.task import TrainTask
 
@@ -23,6 +25,8 @@ _MAX_DEPTH = 12
 _MAX_TENSOR_BYTES = 1 << 20
 _LIBRARIES = {"torch", "transformers", "numpy", "builtins", "collections", "functools", "math", "typing"}
 _SKIPPED = {"_parameters", "_buffers", "_modules", "training", "_is_full_backward_hook", "_version"}
+# Of the weights that are saved and loaded, with the numbers under which the process counts its hooks.
+_SKIPPED |= {f"_{kind}_{when}hooks" for kind in ("state_dict", "load_state_dict") for when in ("", "pre_", "post_")}
 
 
 class UnkeyableError(Exception):
@@ -84,7 +88,15 @@ def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bo
         for name, child in module._modules.items()  # noqa: SLF001
         if child is not None
     )
-    return (type(module), _class_code(type(module), seen, depth + 1), tensors, attributes, children)
+    return (_kind(module), _class_code(type(module), seen, depth + 1), tensors, attributes, children)
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """A module's class; torch makes one of its own for each module that has parametrizations."""
+    kind: Any = type(module)
+    if not is_parametrized(module):
+        return (kind,)
+    return ("parametrized", kind.__mro__[1], tuple(name for name in vars(kind) if not name.startswith("__")))
 
 
 def _class(kind: type, seen: dict[int, int], depth: int) -> Hashable:
@@ -212,6 +224,11 @@ def _object(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     return (type(value), tuple((name, _value(item, seen, depth)) for name, item in sorted(attributes.items())))
 
 
+def _reference(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    """A weak reference, as recurrent layers keep of their weights."""
+    return ("reference", _value(value(), seen, depth))
+
+
 def _builtin(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     del seen, depth
     return ("builtin", getattr(value, "__module__", None), value.__qualname__)
@@ -234,6 +251,7 @@ _BY_TYPE: tuple[tuple[Any, Callable[[Any, dict[int, int], int], Hashable]], ...]
     ((nn.Module,), _constant_module),
     ((tuple, list, range), _sequence),
     ((set, frozenset), _set),
+    ((weakref.ref,), _reference),
     ((Mapping,), _mapping),
     ((functools.partial,), _partial),
     ((types.MethodType,), _method),

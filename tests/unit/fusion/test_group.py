@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW, NAdam, RMSprop
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from hydra_tune import TrainTask
@@ -171,7 +172,7 @@ def test_a_member_that_is_stopped_at_any_time_ends_there():
 def test_a_kind_of_batch_that_cannot_be_stacked_fails_with_the_remedy():
     def step(module, batch):
         x = batch[0]
-        y = torch.native_dropout(module(x), 0.5, True)[0] if len(x) < 8 else module(x)
+        y = checkpoint(module, x.clone().requires_grad_(), use_reentrant=True) if len(x) < 8 else module(x)
         return functional.cross_entropy(y, batch[1])
 
     data = TensorDataset(X[:21], Y[:21])

@@ -1,0 +1,156 @@
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN` of stacked members: each moment's cell as one batched product for all of them.
+
+The arithmetic is that of torch's own cells (`RNN.cpp`). What a layer makes of its inputs is computed for all moments at once,
+as there; dropout between layers draws each member's masks from the member's own generator.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_tune.fusion.drawing import drawn
+
+aten: Any = torch.ops.aten
+
+_State = tuple[Tensor, ...]
+_Cell = Callable[[Tensor, _State, "_Weights"], _State]
+"""What the inputs come to, the state and the weights -> the next state, of which the first is what the layer gives."""
+
+
+class _Weights:
+    """A layer's parameters in one direction, for stacked rows.
+
+    Args:
+        tensors: `(N, out, in)` of the input and of the hidden state, then their biases and a projection, if there are any.
+        has_biases: whether there are.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, has_biases: bool) -> None:
+        self._input, self._hidden = (tensor.transpose(1, 2) for tensor in tensors[:2])
+        self._biases = [tensor.unsqueeze(1) for tensor in tensors[2:4]] if has_biases else []
+        rest = tensors[4 if has_biases else 2 :]
+        self.projection = rest[0].transpose(1, 2) if rest else None
+
+    def of_inputs(self, x: Tensor) -> Tensor:
+        """`(N, moments, batch, in)` to `(N, moments, batch, out)`."""
+        rows = x.reshape(x.size(0), -1, x.size(-1))
+        made = torch.baddbmm(self._biases[0], rows, self._input) if self._biases else torch.bmm(rows, self._input)
+        return made.view(*x.shape[:-1], -1)
+
+    def of_hidden(self, hidden: Tensor) -> Tensor:
+        """`(N, batch, hidden)` to `(N, batch, out)`."""
+        return torch.baddbmm(self._biases[1], hidden, self._hidden) if self._biases else hidden @ self._hidden
+
+
+def _lstm_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
+    hidden, cell = state
+    enters, forgets, new, leaves = (weights.of_hidden(hidden) + inputs).chunk(4, 2)
+    cell = forgets.sigmoid() * cell + enters.sigmoid() * new.tanh()
+    hidden = leaves.sigmoid() * cell.tanh()
+    return (hidden if weights.projection is None else hidden @ weights.projection), cell
+
+
+def _gru_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
+    (hidden,) = state
+    resets, keeps, new = weights.of_hidden(hidden).chunk(3, 2)
+    own_resets, own_keeps, own_new = inputs.chunk(3, 2)
+    made = (own_new + new * (resets + own_resets).sigmoid()).tanh()
+    return ((hidden - made) * (keeps + own_keeps).sigmoid() + made,)
+
+
+def _tanh_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
+    return ((weights.of_hidden(state[0]) + inputs).tanh(),)
+
+
+def _relu_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
+    return ((weights.of_hidden(state[0]) + inputs).relu(),)
+
+
+def lstm(x: Tensor, states: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, ...]:
+    """`aten::lstm.input` with the members in front of every tensor."""
+    return _layers(_lstm_cell, x, states, *arguments)
+
+
+def gru(x: Tensor, state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """`aten::gru.input` likewise."""
+    return _layers(_gru_cell, x, (state,), *arguments)
+
+
+def rnn_tanh(x: Tensor, state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """`aten::rnn_tanh.input` likewise."""
+    return _layers(_tanh_cell, x, (state,), *arguments)
+
+
+def rnn_relu(x: Tensor, state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """`aten::rnn_relu.input` likewise."""
+    return _layers(_relu_cell, x, (state,), *arguments)
+
+
+def _layers(
+    cell: _Cell,
+    x: Tensor,
+    states: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """All layers, as torch's operators take them, with the members in front of every tensor.
+
+    `x` is `(N, moments, batch, in)`, or with `batch_first` `(N, batch, moments, in)`; each of `states`
+    `(N, layers * directions, batch, hidden)`; the parameters are those of each layer and direction in turn. Returns what the
+    last layer gives, like `x`, and the last states, like `states`.
+    """
+    directions = 2 if bidirectional else 1
+    own = _by_layer(parameters, num_layers * directions, has_biases=has_biases)
+    x = x.transpose(1, 2) if batch_first else x
+    ends: list[_State] = []
+    for layer in range(num_layers):
+        made: list[Tensor] = []
+        for direction in range(directions):
+            begin = tuple(state[:, len(ends)] for state in states)
+            outputs, end = _layer(cell, x, begin, next(own), backwards=direction == 1)
+            made.append(outputs)
+            ends.append(end)
+        x = torch.cat(made, 3) if bidirectional else made[0]
+        if dropout and train and layer + 1 < num_layers:
+            x = _dropped(x, dropout)
+    last = tuple(torch.stack(same, 1) for same in zip(*ends, strict=True))
+    return (x.transpose(1, 2) if batch_first else x, *last)
+
+
+def _by_layer(parameters: Sequence[Tensor], count: int, *, has_biases: bool) -> Iterator[_Weights]:
+    each = len(parameters) // count
+    for first in range(0, len(parameters), each):
+        yield _Weights(parameters[first : first + each], has_biases=has_biases)
+
+
+def _layer(cell: _Cell, x: Tensor, state: _State, weights: _Weights, *, backwards: bool) -> tuple[Tensor, _State]:
+    """One layer in one direction: what it gives at each moment, in the order of the moments, and the last state."""
+    inputs = weights.of_inputs(x).unbind(1)
+    made: list[Tensor] = []
+    for one in reversed(inputs) if backwards else inputs:
+        state = cell(one, state, weights)
+        made.append(state[0])
+    return torch.stack(made[::-1] if backwards else made, 1), state
+
+
+def _dropped(x: Tensor, p: float) -> Tensor:
+    """As `torch.dropout` in training, each member's mask its own; alone a member has it without gaps, moments first."""
+    if p == 1.0:
+        return x * 0.0
+    noise = drawn(aten.bernoulli_.float, (torch.empty_like(x.detach()), 1 - p), {}, (True, False), x.size(0))
+    return x * (noise / (1 - p))
+
+
+RECURRENT: dict[Any, Callable[..., Any]] = {
+    aten.lstm.input: lstm,
+    aten.gru.input: gru,
+    aten.rnn_tanh.input: rnn_tanh,
+    aten.rnn_relu.input: rnn_relu,
+}

@@ -1,0 +1,66 @@
+"""`nn.Embedding` and `nn.EmbeddingBag` of stacked members: their tables one below the other, as one table."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten: Any = torch.ops.aten
+
+
+def embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Rows of `(N, rows, width)` by `(N, ...)` to `(N, ..., width)`; a row of padding has no gradient in any member."""
+    members, rows = weight.shape[:2]
+    number = torch.arange(members, device=indices.device).view(-1, *[1] * (indices.dim() - 1))
+    found: Tensor = aten.embedding(weight.flatten(0, 1), indices + number * rows, -1, scale_grad_by_freq, sparse)
+    if padding_idx < 0:
+        return found
+    return torch.where((indices == padding_idx).unsqueeze(-1), found.detach(), found)
+
+
+def embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Sequence[Tensor | None] | None:
+    """Bags of `(N, rows, width)`, `(N, ids)` and `(N, bags)` to `(N, bags, width)`; what else the operator gives is left out.
+
+    None where each member has a row of its own that counts for nothing (`padding_idx`), or ids may be in no bag
+    (`include_last_offset`).
+    """
+    if include_last_offset or (padding_idx is not None and padding_idx >= 0):
+        return None
+    members, rows = weight.shape[:2]
+    number = torch.arange(members, device=indices.device).unsqueeze(1)
+    bags, *_ = aten.embedding_bag.padding_idx(
+        weight.flatten(0, 1),
+        (indices + number * rows).flatten(),
+        (offsets + number * indices.size(1)).flatten(),
+        scale_grad_by_freq,
+        mode,
+        sparse,
+        None if per_sample_weights is None else per_sample_weights.flatten(),
+        False,
+        None,
+    )
+    return bags.view(members, offsets.size(1), -1), None, None, None
+
+
+TABLES: dict[Any, Callable[..., Any]] = {
+    aten.embedding.default: embedding,
+    aten.embedding_bag.padding_idx: embedding_bag,
+    aten.embedding_bag.default: embedding_bag,
+}

@@ -1,0 +1,143 @@
+"""Operators with a stacked form of their own, or with none, are on stacked members what they are for each of them alone."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.unit.fusion.test_plan import compare
+from tests.unit.shard.bench import bench, task_of
+
+_GENERATOR = torch.Generator().manual_seed(3)
+VECTORS = torch.randn(6, 8, generator=_GENERATOR, dtype=torch.float64)
+MOMENTS = torch.randn(6, 5, 8, generator=_GENERATOR, dtype=torch.float64)
+IDS = torch.randint(7, (6, 5), generator=_GENERATOR)
+CLASSES = torch.randint(3, (6,), generator=_GENERATOR)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.recurrent, self.head = kind(8, 6, batch_first=True, **options), nn.LazyLinear(3)
+
+    def forward(self, x):
+        outputs, state = self.recurrent(x)
+        last = state[1] if isinstance(state, tuple) else state
+        return self.head(torch.cat([outputs[:, 0], last[-1]], 1))
+
+
+class Bag(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(7, 6, **options), nn.Linear(6, 3)
+
+    def forward(self, ids):
+        if self.bag.include_last_offset:
+            offsets = torch.arange(0, ids.numel() + 1, ids.shape[1])
+            return self.head(self.bag(ids.flatten(), offsets))
+        weights = (
+            torch.linspace(1, 2, ids.numel(), dtype=torch.float64).view_as(ids) if self.bag.mode == "sum" else None
+        )
+        return self.head(self.bag(ids, per_sample_weights=weights))
+
+
+class Table(nn.Module):
+    """A row of padding, which has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 6, padding_idx=2), nn.Linear(6, 3)
+
+    def forward(self, ids):
+        return self.head(self.table(ids).mean(1))
+
+
+class Noise(nn.Module):
+    """Numbers drawn in a region without gradients, in a matrix that lies transposed, and by operators of one piece."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.slope, self.head = nn.Linear(8, 8), nn.RReLU(), nn.Linear(8, 3)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.first(x)
+        with torch.no_grad():
+            self.average.lerp_(y.mean(0), 0.1)
+            noise = torch.randn_like(y)
+        y = functional.dropout(self.slope(y + 0.1 * noise).T, 0.4).T
+        return self.head(torch.native_dropout(y + self.average, 0.3, True)[0])
+
+
+class Canvas(nn.Module):
+    """Something made of nothing, and then written into."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        canvas = x.new_zeros(len(x), 8)
+        canvas[:, :4] += self.first(x)[:, :4]
+        return self.head(canvas)
+
+
+def check(module, inputs, *, is_traced, loss=functional.cross_entropy):
+    task = task_of(module.double(), train=lambda: [(inputs, CLASSES)], loss=loss)
+    compare(bench(task), is_traced=is_traced)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": nn.GRU, "num_layers": 2, "bidirectional": True, "dropout": 0.3},
+        {"kind": nn.LSTM, "num_layers": 2, "bidirectional": True, "dropout": 0.3},
+        {"kind": nn.LSTM, "bias": False},
+        {"kind": nn.RNN, "num_layers": 2, "dropout": 1.0},
+        {"kind": nn.RNN, "nonlinearity": "relu"},
+    ],
+    ids=lambda options: " ".join(str(getattr(value, "__name__", value)) for value in options.values()),
+)
+def test_recurrent_layers(options):
+    module = Recurrent(**options)
+    module(MOMENTS.float())
+    check(module, MOMENTS, is_traced=True)
+
+
+def test_a_projected_lstm():
+    class Projected(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recurrent, self.head = nn.LSTM(8, 6, proj_size=3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.head(self.recurrent(x.transpose(0, 1))[0][-1])
+
+    check(Projected(), MOMENTS, is_traced=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "sum"}, {"mode": "mean"}, {"mode": "max"}, {"padding_idx": 1}, {"include_last_offset": True}],
+    ids=str,
+)
+def test_bags(options):
+    check(Bag(**options), IDS, is_traced=True)
+
+
+def test_a_row_of_padding():
+    check(Table(), IDS, is_traced=True)
+
+
+def test_noise():
+    check(Noise(), VECTORS, is_traced=False)
+
+
+def test_what_is_written_into():
+    check(Canvas(), VECTORS, is_traced=True)
+
+
+def test_a_loss_that_has_no_stacked_form():
+    check(nn.Linear(8, 3), VECTORS, is_traced=False, loss=partial(functional.multi_margin_loss, p=2))
