@@ -100,6 +100,12 @@ class CNN(nn.Module):
         return self.head(x.mean(dim=(2, 3)))
 
 
+def mlp(dropout: float = 0.0) -> nn.Module:
+    """Two hidden layers of 64."""
+    layers = [nn.Linear(64, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)]
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
 def evaluate(module, batch):
     """Accuracy and loss of a batch; reported as `val_acc` and `val_loss`."""
     images, labels = batch
@@ -120,6 +126,23 @@ def build_cnn(*, lr=2e-3, channels=16, dropout=0.0, weight_decay=0.01, batch_siz
     """Describe the training of a `CNN`."""
     model = partial(CNN, channels=channels, dropout=dropout)
     return _task(model, lr=lr, weight_decay=weight_decay, batch_size=batch_size, epochs=epochs, seed=seed)
+
+
+def build_mlp(*, lr=2e-3, momentum=0.9, weight_decay=1e-4, dropout=0.0, batch_size=64, epochs=8, seed=0):
+    """Describe the training of a small multilayer perceptron."""
+    train, validation = load()
+    return TrainTask(
+        model=partial(mlp, dropout=dropout),
+        optimizer=partial(torch.optim.SGD, lr=lr, momentum=momentum, weight_decay=weight_decay),
+        loss=functional.cross_entropy,
+        train=train,
+        validate=validation,
+        evaluate=evaluate,
+        metric="val_acc",
+        epochs=epochs,
+        batch_size=batch_size,
+        seed=seed,
+    )
 
 
 def _task(model, *, lr, weight_decay, batch_size, epochs, seed):

@@ -17,6 +17,7 @@ class Overrides:
         max_concurrent: trials in flight.
         admission: which of them go first.
         policy: how shard units are chosen.
+        fuse: whether trials of one architecture are computed together.
         run_cap: trials of the whole study.
         timeout_seconds: no trial starts later.
         storage: where the study is kept.
@@ -30,6 +31,7 @@ class Overrides:
     max_concurrent: int | None = None
     admission: str | None = None
     policy: str | None = None
+    fuse: str | None = None
     run_cap: int | None = None
     timeout_seconds: float | None = None
     storage: str | None = None
@@ -72,6 +74,9 @@ def with_overrides(spec: SweepSpec, overrides: Overrides) -> SweepSpec:
             engine[name] = value
             # An error about this value is not an error of the file.
             places.pop(f"hydra.{name}", None)
+    if overrides.fuse is not None:
+        engine["fusion"] = overrides.fuse
+        places.pop("hydra.fuse", None)
     kept: dict[str, Any] = {}
     for name in ("storage", "checkpoint_dir", "checkpoint_every", "stop_seconds"):
         value = getattr(overrides, name)

@@ -69,6 +69,11 @@ def _every(context: click.Context, parameter: click.Parameter, value: str | None
     "--admission", type=click.Choice(ADMISSIONS), help="Whether all trials in flight advance, or the oldest first."
 )
 @click.option("--policy", metavar="NAME", callback=_policy, help="How shard units are chosen, e.g. lrtf.")
+@click.option(
+    "--fuse",
+    type=click.Choice(("auto", "on", "off")),
+    help="Whether trials of one architecture are computed together.",
+)
 @click.option("--run-cap", type=click.IntRange(min=1), metavar="N", help="Trials of the whole study.")
 @click.option(
     "--timeout",
@@ -116,6 +121,7 @@ def sweep(
     max_concurrent: int | None,
     admission: str | None,
     policy: str | None,
+    fuse: str | None,
     run_cap: int | None,
     timeout_seconds: float | None,
     storage: str | None,
@@ -139,6 +145,7 @@ def sweep(
         max_concurrent=max_concurrent,
         admission=admission,
         policy=policy,
+        fuse=fuse,
         run_cap=run_cap,
         timeout_seconds=timeout_seconds,
         storage=storage,

@@ -35,6 +35,8 @@ _ENGINE = (
     "loader_timeout",
     "max_retries",
 )
+_RENAMED = {"fuse": "fusion", "fuse_size": "fusion_size"}
+"""Keys of the block whose arguments of `HydraExecutor` have other names."""
 
 
 def read_sweep_file(path: Path) -> SweepSpec:
@@ -207,7 +209,10 @@ def _spec(shown: str, model: sweep_model.SweepModel, marked: Marked) -> SweepSpe
         checkpoint_dir=model.hydra.checkpoint_dir,
         checkpoint_every=model.hydra.checkpoint_every,
         stop_seconds=model.hydra.stop_seconds or STOP_SECONDS,
-        engine={key: given[key] for key in _ENGINE if key in given},
+        engine={
+            **{key: given[key] for key in _ENGINE if key in given},
+            **{name: given[key] for key, name in _RENAMED.items() if key in given},
+        },
         places={
             ".".join(map(str, path)): f"{shown}:{mark.line}:{mark.column}"
             for path in marked.keys

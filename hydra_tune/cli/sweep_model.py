@@ -70,6 +70,15 @@ def _buffer(value: Any) -> float | Literal["auto"]:
     raise PydanticCustomError("buffer", "must be auto, or from 0 to below 1, not {got}", {"got": describe(value)})
 
 
+def _fuse(value: Any) -> Literal["auto", "on", "off"]:
+    """YAML reads on and off as true and false."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value not in ("auto", "on", "off"):
+        raise PydanticCustomError("fuse", "must be auto, on or off, not {got}", {"got": describe(value)})
+    return value  # type: ignore[no-any-return]  # as above
+
+
 def _policy(name: Any) -> str:
     """Installed packages have policies of their own, so no list of names stands here."""
     if not isinstance(name, str):
@@ -101,6 +110,7 @@ Step = Annotated[float, PlainValidator(_step)]
 AnyScalar = Annotated[Scalar, PlainValidator(_scalar)]
 Shards = Annotated[int | Literal["layer", "tuned"], PlainValidator(_shards)]
 Buffer = Annotated[float | Literal["auto"], PlainValidator(_buffer)]
+Fuse = Annotated[Literal["auto", "on", "off"], PlainValidator(_fuse)]
 Bytes = Annotated[str | int, PlainValidator(_bytes)]
 Often = Annotated[str | int, PlainValidator(_often)]
 Seconds = Annotated[float, PlainValidator(_seconds)]
@@ -197,6 +207,8 @@ class Hydra(Block):
     admission: Literal["eager", "staggered"] | None = None
     num_shards: Shards | None = None
     optimizer_placement: Literal["device", "host", "auto"] | None = None
+    fuse: Fuse | None = None
+    fuse_size: Annotated[int, Field(ge=2)] | None = None
     loader_warning: Seconds | None = None
     loader_timeout: Seconds | None = None
     max_retries: Annotated[int, Field(ge=0)] | None = None

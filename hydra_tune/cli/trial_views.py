@@ -70,6 +70,7 @@ def final_view(entry: Entry, record: TrialRecord, *, stopping: bool) -> tuple[Tr
         epoch=int(last["epoch"]) + 1 if last else entry.view.epoch,
         num_shards=result.num_shards if result is not None else 0,
         optimizer_placement=result.optimizer_placement if result is not None else None,
+        group_size=result.group_size if result is not None else 1,
         units_run=result.units_run if result is not None else 0,
         units_saved=result.units_saved if result is not None else 0,
         compute_seconds=result.compute_seconds if result is not None else 0.0,

@@ -87,7 +87,8 @@ def _counts(view: SweepView, width: int) -> list[Cell]:
     cells.append(Cell(f"{failed} failed", "red" if failed else ""))
     if cancelled:
         cells.append(Cell(f"  {cancelled} cancelled"))
-    return [*cells, Cell(f"  {len(view.trials) - ended} in flight")]
+    fused = sum(trial.group_size > 1 for trial in view.trials if not trial.is_over)
+    return [*cells, Cell(f"  {len(view.trials) - ended} in flight" + (f", {fused} in groups" if fused else ""))]
 
 
 def _devices(devices: Sequence[DeviceView], width: int, room: int) -> list[Line]:

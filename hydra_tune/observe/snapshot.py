@@ -32,6 +32,7 @@ class TrialView:
         remaining_seconds: time left, as the pool estimates it.
         num_shards: shards its model was cut into; 0 where that is not known.
         optimizer_placement: where its updates were made, "device" or "host"; None where that is not known.
+        group_size: trials that it was computed together with, itself counted; 1: by itself, or not known.
         units_run: shard units run.
         units_saved: shard units never run, because it was pruned or cancelled; 0 where that is not known.
         error: what made it fail, on one line.
@@ -52,6 +53,7 @@ class TrialView:
     remaining_seconds: float | None = None
     num_shards: int = 0
     optimizer_placement: str | None = None
+    group_size: int = 1
     units_run: int = 0
     units_saved: int = 0
     error: str | None = None

@@ -142,12 +142,19 @@ def _totals(view: SweepView) -> list[str]:
     return [
         f"sweep {view.name}: {_ENDS[view.status]} after {format_seconds(view.elapsed_seconds)}{_bound(view)}",
         f"trials: {len(view.trials)}{kept}: {', '.join(counts)}",
+        *_fused(view),
         f"units run: {view.units_run}",
         f"units saved by pruning: {view.units_saved}{share}",
         *log,
         *weights[:_NUM_WEIGHTS],
         *([f"... and of {len(weights) - _NUM_WEIGHTS} more beside them"] if len(weights) > _NUM_WEIGHTS else []),
     ]
+
+
+def _fused(view: SweepView) -> list[str]:
+    """How many trials were computed together, if any were."""
+    sizes = [trial.group_size for trial in view.trials if trial.group_size > 1]
+    return [f"computed together: {len(sizes)} trials, up to {max(sizes)} at a time"] if sizes else []
 
 
 def _bound(view: SweepView) -> str:

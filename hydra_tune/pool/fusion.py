@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Hashable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -410,7 +411,9 @@ class Fusion:
             entry = self._entries.get(job.key)
             if entry is None or entry.trial is None:
                 return progress_without_trial(job)
-            return progress_of(job, entry.trial)
+            carrier = entry.carrier
+            members = [] if carrier is None else self._groups.get(carrier.key, [])
+            return replace(progress_of(job, entry.trial), group_size=max(1, len(members)))
 
     def save(self, job: Job) -> "Future[Path]":
         """Refused.

@@ -44,6 +44,7 @@ class Progress:
         metrics: of the last report.
         history: the last reports, as in `Result.history`, up to 64 of them.
         compute_seconds: time that its units computed, copies left out.
+        group_size: as in `Result`.
     """
 
     epoch: int
@@ -56,6 +57,7 @@ class Progress:
     metrics: dict[str, float]
     history: tuple[dict[str, float], ...] = ()
     compute_seconds: float = 0.0
+    group_size: int = 1
 
 
 @dataclass(slots=True, kw_only=True)

@@ -35,6 +35,7 @@ def with_progress(view: TrialView, job: Job, *, state: str) -> TrialView:
         num_shards=progress.num_shards,
         units_run=progress.units_run,
         compute_seconds=progress.compute_seconds,
+        group_size=progress.group_size,
     )
 
 
@@ -54,6 +55,7 @@ def with_result(view: TrialView, job: Job, result: Result) -> TrialView:
         units_saved=result.units_saved,
         remaining_seconds=0.0,
         compute_seconds=result.compute_seconds,
+        group_size=result.group_size,
         error=None if result.error is None else one_line(result.error),
     )
 

@@ -355,6 +355,7 @@ def progress_without_trial(job: Job) -> Progress:
         metrics=result.metrics if result else {},
         history=tuple(result.history[-_MOST_REPORTS:]) if result else (),
         compute_seconds=result.compute_seconds if result else 0.0,
+        group_size=result.group_size if result else 1,
     )
 
 

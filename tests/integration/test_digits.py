@@ -1,12 +1,15 @@
 """The example does what its README says: the budget cuts every model of the search, and the models learn digits."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from hydra_tune import HydraExecutor, Reported, train_plain
+from hydra_tune.cli import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 
@@ -23,6 +26,18 @@ def digits(monkeypatch):
 
 def space():
     return yaml.safe_load((EXAMPLE / "space.yaml").read_text())
+
+
+def test_the_trials_of_the_small_space_are_computed_together(digits, tmp_path, monkeypatch):
+    """A few of them, told to be."""
+    monkeypatch.chdir(tmp_path)
+    given = ["--fuse", "on", "--run-cap", "5", "--set", "epochs=2", "--json", "--no-log"]
+    done = CliRunner().invoke(main, ["sweep", str(EXAMPLE / "mlp.yaml"), *given])
+    assert done.exit_code == 0, done.output
+    trials = json.loads(done.stdout)["trials"]
+    assert len(trials) == 5
+    assert max(trial["group_size"] for trial in trials) > 1
+    assert max(trial["value"] for trial in trials) > 0.8
 
 
 def test_the_models_learn(digits):

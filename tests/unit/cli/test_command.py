@@ -33,6 +33,7 @@ def test_help_names_every_option_and_exit_code():
         "--max-concurrent",
         "--admission",
         "--policy",
+        "--fuse",
         "--log",
         "--no-log",
         "--resume",

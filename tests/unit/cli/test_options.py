@@ -32,6 +32,7 @@ def test_what_is_given_replaces_what_was_written_and_its_place():
             max_concurrent=2,
             admission="staggered",
             policy="fifo",
+            fuse="auto",
             run_cap=9,
             storage="sqlite:///b.db",
         ),
@@ -43,6 +44,7 @@ def test_what_is_given_replaces_what_was_written_and_its_place():
         "max_concurrent": 2,
         "admission": "staggered",
         "policy": "fifo",
+        "fusion": "auto",
     }
     assert (spec.run_cap, spec.storage) == (9, "sqlite:///b.db")
     assert spec.at("hydra.devices") == "hydra.devices"

@@ -69,6 +69,8 @@ def test_a_whole_file(read):
           buffer_fraction: 0.2
           max_concurrent: 8
           num_shards: 4
+          fuse: auto
+          fuse_size: 4
           loader_warning: 2min
           loader_timeout: 90
           max_retries: 0
@@ -99,6 +101,8 @@ def test_a_whole_file(read):
         "loader_warning": 120.0,
         "loader_timeout": 90.0,
         "max_retries": 0,
+        "fusion": "auto",
+        "fusion_size": 4,
     }
     assert (spec.storage, spec.study) == ("sqlite:///trials.db", "second")
     assert spec.at("parameters.lr") == "space.yaml:11:3: parameters.lr"
@@ -110,6 +114,11 @@ def test_what_is_left_out_has_the_defaults_of_the_documentation(read):
     spec = read(GOOD)
     assert (spec.method, spec.goal, spec.parameters, spec.pruning) == ("bayes", "minimize", None, None)
     assert (spec.seed, spec.storage, spec.study, spec.engine) == (None, None, None, {})
+
+
+@pytest.mark.parametrize(("written", "fusion"), [("on", "on"), ("off", "off"), ("'on'", "on"), ("auto", "auto")])
+def test_yaml_may_read_on_and_off_as_it_likes(read, written, fusion):
+    assert read(GOOD + f"hydra: {{fuse: {written}}}\n").engine == {"fusion": fusion}
 
 
 def test_the_name_is_the_study_unless_there_is_another(read):
@@ -358,6 +367,9 @@ def test_a_file_runs_nothing(problems, tmp_path):
             ),
         ),
         ("hydra: {policy: 3}", "4:17: hydra.policy: must be text, not 3"),
+        ("hydra: {fuse: always}", "4:15: hydra.fuse: must be auto, on or off, not 'always'"),
+        ("hydra: {fuse: 1}", "4:15: hydra.fuse: must be auto, on or off, not 1"),
+        ("hydra: {fuse_size: 1}", "4:20: hydra.fuse_size: must be >= 2, not 1"),
         (
             "hydra: {admission: stagered}",
             "4:20: hydra.admission: must be one of eager, staggered, not 'stagered'; did you mean 'staggered'?",

@@ -51,6 +51,14 @@ def test_the_table_and_the_totals(view):
     assert "units saved by pruning: 100 (10% of what was planned)" in lines
 
 
+def test_trials_that_were_computed_together_are_counted(view):
+    assert not any("together" in line for line in printed(view))
+    first, second, *rest = view.trials
+    fused = (replace(first, group_size=4), replace(second, group_size=2), *rest)
+    assert "computed together: 2 trials, up to 4 at a time" in printed(replace(view, trials=fused))
+    assert to_json(replace(view, trials=fused))["trials"][0]["group_size"] == 4
+
+
 def test_the_event_log_is_named_in_one_piece(view):
     path = f"runs/{'x' * 100}.jsonl"
     assert f"event log: {path}" in printed(replace(view, event_log=path))
