@@ -22,7 +22,7 @@ def language():
         yield module
 
 
-@pytest.mark.parametrize("build", ["build_causal", "build_masked"])
+@pytest.mark.parametrize("build", ["build_causal", pytest.param("build_masked", marks=pytest.mark.slow)])
 def test_cut_and_spilled_the_numbers_are_those_of_a_plain_loop(language, build):
     make = partial(getattr(language, build), **SMALL, dropout=0.1)
     assert_cut_spilled_and_bitwise(make, device_memory="1300KiB")

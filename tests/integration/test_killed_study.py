@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.killed_study import RATES, begin, build, storage
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0
+short = partial(build, epochs=1)
 
 
 def kill_among_checkpoints(folder: Path) -> None:
@@ -102,7 +104,7 @@ def test_a_trial_without_a_checkpoint_begins_anew_once_its_search_has_died(tmp_p
     rates = []
 
     def noting(trial):
-        task = build(trial)
+        task = short(trial)
         rates.append((trial.number, trial.params["lr"]))
         return task
 
@@ -139,7 +141,7 @@ def test_trials_of_plain_optuna_are_left_alone(tmp_path):
     with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path / "saved") as pool:
         study = optuna.create_study(storage=storage(tmp_path), study_name="killed", executor=pool)
         study.ask()
-        study.optimize(build, n_trials=1)
+        study.optimize(short, n_trials=1)
         assert [trial.state for trial in study.trials] == [TrialState.RUNNING, TrialState.COMPLETE]
 
 

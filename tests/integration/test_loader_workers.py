@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hydra_tune import Failed, Finished, Reported
 from hydra_tune.errors import TaskError
@@ -128,7 +129,9 @@ def test_a_shutdown_ends_the_workers_of_trials_that_it_cancels():
         (Dies, TaskError, "exited unexpectedly.*num_workers=0"),
     ],
 )
-def test_a_worker_that_fails_ends_its_trial_alone_and_says_why(dataset, error, text, tmp_path):
+def test_a_worker_that_fails_ends_its_trial_alone_and_says_why(dataset, error, text, tmp_path, monkeypatch):
+    looks_every_seconds = (0.2,)  # for workers that are lost; torch's own are 5
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", looks_every_seconds)
     with running(devices="cpu:2") as pool:
         other = pool.submit(task(epochs=4))
         result = pool.submit(short(train=loader(dataset(tmp_path)))).result(PATIENCE_SECONDS)

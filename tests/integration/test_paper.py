@@ -100,7 +100,7 @@ def write_sweep(folder, kind, parameters, hydra):
 @pytest.mark.parametrize(
     ("kind", "data", "small", "varied"),
     [
-        ("bert", "text_file", SMALL_BERT, {"batch_size": [8], "lr": [1e-2, 1e-3]}),
+        pytest.param("bert", "text_file", SMALL_BERT, {"batch_size": [8], "lr": [1e-2, 1e-3]}, marks=pytest.mark.slow),
         ("vit", "image_folder", SMALL_VIT, {"batch_size": [4, 6], "layers": [2]}),
     ],
 )

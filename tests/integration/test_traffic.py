@@ -49,7 +49,7 @@ def moved(
     return Counter({kind: (nbytes - totals[0][kind]) // STEPS for kind, nbytes in totals[1].items()})
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4, 8])
+@pytest.mark.parametrize("accumulate", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4)), 8])
 def test_a_step_moves_three_times_the_parameters_however_many_batches_it_has(accumulate):
     assert 2 * PARAMETER_BYTES < moved(accumulate)["parameters"] <= 1.02 * 3 * PARAMETER_BYTES
 
@@ -89,7 +89,7 @@ def moved_on_two(way: str, accumulate: int) -> tuple[float, float]:
     return (found[1][0] - found[0][0]) / step, (found[1][1] - found[0][1]) / step
 
 
-@pytest.mark.parametrize("batches", [2, 4, 8])
+@pytest.mark.parametrize("batches", [*(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4)), 8])
 def test_data_parallel_on_two_devices_moves_parameters_twice_for_each_device_and_writes_them_back(batches):
     """(2N + 1)|W| on N = 2 devices, however many batches; Harmony's 3N|W| has an update on each device."""
     host, across = moved_on_two(DATA_PARALLEL, batches)

@@ -45,7 +45,7 @@ def assert_goes_on(described: TrainTask, *, every: bool = False, placement: str 
     return saved
 
 
-@pytest.mark.parametrize("spec", FAST)
+@pytest.mark.parametrize("spec", [FAST[0], pytest.param(FAST[1], marks=pytest.mark.slow)])
 def test_the_registry(spec):
     assert_goes_on(build(Spec.parse(spec)))
 

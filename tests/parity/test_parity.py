@@ -18,7 +18,7 @@ from tests.support.tracker import StorageTracker
 
 CUTS = (1, 2, 8, "layer")
 DEVICES = ("cpu:1", "cpu:2")
-FAST_ALONE = {("cnn", 8), ("vit", 1)}
+FAST_ALONE = {("cnn", 8, "cpu:2"), ("vit", 1, "cpu:1")}
 FAST_CROWDS: set[tuple[Any, str]] = set()  # of crowds there are others, in test_interleaving.py
 
 
@@ -77,10 +77,11 @@ def test_a_difference_in_the_last_bit_is_seen():
 @pytest.mark.parametrize(
     ("name", "cut", "devices"),
     [
-        pytest.param(name, cut, devices, marks=() if (name, cut) in FAST_ALONE else pytest.mark.slow)
+        pytest.param(*case, marks=() if case in FAST_ALONE else pytest.mark.slow)
         for name in MODELS
         for cut in CUTS
         for devices in DEVICES
+        for case in [(name, cut, devices)]
     ],
 )
 def test_alone(references, name, cut, devices):

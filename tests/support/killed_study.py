@@ -13,9 +13,9 @@ from tests.support.killed import described
 RATES = (1e-3, 3e-3, 1e-2)
 
 
-def build(trial: optuna.Trial) -> TrainTask:
-    """A trial of about a hundred steps, with a report after every fifth."""
-    task = described(trial.number, 8)
+def build(trial: optuna.Trial, epochs: int = 8) -> TrainTask:
+    """A trial of twelve steps an epoch, with a report after every fifth."""
+    task = described(trial.number, epochs)
     rate = trial.suggest_float("lr", 1e-4, 1e-1, log=True)
     values = {name: getattr(task, name) for name in task.__dataclass_fields__}
     return TrainTask(**values | {"optimizer": partial(torch.optim.AdamW, lr=rate)})

@@ -303,7 +303,7 @@ def test_batches_of_ever_new_length_are_not_captured_for_ever(monkeypatch):
 
 
 def test_a_model_that_has_to_be_cut_trains_with_every_length():
-    described = task(model=OverTime, train=_lengths(12), epochs=2)
+    described = task(model=OverTime, train=_lengths(9), epochs=2)
     with HydraExecutor(devices="cpu:1") as pool:
         pool.run([described])
         whole = pool.stats().devices["cpu:0"].peak_bytes
