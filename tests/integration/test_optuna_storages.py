@@ -231,8 +231,17 @@ def test_no_trial_is_stored_with_more_than_stock_optuna_would(wide):
     assert [trial.system_attrs for trial in study.trials] == [{}] * 3
 
 
-@pytest.mark.parametrize("table", ["trials", "trial_params", "trial_intermediate_values"])
-@pytest.mark.parametrize("moment", ["in the statement", "after the commit"])
+@pytest.mark.parametrize(
+    ("table", "moment"),
+    [
+        ("trials", "after the commit"),
+        ("trial_params", "in the statement"),
+        ("trial_intermediate_values", "after the commit"),
+        pytest.param("trials", "in the statement", marks=pytest.mark.slow),
+        pytest.param("trial_params", "after the commit", marks=pytest.mark.slow),
+        pytest.param("trial_intermediate_values", "in the statement", marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c_in_the_middle_of_a_write_leaves_no_trial_running(table, moment, wide, tmp_path):
     storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db")
     study = hydra_tune_optuna.create_study(storage=storage, pruner=optuna.pruners.NopPruner(), executor=wide)
