@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hydra_tune.fusion import images
+from hydra_tune.fusion.images import settled
 
 _MATRIX, _MEAN, _SUM = 3, 1, 2
+_MANY_CLASSES = 64
 
 aten: Any = torch.ops.aten
 
@@ -36,9 +41,12 @@ def cross_entropy(
     """Of class numbers, `(N, samples, classes)` and `(N, samples)`: one loss of all members' samples, then reduced each."""
     if weight is not None or label_smoothing or logits.dim() != _MATRIX or target.is_floating_point():
         return None
-    single: Tensor = aten.cross_entropy_loss(logits.flatten(0, 1), target.flatten(), None, 0, ignore_index).view_as(
-        target
-    )
+    scores, classes = logits.flatten(0, 1), logits.size(-1)
+    if classes < _MANY_CLASSES:  # kernels are fast along other dimensions than a short last one
+        scores = aten.log_softmax(scores.t().contiguous(), 0).t()
+        single: Tensor = aten.nll_loss(scores, target.flatten(), None, 0, ignore_index).view_as(target)
+    else:
+        single = aten.cross_entropy_loss(scores, target.flatten(), None, 0, ignore_index).view_as(target)
     if reduction == _SUM:
         return single.sum(1)
     if reduction == _MEAN:
@@ -76,48 +84,76 @@ def attention(
     return made.view(members, batch, *made.shape[1:])
 
 
-def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Sequence[int] = (1, 1),
-    padding: Sequence[int] | str = (0, 0),
-    dilation: Sequence[int] = (1, 1),
-    groups: int = 1,
+def embedding(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Tensor | None:
-    """`(N, batch, channels, height, width)`: members are groups of channels, which lie innermost, where kernels are fast."""
-    if x.dim() != 5:  # noqa: PLR2004
+    """Members' tables as one table, one behind the other."""
+    if scale_grad_by_freq or sparse or padding_idx >= 0:
         return None
-    members, batch = x.shape[:2]
-    wide = x.transpose(0, 1).reshape(batch, -1, *x.shape[3:]).contiguous(memory_format=torch.channels_last)
-    operator = aten.conv2d.padding if isinstance(padding, str) else aten.conv2d.default
-    all_bias = None if bias is None else bias.flatten()
-    made: Tensor = operator(wide, weight.flatten(0, 1), all_bias, stride, padding, dilation, groups * members)
-    return made.view(batch, members, -1, *made.shape[2:]).transpose(0, 1)
+    members, rows = weight.shape[:2]
+    first = torch.arange(0, members * rows, rows, device=indices.device, dtype=indices.dtype)
+    own = indices + first.view(-1, *[1] * (indices.dim() - 1))
+    made: Tensor = aten.embedding(weight.flatten(0, 1), own)
+    return made
 
 
-def group_norm(
+def layer_norm(
     x: Tensor,
-    num_groups: int,
+    normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    cudnn_enabled: bool = True,
+    cudnn_enable: bool = True,
 ) -> Tensor:
-    """`(N, batch, channels, ...)`: members are so many more samples, but for their own scales."""
-    made: Tensor = aten.group_norm(x.flatten(0, 1), num_groups, None, None, eps, cudnn_enabled)
-    made = made.view_as(x)
-    own = (x.size(0), 1, x.size(2), *[1] * (x.dim() - 3))
+    """Members are so many more samples, but for their own scales."""
+    made: Tensor = aten.layer_norm(x, normalized_shape, None, None, eps, cudnn_enable)
+    shape = (x.size(0), *[1] * (x.dim() - 1 - len(normalized_shape)), *normalized_shape)
+    if weight is not None and bias is not None:
+        return torch.addcmul(bias.view(shape), made, weight.view(shape))
     if weight is not None:
-        made = made * weight.view(own)
-    return made if bias is None else made + bias.view(own)
+        return made * weight.view(shape)
+    return made if bias is None else made + bias.view(shape)
+
+
+def view(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Views of what lies otherwise than a member's own would are copies; gradients come back as it lies."""
+    return settled(x).reshape(x.size(0), *shape)
+
+
+def flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor | None:
+    """As `view`."""
+    if x.dim() == 1:
+        return None
+    start = start_dim + 1 if start_dim >= 0 else start_dim
+    end = end_dim + 1 if end_dim >= 0 else end_dim
+    return settled(x).flatten(start, end)
+
+
+def is_elementwise(target: Any) -> bool:
+    """Whether an operator treats all elements alike, wherever they are."""
+    return torch.Tag.pointwise in target.tags
+
+
+def elementwise(target: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Members' dimensions are put beside each other; left to `torch.vmap` where types might be promoted in another way."""
+    tensors = [t for t in pytree.tree_leaves((arguments, keywords)) if isinstance(t, Tensor)]
+    most = max(tensor.dim() for tensor in tensors)
+    if len({tensor.dtype for tensor in tensors}) > 1 or (tensors[0].dim() < most and target._schema.is_mutable):  # noqa: SLF001
+        return None
+    beside = [t if t.dim() == most else t.view(t.size(0), *[1] * (most - t.dim()), *t.shape[1:]) for t in tensors]
+    rest = iter(beside)
+    own, named = pytree.tree_map_only(Tensor, lambda _: next(rest), (arguments, keywords))
+    return target(*own, **named)
 
 
 RULES: dict[Any, Callable[..., Any]] = {
     aten.linear.default: linear,
     aten.cross_entropy_loss.default: cross_entropy,
     aten.scaled_dot_product_attention.default: attention,
-    aten.group_norm.default: group_norm,
-    aten.conv2d.default: convolution,
-    aten.conv2d.padding: convolution,
+    aten.embedding.default: embedding,
+    aten.layer_norm.default: layer_norm,
+    aten.view.default: view,
+    aten.reshape.default: view,
+    aten.flatten.using_ints: flatten,
+    **images.RULES,
 }

@@ -9,6 +9,7 @@ Regions such as `torch.no_grad()` run node by node too.
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from hydra_tune.fusion.apart import apart, has_batched_form
 from hydra_tune.fusion.drawing import drawn
 from hydra_tune.fusion.recording import recorded
 from hydra_tune.fusion.recurrent import RECURRENT
-from hydra_tune.fusion.rules import RULES
+from hydra_tune.fusion.rules import RULES, elementwise, is_elementwise
 from hydra_tune.fusion.tables import TABLES, embedding_bag
 from hydra_tune.shard.stochastic import draws_random_numbers
 
@@ -201,6 +202,8 @@ class StackedGraph:
         rule = _ALL_RULES.get(target)
         if rule is embedding_bag and not _takes_first_only(node):
             rule = None
+        if rule is None and is_elementwise(target):
+            rule = partial(elementwise, target)
         is_batched = has_batched_form(target) and target._schema.name not in _APART  # noqa: SLF001
 
         def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:

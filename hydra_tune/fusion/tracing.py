@@ -22,6 +22,7 @@ _SAME = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.default])
 _VIEWS = frozenset(
     [torch.ops.aten.view.default, torch.ops.aten.expand.default, torch.ops.aten._unsafe_view.default]  # noqa: SLF001
 )
+_TRANSPOSE, _PRODUCT = torch.ops.aten.transpose.int, torch.ops.aten.bmm.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def traced(
 
 
 def _tidy(module: fx.GraphModule) -> None:
-    """Leave out nodes that give back what they are given."""
+    """Leave out nodes that give back what they are given, and have products made the way round that they are wanted."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -104,8 +105,32 @@ def _tidy(module: fx.GraphModule) -> None:
         if node.target in _SAME or (node.target in _VIEWS and _are_alike(node.meta.get("val"), source.meta.get("val"))):
             node.replace_all_uses_with(source)
             module.graph.erase_node(node)
+        elif node.target is _TRANSPOSE and source.target is _PRODUCT and len(source.users) == 1:
+            _turn(module.graph, node, source)
     module.graph.eliminate_dead_code()
     module.recompile()
+
+
+def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
+    """The transpose of a product is the product of the transposes, and lies as it is read."""
+    if set(node.args[1:]) not in ({1, 2}, {-1, -2}):
+        return
+    left, right = product.args
+    assert isinstance(left, fx.Node), "a product is of tensors"
+    assert isinstance(right, fx.Node), "a product is of tensors"
+    with graph.inserting_before(node):
+        turned = graph.call_function(_PRODUCT, (_transposed(graph, right), _transposed(graph, left)))
+    turned.meta = dict(node.meta)
+    node.replace_all_uses_with(turned)
+    graph.erase_node(node)
+    graph.erase_node(product)
+
+
+def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if node.target is _TRANSPOSE and set(node.args[1:]) == {1, 2}:
+        (source,) = node.all_input_nodes
+        return source
+    return graph.call_function(_TRANSPOSE, (node, 1, 2))
 
 
 def _are_alike(a: object, b: object) -> bool:

@@ -1,0 +1,159 @@
+"""Convolutions, pooling and batch norm on stacked members: members are so many more channels.
+
+Note: layout. What these operators give has the shape `(N, batch, channels, ...)` and lies in memory as
+`(batch, ..., N, channels)`: all members' channels innermost, where kernels are fast. Each finds what the one before has made in
+that layout and takes it as it is; elementwise operators keep it, and where it ends (`settled`) gradients are put into it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_IMAGES = 5  # (N, batch, channels, height, width)
+_CHANNELS = 2
+
+aten: Any = torch.ops.aten
+
+
+def wide(x: Tensor) -> Tensor:
+    """`(N, batch, channels, ...)` as `(batch, N * channels, ...)`, channels innermost; a view where it lies so already."""
+    rest = range(_CHANNELS + 1, x.dim())
+    last = x.permute(1, *rest, 0, _CHANNELS)
+    merged = last.reshape(*last.shape[:-2], x.size(0) * x.size(_CHANNELS)).contiguous()
+    return merged.permute(0, -1, *range(1, merged.dim() - 1))
+
+
+def narrow(x: Tensor, members: int) -> Tensor:
+    """The other way."""
+    return x.view(x.size(0), members, -1, *x.shape[2:]).transpose(0, 1)
+
+
+class _Settled(torch.autograd.Function):
+    """A tensor as it is; its gradient lies as it does, whatever the operators behind have made of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.layout = x.shape, x.stride()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        shape, stride = ctx.layout
+        if gradient.stride() == stride:
+            return gradient
+        return torch.empty_strided(shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
+def settled(x: Tensor) -> Tensor:
+    """A tensor that is about to be put into another layout, if it has this one."""
+    is_wide = x.dim() > _CHANNELS + 1 and x.stride(_CHANNELS) == 1 and x.stride(0) == x.size(_CHANNELS)
+    if not is_wide or x.is_contiguous() or not x.requires_grad:
+        return x
+    made: Tensor = _Settled.apply(x)  # type: ignore[no-untyped-call]
+    return made
+
+
+def convolution(spatial: int, *, transposed: bool = False) -> Callable[..., Tensor | None]:
+    """A convolution over so many dimensions, with weights of each member's own."""
+
+    def plain(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Sequence[int] = (1,),
+        padding: Sequence[int] | str = (0,),
+        dilation: Sequence[int] = (1,),
+        groups: int = 1,
+    ) -> Tensor | None:
+        if x.dim() != spatial + _CHANNELS + 1:
+            return None
+        packet = getattr(aten, f"conv{spatial}d")
+        operator = packet.padding if isinstance(padding, str) else packet.default
+        own = None if bias is None else bias.flatten()
+        made = operator(wide(x), weight.flatten(0, 1), own, stride, padding, dilation, groups * x.size(0))
+        return narrow(made, x.size(0))
+
+    def turned(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Sequence[int] = (1,),
+        padding: Sequence[int] = (0,),
+        output_padding: Sequence[int] = (0,),
+        groups: int = 1,
+        dilation: Sequence[int] = (1,),
+    ) -> Tensor | None:
+        if x.dim() != spatial + _CHANNELS + 1:
+            return None
+        packet = getattr(aten, f"conv_transpose{spatial}d")
+        operator = packet.default if spatial == 1 else packet.input
+        own = None if bias is None else bias.flatten()
+        made = operator(
+            wide(x), weight.flatten(0, 1), own, stride, padding, output_padding, groups * x.size(0), dilation
+        )
+        return narrow(made, x.size(0))
+
+    return turned if transposed else plain
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """Each member's channels have statistics and scales of their own."""
+    scales = [None if t is None else t.flatten() for t in (weight, bias)]
+    statistics = [None if t is None else t.view(-1) for t in (running_mean, running_var)]  # overwritten in place
+    made = aten.batch_norm(wide(x), *scales, *statistics, training, momentum, eps, cudnn_enabled)
+    return narrow(made, x.size(0))
+
+
+def pooling(operator: Any, dims: int) -> Callable[..., Tensor | None]:
+    """An operator on the `dims` last dimensions, alike for all channels."""
+
+    def run(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor | None:
+        if x.dim() != dims + _CHANNELS + 1:
+            return None
+        return narrow(operator(wide(x), *arguments, **keywords), x.size(0))
+
+    return run
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """Members are so many more groups of channels, and their scales so many more channels'."""
+    own = [None if t is None else t.flatten() for t in (weight, bias)]
+    made = aten.group_norm(wide(x), num_groups * x.size(0), *own, eps, cudnn_enabled)
+    return narrow(made, x.size(0))
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    aten.conv1d.default: convolution(1),
+    aten.conv1d.padding: convolution(1),
+    aten.conv2d.default: convolution(2),
+    aten.conv2d.padding: convolution(2),
+    aten.conv3d.default: convolution(3),
+    aten.conv3d.padding: convolution(3),
+    aten.conv_transpose1d.default: convolution(1, transposed=True),
+    aten.conv_transpose2d.input: convolution(2, transposed=True),
+    aten.batch_norm.default: batch_norm,
+    aten.group_norm.default: group_norm,
+    aten.max_pool2d.default: pooling(aten.max_pool2d.default, 2),
+    aten.avg_pool2d.default: pooling(aten.avg_pool2d.default, 2),
+    aten.adaptive_avg_pool2d.default: pooling(aten.adaptive_avg_pool2d.default, 2),
+    aten.upsample_nearest2d.vec: pooling(aten.upsample_nearest2d.vec, 2),
+}
