@@ -166,7 +166,7 @@ class HydraExecutor:
         _check_memory(device_memory, link_bandwidth)
         _check_flag("record", record)
         _check_placement(optimizer_placement, spill_dir)
-        self._fusion_size = members_of_group(fusion, fusion_size, checkpoint_dir)
+        self._fusion_size = members_of_group(fusion, fusion_size)
         self._probes_fusion = fusion == "auto"
         self._stop_seconds = parse_seconds(stop_seconds, what="stop_seconds")
         self._signals = ExitStack()
@@ -268,9 +268,7 @@ class HydraExecutor:
             pool.checkpoints.flush()
             found = check_checkpoint(Path(path).absolute())
             origin = Origin(path=found, allows_changes=resume != "strict", only_weights=warm_start is not None)
-        if self._fusion is not None and path is None:
-            return self._watched(self._fusion.submit(task, name, events, priority=priority))
-        job = pool.submit(
+        job = (self._fusion or pool).submit(
             task,
             name,
             events,
@@ -336,9 +334,11 @@ class HydraExecutor:
             pool.checkpoints.flush()
             origin = Origin(saved=load_checkpoint(path), allows_changes=True)
         else:
-            origin = Origin(saved=pool.copy(job).result(), allows_changes=True)
+            origin = Origin(saved=(self._fusion or pool).copy(job).result(), allows_changes=True)
         return self._watched(
-            pool.submit(task, name, events, priority=priority, origin=origin, max_retries=self._max_retries)
+            (self._fusion or pool).submit(
+                task, name, events, priority=priority, origin=origin, max_retries=self._max_retries
+            )
         )
 
     def save_to(self, job: Job, folder: str | os.PathLike[str]) -> Path:
@@ -430,7 +430,8 @@ class HydraExecutor:
             raise ConfigError(_NO_CHECKPOINTS)
         pool = self._pool
         if pool is not None:
-            suspend(pool, pool.jobs() if jobs is None else jobs, self._stop_seconds if seconds is None else seconds)
+            front = self._fusion or pool
+            suspend(front, front.jobs() if jobs is None else jobs, self._stop_seconds if seconds is None else seconds)
 
     def _folder_of(self, name: str, *, is_settled: bool = True) -> Path:
         pool = self._started()
@@ -492,7 +493,7 @@ class HydraExecutor:
         with shown(name, goal, pool.stats) as watch:
             self._watches.append(watch)
             try:
-                watch.add(pool.jobs())
+                watch.add((self._fusion or pool).jobs())
                 yield
             finally:
                 self._watches.remove(watch)

@@ -1,30 +1,33 @@
 """`GroupTrial`: several trials as one, which the pool runs as it runs any trial.
 
 Note: lock-step. Each member says which batch it wants computed next, and those that want the same kind of batch are computed
-together; where their kinds differ, those that are behind go first, and the others rest meanwhile. When members have reported,
-the group waits until all of them are answered.
+together (`buckets.py`). A member that has reported rests until it is answered; the group waits where all of them do.
+
+Note: places. A group has so many places, and between two steps a member that is over, or paused, leaves its own to another one,
+that begins its training, or goes on with it, while the others are in the middle of theirs (`put_in`). A place that nobody takes
+is masked. What passes between a group and a member that comes or goes is the member's own module and optimizer; and where a
+group has more or fewer places from now on (`sizes.py`), all of its members go, and come to a new stack.
 """
 
-from collections.abc import Callable, Generator, Hashable, Sequence
-from typing import Any
-
-import torch
-from torch import nn
+import time
+from collections.abc import Generator, Sequence
+from functools import partial
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import TaskError, UnfusableError
 from hydra_tune.fusion.batches import stacked
+from hydra_tune.fusion.buckets import Buckets
+from hydra_tune.fusion.kinds import Kinds, wanted_of
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.optimizers import StackedOptimizer
-from hydra_tune.fusion.plans import GroupPlans, layout_of
-from hydra_tune.fusion.stack import StackedModule, hand_out, stacked_optimizer
+from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.fusion.seat import Desk, Seat, vacant
+from hydra_tune.fusion.sizes import Sizes
+from hydra_tune.fusion.stack import StackedModule, adopt, hand_out, put_in, stacked_optimizer
 from hydra_tune.fusion.steps import GroupEvaluation, GroupGradients, GroupStep
 from hydra_tune.fusion.streams import GroupStreams
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import Tenant
-from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
-from hydra_tune.shard.request import Layout
 from hydra_tune.train.shared_times import SharedTimes
 from hydra_tune.train.spread import Spread
 from hydra_tune.train.state import ModelState
@@ -32,52 +35,27 @@ from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.training_batch import Part
 from hydra_tune.train.trial import Report, Trial
 
-_MAX_PLANS = 8  # kept of each kind of batch, where the step asks for values of the batch
+_MAX_STACKED = 64  # plans that are remembered here
 
-
-class Seat:
-    """A member's place in a group.
-
-    Args:
-        member: who has it.
-        waits: whether its reports wait for an answer.
-
-    Attributes:
-        wants: what the member wants next; None when it is over.
-        is_answered: whether the report that it waits with has been answered.
-        stop: how it is to end, "pruned" or "cancelled", if it is; may be set at any time, on any thread.
-        status: how it has ended; None while it has not.
-        error: why it has failed.
-        module, optimizer: of a member that has completed, with its weights and state.
-    """
-
-    def __init__(self, member: Member, *, waits: bool) -> None:
-        self.member = member
-        self.waits = waits
-        self.wants: Wanted | Report | None = None
-        self.is_answered = False
-        self.stop: str | None = None
-        self.status: str | None = None
-        self.error: BaseException | None = None
-        self.module: nn.Module | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it waits for an answer."""
-        return self.status is None and self.stop is None and isinstance(self.wants, Report) and not self.is_answered
+PATIENCE_SECONDS = 0.05
+"""For which members that are answered wait for those that have reported with them."""
 
 
 class GroupTrial(Trial):
     """A group under way.
 
     Args:
-        seats: the members, built, whose fusion keys are equal.
+        seats: the members, built, whose fusion keys are equal; they may have begun in another group.
         plans: makes the group's plans.
         library: where plans come from.
         device: any device of the pool, for host memory.
-        ended: told of each member that is over, on the thread that has the group go on.
+        desk: asked and told about the places, on the thread that has the group go on.
         host, tenant, times: as of `Trial`.
+        most: places that there may be; None: as many as there are now.
+
+    Attributes:
+        seats: by place.
+        buckets: says what was computed together.
     """
 
     def __init__(
@@ -86,23 +64,27 @@ class GroupTrial(Trial):
         plans: GroupPlans,
         library: PlanLibrary,
         device: Device,
-        ended: Callable[[Seat], None],
+        desk: Desk,
         host: HostTier | None = None,
         tenant: Tenant | None = None,
         times: SharedTimes | None = None,
+        most: int | None = None,
     ) -> None:
         members = [seat.member for seat in seats]
         super().__init__(members[0].task, library, device, None, host, tenant, times)
         self.seats = list(seats)
-        self._ended = ended
+        self.buckets = Buckets()
+        self._desk = desk
+        self._sizes = Sizes(len(seats) if most is None else most)
+        self._waits = 0
         self._group_plans = plans
         self._times = times or SharedTimes()
         self._group_streams = GroupStreams([member.streams for member in members])
-        self._gradients = GroupGradients([member.task for member in members])
-        self._layout: Layout | None = None
-        self._known: dict[Any, list[Prepared]] = {}  # several where the step asks for values of the batch
-        for member in members:
-            member.is_fused = True
+        self._gradients: GroupGradients = GroupGradients([member.task for member in members])
+        self._stacked: dict[Prepared, Prepared] = {}
+        self._kinds = Kinds(plans)
+        for seat in seats:
+            self._welcome(seat)
 
     @property
     def remaining_seconds(self) -> float:
@@ -111,6 +93,25 @@ class GroupTrial(Trial):
         evaluated = max((seat.member.progress.evaluated_batches_left for seat in self._live), default=0)
         ahead = max(0.0, steps * self._train_times.total - self._train_times.total)
         return self._step_left + ahead + evaluated * self._evaluation_times.total
+
+    def admits(self, member: Member) -> bool:
+        """Whether a member that comes leaves the others' bits alone."""
+        optimizer = None if self.state is None else self.state.optimizer
+        return not isinstance(optimizer, StackedOptimizer) or optimizer.admits(member.built()[1])
+
+    @property
+    def any_device(self) -> Device:
+        """Any device of the pool, for host memory."""
+        return self._device
+
+    @property
+    def most(self) -> int:
+        """Places that there may be."""
+        return self._sizes.most
+
+    @most.setter
+    def most(self, most: int) -> None:
+        self._sizes.most = most
 
     @property
     def units_planned(self) -> int | None:
@@ -137,16 +138,75 @@ class GroupTrial(Trial):
         return [seat for seat in self.seats if seat.status is None]
 
     def _train(self) -> Generator[PendingUnit | Spread | Report, None, None]:
-        for seat in self.seats:
-            self._advance(seat)
         while True:
-            yield from self._answered()
-            bucket = self._next_bucket()
-            if not bucket:
+            yield from self._settled()
+            wanting = [seat for seat in self._live if isinstance(seat.wants, Wanted)]
+            if not wanting:
                 return
-            yield from self._compute(bucket)
+            bucket = self.buckets.next(self._kinds.of(wanting))
+            own = self._kinds.found(wanted_of(bucket[0]))
+            if own is None:
+                own = self._made(bucket[0])
+                bucket = self._kinds.served(own, bucket)
+            yield from self._compute(bucket, self._prepared(own))
+            self.buckets.computed(len(bucket), len(wanting), len(self.seats))
+            self._sizes.computed(len(self.seats), len(self._live))
             for seat in bucket:
                 self._advance(seat)
+
+    def _settled(self) -> Generator[Report, None, None]:
+        """Go on when a member wants a batch computed, or nobody is left."""
+        while True:
+            self._attend()
+            if not self._live or any(isinstance(seat.wants, Wanted) for seat in self._live):
+                return
+            self._waits += 1
+            yield Report(step=self._waits, metrics={})
+
+    def _attend(self) -> None:
+        """Between two steps: members end, leave and report, those that are answered go on, and others come."""
+        for seat in self._live:
+            self._attend_to(seat)
+        self._resize()
+        free = [index for index, seat in enumerate(self.seats) if seat.status is not None]
+        coming = self._desk.joining(len(free), ends=not self._live)
+        for index, seat in zip(free, coming, strict=False):
+            self._take_in(index, seat)
+            self._attend_to(seat)
+        if self._answers_are_in:
+            for seat in self._live:
+                if isinstance(seat.wants, Report) and seat.is_answered:
+                    self._advance(seat)
+                    self._attend_to(seat)
+
+    def _attend_to(self, seat: Seat) -> None:
+        """Have a member go on until it wants a batch, or waits for an answer."""
+        while seat.status is None:
+            if seat.stop is not None:
+                self._end(seat, seat.stop)
+            elif seat.is_paused:
+                self._leave(seat)
+                return
+            elif seat.wants is None or (isinstance(seat.wants, Report) and not seat.waits):
+                self._advance(seat)
+            else:
+                if isinstance(seat.wants, Report) and seat.told_at is None:
+                    seat.told_at = time.monotonic()
+                    self._desk.reported(seat)
+                return
+
+    @property
+    def _answers_are_in(self) -> bool:
+        """Whether members that are answered go on now: those that report together go on together, unless it takes long."""
+        waiting = [seat.told_at for seat in self._live if seat.is_waiting and seat.told_at is not None]
+        return not waiting or time.monotonic() - min(waiting) >= PATIENCE_SECONDS
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a group that waits has something to do; may be asked on any thread."""
+        live = self._live
+        answered = any(isinstance(seat.wants, Report) and seat.is_answered for seat in live)
+        return any(seat.stop is not None or seat.is_paused for seat in live) or (answered and self._answers_are_in)
 
     def _advance(self, seat: Seat) -> None:
         """Have a member go on to what it wants next, or end it."""
@@ -154,7 +214,7 @@ class GroupTrial(Trial):
             self._end(seat, seat.stop)
             return
         try:
-            seat.wants, seat.is_answered = seat.member.go_on(), False
+            seat.go_on()
         except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
             seat.error = error
             self._end(seat, "failed")
@@ -165,61 +225,82 @@ class GroupTrial(Trial):
     def _end(self, seat: Seat, status: str) -> None:
         member = seat.member
         if status == "completed":
-            module, optimizer = member.built()
-            if self.state is not None:
-                hand_out(self.state, self.seats.index(seat), module, optimizer)
-            seat.module, seat.optimizer = module, optimizer
+            self._hand_out(seat)
+            seat.module, seat.optimizer = member.built()
         seat.status, seat.wants = status, None
         try:
             member.close(keep=False)
         except Exception as error:  # noqa: BLE001 - the user's data iterator may fail when it is closed
             seat.status, seat.error, seat.module, seat.optimizer = "failed", error, None, None
-        self._ended(seat)
+        self._desk.ended(seat)
 
-    def _answered(self) -> Generator[Report, None, None]:
-        """Go on when no member has a report that is not answered."""
-        while True:
-            for seat in self._live:
-                if seat.stop is not None:
-                    self._end(seat, seat.stop)
-            reports = [seat for seat in self._live if isinstance(seat.wants, Report)]
-            if not reports:
-                return
-            if any(seat.is_waiting and seat.waits for seat in reports):
-                yield Report(step=max(seat.member.progress.steps for seat in reports), metrics={})
-            for seat in reports:
-                self._advance(seat)
+    # Places.
 
-    def _next_bucket(self) -> list[Seat]:
-        """Members that want the same kind of batch: evaluations first, then those that are most behind."""
+    def _welcome(self, seat: Seat) -> None:
+        seat.member.is_fused = True
+        seat.member.num_shards = self.num_shards
+        seat.member.fetch = partial(self._hand_out, seat)
+
+    def _take_in(self, index: int, seat: Seat) -> None:
+        """Give a place to a member that comes."""
+        member = seat.member
+        self.seats[index] = seat
+        self._group_streams.replace(index, member.streams)
+        self._gradients.replace(index, member.task)
+        member.is_fused = True
+        try:
+            if seat.wants is None:  # what it goes on from is in its own module and optimizer then
+                seat.go_on()
+        except BaseException as error:  # noqa: BLE001 - as in `_advance`
+            seat.error = error
+            self._end(seat, "failed")
+            return
+        if self.state is not None:
+            put_in(self.state, index, *member.built(), self._device)
+        self._welcome(seat)
+
+    def _leave(self, seat: Seat) -> None:
+        """A member goes, with its state."""
+        self._hand_out(seat)
+        seat.member.fetch = None
+        self.seats[self.seats.index(seat)] = vacant(seat)
+        self._desk.left(seat)
+
+    def _hand_out(self, seat: Seat) -> None:
+        """Have a member's own module and optimizer be as its part of the group's state is."""
+        if self.state is not None:
+            hand_out(self.state, self.seats.index(seat), *seat.member.built())
+
+    def _resize(self) -> None:
+        """Have more or fewer places, if that is due and prepared."""
         live = self._live
-        wants = [seat.wants for seat in live if isinstance(seat.wants, Wanted)]
-        known = self._known.get((wants[0].mode, wants[0].leaves.signature)) if wants else None
-        is_one_kind = all(one.leaves is wants[0].leaves and one.mode == wants[0].mode for one in wants)
-        if is_one_kind and known and known[0].guard is None:
-            return live
-        kinds: dict[Any, list[Seat]] = {}
-        for seat in live:
-            assert isinstance(seat.wants, Wanted)
-            kinds.setdefault(self._kind(seat.wants), []).append(seat)
-        bucket = min(kinds.values(), key=_urgency, default=[])
-        if not bucket or self._found(_wanted(bucket[0])) is not None:
-            return bucket
-        prepared = self._prepared(bucket[0].member, _wanted(bucket[0]))
-        return [seat for seat in bucket if _serves(prepared, _wanted(seat))]
+        size = self._sizes.wanted(len(self.seats), len(live), self._desk.waiting())
+        if size == len(self.seats) or not self._desk.make_ready(size):
+            return
+        if self.state is not None:
+            for seat in live:
+                self._hand_out(seat)
+            self.state.drop()
+        self.seats = [*live, *(vacant(live[0]) for _ in range(size - len(live)))]
+        self._group_streams = GroupStreams([seat.member.streams for seat in self.seats])
+        self._gradients = GroupGradients([seat.member.task for seat in self.seats])
+        self._stacked.clear()
+        self._sizes.changed()
+        if self.state is not None:
+            assert self._kinds.first is not None
+            self._make_group_state(self._group_plans.stacked(self._kinds.first, size), self.state)
 
-    def _kind(self, wanted: Wanted) -> Hashable:
-        """What members whose batches are computed together have in common: which plan serves them."""
-        found = self._found(wanted)
-        return (wanted.mode, wanted.leaves.signature, None if found is None else id(found))
+    def make_ready(self, size: int) -> None:
+        """Make the plans for another number of places, of the kinds of batches that there were; on any thread.
 
-    def _found(self, wanted: Wanted) -> Prepared | None:
-        known = self._known.get((wanted.mode, wanted.leaves.signature), ())
-        return next((prepared for prepared in known if _serves(prepared, wanted)), None)
+        Args:
+            size: places.
+        """
+        if self.state is not None and self._device.torch_device.type == "cpu":
+            self._kinds.make_ready(size, self.state.tensors)
 
-    def _compute(self, bucket: Sequence[Seat]) -> Generator[PendingUnit, None, None]:
-        first = bucket[0].wants
-        assert isinstance(first, Wanted)
+    def _compute(self, bucket: Sequence[Seat], prepared: Prepared) -> Generator[PendingUnit, None, None]:
+        first = wanted_of(bucket[0])
         taking_part = {id(seat) for seat in bucket}
         active = [id(seat) in taking_part for seat in self.seats]
         # A member that rests computes on somebody else's batch.
@@ -228,8 +309,6 @@ class GroupTrial(Trial):
             for seat, on in zip(self.seats, active, strict=True)
         ]
         leaves = stacked(wants)
-        prepared = self._found(first)
-        assert prepared is not None
         resting = tuple(index for index, one in enumerate(active) if not one)
         self._group_streams.active = active
         state = self.state
@@ -252,7 +331,8 @@ class GroupTrial(Trial):
         finally:
             evaluation.close()
         for index, seat in enumerate(self.seats):
-            seat.member.values = {name: values[index] for name, values in evaluation.values.items()}
+            if active[index]:
+                seat.member.values = {name: values[index] for name, values in evaluation.values.items()}
 
     def _step(self, part: Part, state: ModelState, resting: tuple[int, ...]) -> Generator[PendingUnit, None, None]:
         step = GroupStep(1, state, self._group_streams, self._device, self._gradients)
@@ -260,61 +340,48 @@ class GroupTrial(Trial):
         try:
             yield from step.batch(part)
             yield from step.finish()
-            for seat, loss in zip(self.seats, step.member_losses, strict=True):
-                seat.member.loss = loss
+            for index, loss in enumerate(step.member_losses):
+                if index not in resting:
+                    self.seats[index].member.loss = loss
         finally:
             step.close()
 
-    def _prepared(self, member: Member, wanted: Wanted) -> Prepared:
-        """The group's plan for a kind of batch, made now."""
-        try:
-            own = self._group_plans.of_member(member, wanted, self._layout)
-            found = self._group_plans.stacked(own, len(self.seats))
-        except UnfusableError as error:
-            raise TaskError(
-                f"the trials of a group have come to a kind of batch that they cannot compute together: {error}; "
-                "train them with fusion='off'"
-            ) from error
+    def _made(self, seat: Seat) -> Prepared:
+        """The plan of what a member wants, made now; the group's state is cut as the first step of its training is."""
+        own = self._kinds.made(seat)
         if self.state is None:
-            self._layout = layout_of(own)
-            self._make_group_state(found)
-        assert self.state is not None
-        self.state.adopt_state(list(found.plan.used_state()), self._device)
-        if self._device.torch_device.type == "cpu":
-            rows = [torch.stack([tensor] * len(self.seats)) for tensor in wanted.tensors]
-            with self.state.whole():
-                self._group_plans.trace(found, self.state.tensors, tuple(rows), len(self.seats))
-        known = self._known.setdefault((wanted.mode, wanted.leaves.signature), [])
-        known.append(found)
-        del known[:-_MAX_PLANS]
-        return found
+            assert self._kinds.first is not None
+            self._make_group_state(self._group_plans.stacked(self._kinds.first, len(self.seats)))
+        return own
 
-    def _make_group_state(self, prepared: Prepared) -> None:
+    def _prepared(self, own: Prepared) -> Prepared:
+        """A member's plan, stacked for as many as there are places now."""
+        if own not in self._stacked:
+            size = len(self.seats)
+            found = self._group_plans.stacked(own, size)
+            assert self.state is not None
+            self.state.adopt_state(list(found.plan.used_state()), self._device)
+            if self._device.torch_device.type == "cpu":
+                self._kinds.trace(own, size, self.state.tensors)
+            if len(self._stacked) > _MAX_STACKED:
+                self._stacked.clear()
+            self._stacked[own] = found
+        return self._stacked[own]
+
+    def _make_group_state(self, prepared: Prepared, before: ModelState | None = None) -> None:
+        """Stack the members' own modules and optimizers.
+
+        Args:
+            prepared: the plan that the state is cut for.
+            before: the state of the group when it had another size.
+        """
         built = [seat.member.built() for seat in self.seats]
         module = StackedModule([module for module, _ in built])
         optimizer = stacked_optimizer([optimizer for _, optimizer in built], built[0][0], module)
         self._share.check(prepared.plan)
-        self.state = ModelState(module, optimizer, prepared.plan, self._device, self._host, self._tenant)
+        self.state = ModelState(module, optimizer, prepared.plan, self._device, self._host, self._tenant, before)
+        adopt(self.state, built, [seat.status is None for seat in self.seats], self._device)
         self.num_shards = len(prepared.plan.shards)
         for seat in self.seats:
             seat.member.num_shards = self.num_shards
         self.optimizer_placement = prepared.plan.optimizer_placement
-
-
-def _wanted(seat: Seat) -> Wanted:
-    assert isinstance(seat.wants, Wanted)
-    return seat.wants
-
-
-def _serves(prepared: Prepared, wanted: Wanted) -> bool:
-    """Whether a plan is for this batch, of the kind that it was made for."""
-    if prepared.guard is None:
-        return True
-    with GATE.shared():
-        return prepared.serves(wanted.tensors)
-
-
-def _urgency(bucket: Sequence[Seat]) -> tuple[bool, int]:
-    wants = bucket[0].wants
-    assert isinstance(wants, Wanted)
-    return wants.mode == "train", min(seat.member.progress.steps for seat in bucket)

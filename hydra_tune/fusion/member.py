@@ -5,7 +5,7 @@ takes runs as any other trial does.
 """
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,6 +22,7 @@ from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.data import no_batch, num_samples
 from hydra_tune.train.gathering import Pick
 from hydra_tune.train.mean import Mean
+from hydra_tune.train.snapshot import Snapshot
 from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.trial import Report, Trial
 
@@ -69,14 +70,17 @@ class Member(Trial):
         is_fused: whether a group computes its batches; else it runs as a `Trial`.
         loss: of the batch it wanted trained on, once that has run.
         values: metrics of the batch it wanted evaluated, likewise.
+        fetch: copies its part of the group's state to its own module and optimizer; None while no group has it.
     """
 
     is_fused = False
     loss = math.nan
+    fetch: Callable[[], None] | None = None
 
     def go_on(self) -> Wanted | Report | None:
         """What a fused member wants next; None at its end. Runs the trial's own code."""
         found: Any = self.advance()
+        self._adopt_saved()  # a group takes it from there
         assert found is None or isinstance(found, Wanted | Report)
         return found
 
@@ -87,6 +91,12 @@ class Member(Trial):
                 self._feed.check(handle)
             return self._build()
         return self.module, self.optimizer
+
+    def snapshot(self) -> Snapshot:
+        """As of `Trial`; what a group has of it is fetched first."""
+        if self.fetch is not None:
+            self.fetch()
+        return super().snapshot()
 
     def peek(self) -> dict[str, Wanted]:
         """The first batch of training, and of the validation if there is any; the data stands as before."""
@@ -130,9 +140,9 @@ class Member(Trial):
     ) -> Generator[Any, None, int]:
         if not self.is_fused:
             return (yield from super()._train_epoch(module, optimizer, place))
-        count = 0
+        count = place.batches
         self._feed.gives_picks = True
-        for drawn in self._draw_pass(0):
+        for drawn in self._draw_pass(count):
             count += 1
             wanted = Wanted.of("train", drawn)
             yield wanted

@@ -8,7 +8,7 @@ optimizers are given their own parts of parameters and gradients, and whatever t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ from hydra_tune.fusion.updates import COUNTED, UPDATES, Run, update_of
 
 _SWITCHES = ("nesterov", "centered", "decoupled_weight_decay")
 _OWN = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+def _steps_of(own: Mapping[str, Any]) -> int:
+    """Steps that a member's own optimizer has taken, of which some keep no count."""
+    return int(own["step"]) if "step" in own else int(bool(own))
 
 
 def is_stackable(optimizer: Optimizer) -> bool:
@@ -61,6 +66,37 @@ class StackedOptimizer(Optimizer, ABC):
     @abstractmethod
     def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
         """What a member's own optimizer would have as the state of its part of a parameter; copies."""
+
+    def admits(self, optimizer: Optimizer) -> bool:
+        """Whether a member with this optimizer of its own leaves the others' bits alone."""
+        del optimizer
+        return True
+
+    def replace(self, index: int, optimizer: Optimizer) -> None:
+        """A place is another member's from now on, with this optimizer of its own."""
+        self._members[index] = optimizer
+
+    @abstractmethod
+    def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
+        """Have one place of a parameter's state be as a member's own optimizer has it, but for the bytes.
+
+        Args:
+            p: the stacked parameter.
+            index: the place.
+            own: the state of the member's own parameter; empty before its first step.
+
+        Returns:
+            What is to be written to the place, by `id` of the state's tensors.
+        """
+
+    @abstractmethod
+    def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The state of a stacked parameter, made of members' own, as far as it is not there; nothing before a first step.
+
+        Args:
+            p: the stacked parameter.
+            owns: of each member, as of `put`.
+        """
 
 
 class OptimizerAtOnce(StackedOptimizer):
@@ -104,9 +140,60 @@ class OptimizerAtOnce(StackedOptimizer):
         found: dict[str, Any] = {
             name: value[index].clone() for name, value in state.items() if isinstance(value, Tensor)
         }
+        begun = state["begun"][index] if "begun" in state else self._option(p, "momentum", index) != 0
+        if not begun:  # others have momentum, and it has none
+            found.pop("momentum_buffer", None)
         if self._counts:
             found["step"] = torch.tensor(float(state["steps"][index]), dtype=torch.get_default_dtype())
         return found
+
+    def admits(self, optimizer: Optimizer) -> bool:
+        """As of `StackedOptimizer`."""
+        return all(r.admits(group) for r, group in zip(self._rates, optimizer.param_groups, strict=True))
+
+    def replace(self, index: int, optimizer: Optimizer) -> None:
+        """As of `StackedOptimizer`."""
+        super().replace(index, optimizer)
+        for rates, group in zip(self._rates, optimizer.param_groups, strict=True):
+            rates.replace(index, group)
+
+    def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
+        """As of `StackedOptimizer`."""
+        state = self.state.get(p, {})
+        if not state:
+            return {}
+        state["steps"][index] = _steps_of(own)
+        if "begun" in state:
+            state["begun"][index] = "momentum_buffer" in own
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        return {id(value): own[name] if name in own else value.new_zeros(()) for name, value in tensors.items()}
+
+    def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """As of `StackedOptimizer`."""
+        steps, state = [_steps_of(own) for own in owns], self.state.get(p, {})
+        if not any(steps):
+            return {}
+        names = {name for own in owns for name, value in own.items() if isinstance(value, Tensor)} - {"step"}
+        made: dict[str, Any] = {}
+        for name in sorted(names):
+            one = next(own[name] for own in owns if name in own)
+            made[name] = torch.stack(
+                [own[name] if name in own else self._fresh(p, name, one, i) for i, own in enumerate(owns)]
+            )
+        made["steps"] = steps
+        if "momentum_buffer" in names and not self._counts:
+            made["begun"] = ["momentum_buffer" in own for own in owns]
+        return {name: value for name, value in made.items() if name not in state}
+
+    def _fresh(self, p: Tensor, name: str, like: Tensor, index: int) -> Tensor:
+        """What a member has before its first step."""
+        if name != "sum":
+            return torch.zeros_like(like)
+        return torch.full_like(like, self._option(p, "initial_accumulator_value", index))
+
+    def _option(self, p: Tensor, name: str, index: int) -> float:
+        number = next(n for n, group in enumerate(self.param_groups) if any(q is p for q in group["params"]))
+        return float(self._members[index].param_groups[number].get(name, 0.0))
 
     def _kind(self, p: Tensor, number: int) -> Hashable:
         """What parameters that take a step together have in common."""

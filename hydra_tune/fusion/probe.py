@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import HydraTuneError
-from hydra_tune.fusion.group import GroupTrial, Seat
+from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.fusion.seat import ClosedDesk, Seat
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.library import PlanLibrary
@@ -95,7 +96,7 @@ class Bench:
             HydraTuneError: they cannot be stacked, or run.
         """
         seats = [Seat(Member(self._task, self._library, self._device), waits=False) for _ in range(count)]
-        trial = GroupTrial(seats, plans, self._library, self._device, lambda _: None)
+        trial = GroupTrial(seats, plans, self._library, self._device, ClosedDesk())
         return self._steps(trial, lambda: seats[0].member.progress.steps)
 
     def drawing(self) -> float:

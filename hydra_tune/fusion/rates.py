@@ -21,6 +21,13 @@ def _option(group: Mapping[str, Any], name: str) -> float:
     return float(group[name])
 
 
+def _steady(group: Mapping[str, Any]) -> dict[str, float]:
+    """Options that no scheduler moves."""
+    if any(name in group for name in _OF_SCHEDULERS):
+        return {}
+    return {name: _option(group, name) for name in _STEADY if name in group or (name in _BETAS and "betas" in group)}
+
+
 class Rates:
     """The members' options of one parameter group, as numbers and as tensors to multiply stacked tensors with.
 
@@ -29,15 +36,23 @@ class Rates:
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._groups = groups
+        self._groups = list(groups)
         self._known: dict[tuple[float, ...], dict[tuple[int, torch.dtype, torch.device], Tensor]] = {}
         self._made: dict[Hashable, tuple[float, ...]] = {}
-        moved = any(name in group for group in groups for name in _OF_SCHEDULERS)
-        own = [
-            {name: _option(group, name) for name in _STEADY if name in group or (name in _BETAS and "betas" in group)}
-            for group in groups
-        ]
-        self._alike = frozenset() if moved else frozenset(n for n, v in own[0].items() if all(o[n] == v for o in own))
+        own = [_steady(group) for group in groups]
+        self._alike = {n: v for n, v in own[0].items() if all(n in o and o[n] == v for o in own)}
+
+    def admits(self, group: Mapping[str, Any]) -> bool:
+        """Whether a member with these options leaves alike what is alike."""
+        own = _steady(group)
+        return all(name in own and own[name] == value for name, value in self._alike.items())
+
+    def replace(self, index: int, group: Mapping[str, Any]) -> None:
+        """A place is another member's from now on."""
+        own = _steady(group)
+        self._groups[index] = group
+        self._alike = {n: v for n, v in self._alike.items() if n in own and own[n] == v}
+        self._made.clear()
 
     def read(self) -> None:
         """A step begins: schedulers may have changed the options since the last one."""

@@ -1,6 +1,6 @@
 """Members' own optimizers on stacked parameters: each steps its own part, whatever it does there."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +19,8 @@ class SlicedOptimizer(StackedOptimizer):
 
     def __init__(self, members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> None:
         super().__init__(members, groups)
-        stacked = [p for group in groups for p in group]
-        self._own = [
-            list(zip([p for group in member.param_groups for p in group["params"]], stacked, strict=True))
-            for member in members
-        ]
+        self._stacked = [p for group in groups for p in group]
+        self._own = [self._parts_of(member) for member in members]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
         """Step the parameters that have gradients, for the members that are active."""
@@ -47,6 +44,29 @@ class SlicedOptimizer(StackedOptimizer):
             for name, value in self.state.get(p, {}).items()
             if name.startswith(prefix)
         }
+
+    def replace(self, index: int, optimizer: Optimizer) -> None:
+        """As of `StackedOptimizer`."""
+        super().replace(index, optimizer)
+        self._own[index] = self._parts_of(optimizer)
+
+    def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
+        """As of `StackedOptimizer`; the next step finds what `entries` gives, or begins anew."""
+        del own
+        state = self.state.get(p, {})
+        for name in [name for name in state if name.startswith(_name(index, ""))]:
+            del state[name]
+        return {}
+
+    def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """As of `StackedOptimizer`."""
+        made = {_name(index, name): value for index, own in enumerate(owns) for name, value in own.items()}
+        return {name: value for name, value in made.items() if name not in self.state.get(p, {})}
+
+    def _parts_of(self, member: Optimizer) -> list[tuple[Tensor, Tensor]]:
+        """A member's own parameters, each with the one that it is a part of."""
+        own = [p for group in member.param_groups for p in group["params"]]
+        return list(zip(own, self._stacked, strict=True))
 
     def _take_over(self, index: int, member: Optimizer, present: Sequence[tuple[Tensor, Tensor]]) -> None:
         """State that a step had made anew may have been copied to where it was before."""

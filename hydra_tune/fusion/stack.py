@@ -1,11 +1,13 @@
 """Members' modules as one, with stacked parameters; and what of it is one member's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hydra_tune.devices.device import Device
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.sliced import group_optimizer
 from hydra_tune.shard.capture import named_state
@@ -67,15 +69,68 @@ def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimi
     """
     stacked = state.optimizer
     assert isinstance(stacked, StackedOptimizer), "not a group's state"
-    values: Mapping[int, Tensor] = state.aliases()
-    with torch.no_grad():
+    with state.readers.reading(), torch.no_grad():
+        values: Mapping[int, Tensor] = state.aliases()
         for name, tensor in named_state(module):
             wide = state.tensors[name]
             tensor.copy_(values.get(id(wide), wide.detach())[index])
-    named = dict(module.named_parameters())
-    for name in (name for name, parameter in named.items() if parameter.requires_grad):
-        found = stacked.member_state(state.tensors[name], index)
-        if found:
-            device = named[name].device
-            own = {k: v.to(device) if isinstance(v, Tensor) and v.dim() else v for k, v in found.items()}
-            optimizer.state[named[name]] = own
+        for name, parameter in _trained(module):
+            found = stacked.member_state(state.tensors[name], index)
+            if found:
+                device = parameter.device
+                own = {k: v.to(device) if isinstance(v, Tensor) and v.dim() else v for k, v in found.items()}
+                optimizer.state[parameter] = own
+
+
+def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimizer, device: Device) -> None:
+    """Have a place of a group's state be another member's; no unit of the group runs.
+
+    Args:
+        state: the group's.
+        index: the place.
+        module: the member's own, whose weights are copied.
+        optimizer: the member's own, whose state is copied if it has any, and whose rates are read from now on.
+        device: any device of the pool.
+    """
+    stacked = state.optimizer
+    assert isinstance(stacked, StackedOptimizer), "not a group's state"
+    stacked.replace(index, optimizer)
+    rows = {id(state.tensors[name]): tensor.detach() for name, tensor in named_state(module)}
+    lacking: dict[str, dict[str, Any]] = {}
+    for name, parameter in _trained(module):
+        wide, own = state.tensors[name], optimizer.state.get(parameter, {})
+        rows |= stacked.put(wide, index, own)
+        members = [own if place == index else {} for place in range(wide.size(0))]
+        lacking[name] = stacked.entries(wide, members)
+
+    def write(tensor: Tensor) -> None:
+        if id(tensor) in rows:
+            tensor.detach()[index] = rows[id(tensor)]
+
+    state.rewrite(write)
+    state.adopt_saved({name: entries for name, entries in lacking.items() if entries}, device)
+
+
+def adopt(
+    state: ModelState, built: Sequence[tuple[nn.Module, Optimizer]], taken: Sequence[bool], device: Device
+) -> None:
+    """Stack the state of members' own optimizers, where one of them has taken a step.
+
+    Args:
+        state: the group's, whose optimizer has taken none.
+        built: the members' modules and optimizers.
+        taken: which of the places are taken.
+        device: any device of the pool.
+    """
+    stacked = state.optimizer
+    assert isinstance(stacked, StackedOptimizer), "not a group's state"
+    owns = [
+        {name: optimizer.state.get(p, {}) if is_taken else {} for name, p in _trained(module)}
+        for (module, optimizer), is_taken in zip(built, taken, strict=True)
+    ]
+    found = {name: stacked.entries(state.tensors[name], [own[name] for own in owns]) for name in owns[0]}
+    state.adopt_saved({name: entries for name, entries in found.items() if entries}, device)
+
+
+def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)

@@ -31,6 +31,10 @@ class GroupGradients(Gradients):
         self._limits = [task.max_grad_norm for task in tasks]
         self._member_norms: dict[str, Tensor] = {}
 
+    def replace(self, index: int, task: TrainTask) -> None:
+        """A place is another member's from now on."""
+        self._limits[index] = task.max_grad_norm
+
     def objective(self, share: float) -> Objective:
         """The sum of the members' losses, whose gradients are those of each."""
         assert share == 1.0, "a group takes batches whole"

@@ -26,6 +26,10 @@ class GroupStreams(RandomStreams):
         self._members = list(members)
         self.active = [True] * len(self._members)
 
+    def replace(self, index: int, member: RandomStreams) -> None:
+        """A place is another member's from now on."""
+        self._members[index] = member
+
     @property
     def _group(self) -> GroupGenerator:
         return GroupGenerator([member.generator for member in self._members], self.active)

@@ -249,6 +249,11 @@ class TrialKeeper:
         if self.path is not None and self._folder is None:
             self._folder = CheckpointFolder(self.path)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody waits for a copy or a checkpoint."""
+        return bool(self._copies or self._files)
+
     def begin_again(self) -> None:
         """The trial begins again, from what it has saved last if there is anything; what was asked for is still to be made."""
         self._steps, self._is_owed, self._seconds = -1, False, time.monotonic()
@@ -303,7 +308,7 @@ class TrialKeeper:
 
     def answer(self, trial: Snapshots) -> None:
         """Somebody has asked while the trial waits at a report."""
-        if self._copies or self._files:
+        if self.is_asked:
             self.reached(trial, steps=self._steps, at_report=False, is_last=False)
 
     def _check(self, trial: Snapshots) -> None:

@@ -7,6 +7,7 @@ about the trial they have hit. It goes on from its last checkpoint, or begins an
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from hydra_tune.checkpoint.folder import generations, load_checkpoint
 from hydra_tune.devices.device import Device
@@ -21,7 +22,7 @@ from hydra_tune.errors import (
 )
 from hydra_tune.memory.pressure import is_out_of_memory
 from hydra_tune.pool.checkpoints import Checkpoints, TrialKeeper
-from hydra_tune.pool.job import Result
+from hydra_tune.pool.job import Job, Result
 from hydra_tune.pool.record import Record
 from hydra_tune.train.capture import Beginning
 
@@ -53,6 +54,21 @@ def found_lost(device: Device) -> BaseException | None:
 def may_be_the_devices(error: BaseException) -> bool:
     """Whether an error might be a device's: none of ours, nor a want of memory."""
     return isinstance(error, RuntimeError) and not isinstance(error, HydraTuneError) and not is_out_of_memory(error)
+
+
+def is_not_its_own(error: BaseException | None) -> bool:
+    """Whether an error says nothing about the trial that it has hit."""
+    return isinstance(error, _NOT_ITS_OWN)
+
+
+class Retried(Protocol):
+    """The account of a job that begins again; see `Record`."""
+
+    job: Job
+    keeper: TrialKeeper | None
+    begin: Callable[[], Beginning | None]
+    max_retries: int
+    faults: tuple[str, ...]
 
 
 class Faults:
@@ -89,7 +105,7 @@ class Faults:
             return False
         return record.wanted_end is None
 
-    def beginning(self, record: Record, error: BaseException) -> Callable[[], Beginning | None]:
+    def beginning(self, record: Retried, error: BaseException) -> Callable[[], Beginning | None]:
         """What a job begins again from, to be called when it is prepared; says so."""
         keeper = record.keeper
         has_saved = keeper is not None and keeper.has_any

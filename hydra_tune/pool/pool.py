@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.checkpoints import Checkpoints, Origin, TrialKeeper
 from hydra_tune.pool.core import Core
-from hydra_tune.pool.faults import Faults
+from hydra_tune.pool.faults import Faults, Retried
 from hydra_tune.pool.forecast import Forecast, Known, forecast
 from hydra_tune.pool.job import OVER, EventStream, Job, Progress
 from hydra_tune.pool.lending import Lender
@@ -54,6 +54,7 @@ from hydra_tune.schedule import (
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
+from hydra_tune.train.capture import Beginning
 from hydra_tune.train.trial import Trial
 
 T = TypeVar("T")
@@ -79,6 +80,9 @@ class Pool:
         log: is told what happens, and closed at the end; None: nobody is.
         checkpoints: where and how often jobs are saved; None: they are not.
         loader_times: how long data loaders are waited for.
+
+    Attributes:
+        at_close: called at shutdown, when no job is under way.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class Pool:
         checkpoints: Checkpoints | None = None,
         loader_times: LoaderTimes | None = None,
     ) -> None:
-        self._host = host
+        self._host, self._host_bytes = host, host_bytes
         self.checkpoints = checkpoints or Checkpoints(None, Every(), host)
         self._log = log
         self._recorder = recorder
@@ -110,8 +114,10 @@ class Pool:
         self._architectures: dict[Hashable, int] = {}
         self._forecasts: dict[Hashable, Known] = {}
         self._ended = False
+        self.at_close: list[Callable[[], None]] = []
         self._started = time.perf_counter()
         self._devices = {device.name: device for device in devices}
+        self._faults = Faults(self._devices, self.checkpoints)
         self._core = core = Core(
             policy,
             max_concurrent=max_concurrent,
@@ -120,7 +126,7 @@ class Pool:
             recorder=recorder,
             sends_ahead=sends_ahead,
             log=log,
-            faults=Faults(self._devices, self.checkpoints),
+            faults=self._faults,
         )
         self._changed, self._records = core.changed, core.records
         self._pagers = {device.name: self._pager(device) for device in devices}
@@ -196,6 +202,32 @@ class Pool:
     def budget_bytes(self) -> int:
         """Device memory that models are cut for."""
         return self._library.budget.budget_bytes
+
+    def begin_again(self, retried: Retried, error: BaseException) -> "Callable[[], Beginning | None]":
+        """What a trial that another keeps the account of begins again from, as of `Faults.beginning`."""
+        return self._faults.beginning(retried, error)
+
+    def take_host(self, job: Job, nbytes: int) -> bool:
+        """Have a job take so much more host memory, if that is free; not where there is a disk beyond it."""
+        with self._changed:
+            record = self._records.get(job.key)
+            taken = sum(other.host_bytes for other in self._records.values())
+            if record is None or self._host is not None or taken + nbytes > self._host_bytes:
+                return False
+            record.host_bytes += nbytes
+            return True
+
+    @contextlib.contextmanager
+    def turn_of(self, job: Job) -> Iterator[bool]:
+        """Have a job not go on meanwhile, if it waits at a report; whether it does."""
+        record = self._record_of(job)
+        if record is None or not record.turn.acquire(blocking=False):
+            yield False
+            return
+        try:
+            yield job.state == "waiting"
+        finally:
+            record.turn.release()
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -303,8 +335,9 @@ class Pool:
         saved_as: str | None = None,
         max_retries: int = 0,
         make_trial: Callable[..., Trial] = Trial,
+        is_saved: bool = True,
     ) -> Job:
-        """Queue a task."""
+        """Queue a task; one that is not saved here has somebody else to do that."""
         core, origin = self._core, origin or Origin()
         with self._changed:
             if core.is_closed:
@@ -313,8 +346,8 @@ class Pool:
             number = next(self._numbers)
             key = f"{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
-            folder = self.checkpoints.place(saved_as or job.name, origin.folder)
-            keeper = TrialKeeper(self.checkpoints, job.name, folder, dict(labels or {}))
+            folder = self.checkpoints.place(saved_as or job.name, origin.folder) if is_saved else None
+            keeper = TrialKeeper(self.checkpoints, job.name, folder, dict(labels or {})) if is_saved else None
             self._records[key] = record = Record(
                 job,
                 core.failure(key),
@@ -413,28 +446,28 @@ class Pool:
             raise CheckpointError(f"{job.name!r} is over ({job.state})")
         return ask(record.keeper)
 
-    def answer(self, job: Job, waiting_for: "Future[Any] | None" = None) -> None:
+    def answer(self, job: Job, waiting_for: "Future[Any] | None" = None, keeper: TrialKeeper | None = None) -> None:
         """Save a job now, as was asked for, if it is between two steps, and not on its way to the next.
 
         Args:
             job: the job.
             waiting_for: what is asked for, to wait while the job is on its way, which is where its data is read; None: do not
                 wait, and ask again.
+            keeper: of a job that is saved by somebody else; None: its own.
 
         Raises:
             CheckpointError: it is paused within a step, and would never come to the end of it.
         """
         record = self._record_of(job)
-        if record is None or record.keeper is None or not _has_turn(record, waiting_for):
+        keeper = keeper or (None if record is None else record.keeper)
+        if record is None or keeper is None or not _has_turn(record, waiting_for):
             return
         try:
             trial = record.trial
             if trial is not None and trial.may_be_saved:
-                record.keeper.answer(trial)
+                keeper.answer(trial)
             elif job.paused:
-                raise CheckpointError(
-                    f"{job.name!r} is paused within a step, and can be saved between two of them only; unpause() it first"
-                )
+                raise paused_within_a_step(job)
         finally:
             record.turn.release()
 
@@ -528,6 +561,8 @@ class Pool:
         core.release_all()
         for job in jobs:
             job.result()
+        for call in self.at_close:
+            call()
         for inbox in core.inboxes.values():
             inbox.put(None)
         core.to_prepare.put(None)
@@ -552,6 +587,13 @@ class Pool:
         if self._log is not None:
             self._log.close()
         torch.set_num_threads(self._intraop_threads)
+
+
+def paused_within_a_step(job: Job) -> CheckpointError:
+    """Why a job cannot be saved."""
+    return CheckpointError(
+        f"{job.name!r} is paused within a step, and can be saved between two of them only; unpause() it first"
+    )
 
 
 def _has_turn(record: Record, waiting_for: "Future[Any] | None") -> bool:

@@ -8,17 +8,27 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
+from typing import Any, Protocol
 
 from hydra_tune.errors import CheckpointError
 from hydra_tune.interrupts import let_interrupts_through
 from hydra_tune.pool.job import OVER, Job
-from hydra_tune.pool.pool import Pool
 
 _POLL_SECONDS = 0.05
 _NOT_BEGUN = ("queued", "preparing")
 
 
-def suspend(pool: Pool, jobs: Iterable[Job], seconds: float) -> None:
+class Saving(Protocol):
+    """Whoever has jobs that can be saved; see `Pool`."""
+
+    def ask_to_save(self, job: Job) -> "Future[Path]":
+        """Have a job saved when it comes to the end of a step."""
+
+    def answer(self, job: Job, waiting_for: "Future[Any] | None" = None) -> None:
+        """Save a job now, as was asked for, if it is between two steps."""
+
+
+def suspend(pool: Saving, jobs: Iterable[Job], seconds: float) -> None:
     """Save jobs and cancel them; does not wait for the units that run then.
 
     Args:
@@ -50,7 +60,7 @@ def suspend(pool: Pool, jobs: Iterable[Job], seconds: float) -> None:
             job.cancel()
 
 
-def _is_settled(pool: Pool, job: Job, future: "Future[Path]") -> bool:
+def _is_settled(pool: Saving, job: Job, future: "Future[Path]") -> bool:
     """Whether a job is saved, or will not be."""
     if not future.done() and job.state not in OVER:
         try:

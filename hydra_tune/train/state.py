@@ -48,11 +48,13 @@ class ModelState:
         device: any device of the pool, for host memory and alignment.
         host: counts the groups' host copies; None: the host has room for all.
         tenant: the trial, for `host`.
+        before: what the trial had in its place before; whoever watches that watches this.
 
     Attributes:
         number: of the trial, for its blocks.
         recomputed: graphs of shards whose activations are not kept any more, because memory has run out.
         readers: of parameters, buffers and optimizer state, between units.
+        watcher: as of `watch`.
         around_step: makes what is entered around each step of the optimizer.
     """
 
@@ -64,10 +66,12 @@ class ModelState:
         device: Device,
         host: HostTier | None = None,
         tenant: Tenant | None = None,
+        before: "ModelState | None" = None,
     ) -> None:
         self._host = host
         self.tenant = tenant
-        self.number = next(_NUMBERS)
+        self.number: int = next(_NUMBERS) if before is None else before.number
+        self.watcher: Callable[[int, str | None], None] | None = None
         self.recomputed: list[ShardGraph] = []
         self.readers = Readers()
         self.around_step: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -93,6 +97,8 @@ class ModelState:
         except BaseException:
             self.drop()
             raise
+        if before is not None and before.watcher is not None:
+            self.watch(before.watcher)
 
     def activations_of(self, shard: Shard) -> str:
         """What is done with a shard's activations by now: as planned, unless memory has run out."""
@@ -237,7 +243,7 @@ class ModelState:
             device: any device of the pool.
         """
         for name, entries in saved.items():
-            self.optimizer.state[self.tensors[name]] = dict(entries)
+            self.optimizer.state[self.tensors[name]] = {**self.optimizer.state.get(self.tensors[name], {}), **entries}
         shards = [shard for shard in self.layout.plan.shards if shard.trained]
         on_devices = [shard.trained for shard in shards if not shard.cost.updates_on_host]
         rest = tuple(name for name in saved if not any(name in shard.trained for shard in shards))
@@ -247,6 +253,7 @@ class ModelState:
                 for name in names
                 for key, value in self.optimizer.state.get(self.tensors[name], {}).items()
                 if isinstance(value, Tensor)
+                and (name, key) not in self._adopted
                 and (device.torch_device.type == "cpu" or not self._stays_on_host(name, key))
             }
             if found:
@@ -260,6 +267,27 @@ class ModelState:
         tensor = self.tensors[name]
         group = next(g for g in self.optimizer.param_groups if any(p is tensor for p in g["params"]))
         return key == "step" and not (group.get("capturable") or group.get("fused"))
+
+    def rewrite(self, write: Callable[[Tensor], None]) -> None:
+        """Change tensors of the state on the host, one group after the other; no unit of the trial runs.
+
+        Args:
+            write: called with each parameter, buffer and tensor of the optimizer's state; changes it in place, or leaves it.
+        """
+        self.settle()
+        seen: set[int] = set()
+        with torch.no_grad():
+            for block in self._blocks():
+                with block.lock:
+                    bring_home(block)
+                    for tensor in block.tensors:
+                        write(tensor)
+                        seen.add(id(tensor))
+                    if block.tier is not None:
+                        block.tier.written(block)
+            for tensor in self.tensors.values():  # what no shard uses
+                if id(tensor) not in seen:
+                    write(tensor)
 
     def copy_out(self, targets: Mapping[int, Tensor]) -> None:
         """Copy tensors of the state to the host, wherever they are; no unit of the trial runs.
@@ -312,6 +340,7 @@ class ModelState:
 
     def watch(self, moved: Callable[[int, str | None], None]) -> None:
         """Call `moved(shard, device)` whenever a shard's parameters are loaded or leave a device (None)."""
+        self.watcher = moved
         for group in dict.fromkeys(self._group_of.values()):
             if group.shard is not None:
                 group.on_moved = functools.partial(moved, group.shard)

@@ -48,21 +48,41 @@ def double_task(name: str, **changes: Any) -> TrainTask:
 
 
 class Run:
-    """A group run to its end on one device, answering reports by `answer(seat, step)`: None to go on."""
+    """A group run to its end on one device, answering reports by `answer(seat, step)`: None to go on.
 
-    def __init__(self, tasks, *, num_shards=None, answer=None, before=None, waits=True, extra=()):
+    Also its desk: those of `later` come at the first moment at which there is a place for them and so many units have run.
+    """
+
+    def __init__(
+        self,
+        tasks,
+        *,
+        num_shards=None,
+        answer=None,
+        before=None,
+        waits=True,
+        later=(),
+        most=None,
+        seats=None,
+        back=None,
+    ):
         self.device = CpuDevice(0, 1 << 30)
         budget = Budget(
             budget_bytes=1 << 30, buffer_fraction=0.0, alignment=self.device.alignment, num_shards=num_shards
         )
-        library = PlanLibrary(budget)
+        self.library = library = PlanLibrary(budget)
         self.pager = Pager(self.device, None)
         members = [Member(task, library, self.device) for task in tasks]
         self.keys = [fusion_key(member.task, *member.built()) for member in members]
-        self.seats = [Seat(member, waits=waits) for member in members]
-        self.ended: list[Seat] = []
-        self.trial = GroupTrial(self.seats, GroupPlans(library), library, self.device, self.ended.append)
+        self.seats = seats or [Seat(member, waits=waits) for member in members]
+        self.waits = waits
+        self.later = list(later)
+        self.gone: list[Seat] = []
+        self.back = back
+        self.all_ended: list[Seat] = []
         self.units: list[str] = []
+        self.sizes: list[int] = []
+        self.trial = GroupTrial(list(self.seats), GroupPlans(library), library, self.device, self, most=most)
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)
@@ -74,11 +94,43 @@ class Run:
                 if before is not None:
                     before(self, step)
                 self.units.append(step.kind)
+                self.sizes.append(len(self.trial.seats))
                 self.trial.finished(step, run_unit(step, self.device, self.pager, None))
         finally:
             torch.set_num_threads(threads)
             self.trial.close(keep=False)
             self.device.close()
+
+    # Its desk.
+
+    def ended(self, seat):
+        self.all_ended.append(seat)
+
+    def reported(self, seat):
+        """Answered when the group waits."""
+
+    def left(self, seat):
+        self.gone.append(seat)
+
+    def waiting(self):
+        due = sum(at <= len(self.units) for at, _ in self.later)
+        return due + (self.back is not None and bool(self.gone) and self.back <= len(self.units))
+
+    def joining(self, free, *, ends):
+        coming = []
+        if self.back is not None and self.gone and (ends or self.back <= len(self.units)) and free:
+            seat = self.gone.pop()
+            seat.is_paused = False
+            coming.append(seat)
+        while self.later and len(coming) < free and (ends or self.later[0][0] <= len(self.units)):
+            seat = Seat(Member(self.later.pop(0)[1], self.library, self.device), waits=self.waits)
+            self.seats.append(seat)
+            coming.append(seat)
+        return coming
+
+    def make_ready(self, size):
+        self.trial.make_ready(size)
+        return True
 
     def _answer(self, answer):
         for index, seat in enumerate(self.seats):

@@ -107,7 +107,7 @@ def test_members_that_end_apart_and_report_apart_are_as_alone():
         small(epochs=2, seed=3, validate=None),
     ]
     run = Run(tasks)
-    assert run.ended[0] is run.seats[0]
+    assert run.all_ended[0] is run.seats[0]
     for index, task in enumerate(tasks):
         assert_as_plain(run, index, task)
 

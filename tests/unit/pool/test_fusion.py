@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
-from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
+from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.fusion import choice, chooser
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.pool.job import OVER, Failed, Finished, Reported
@@ -188,19 +188,6 @@ def test_a_task_that_cannot_be_built_fails_alone(sizes):
     assert sizes == [2]
 
 
-def test_what_one_of_a_group_cannot_do_is_refused_with_the_remedy():
-    with running(fusion="on") as pool:
-        events = pool.events()
-        jobs = [pool.submit(task(seed), None, events) for seed in range(2)]
-        event = events.get(PATIENCE_SECONDS)
-        with pytest.raises(HydraTuneError, match="fusion='off'"):
-            event.job.pause()
-        with pytest.raises(CheckpointError, match="fusion='off'"):
-            event.job.checkpoint()
-        for job in jobs:
-            job.cancel()
-
-
 def test_auto_fuses_what_gains_and_the_numbers_are_those_of_a_group_that_nobody_has_timed(sizes, caplog, monkeypatch):
     monkeypatch.setattr(chooser, "COST_SHARE", 1.0)
     tasks = [task(seed, epochs=40) for seed in range(8)]
@@ -282,10 +269,126 @@ def test_one_that_was_taken_and_is_left_again_can_be_pruned_meanwhile(monkeypatc
         ({"fusion": "always"}, "'off', 'on' or 'auto', not 'always'"),
         ({"fusion": True}, "fusion"),
         ({"fusion": "on", "fusion_size": 1}, "fusion_size"),
-        ({"fusion": "auto", "checkpoint_dir": "somewhere"}, "checkpoint_dir"),
-        ({"fusion": "on", "checkpoint_dir": "somewhere"}, "checkpoint_dir"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, told):
     with pytest.raises(ConfigError, match=told):
         HydraExecutor(**options)
+
+
+def test_a_trial_that_comes_late_has_the_place_of_one_that_is_over(sizes):
+    """A driver that submits another one whenever one ends: one group, whose members are those of plain loops."""
+    tasks = [task(seed, epochs=2 + seed % 3) for seed in range(10)]
+    with running(fusion="on", fusion_size=4) as pool:
+        events = pool.events()
+        left = list(tasks)
+        jobs = [pool.submit(left.pop(0), None, events) for _ in range(4)]
+        results = {}
+        while len(results) < len(tasks):
+            event = events.get(PATIENCE_SECONDS)
+            assert event is not None
+            if isinstance(event, Reported):
+                event.job.proceed()
+                continue
+            results[event.job.key] = event.result
+            if left:
+                jobs.append(pool.submit(left.pop(0), None, events))
+    assert sizes == [4]
+    for job, described in zip(jobs, tasks, strict=True):
+        assert_as_plain(results[job.key], described)
+
+
+def test_a_trial_for_which_there_is_no_place_has_one_made(sizes):
+    """A group of two on the only device, which wait at a report; those that come later grow it as far as it may."""
+    tasks = [task(seed, epochs=4) for seed in range(2)] + [task(seed) for seed in range(2, 4)]
+    with running(fusion="on", fusion_size=4, max_concurrent=1) as pool:
+        events = pool.events()
+        jobs = [pool.submit(one, None, events) for one in tasks[:2]]
+        assert isinstance(events.get(PATIENCE_SECONDS), Reported)
+        assert isinstance(events.get(PATIENCE_SECONDS), Reported)
+        jobs += [pool.submit(one) for one in tasks[2:]]
+        late = [job.result(PATIENCE_SECONDS) for job in jobs[2:]]
+        assert {result.group_size for result in late} == {4}
+        for job in jobs[:2]:
+            job.proceed()
+        while any(job.state not in OVER for job in jobs):
+            event = events.get(0.1)
+            if isinstance(event, Reported):
+                event.job.proceed()
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    assert sizes == [2]
+    for result, described in zip(results, tasks, strict=True):
+        assert_as_plain(result, described)
+
+
+def test_one_that_comes_late_and_cannot_begin_fails_alone(sizes):
+    class Broken(TensorDataset):
+        def __getitem__(self, index):
+            raise RuntimeError("unreadable")
+
+    def broken():
+        raise RuntimeError("no model")
+
+    with running(fusion="on", fusion_size=4) as pool:
+        events = pool.events()
+        first = [pool.submit(task(seed, epochs=4), None, events) for seed in range(3)]
+        reports = [events.get(PATIENCE_SECONDS) for _ in first]
+        first[0].cancel()
+        late = [pool.submit(task(5, model=broken)), pool.submit(task(6, train=Broken(X, Y))), pool.submit(task(7))]
+        assert [job.result(PATIENCE_SECONDS).status for job in late[:2]] == ["failed", "failed"]
+        for report in reports:
+            report.job.proceed()
+        while any(job.state not in OVER for job in first):
+            event = events.get(0.1)
+            if isinstance(event, Reported):
+                event.job.proceed()
+        assert_as_plain(late[2].result(PATIENCE_SECONDS), task(7))
+    assert [job.state for job in first] == ["cancelled", "completed", "completed"]
+    for seed in (1, 2):
+        assert_as_plain(first[seed].result(), task(seed, epochs=4))
+    assert sizes == [3]
+
+
+@pytest.mark.parametrize("others_end", [False, True])
+def test_a_member_that_is_paused_leaves_its_place_and_goes_on_later(sizes, others_end):
+    """Whether the group is still there then or not, the numbers are those of a trial that has never paused."""
+    tasks = [task(seed, epochs=5, optimizer=partial(AdamW, lr=1e-2)) for seed in range(3)]
+    with running(fusion="on", fusion_size=4) as pool:
+        events = pool.events()
+        jobs = [pool.submit(one, None, events) for one in tasks]
+        over, is_held = set(), False
+        while len(over) < len(jobs):
+            event = events.get(PATIENCE_SECONDS)
+            assert event is not None
+            if isinstance(event, Finished | Failed):
+                over.add(event.job)
+            elif (event.job, event.step, is_held) == (jobs[1], 1, False):
+                is_held = True
+                event.job.pause()
+                event.job.proceed()
+            else:
+                assert not (event.job is jobs[1] and event.job.paused)
+                event.job.proceed()
+            if jobs[1].paused and (len(over) == 2 if others_end else jobs[0].progress.epoch > 2):
+                jobs[1].unpause()
+        for job, described in zip(jobs, tasks, strict=True):
+            assert_as_plain(job.result(PATIENCE_SECONDS), described)
+
+
+def test_a_member_that_is_paused_may_be_cancelled(sizes):
+    with running(fusion="on", fusion_size=4) as pool:
+        events = pool.events()
+        jobs = [pool.submit(task(seed), None, events) for seed in range(3)]
+        for _ in jobs:
+            assert isinstance(events.get(PATIENCE_SECONDS), Reported)
+        jobs[1].pause()
+        jobs[1].proceed()
+        jobs[0].proceed()
+        jobs[2].proceed()
+        assert isinstance(events.get(PATIENCE_SECONDS), Reported)
+        jobs[1].cancel()
+        result = jobs[1].result(PATIENCE_SECONDS)
+        assert (result.status, len(result.history)) == ("cancelled", 1)
+        assert result.units_saved > 0
+        jobs[2].cancel()
+        jobs[0].cancel()

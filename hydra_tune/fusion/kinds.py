@@ -1,0 +1,127 @@
+"""The plans of a group, by the kinds of batches that its members want."""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hydra_tune.errors import TaskError, UnfusableError
+from hydra_tune.fusion.member import Wanted
+from hydra_tune.fusion.plans import GroupPlans, layout_of
+from hydra_tune.fusion.seat import Seat
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.library import Prepared
+from hydra_tune.shard.request import Layout
+
+_MAX_PLANS = 8  # kept of each kind of batch, where the step asks for values of the batch
+
+
+class Kinds:
+    """What is known of the batches of one group. Its plans are those of one member; the group stacks them.
+
+    Args:
+        plans: makes them.
+
+    Attributes:
+        first: the plan of a training step, which the group's state is cut for; None before there is one.
+    """
+
+    def __init__(self, plans: GroupPlans) -> None:
+        self.first: Prepared | None = None
+        self._plans = plans
+        self._layout: Layout | None = None
+        self._known: dict[tuple[str, Hashable], list[tuple[Prepared, Sequence[Tensor]]]] = {}
+
+    def found(self, wanted: Wanted) -> Prepared | None:
+        """The plan that serves a batch, if it has been made."""
+        known = self._known.get((wanted.mode, wanted.leaves.signature), ())
+        return next((own for own, _ in known if _serves(own, wanted)), None)
+
+    def made(self, seat: Seat) -> Prepared:
+        """The plan for the batch that a member wants.
+
+        Raises:
+            TaskError: it cannot be stacked.
+        """
+        wanted = wanted_of(seat)
+        try:
+            if self.first is None:
+                begins = wanted if wanted.mode == "train" else seat.member.peek()["train"]
+                self.first = self._made(seat, begins)
+                self._layout = layout_of(self.first)
+            found = self.found(wanted)
+            return self._made(seat, wanted) if found is None else found
+        except UnfusableError as error:
+            raise TaskError(
+                f"the trials of a group have come to a kind of batch that they cannot compute together: {error}; "
+                "train them with fusion='off'"
+            ) from error
+
+    def _made(self, seat: Seat, wanted: Wanted) -> Prepared:
+        own = self._plans.of_member(seat.member, wanted, self._layout)
+        self._plans.stacked(own, 1)  # or refused here
+        known = self._known.setdefault((wanted.mode, wanted.leaves.signature), [])
+        known.append((own, [torch.empty_like(tensor, device="meta") for tensor in wanted.tensors]))
+        del known[:-_MAX_PLANS]
+        return own
+
+    def of(self, seats: Sequence[Seat]) -> dict[Hashable, list[Seat]]:
+        """Members by what they have in common whose batches are computed together: the mode, and which plan serves them."""
+        first = wanted_of(seats[0])
+        if all(wanted_of(seat).leaves is first.leaves and wanted_of(seat).mode == first.mode for seat in seats):
+            found = self.found(first)
+            if found is not None and found.guard is None:
+                return {(first.mode, first.leaves.signature, id(found)): list(seats)}
+        kinds: dict[Hashable, list[Seat]] = {}
+        for seat in seats:
+            wanted = wanted_of(seat)
+            found = self.found(wanted)
+            key = (wanted.mode, wanted.leaves.signature, None if found is None else id(found))
+            kinds.setdefault(key, []).append(seat)
+        return kinds
+
+    def served(self, own: Prepared, seats: Sequence[Seat]) -> list[Seat]:
+        """Those of members with one kind of batch that a plan serves."""
+        return [seat for seat in seats if _serves(own, wanted_of(seat))]
+
+    def make_ready(self, size: int, state: Mapping[str, Tensor]) -> None:
+        """Stack and trace all plans for a number of members; on any thread.
+
+        Args:
+            size: members.
+            state: the group's parameters and buffers, of which only the geometry counts.
+        """
+        for known in list(self._known.values()):
+            for own, _ in list(known):
+                self.trace(own, size, state)
+
+    def trace(self, own: Prepared, size: int, state: Mapping[str, Tensor]) -> Prepared:
+        """The stacked plan for a number of members, traced if it can be and has not been; arguments as of `make_ready`."""
+        stacked = self._plans.stacked(own, size)
+        inputs = next((kind for known in self._known.values() for one, kind in known if one is own), ())
+        self._plans.trace(
+            stacked,
+            {name: _of_size(tensor, size, tensor.shape[1:]) for name, tensor in state.items()},
+            tuple(_of_size(tensor, size, tensor.shape) for tensor in inputs),
+            size,
+        )
+        return stacked
+
+
+def wanted_of(seat: Seat) -> Wanted:
+    """The batch that a member wants computed."""
+    assert isinstance(seat.wants, Wanted), "it wants nothing computed"
+    return seat.wants
+
+
+def _of_size(tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:
+    """Memory of the shape that a stacked tensor has for a number of members, whatever is in it."""
+    return torch.empty((size, *shape), dtype=tensor.dtype, device="cpu").requires_grad_(tensor.requires_grad)
+
+
+def _serves(own: Prepared, wanted: Wanted) -> bool:
+    """Whether a plan is for this batch, of the kind that it was made for."""
+    if own.guard is None:
+        return True
+    with GATE.shared():
+        return own.serves(wanted.tensors)
