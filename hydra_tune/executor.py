@@ -167,7 +167,7 @@ class HydraExecutor:
         _check_flag("record", record)
         _check_placement(optimizer_placement, spill_dir)
         self._fusion_size = members_of_group(fusion, fusion_size)
-        self._probes_fusion = fusion == "auto"
+        self._probes_fusion, self._group_size = fusion == "auto", fusion_size
         self._stop_seconds = parse_seconds(stop_seconds, what="stop_seconds")
         self._signals = ExitStack()
         self._plans_only, self._record = plans_only, record
@@ -535,7 +535,7 @@ class HydraExecutor:
         loads = parse_bandwidth(bandwidth, what="bandwidth")
         return self._started().profile(named, bandwidth=loads, steps=steps, max_concurrent=self.width)
 
-    def plan(self, tasks: Iterable[TrainTask]) -> Forecast:
+    def plan(self, tasks: Iterable[TrainTask], *, probe: bool = False) -> Forecast:
         """What these tasks would do in the pool together: shards, units, memory, and bytes moved in a step by kind.
 
         Each model is built, captured, cut and checked on the host with its first batch, as `submit` would have it; one that
@@ -548,6 +548,8 @@ class HydraExecutor:
 
         Args:
             tasks: the trials; at least one.
+            probe: time a few steps of those that could be computed together, alone and stacked, on copies, as `fusion="auto"`
+                does; see docs/fusion.md.
 
         Returns:
             The figures.
@@ -561,7 +563,7 @@ class HydraExecutor:
         named = {f"trial{number}": task for number, task in enumerate(tasks)}
         if not named:
             raise ConfigError("there is no task to plan; give at least one")
-        return self._started().plan(named)
+        return self._started().plan(named, group_size=self._group_size, probe=probe)
 
     def add_device(self, name: str) -> None:
         """Have trials use one more device, from now on: one that was removed, or a new one.

@@ -47,6 +47,8 @@ def _count(spec: SweepSpec) -> int:
 @click.option("--seed", type=int, metavar="N", help="Of the draws.  [the file's, or 0]")
 @click.option("--devices", metavar="NAMES", help="Devices to plan for, e.g. auto, cpu:2, cuda, cuda:0,1.")
 @click.option("--device-memory", metavar="SIZE", callback=check_size, help="Bytes to use on each device, e.g. 11GiB.")
+@click.option("--fuse", type=click.Choice(("auto", "on", "off")), help="Show who would be computed together.")
+@click.option("--probe", is_flag=True, help="Time a few steps alone and together, where --fuse auto would do so.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 def plan(
     *,
@@ -56,6 +58,8 @@ def plan(
     seed: int | None,
     devices: str | None,
     device_memory: str | None,
+    fuse: str | None,
+    probe: bool,
     as_json: bool,
 ) -> None:
     """Show what trials of the sweep that FILE describes would do, without training.
@@ -72,5 +76,6 @@ def plan(
     from hydra_tune.cli.planning import run_plan  # noqa: PLC0415
 
     count = trials or _count(spec)
-    given = {"devices": devices, "device_memory": device_memory}
-    sys.exit(run_plan(spec, given, count=count, seed=spec.seed or 0 if seed is None else seed, as_json=as_json))
+    given = {"devices": devices, "device_memory": device_memory, "fusion": fuse}
+    drawn = spec.seed or 0 if seed is None else seed
+    sys.exit(run_plan(spec, given, count=count, seed=drawn, as_json=as_json, probe=probe))

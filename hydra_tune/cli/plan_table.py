@@ -13,6 +13,7 @@ from rich.text import Text
 from hydra_tune.cli.domains import Scalar
 from hydra_tune.memory.block import Kind
 from hydra_tune.pool.forecast import Forecast
+from hydra_tune.pool.fusion_forecast import FusionForecast
 from hydra_tune.quantities import format_bytes, format_bytes_up, format_seconds
 
 _NOTHING = "-"
@@ -74,13 +75,16 @@ class Planned:
         return {**found, **trial, **plain}
 
 
-def print_planned(console: Console, planned: Sequence[Planned], notes: Sequence[str] = ()) -> None:
+def print_planned(
+    console: Console, planned: Sequence[Planned], notes: Sequence[str] = (), *, shows_fusion: bool = False
+) -> None:
     """Print what was found.
 
     Args:
         console: where to.
         planned: the configurations.
         notes: of how all of them were planned; said first.
+        shows_fusion: whether to say which could be computed together.
     """
     found = [(one.number, one.forecast) for one in planned if one.forecast is not None]
     for note in notes:
@@ -92,7 +96,7 @@ def print_planned(console: Console, planned: Sequence[Planned], notes: Sequence[
     if found:
         _print_table(console, _shape(found))
         _print_table(console, _traffic(found))
-        for line in _alike(found):
+        for line in [*(_fusion(found) if shows_fusion else []), *_alike(found)]:
             console.print()
             console.print(line, soft_wrap=True)
     for one in planned:
@@ -134,6 +138,31 @@ def _alike(found: Sequence[tuple[int, Forecast]]) -> list[Text]:
     if unchecked:
         lines.append(Text(f"not compared with a step of the model, which is too large here: {', '.join(unchecked)}"))
     return lines
+
+
+def _fusion(found: Sequence[tuple[int, Forecast]]) -> list[Text]:
+    """Which trials could be computed together, what that would gain, and why others could not."""
+    members: dict[int, list[int]] = {}
+    alone: dict[str, list[int]] = {}
+    seen: dict[int, FusionForecast] = {}
+    for number, forecast in found:
+        fusion = forecast.trials[0].fusion
+        if fusion.group is None:
+            alone.setdefault(str(fusion.why_alone), []).append(number)
+        else:
+            members.setdefault(fusion.group, []).append(number)
+            seen.setdefault(fusion.group, fusion)
+    lines = [
+        f"can be computed together, up to {seen[group].room} at a time: {_numbers(numbers)}"
+        + ("" if seen[group].told is None else f"\n  {seen[group].told}")
+        for group, numbers in members.items()
+    ]
+    lines += [f"computed by itself, for {reason}: {_numbers(numbers)}" for reason, numbers in alone.items()]
+    return [Text(line) for line in lines]
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,9 @@ from hydra_tune.executor import HydraExecutor
 from hydra_tune.shapes_only import has_shapes_only
 
 
-def run_plan(spec: SweepSpec, given: Mapping[str, str | None], *, count: int, seed: int, as_json: bool) -> int:
+def run_plan(
+    spec: SweepSpec, given: Mapping[str, str | None], *, count: int, seed: int, as_json: bool, probe: bool = False
+) -> int:
     """Plan some configurations of a sweep and show what was found.
 
     Args:
@@ -32,6 +34,7 @@ def run_plan(spec: SweepSpec, given: Mapping[str, str | None], *, count: int, se
         count: configurations.
         seed: of the draws.
         as_json: one JSON object on standard output, and nothing else.
+        probe: whether steps of those that could be computed together are timed.
 
     Returns:
         The exit code of the program.
@@ -45,7 +48,7 @@ def run_plan(spec: SweepSpec, given: Mapping[str, str | None], *, count: int, se
             overridden = _overridden(spec, given)
             with opened(overridden, partial(HydraExecutor, plans_only=True)) as pool:
                 points = _points(spec, parameters, count, seed)
-                found = [_planned(number, params, build, pool) for number, params in enumerate(points)]
+                found = [_planned(number, params, build, pool, probe=probe) for number, params in enumerate(points)]
                 notes = [*_stood_for(str(overridden.engine.get("devices", "auto")), pool), *_made_up(found)]
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
@@ -57,7 +60,8 @@ def run_plan(spec: SweepSpec, given: Mapping[str, str | None], *, count: int, se
         json.dump({"file": spec.file, "task": spec.task, "notes": notes, "trials": trials}, stdout)
         stdout.write("\n")
     else:
-        print_planned(Console(file=stdout, highlight=False), found, notes)
+        shows_fusion = probe or overridden.engine.get("fusion", "off") != "off"
+        print_planned(Console(file=stdout, highlight=False), found, notes, shows_fusion=shows_fusion)
     return FAILED if any(one.forecast is None for one in found) else DONE
 
 
@@ -97,16 +101,19 @@ def _parameters(spec: SweepSpec) -> Mapping[str, Domain]:
 def _overridden(spec: SweepSpec, given: Mapping[str, str | None]) -> SweepSpec:
     """What the command line says goes before the file, and is no error of the file."""
     said = {name: value for name, value in given.items() if value is not None}
-    places = {path: place for path, place in spec.places.items() if path.removeprefix("hydra.") not in said}
+    written = {"fuse" if name == "fusion" else name for name in said}
+    places = {path: place for path, place in spec.places.items() if path.removeprefix("hydra.") not in written}
     return replace(spec, engine={**spec.engine, **said}, places=places)
 
 
-def _planned(number: int, params: dict[str, Scalar], build: TaskBuilder, pool: HydraExecutor) -> Planned:
+def _planned(
+    number: int, params: dict[str, Scalar], build: TaskBuilder, pool: HydraExecutor, *, probe: bool
+) -> Planned:
     forecast, error, enough, shapes_only = None, None, None, False
     try:
         task = build(**params)
         shapes_only = has_shapes_only(task)
-        forecast = pool.plan([task])
+        forecast = pool.plan([task], probe=probe)
     except BudgetError as refusal:
         error, enough = str(refusal), refusal.enough_bytes
     except HydraTuneError as refusal:

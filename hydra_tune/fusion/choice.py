@@ -2,8 +2,8 @@
 
 Note: how sizes are tried. To time a group costs some steps of all of its members, which is little where a group gains and
 much where it does not. So no size is timed whose cost, at the worst, is beyond a small share of the work that is to come. The
-largest such size is first. Where it gains, larger ones follow, whose cost can be told by now; where it does not, the next
-smaller one does, as long as that is better, and larger ones if a line through what was seen says that they will gain.
+largest such size is first. Where it gains, larger ones follow, whose cost can be told by now; where it does not, the
+next smaller one does, as long as that is better, and larger ones if a line through what was seen says that they will gain.
 """
 
 from collections.abc import Mapping
@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 LEAST_GAIN = 1.2
 """What trials have to gain by it, to be computed together where that is left to the pool."""
 
-COST_SHARE = 0.04
-"""Of the work to come, that finding out may take."""
+COST_SHARE = 0.02
+"""Of the work to come, that finding out may take where nothing speaks for a gain."""
 
-_PROBE_STEPS = 7  # of a group, to time it; see `probe.py`
+_HOPE_SHARE = 0.1  # of what is expected to be saved, beyond that
+_PROBE_STEPS = 4  # of a group, to time it; see `probe.py`
 _WORST_GAIN = 0.6  # expected of what has not been timed
-_HOPELESS_SIZE, _HOPELESS_GAIN = 8, 0.8  # of so many, and with no more than that, no size will gain
+_LARGE, _HOPELESS_GAIN = 8, 0.8  # where so many gain no more than that, no size will gain
 _TRACE_STEPS = 20  # of a group that is not traced yet, which to trace it takes
 
 
@@ -96,33 +97,46 @@ def chosen_size(timing: Timing, most: int, num_steps: float) -> int:
     return 1
 
 
-def next_size(timing: Timing, most: int, seconds_left: float) -> int | None:
+def next_size(timing: Timing, most: int, total_seconds: float, spent_seconds: float = 0.0) -> int | None:
     """Which size to time next; None where it is known which one to choose, or where finding out would cost too much.
 
     Args:
         timing: what is known.
         most: trials that there are, and have room.
-        seconds_left: what finding out may still take.
+        total_seconds: what all of them together would take alone.
+        spent_seconds: what finding out has taken so far.
     """
+    left = COST_SHARE * total_seconds - spent_seconds
     known = [size for size in sizes(most) if timing.gain(size) is not None]
     others = [size for size in sizes(most) if size not in known]
     if not known:
-        return next((size for size in others if _worst_cost(timing, size) <= seconds_left), None)
+        return next((size for size in others if _worst_cost(timing, size) <= left), None)
     largest, least = known[0], known[-1]
     cost = _PROBE_STEPS * (timing.seconds(largest) or 0.0) / largest  # for each member
-    affordable = [size for size in others if cost * size <= seconds_left]
     gains = [timing.gain(size) or 0.0 for size in known]
-    larger = [size for size in affordable if size > largest]
+    larger = [size for size in others if size > largest]
     if max(gains) >= LEAST_GAIN:
-        return larger[0] if larger and gains[0] >= LEAST_GAIN else None
-    if largest >= _HOPELESS_SIZE and gains[0] < _HOPELESS_GAIN:
+        hope = _hope(total_seconds, gains[0])
+        return next((size for size in larger if cost * size <= left + hope), None) if gains[0] >= LEAST_GAIN else None
+    if largest >= _LARGE and gains[0] < _HOPELESS_GAIN:
         return None
-    smaller = [size for size in affordable if size < least]
-    if smaller and (len(known) == 1 or gains[-1] > gains[-2]):
-        return smaller[0]
-    if larger and len(known) == 1:
-        return larger[-1]
-    return next((size for size in larger if (timing.expected_gain(size) or 0.0) >= LEAST_GAIN), None)
+    if len(known) == 1 and largest < _LARGE and larger:
+        return larger[-1] if cost * larger[-1] <= left else None
+    smaller = next((size for size in others if size < least), None)
+    if smaller is not None and (len(known) == 1 or gains[-1] > gains[-2]):
+        return smaller if cost * smaller <= left else None
+    return next((size for size in larger if cost * size <= left + _expected_hope(timing, size, total_seconds)), None)
+
+
+def _expected_hope(timing: Timing, size: int, total_seconds: float) -> float:
+    """As `_hope`, by a line through what was seen; where that says that there is no gain, nothing may be spent."""
+    gain = timing.expected_gain(size) or 0.0
+    return _hope(total_seconds, gain) if gain >= LEAST_GAIN else float("-inf")
+
+
+def _hope(total_seconds: float, gain: float) -> float:
+    """What may be spent beyond the share where there is reason to expect a gain."""
+    return _HOPE_SHARE * total_seconds * max(0.0, 1 - 1 / gain)
 
 
 def _worst_cost(timing: Timing, size: int) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.choice import COST_SHARE, Timing, chosen_size, next_size, why
+from hydra_tune.fusion.choice import Timing, chosen_size, next_size, why
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plans import GroupPlans
 from hydra_tune.fusion.probe import Bench
@@ -35,7 +35,7 @@ class Choice:
     timing: Timing | None = None
 
 
-class _Untraced(GroupPlans):
+class UntracedPlans(GroupPlans):
     """Plans that run operator by operator: to trace a step takes longer than to time it."""
 
     @staticmethod
@@ -52,7 +52,7 @@ class Chooser:
 
     def __init__(self, library: PlanLibrary) -> None:
         self._library = library
-        self._plans = _Untraced(library)
+        self._plans = UntracedPlans(library)
         self._lock = threading.Lock()
         self._timings: dict[Hashable, Timing] = {}
         self._refused: dict[
@@ -105,12 +105,13 @@ class Chooser:
             return Choice(
                 size=1, why=f"{num_steps:.0f} optimizer steps in all are too few to find out what fusion would gain"
             )
-        bench = Bench(member.task, member.built()[0], wanted, self._library, device)
+        bench = Bench(member.task, member.built()[0], wanted.batch, self._library, device)
+        began = bench.now()
         try:
             if timing is None:
                 timing = timed_alone(bench)
-            began, left = bench.now(), num_steps * (timing.alone_seconds + timing.drawing_seconds) * COST_SHARE
-            while (size := next_size(timing, most, left - (bench.now() - began))) is not None:
+            total = num_steps * (timing.alone_seconds + timing.drawing_seconds)
+            while (size := next_size(timing, most, total, bench.now() - began)) is not None:
                 timing = timing.with_size(size, bench.together(size, self._plans))
         except Exception as error:  # whatever there is to it comes up again where the trial runs
             _LOGGER.info("what fusion would gain cannot be timed", exc_info=True)

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plan import is_traced, stacked_plan, trace_step
@@ -45,8 +46,7 @@ class GroupPlans:
         with member.streams.everything():
             prepared = self._library.prepare(member.task, module, optimizer, wanted.batch, wanted.mode, like)
         module.train()
-        if prepared.plan.updates_on_host:
-            raise UnfusableError("its updates are made on the host (optimizer_placement), and a group's on the device")
+        check_updates(prepared)
         return prepared
 
     def stacked(self, prepared: Prepared, count: int) -> Prepared:
@@ -79,6 +79,36 @@ class GroupPlans:
                 trace_step(plan, [state[name] for name in plan.shards[0].graph.state], inputs, count)
             except Exception as error:  # noqa: BLE001 - what cannot be traced runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
+
+
+def check_updates(prepared: Prepared) -> None:
+    """Refuse a member's plan whose updates no group makes.
+
+    Raises:
+        UnfusableError: they are made on the host.
+    """
+    if prepared.plan.updates_on_host:
+        raise UnfusableError("its updates are made on the host (optimizer_placement), and a group's on the device")
+
+
+def room_for(prepared: Prepared, device: Device, budget_bytes: int, most: int) -> int:
+    """How many members a device has room for, up to a number.
+
+    Args:
+        prepared: the plan of one.
+        device: any device of the pool.
+        budget_bytes: memory of each.
+        most: members of a group.
+
+    Raises:
+        UnfusableError: not even for two, or not on such a device.
+    """
+    if prepared.plan.is_stochastic and not device.shares_generator:
+        raise UnfusableError("it draws random numbers, and those of several trials are told apart on CPU devices only")
+    room = min(most, budget_bytes // prepared.plan.peak_bytes)
+    if room < 2:  # noqa: PLR2004 - a group
+        raise UnfusableError("a device has no room for two of its kind at once")
+    return room
 
 
 def layout_of(prepared: Prepared) -> Layout:

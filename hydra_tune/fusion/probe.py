@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.fusion.group import GroupTrial
-from hydra_tune.fusion.member import Member, Wanted
+from hydra_tune.fusion.member import Member
 from hydra_tune.fusion.plans import GroupPlans
 from hydra_tune.fusion.seat import ClosedDesk, Seat
 from hydra_tune.memory.pager import Pager
@@ -33,8 +34,8 @@ from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.trial import Trial, run_unit
 
-_WARM_STEPS = 2  # the first makes optimizer state, the second is the first that loads it
-_LEAST_STEPS, _MOST_STEPS = 3, 5  # that are timed
+_WARM_STEPS = 1  # makes optimizer state
+_LEAST_STEPS, _MOST_STEPS = 2, 5  # that are timed
 _ENOUGH_SECONDS = 0.02
 _DRAWS = 4
 
@@ -45,20 +46,18 @@ class Bench:
     Args:
         task: the trial's.
         module: what its `model=` has built; only read.
-        wanted: its first batch; only read.
+        batch: its first one; only read.
         library: where its plan is.
         device: where to; its worker may be at work there.
     """
 
-    def __init__(
-        self, task: TrainTask, module: nn.Module, wanted: Wanted, library: PlanLibrary, device: Device
-    ) -> None:
+    def __init__(self, task: TrainTask, module: nn.Module, batch: Any, library: PlanLibrary, device: Device) -> None:
         self._original = task
-        batch = batches.copied(wanted.batch)
+        own = batches.copied(batch)
         self._task = replace(
             task,
             model=lambda: copy.deepcopy(module),
-            train=lambda: itertools.repeat(batch),
+            train=lambda: itertools.repeat(own),
             batch_size=None,
             validate=None,
             evaluate=None,

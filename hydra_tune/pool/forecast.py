@@ -22,6 +22,7 @@ from hydra_tune.devices.link import Link
 from hydra_tune.devices.weightless import WeightlessDevice
 from hydra_tune.errors import ConfigError
 from hydra_tune.memory.block import Kind
+from hydra_tune.pool.fusion_forecast import FusionForecast, FusionOf, refused
 from hydra_tune.pool.rehearsal import Moved, Play
 from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import Policy
@@ -68,6 +69,7 @@ class TrialForecast:
         cut: where `num_shards` is "tuned" and there was a choice, what was chosen and why; else None.
         optimizer_placement: where its updates are made: "device" or "host".
         placement: where `optimizer_placement` is "auto", why they are made there; else None.
+        fusion: with which others it could be computed together.
     """
 
     name: str
@@ -87,6 +89,7 @@ class TrialForecast:
     cut: str | None
     optimizer_placement: str
     placement: str | None
+    fusion: FusionForecast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +164,7 @@ def forecast(
     library: PlanLibrary,
     architectures: dict[Hashable, int],
     known: "dict[Hashable, Known]",
+    fusion_of: FusionOf,
     devices: Sequence[Device],
     policy: Policy,
     *,
@@ -175,6 +179,7 @@ def forecast(
         library: the pool's.
         architectures: the numbers of those that are known; takes new ones.
         known: what was found of tasks alone; takes what is found.
+        fusion_of: says which could be computed together.
         devices: where they would run; nothing is done there.
         policy: as of the pool, and so all that follows.
         max_concurrent: trials in flight.
@@ -182,7 +187,7 @@ def forecast(
         sends_ahead: whether what a device does next is sent to it while it computes.
     """
     with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
-        company = _Company(library, architectures, known, devices, sends_ahead=sends_ahead)
+        company = _Company(library, architectures, known, fusion_of, devices, sends_ahead=sends_ahead)
         thread.submit(company.cast, tasks).result()
         return thread.submit(company.perform, policy, max_concurrent=max_concurrent, admission=admission).result()
 
@@ -214,6 +219,7 @@ class _Part:
     pieces_why: str | None
     why: str | None
     placement_why: str | None
+    fusion: FusionForecast
     link: Link | None = None
 
 
@@ -223,6 +229,7 @@ class _Company:
         library: PlanLibrary,
         architectures: dict[Hashable, int],
         known: dict[Hashable, Known],
+        fusion_of: FusionOf,
         devices: Sequence[Device],
         *,
         sends_ahead: bool,
@@ -230,6 +237,7 @@ class _Company:
         self._sends_ahead = sends_ahead
         self._architectures = architectures
         self._known = known
+        self._fusion_of = fusion_of
         self._library = library.for_plans(_MOST_CHECKED_BYTES)
         self._host = devices[0]
         self._devices = devices
@@ -245,6 +253,10 @@ class _Company:
             self._parts[name] = self._part(name, task)
 
     def _part(self, name: str, task: TrainTask) -> _Part:
+        part, no_group = self._planned(name, task), refused(task)
+        return part if no_group is None else replace(part, fusion=no_group)
+
+    def _planned(self, name: str, task: TrainTask) -> _Part:
         if task.compile is not None:
             # What a compiler makes cannot be rehearsed; it is cut and updated alike, and keeps nothing.
             task = replace(task, compile=None, activations="recompute")
@@ -290,6 +302,7 @@ class _Company:
                 pieces_why=trial.pieces_why,
                 why=prepared.why,
                 placement_why=prepared.placement_why,
+                fusion=self._fusion_of(task, (module, optimizer), prepared, leaves, self._library, self._host),
             )
         finally:
             trial.close(keep=False)
@@ -329,7 +342,10 @@ class _Company:
         found = self._known[part.key].found
         (trial,) = found.trials
         return replace(
-            found, trials=(replace(trial, name=name, architecture=part.architecture, split=part.pieces_why),)
+            found,
+            trials=(
+                replace(trial, name=name, architecture=part.architecture, split=part.pieces_why, fusion=part.fusion),
+            ),
         )
 
     def _is_known(self, key: Hashable) -> bool:
@@ -384,6 +400,7 @@ class _Company:
             cut=part.why,
             optimizer_placement=plan.optimizer_placement,
             placement=part.placement_why,
+            fusion=part.fusion,
         )
 
 

@@ -28,7 +28,7 @@ from hydra_tune.fusion.chooser import Chooser, steps_of
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.key import fusion_key
 from hydra_tune.fusion.member import Member, Wanted
-from hydra_tune.fusion.plans import GroupPlans, layout_of
+from hydra_tune.fusion.plans import GroupPlans, layout_of, room_for
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.pool.checkpoints import Origin, TrialKeeper
@@ -263,6 +263,8 @@ class Fusion:
         self._leave(taken[choice.size - 1 :])
         if choice.size == 1:
             raise UnfusableError(choice.why)
+        if choice.size < min(len(all_steps), entry.most):
+            entry.most = choice.size  # more of them would gain less, those that come later as well
         return taken[: choice.size - 1]
 
     def _leave(self, taken: Sequence[Entry]) -> None:
@@ -292,13 +294,7 @@ class Fusion:
         wanted = member.peek()
         prepared = self._plans.of_member(member, wanted["train"])
         self._plans.stacked(prepared, self._most)
-        if prepared.plan.is_stochastic and not device.shares_generator:
-            raise UnfusableError(
-                "it draws random numbers, and those of several trials are told apart on CPU devices only"
-            )
-        most = min(self._most, self._pool.budget_bytes // prepared.plan.peak_bytes)
-        if most < 2:  # noqa: PLR2004
-            raise UnfusableError("a device has no room for two of its kind at once")
+        most = room_for(prepared, device, self._pool.budget_bytes, self._most)
         if "evaluate" in wanted:
             evaluated = self._plans.of_member(member, wanted["evaluate"], layout_of(prepared))
             self._plans.stacked(evaluated, self._most)

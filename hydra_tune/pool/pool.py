@@ -7,6 +7,7 @@ way or, where batches run side by side, by that of the last of their units.
 """
 
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -29,6 +30,7 @@ from hydra_tune.pool.checkpoints import Checkpoints, Origin, TrialKeeper
 from hydra_tune.pool.core import Core
 from hydra_tune.pool.faults import Faults, Retried
 from hydra_tune.pool.forecast import Forecast, Known, forecast
+from hydra_tune.pool.fusion_forecast import FusionForecasts
 from hydra_tune.pool.job import OVER, EventStream, Job, Progress
 from hydra_tune.pool.lending import Lender
 from hydra_tune.pool.loaders import LoaderTimes, LoaderWatch
@@ -112,6 +114,7 @@ class Pool:
         self._sends_ahead = sends_ahead
         self._numbers = itertools.count()
         self._architectures: dict[Hashable, int] = {}
+        self._fusions = FusionForecasts(self._library.budget.budget_bytes)
         self._forecasts: dict[Hashable, Known] = {}
         self._ended = False
         self.at_close: list[Callable[[], None]] = []
@@ -531,13 +534,14 @@ class Pool:
             steps=steps,
         )
 
-    def plan(self, tasks: Mapping[str, TrainTask]) -> Forecast:
+    def plan(self, tasks: Mapping[str, TrainTask], *, group_size: int, probe: bool) -> Forecast:
         """What tasks would do together; see `forecast`. They are no jobs of the pool."""
         return forecast(
             tasks,
             self._library,
             self._architectures,
             self._forecasts,
+            functools.partial(self._fusions.of, most=group_size, probes=probe),
             list(self._devices.values()),
             self._policy,
             max_concurrent=self._max_concurrent,

@@ -101,6 +101,32 @@ def test_which_have_the_same_architecture(folder):
     assert done.stdout.splitlines()[-1] == f"same architecture: {', '.join(alike)}"
 
 
+def test_who_could_be_computed_together_is_said_with_what_it_gains_and_why_others_could_not(folder):
+    model = folder / f"{MODULE}.py"
+    changed = "train=partial(one, 0), accumulate=2 if width == 256 else 1,"
+    model.write_text(model.read_text().replace("train=partial(one, 0),", changed))
+    given = ("--trials", "4", "--device-memory", "1GiB")
+    assert "together" not in run(folder, *given).stdout
+    done = run(folder, *given, "--fuse", "on")
+    assert done.exit_code == 0, done.output
+    widths = [line.split("width=")[1] for line in done.stdout.splitlines() if "width=" in line]
+    small, large = (", ".join(str(n) for n, w in enumerate(widths) if w == width) for width in ("16", "256"))
+    assert small
+    assert large
+    lines = [line for line in done.stdout.splitlines() if line.startswith("c")]
+    assert lines == [
+        f"can be computed together, up to 16 at a time: {small}",
+        f"computed by itself, for it has accumulate=2, and a group takes each batch whole, as a step: {large}",
+    ]
+    done = run(folder, *given, "--probe", "--json")
+    assert done.exit_code == 0, done.stderr
+    for trial in json.loads(done.stdout)["trials"]:
+        fusion, is_small = trial["fusion"], trial["params"]["width"] == 16
+        assert (fusion["group"] is not None) == is_small == (fusion["why_alone"] is None)
+        assert bool(fusion["group_seconds"]) == (fusion["alone_seconds"] is not None) == is_small
+        assert (fusion["size"] is not None) == is_small
+
+
 def test_json_is_alone_on_standard_output_and_has_it_all(folder):
     done = run(folder, "--json", "--trials", "2", "--seed", "1")
     assert done.exit_code == 0, done.stderr

@@ -15,10 +15,10 @@ def timing(alone=1.0, drawing=0.0, **groups):
     )
 
 
-def settled(step, most, left=1e9):
+def settled(step, most, total=MANY):
     """All that is found out of trials whose groups of `n` take `step(n)` seconds, and the sizes in the order they are timed."""
     known, order = timing(step(1)), []
-    while (size := next_size(known, most, left)) is not None:
+    while (size := next_size(known, most, total)) is not None:
         order.append(size)
         known = known.with_size(size, step(size))
         assert len(order) <= len(sizes(most)), "a size is timed twice"
@@ -100,37 +100,48 @@ def test_what_gets_no_better_is_given_up():
     assert chosen_size(known, 16, MANY) == 1
 
 
-def test_a_small_group_is_first_where_a_large_one_would_cost_too_much():
-    """Of 100 steps in all, four hundredths are there to find out: even two are not timed. Of more, larger ones."""
-    assert next_size(timing(), 16, 4.0) is None
-    assert next_size(timing(), 16, 30.0) == 2
-    assert next_size(timing(), 16, 60.0) == 4
-    assert next_size(timing(), 16, 200.0) == 16
+@pytest.mark.parametrize(
+    ("seconds", "first"), [(200.0, None), (700.0, 2), (1500.0, 4), (3000.0, 8), (6000.0, 16), (MANY, 16)]
+)
+def test_a_small_group_is_first_where_a_large_one_would_cost_too_much(seconds, first):
+    """At the worst four steps of a group take as long as four of each member, and two thirds more."""
+    assert next_size(timing(), 16, seconds) == first
 
 
 def test_what_has_been_seen_says_what_a_larger_one_costs():
-    seen = timing(n4=1.0)  # 7 steps of 16 at 0.25 s a member
-    assert next_size(seen, 16, 29.0) == 16
-    assert next_size(seen, 16, 20.0) == 8
-    assert next_size(seen, 16, 10.0) is None
+    """Four that lose: eight would take 4 steps of 9 seconds."""
+    seen = timing(n4=4.5)
+    assert next_size(seen, 16, 1900.0) == 8
+    assert next_size(seen, 16, 1900.0, 10.0) is None
+    assert next_size(seen, 16, 1700.0) is None
+
+
+def test_more_is_spent_where_a_gain_is_expected():
+    """Two and four gain 2 and 4, so that sixteen are worth 4 steps of 4 seconds."""
+    assert next_size(timing(n4=1.0), 16, 170.0) == 16
+    assert next_size(timing(n4=1.0), 16, 100.0) == 8
+    assert next_size(timing(n4=1.0), 16, 50.0) is None
 
 
 def test_small_groups_that_lose_say_by_a_line_that_large_ones_will_gain():
     """Two lose, since a group's step begins at 0.8 or more, and with one more it takes less than one alone."""
-    assert next_size(timing(n2=2.1), 4, 1e9) == 4
-    assert next_size(timing(n2=2.1, n4=3.9), 16, 1e9) is None  # on their line sixteen gain 1.09
-    assert next_size(timing(n2=2.1, n4=3.4), 16, 1e9) == 16
+    assert next_size(timing(n2=2.1), 4, MANY) == 4
+    assert next_size(timing(n2=2.1, n4=3.9), 16, MANY) is None  # on their line sixteen gain 1.09
+    assert next_size(timing(n2=2.1, n4=3.4), 16, MANY) == 16
 
 
-def test_no_more_is_spent_than_may_be_whatever_groups_take():
-    for slope in (0.05, 0.5, 0.9, 1.0, 2.0):
-        for left in (15.0, 30.0, 100.0, 300.0, 1000.0):
+def test_no_more_is_spent_than_a_twentieth_whatever_groups_take():
+    """But for what those gain that are computed together."""
+    for slope in (0.05, 0.3, 0.5, 0.9, 1.0, 1.5):
+        for total in (100.0, 500.0, 1000.0, 3000.0, 10_000.0):
             spent, known = 0.0, timing()
-            while (size := next_size(known, 16, left - spent)) is not None:
-                seconds = 1.0 + slope * size
-                spent += 7 * seconds
+            while (size := next_size(known, 16, total, spent)) is not None:
+                seconds = 0.8 + slope * size
+                spent += 4 * seconds
                 known = known.with_size(size, seconds)
-            assert spent <= left * 1.6  # a group of two takes three times as long as one, which nobody has expected
+            size = chosen_size(known, 16, total)
+            saved = total * (1 - 1 / (known.gain(size) or 1.0)) if size > 1 else 0.0
+            assert spent <= 0.05 * total + saved, (slope, total)
 
 
 def test_the_choice_is_told_with_its_numbers():

@@ -70,7 +70,7 @@ class Asking:
 
     @property
     def bench(self):
-        return Bench(self.member.task, self.module, self.wanted, self.library, self.device)
+        return Bench(self.member.task, self.module, self.wanted.batch, self.library, self.device)
 
     def choose(self, chooser, num_steps, most=16):
         key = fusion_key(self.member.task, self.module, self.optimizer)
@@ -102,7 +102,7 @@ def test_whoever_asks_is_left_as_he_was():
 def test_a_loaders_own_processes_are_left_alone():
     loader = DataLoader(TensorDataset(X, Y), batch_size=8, num_workers=1)
     with Asking(task()) as asking:
-        bench = Bench(task(train=loader), asking.module, asking.wanted, asking.library, asking.device)
+        bench = Bench(task(train=loader), asking.module, asking.wanted.batch, asking.library, asking.device)
         assert bench.drawing() == 0.0
 
 

@@ -1,0 +1,135 @@
+"""Which tasks could be computed together, and what they would gain by it, before anything is trained."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.choice import Timing, chosen_size, next_size, sizes, why
+from hydra_tune.fusion.chooser import UntracedPlans, timed_alone
+from hydra_tune.fusion.key import check_task, fusion_key
+from hydra_tune.fusion.plans import GroupPlans, check_updates, room_for
+from hydra_tune.fusion.probe import Bench
+from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.task import TrainTask
+
+_MANY = float("inf")
+
+FusionOf = Callable[
+    [TrainTask, tuple[nn.Module, torch.optim.Optimizer], Prepared, Leaves, PlanLibrary, Device], "FusionForecast"
+]
+"""As `FusionForecasts.of`, but for its options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionForecast:
+    """Of one task.
+
+    Attributes:
+        group: equal numbers stand for tasks that could be computed together, among all that the pool has planned; None: with no
+            other.
+        why_alone: why so; None where it could.
+        room: members that a device has room for, and a group may have.
+        alone_seconds: a step of it by itself, where that was timed; else None.
+        drawing_seconds: likewise, to draw a batch.
+        group_seconds: likewise, a step of a group of all its members, by their number; as it begins, before its step is traced.
+        size: members that `fusion="auto"` would take, were there enough of them with many steps to go; 1: it would run by
+            itself; None where nothing was timed.
+        told: that in words, with the numbers; or why it cannot be timed.
+    """
+
+    group: int | None
+    why_alone: str | None = None
+    room: int = 1
+    alone_seconds: float | None = None
+    drawing_seconds: float | None = None
+    group_seconds: dict[int, float] = field(default_factory=dict)
+    size: int | None = None
+    told: str | None = None
+
+
+class FusionForecasts:
+    """Numbers groups, and remembers what was timed, for one pool.
+
+    Args:
+        budget_bytes: memory of each device.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._numbers: dict[Hashable, int] = {}
+        self._timings: dict[Hashable, Timing] = {}
+
+    def of(
+        self,
+        task: TrainTask,
+        built: tuple[nn.Module, torch.optim.Optimizer],
+        prepared: Prepared,
+        leaves: Leaves,
+        library: PlanLibrary,
+        device: Device,
+        *,
+        most: int,
+        probes: bool,
+    ) -> FusionForecast:
+        """Whether a task could be computed together with others like it.
+
+        Args:
+            task: the task.
+            built: its module and optimizer; only read.
+            prepared: its plan.
+            leaves: its first batch; only read.
+            library: where the plan is.
+            device: where steps are timed.
+            most: members of a group.
+            probes: whether steps are timed.
+        """
+        module, optimizer = built
+        try:
+            key = (fusion_key(task, module, optimizer), leaves.signature)
+            check_updates(prepared)
+            room = room_for(prepared, device, self._budget_bytes, most)
+            GroupPlans(library).stacked(prepared, room)
+        except UnfusableError as error:
+            return FusionForecast(group=None, why_alone=str(error))
+        number = self._numbers.setdefault(key, len(self._numbers))
+        if not probes or not prepared.is_checked:
+            return FusionForecast(group=number, room=room)
+        bench = Bench(task, module, leaves.rebuild(leaves.tensors), library, device)
+        try:
+            timing = self._timings[key] = self._timed(self._timings.get(key), bench, library, room)
+        except Exception as error:  # noqa: BLE001 - what cannot be timed is planned all the same
+            return FusionForecast(group=number, room=room, told=f"cannot be timed: {type(error).__name__}: {error}")
+        size = chosen_size(timing, room, _MANY)
+        return FusionForecast(
+            group=number,
+            room=room,
+            alone_seconds=timing.alone_seconds,
+            drawing_seconds=timing.drawing_seconds,
+            group_seconds=dict(timing.group_seconds),
+            size=size,
+            told=why(timing, size, room),
+        )
+
+    @staticmethod
+    def _timed(timing: Timing | None, bench: Bench, library: PlanLibrary, room: int) -> Timing:
+        if timing is not None and any(timing.gain(size) is not None for size in sizes(room)):
+            return timing
+        timing = timing or timed_alone(bench)
+        plans = UntracedPlans(library)
+        while (size := next_size(timing, room, _MANY)) is not None:
+            timing = timing.with_size(size, bench.together(size, plans))
+        return timing
+
+
+def refused(task: TrainTask) -> FusionForecast | None:
+    """What is said of a task that no group takes, by what it says itself; None: that may be otherwise."""
+    try:
+        check_task(task)
+    except UnfusableError as error:
+        return FusionForecast(group=None, why_alone=str(error))
+    return None
