@@ -111,18 +111,19 @@ class Layout:
         return Flat(whole, parts)
 
     def found(self, tensors: Sequence[Tensor]) -> Flat | None:
-        """These tensors as one, if they lie so."""
-        first, parts = tensors[0], [tensor.detach() for tensor in tensors]
-        size = first.element_size()
-        start = first.data_ptr()
-        if any(
-            part.data_ptr() - start != offset * size or (part.shape, part.stride()) != geometry
-            for part, offset, geometry in zip(parts, self.offsets, self.geometry, strict=True)
-        ):
-            return None
+        """These tensors, which have the shapes and strides of those that were laid out, as one if they lie so."""
+        first = tensors[0]
+        size, start = first.element_size(), first.data_ptr()
+        for tensor, offset in zip(tensors, self.offsets, strict=True):
+            if tensor.data_ptr() != start + offset * size:
+                return None
         if first.storage_offset() + self.size > first.untyped_storage().nbytes() // size:
             return None  # neighbours in memory, but not of one buffer
-        return Flat(first.detach().as_strided((self.size,), (1,), first.storage_offset()), parts)
+        return Flat(first.detach().as_strided((self.size,), (1,)), tensors)
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors have the shapes and strides of those that were laid out."""
+        return all((t.shape, t.stride()) == one for t, one in zip(tensors, self.geometry, strict=True))
 
 
 def runs(tensors: Sequence[tuple[Tensor, Any]]) -> list[tuple[Layout, list[tuple[Tensor, Any]]]]:

@@ -9,6 +9,7 @@ optimizers are given their own parts of parameters and gradients, and whatever t
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from hydra_tune.fusion.rates import Rates
 from hydra_tune.fusion.updates import COUNTED, UPDATES, Run, update_of
 
 _SWITCHES = ("nesterov", "centered", "decoupled_weight_decay")
+_NOT_TENSORS = ("steps", "begun")
+_MAX_REMEMBERED = 64
 _OWN = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
@@ -99,6 +102,15 @@ class StackedOptimizer(Optimizer, ABC):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Parameters that take a step together, and the parameter group of each."""
+
+    layout: Layout
+    parameters: list[Tensor]
+    groups: list[int]
+
+
 class OptimizerAtOnce(StackedOptimizer):
     """One step for all members: few operators on all of a shard's parameters. The members' own optimizers are only read."""
 
@@ -106,6 +118,7 @@ class OptimizerAtOnce(StackedOptimizer):
         super().__init__(members, groups)
         first = members[0]
         self._update = update_of(first)
+        self._runs: dict[Hashable, list[_Known]] = {}
         self._counts = isinstance(first, COUNTED)
         self._rates = [Rates([m.param_groups[number] for m in members]) for number in range(len(groups))]
         self._switches = [
@@ -122,15 +135,17 @@ class OptimizerAtOnce(StackedOptimizer):
             return
         for rates in self._rates:
             rates.read()
-        alike: dict[Hashable, list[tuple[Tensor, int]]] = {}
-        for number, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                if p.grad is not None:
-                    alike.setdefault(self._kind(p, number), []).append((p, number))
-        for found in alike.values():
-            for layout, run in runs(found):
-                for one_layout, one in self._steppable(layout, run):
-                    self._step(one_layout, one)
+        present = [
+            (p, number) for number, group in enumerate(self.param_groups) for p in group["params"] if p.grad is not None
+        ]
+        addresses = tuple([(p.data_ptr(), p.shape) for p, _ in present])
+        known = self._runs.get(addresses)
+        if known is None or not all(map(self._is_alike, known)):
+            known = self._runs[addresses] = self._runs_of(present)
+            if len(self._runs) > _MAX_REMEMBERED:  # blocks have moved about
+                self._runs = {addresses: known}
+        for run in known:
+            self._step(run)
 
     def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
         """As of `StackedOptimizer`."""
@@ -195,43 +210,69 @@ class OptimizerAtOnce(StackedOptimizer):
         number = next(n for n, group in enumerate(self.param_groups) if any(q is p for q in group["params"]))
         return float(self._members[index].param_groups[number].get(name, 0.0))
 
+    def _runs_of(self, present: Sequence[tuple[Tensor, int]]) -> list[_Known]:
+        """What takes a step together."""
+        alike: dict[Hashable, list[tuple[Tensor, int]]] = {}
+        for p, number in present:
+            alike.setdefault(self._kind(p, number), []).append((p, number))
+        return [
+            one
+            for found in alike.values()
+            for layout, run in runs(found)
+            for one in self._steppable(_known(layout, run))
+        ]
+
     def _kind(self, p: Tensor, number: int) -> Hashable:
         """What parameters that take a step together have in common."""
         state = self.state[p]
         if not state:
             state["steps"] = [0] * len(self.active)
-        begun = tuple(state.get("begun", ()))
         switches = tuple(self._switches[number].items())
-        return (p.dtype, p.device, switches, tuple(state["steps"]), begun, tuple(sorted(state)))
+        return (p.dtype, p.device, switches, tuple(state["steps"]), tuple(state.get("begun", ())), tuple(sorted(state)))
 
-    def _steppable(
-        self, layout: Layout, run: list[tuple[Tensor, int]]
-    ) -> Iterator[tuple[Layout, list[tuple[Tensor, int]]]]:
+    def _is_alike(self, run: _Known) -> bool:
+        """Whether the parameters of a run have still taken the same steps, and their state lies as they do."""
+        states = [self.state[p] for p in run.parameters]
+        first = states[0]
+        for state in states:
+            if len(state) != len(first) or any(state.get(name) != first.get(name) for name in _NOT_TENSORS):
+                return False
+        return all(
+            run.layout.found([state[name] for state in states]) is not None
+            for name in first
+            if name not in _NOT_TENSORS
+        )
+
+    def _steppable(self, run: _Known) -> Iterator[_Known]:
         """The same, or one by one where their state lies in another way than they do."""
-        names = [name for name, value in self.state[run[0][0]].items() if isinstance(value, Tensor)]
-        if all(layout.found([self.state[p][name] for p, _ in run]) is not None for name in names):
-            yield layout, run
+        states = [self.state[p] for p in run.parameters]
+        names = [name for name in states[0] if name not in _NOT_TENSORS]
+        tensors = {name: [state[name] for state in states] for name in names}
+        if all(run.layout.fits(same) and run.layout.found(same) is not None for same in tensors.values()):
+            yield run
             return
-        for p, number in run:
-            ((own, _),) = runs([(p, number)])
-            state = self.state[p]
+        for p, number, state in zip(run.parameters, run.groups, states, strict=True):
             for name in names:
-                if own.found([state[name]]) is None:
+                if state[name].stride() != p.stride():
                     state[name] = torch.empty_like(p).copy_(state[name])
-            yield own, [(p, number)]
+            ((layout, own),) = runs([(p, number)])
+            yield _known(layout, own)
 
-    def _step(self, layout: Layout, run: list[tuple[Tensor, int]]) -> None:
-        parameters = [p for p, _ in run]
-        whole = layout.found(parameters)
+    def _step(self, run: _Known) -> None:
+        whole = run.layout.found(run.parameters)
         assert whole is not None, "it was read off them"
         step = Run(
-            layout,
+            run.layout,
             whole,
-            layout.gathered([p.grad for p in parameters if p.grad is not None]),
-            [self.state[p] for p in parameters],
-            [self._rates[number] for _, number in run],
-            self._switches[run[0][1]],
+            run.layout.gathered([p.grad for p in run.parameters if p.grad is not None]),
+            [self.state[p] for p in run.parameters],
+            [self._rates[number] for number in run.groups],
+            self._switches[run.groups[0]],
             self.active,
         )
         self._update(step)
         step.finish()
+
+
+def _known(layout: Layout, run: Sequence[tuple[Tensor, int]]) -> _Known:
+    return _Known(layout, [p for p, _ in run], [number for _, number in run])

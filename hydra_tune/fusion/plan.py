@@ -56,19 +56,20 @@ class StackedComputing:
         return compute.backward(shard, operands, needs_gradient=needs_gradient, incoming=incoming, objective=objective)
 
 
-def stacked_plan(plan: Plan, count: int) -> Plan:
+def stacked_plan(plan: Plan, count: int, shared: frozenset[int] = frozenset()) -> Plan:
     """The plan of a group.
 
     Args:
         plan: of one member.
         count: members.
+        shared: which of the batch's tensors are the same for all members; they come once, without a dimension of members.
 
     Raises:
         UnfusableError: a shard that cannot be run so.
     """
     if plan.eager:
         raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
-    shards = tuple(_stacked_shard(shard, count) for shard in plan.shards)
+    shards = tuple(_stacked_shard(shard, count, shared) for shard in plan.shards)
     return replace(plan, shards=shards, computing=StackedComputing())
 
 
@@ -83,7 +84,7 @@ def trace_step(plan: Plan, state: Sequence[Tensor], inputs: Sequence[Tensor], co
     Args:
         plan: the group's.
         state: the stacked parameters and buffers of its shard, in its order.
-        inputs: the stacked batch, all its tensors.
+        inputs: the stacked batch, all its tensors; those that are shared once.
         count: members.
     """
     computing = plan.computing
@@ -105,14 +106,15 @@ def trace_step(plan: Plan, state: Sequence[Tensor], inputs: Sequence[Tensor], co
     return trace is not None
 
 
-def _stacked_shard(shard: Shard, count: int) -> Shard:
+def _stacked_shard(shard: Shard, count: int, shared: frozenset[int]) -> Shard:
     graph = shard.graph
     if graph.code is None:
         raise UnfusableError("its shards are compiled (compile=), and a compiler's code is for one trial")
     is_stacked = [
         *[True] * len(graph.state),
         *[False] * len(graph.constants),
-        *[True] * (len(graph.inputs) + len(graph.live_in)),
+        *[index not in shared for index in graph.inputs],
+        *[True] * len(graph.live_in),
     ]
     if not any(is_stacked):
         raise UnfusableError("one of its shards depends on nothing of the trial")

@@ -28,7 +28,7 @@ class GroupPlans:
     def __init__(self, library: PlanLibrary) -> None:
         self._library = library
         self._lock = threading.Lock()
-        self._stacked: WeakKeyDictionary[Prepared, dict[int, Prepared]] = WeakKeyDictionary()
+        self._stacked: WeakKeyDictionary[Prepared, dict[tuple[int, frozenset[int]], Prepared]] = WeakKeyDictionary()
 
     def of_member(self, member: Member, wanted: Wanted, like: Layout | None = None) -> Prepared:
         """The plan of one member for a batch that it wants computed.
@@ -49,17 +49,23 @@ class GroupPlans:
         check_updates(prepared)
         return prepared
 
-    def stacked(self, prepared: Prepared, count: int) -> Prepared:
+    def stacked(self, prepared: Prepared, count: int, shared: frozenset[int] = frozenset()) -> Prepared:
         """The same for a group of so many.
+
+        Args:
+            prepared: of one member.
+            count: members.
+            shared: as of `stacked_plan`.
 
         Raises:
             UnfusableError: it cannot be stacked; with the reason.
         """
         with self._lock:
             known = self._stacked.setdefault(prepared, {})
-            if count not in known:
-                known[count] = replace(prepared, plan=stacked_plan(prepared.plan, count))
-            return known[count]
+            key = (count, shared)
+            if key not in known:
+                known[key] = replace(prepared, plan=stacked_plan(prepared.plan, count, shared))
+            return known[key]
 
     @staticmethod
     def trace(prepared: Prepared, state: dict[str, Tensor], inputs: tuple[Tensor, ...], count: int) -> None:

@@ -12,6 +12,7 @@ _MAX_REMEMBERED = 256
 
 _BETAS = {"beta1": 0, "beta2": 1}
 _STEADY = ("beta1", "beta2", "momentum", "alpha", "eps", "weight_decay")
+_NO_RATES = ("params", "foreach", "fused", "initial_lr")
 _OF_SCHEDULERS = ("max_momentum", "base_momentum")
 
 
@@ -39,6 +40,8 @@ class Rates:
         self._groups = list(groups)
         self._known: dict[tuple[float, ...], dict[tuple[int, torch.dtype, torch.device], Tensor]] = {}
         self._made: dict[Hashable, tuple[float, ...]] = {}
+        self._names = [name for name in groups[0] if name not in _NO_RATES]
+        self._read: list[tuple[Any, ...]] = []
         own = [_steady(group) for group in groups]
         self._alike = {n: v for n, v in own[0].items() if all(n in o and o[n] == v for o in own)}
 
@@ -56,7 +59,10 @@ class Rates:
 
     def read(self) -> None:
         """A step begins: schedulers may have changed the options since the last one."""
-        self._made.clear()
+        now = [tuple([group[name] for name in self._names]) for group in self._groups]
+        if now != self._read or len(self._made) > _MAX_REMEMBERED:
+            self._made.clear()
+            self._read = now
 
     def __call__(self, name: str) -> tuple[float, ...]:
         """An option of each member; Adam's betas are `beta1` and `beta2`."""

@@ -22,7 +22,7 @@ from hydra_tune.fusion.apart import apart, has_batched_form
 from hydra_tune.fusion.drawing import drawn
 from hydra_tune.fusion.recording import recorded
 from hydra_tune.fusion.recurrent import RECURRENT
-from hydra_tune.fusion.rules import RULES, elementwise, is_elementwise
+from hydra_tune.fusion.rules import RULES, SHARED_INPUT, elementwise, is_elementwise
 from hydra_tune.fusion.tables import TABLES, embedding_bag
 from hydra_tune.shard.stochastic import draws_random_numbers
 
@@ -202,12 +202,16 @@ class StackedGraph:
         rule = _ALL_RULES.get(target)
         if rule is embedding_bag and not _takes_first_only(node):
             rule = None
+        of_one = _of_one(target, stacked)
         if rule is None and is_elementwise(target):
             rule = partial(elementwise, target)
         is_batched = has_batched_form(target) and target._schema.name not in _APART  # noqa: SLF001
 
         def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:
             nonlocal is_batched
+            made = of_one(*found, **given)
+            if made is not None:
+                return made
             if rule is not None:
                 flags = iter(stacked)
                 wide = pytree.tree_map_only(
@@ -273,6 +277,23 @@ class StackedGraph:
             _Call(node, run, tuple(arguments), keywords, tuple(ends.get(position, ())))
             for position, (node, run, arguments, keywords) in enumerate(self._planned)
         ]
+
+
+def _rule_of(node: fx.Node, target: Any) -> Callable[..., Any] | None:
+    """The form that an operator has for all members, if it has one."""
+    rule = _ALL_RULES.get(target)
+    if rule is embedding_bag and not _takes_first_only(node):
+        return None
+    return partial(elementwise, target) if rule is None and is_elementwise(target) else rule
+
+
+def _of_one(target: Any, stacked: Sequence[bool]) -> Callable[..., Tensor | None]:
+    """What runs an operator on an input that all members share, with weights of their own; else None comes of it."""
+    return SHARED_INPUT.get(target, _nothing) if not stacked[0] and all(stacked[1:]) else _nothing
+
+
+def _nothing(*_arguments: Any, **_keywords: Any) -> None:
+    return None
 
 
 def _once(target: Any, *, expands: bool) -> _Run:

@@ -106,9 +106,8 @@ class Run:
         """Of each member whether its momentum has begun; those that are active and have any begin now."""
         begun: list[bool] = self._states[0].get("begun", [False] * len(self._active))
         for state, rates in zip(self._states, self._rates, strict=True):
-            before = state.get("begun", begun)
             state["begun"] = [
-                b or (bool(m) and a) for b, m, a in zip(before, rates("momentum"), self._active, strict=True)
+                b or (bool(m) and a) for b, m, a in zip(begun, rates("momentum"), self._active, strict=True)
             ]
         return begun
 
@@ -122,8 +121,9 @@ class Run:
             mask = self._mask()
             for flat, before in self._before:
                 torch.where(mask, flat.whole, before, out=flat.whole)
+        steps = [step + active for step, active in zip(self._states[0]["steps"], self._active, strict=True)]
         for state in self._states:
-            state["steps"] = [step + a for step, a in zip(state["steps"], self._active, strict=True)]
+            state["steps"] = list(steps)
 
     def _of_active(self, values: tuple[float, ...]) -> tuple[float, ...]:
         """With another's number in the place of one that is not used."""

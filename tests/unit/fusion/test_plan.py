@@ -34,6 +34,15 @@ class Norms(nn.Module):
         return self.head(y * torch.sigmoid(self.table(ids).mean(1)))
 
 
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(4, 6, 3, stride=2), nn.Linear(54, 3)
+
+    def forward(self, x):
+        return self.head(self.conv(x).relu().flatten(1))
+
+
 def member_values(made, plan, index):
     """A member's own weights and batch, in float64."""
     generator = torch.Generator().manual_seed(index)
@@ -65,15 +74,20 @@ def run(plan, state, inputs, generator, objective):
     return store.values[plan.outputs[0]], gradients, {n: t for n, t in state.items() if not t.requires_grad}
 
 
-def compare(made, cuts=(), *, is_traced=False):
+def compare(made, cuts=(), *, is_traced=False, shared=frozenset()):
     plan = made.plan(*cuts)
-    group = stacked_plan(plan, MEMBERS)
+    group = stacked_plan(plan, MEMBERS, shared)
     members = [member_values(made, plan, index) for index in range(MEMBERS)]
     state = {
         name: torch.stack([own[name].detach() for own, _ in members]).requires_grad_(members[0][0][name].requires_grad)
         for name in plan.used_state()
     }
-    inputs = tuple(torch.stack(tensors) for tensors in zip(*(batch for _, batch in members), strict=True))
+    members = [
+        (own, tuple(members[0][1][i] if i in shared else tensor for i, tensor in enumerate(batch)))
+        for own, batch in members
+    ]
+    batches = enumerate(zip(*(batch for _, batch in members), strict=True))
+    inputs = tuple(tensors[0] if index in shared else torch.stack(tensors) for index, tensors in batches)
     if is_traced:
         assert trace_step(group, [state[name] for name in group.shards[0].graph.state], inputs, MEMBERS)
     generators = [torch.Generator().manual_seed(index) for index in range(MEMBERS)]
@@ -117,6 +131,20 @@ def test_a_step_of_several_shards_is_each_members_own(name):
 def test_other_operators_are_each_members_own():
     task = task_of(Norms().double(), train=lambda: [images()], loss=functional.cross_entropy)
     compare(bench(task), is_traced=True)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("shared", [{0}, {1}, {0, 1}])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("cnn", marks=pytest.mark.slow)])
+def test_a_batch_that_members_share_comes_once(name, shared, is_traced):
+    compare(parity_bench(name), is_traced=is_traced, shared=frozenset(shared))
+
+
+def test_convolutions_of_a_shared_batch_are_each_members_own():
+    task = task_of(Norms().double(), train=lambda: [images()], loss=functional.cross_entropy)
+    compare(bench(task), is_traced=True, shared=frozenset({0, 1}))
+    task = task_of(Plain().double(), train=lambda: [images()], loss=functional.cross_entropy)
+    compare(bench(task), shared=frozenset({0}))
 
 
 def test_a_member_that_rests_draws_nothing():
