@@ -138,11 +138,13 @@ class OptimizerAtOnce(StackedOptimizer):
         present = [
             (p, number) for number, group in enumerate(self.param_groups) for p in group["params"] if p.grad is not None
         ]
-        addresses = tuple([(p.data_ptr(), p.shape) for p, _ in present])
+        addresses = tuple(
+            [(id(p), p.data_ptr()) for p, _ in present]
+        )  # blocks move, and others come to where they were
         known = self._runs.get(addresses)
         if known is None or not all(map(self._is_alike, known)):
             known = self._runs[addresses] = self._runs_of(present)
-            if len(self._runs) > _MAX_REMEMBERED:  # blocks have moved about
+            if len(self._runs) > _MAX_REMEMBERED:
                 self._runs = {addresses: known}
         for run in known:
             self._step(run)

@@ -210,16 +210,14 @@ class StackedGraph:
         def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:
             nonlocal is_batched
             made = of_one(*found, **given)
-            if made is not None:
-                return made
-            if rule is not None:
+            if made is None and rule is not None:
                 flags = iter(stacked)
                 wide = pytree.tree_map_only(
                     Tensor, lambda t: t if next(flags) else _expanded(t, count), (tuple(found), given)
                 )
                 made = rule(*wide[0], **wide[1])
-                if made is not None:
-                    return made
+            if made is not None:
+                return made
             if is_batched:
                 try:
                     return _mapped(target, found, given, stacked)

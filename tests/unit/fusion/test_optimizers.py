@@ -210,3 +210,24 @@ def test_state_that_lies_elsewhere_is_stepped_all_the_same():
 def test_only_what_is_known_is_stepped_at_once(kind):
     group = Group(EVERY[kind])
     assert is_stackable(group.own[0]) == (kind in KINDS)
+
+
+def test_parameters_that_come_to_where_others_were_are_stepped_themselves():
+    """As those of two shards that are on a device in turns, at one address."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(MEMBERS, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
+    place = torch.empty(MEMBERS, 4, dtype=torch.float64)
+    stacked = [nn.Parameter(value.clone()) for value in values]
+    members = [
+        SGD([nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in range(2)], lr=0.5) for _ in range(MEMBERS)
+    ]
+    optimizer = group_optimizer(members, [stacked])
+    for p in stacked * 2:
+        home = p.data
+        p.data = place.copy_(home)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        p.grad = None
+        p.data = home.copy_(place)
+    for p, value in zip(stacked, values, strict=True):
+        torch.testing.assert_close(p.detach(), value - 1.0)
