@@ -81,7 +81,8 @@ class HydraExecutor:
         buffer_fraction: part of each device's memory that a shard leaves free for others, to which the next shards are sent
             while it computes; 0 to below 1. Nothing is kept where the whole model fits; with 0 nothing is sent ahead. "auto":
             as little as the parameters of any shard need.
-        max_concurrent: trials in flight at once; None for twice the number of devices.
+        max_concurrent: trials in flight at once; None for twice the number of devices. With `fusion` a group counts as one, and
+            drivers ask for as many trials as this says, or where it is None for as many as fill a group on each device.
         admission: "eager" lets all trials in flight advance as the policy says, in lock-step where they are equally long;
             "staggered" has the oldest go first, as many as there are devices, and the others fill the gaps: trials end
             one after another, which is what pruners need that compare with trials that have completed.
@@ -195,15 +196,25 @@ class HydraExecutor:
 
     @property
     def width(self) -> int:
-        """Trials in flight that keep the devices busy: `max_concurrent`, twice the number of devices, or a group, if more."""
+        """Trials in flight that keep the devices busy: `max_concurrent`; or two for each device, or a group, if more."""
         if not self._width:
             self._started()
-        return max(self._width, self._fusion_size)
+        return self._max_concurrent or max(self._width, self._fusion_size * self._width // 2)
 
     @property
     def num_abreast(self) -> int:
-        """Trials in flight that advance together: `width`, or with staggered admission no more than there are devices."""
-        return self.width if self._admission == "eager" else min(self.width, len(self.device_names))
+        """Trials in flight that advance together: `width`, or with staggered admission no more than there are devices.
+
+        Members of a group advance together whatever the admission is.
+        """
+        if self._admission == "eager" or self._fusion_size:
+            return self.width
+        return min(self.width, len(self.device_names))
+
+    @property
+    def fusion_size(self) -> int:
+        """The most trials that are computed together; 0 with `fusion="off"`."""
+        return self._fusion_size
 
     @property
     def device_names(self) -> tuple[str, ...]:

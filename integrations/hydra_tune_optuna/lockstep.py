@@ -65,7 +65,7 @@ def useless_pruner(
     # So few abreast that half of the trials can be judged or, if none is that few, as many as can be at any width.
     narrow = max(number for number in working if num_unjudged(needed, number) <= max(n_trials // 2, needed))
     helping = [words.narrower.format(narrow), words.other]
-    if len(executor.device_names) in working:
+    if not executor.fusion_size and len(executor.device_names) in working:
         helping.insert(0, words.staggered)
     ended = "has completed" if needed == 1 else "have completed"
     return (

@@ -147,6 +147,7 @@ class PlainPool:
 
     def __init__(self, *, max_concurrent=2):
         self.width = self.num_abreast = max_concurrent
+        self.fusion_size = 0
         self.turn = threading.Lock()
         self.jobs = set()
         self._submitted = 0

@@ -30,3 +30,55 @@ def test_a_study_of_fused_trials_has_the_values_of_plain_loops():
         expected = [entry["val_loss"] for entry in plain.history]
         assert list(trial.intermediate_values.values()) == pytest.approx(expected, rel=1e-9)
         assert trial.value == pytest.approx(expected[-1], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "width"),
+    [
+        ({"fusion": "on", "fusion_size": 4}, 4),
+        ({"fusion": "auto", "fusion_size": 4, "devices": "cpu:2"}, 8),
+        ({"fusion": "off", "fusion_size": 4, "devices": "cpu:2"}, 4),
+        ({"fusion": "on", "fusion_size": 4, "max_concurrent": 1}, 1),
+        ({"fusion": "on", "fusion_size": 4, "max_concurrent": 3, "admission": "staggered"}, 3),
+    ],
+)
+def test_as_many_trials_are_in_flight_as_fill_a_group_on_each_device_or_as_was_said(options, width):
+    with running(**options) as pool:
+        assert pool.width == width
+        assert pool.num_abreast == width
+        assert pool.fusion_size == (0 if options["fusion"] == "off" else 4)
+
+
+def test_places_of_trials_that_are_over_are_filled_at_once():
+    """Every other trial ends after two epochs of eight."""
+    in_flight, jobs = [], []
+
+    def objective(trial):
+        in_flight.append(sum(not other.state.is_finished() for other in trial.study.get_trials(deepcopy=False)))
+        rate = trial.suggest_float("lr", 1e-3, 1e-1, log=True)
+        optimizer = partial(torch.optim.AdamW, lr=rate)
+        return task(trial.number, optimizer=optimizer, epochs=8 if trial.number % 2 else 2)
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with running(fusion="on", fusion_size=4) as pool:
+        submit = pool.submit
+        pool.submit = lambda *given, **options: jobs.append(submit(*given, **options)) or jobs[-1]
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0), executor=pool)
+        study.optimize(objective, n_trials=8)
+        sizes = [job.result().group_size for job in jobs]
+    assert in_flight[:4] == [1, 2, 3, 4]
+    assert set(in_flight[4:]) <= {3, 4}
+    assert len(sizes) == 8
+    assert min(sizes[:6]) > 1, "who comes next runs by himself"
+
+
+def test_a_pruner_that_groups_make_useless_is_told_without_staggering_which_would_not_help(caplog):
+    optuna.logging.enable_propagation()
+    with running(fusion="on", fusion_size=8, admission="staggered") as pool:
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=4)
+        study = optuna.create_study(pruner=pruner, sampler=optuna.samplers.RandomSampler(seed=0), executor=pool)
+        study.optimize(lambda trial: task(trial.suggest_int("seed", 0, 99)), n_trials=8)
+    optuna.logging.disable_propagation()
+    assert "MedianPruner can prune none of 8 trials" in caplog.text
+    assert "staggered" not in caplog.text
+    assert "max_concurrent" in caplog.text
