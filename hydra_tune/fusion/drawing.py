@@ -63,7 +63,7 @@ class Noise:
 
     def draw(self, group: GroupGenerator, device: torch.device) -> Tensor:
         """The numbers of all members, one behind the other along a first dimension."""
-        made = _stack_like(self.like, len(group.members), device).zero_()
+        made = stack_like(self.like, len(group.members), device).zero_()
         in_place = torch.ops.aten.bernoulli_.float
         for row, generator, active in zip(made, group.members, group.active, strict=True):
             if active:
@@ -202,7 +202,7 @@ def _lying(value: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _stack_like(like: Tensor, count: int, device: torch.device) -> Tensor:
+def stack_like(like: Tensor, count: int, device: torch.device) -> Tensor:
     """Room for so many tensors, each of which lies in memory as one does."""
     dense = torch.empty_like(like)  # as it, but without gaps
     strides = (like.numel(), *dense.stride())

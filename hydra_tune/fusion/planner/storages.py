@@ -1,0 +1,151 @@
+"""Which storages the nodes of a graph make, read and overwrite, found by a run on tensors without bytes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from hydra_tune.fusion.planner.nodes import draw
+
+_RUNNING_STATISTICS = {
+    # Operators that overwrite arguments without saying so in their schema, if they train: places of these, and of the switch.
+    "aten::native_batch_norm": ((3, 4), 5),
+    "aten::cudnn_batch_norm": ((3, 4), 5),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """How a tensor lies in its storage.
+
+    Attributes:
+        storage: which.
+        dtype: of its elements.
+        size: of its dimensions.
+        stride: of its dimensions, in elements.
+        offset: of its first element, in elements.
+    """
+
+    storage: str
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the run showed, by the nodes' names; a storage bears the name of the node that makes it.
+
+    Attributes:
+        storages: the storages of a node's values.
+        makes: those of them that are new.
+        reads: the storages of its arguments.
+        writes: those of its arguments that it overwrites.
+        sizes: bytes of each storage.
+        places: how a node's value lies in its storage, where it is one tensor.
+    """
+
+    storages: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    makes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    reads: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    writes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+
+
+def seen(
+    graph: fx.Graph,
+    owner: fx.GraphModule,
+    arguments: Mapping[str, Tensor],
+    drawn: Sequence[Tensor],
+    mode: FakeTensorMode,
+) -> Seen:
+    """Run a graph and note what its nodes do.
+
+    Args:
+        graph: of operators alone.
+        owner: the module of its constants.
+        arguments: by name, made under `mode`.
+        drawn: what the nodes that draw give, by number.
+        mode: for tensors without bytes.
+    """
+    found = Seen()
+    named: dict[int, str] = {}
+    values: dict[fx.Node, Any] = {}
+    with mode, torch.no_grad():
+        for node in graph.nodes:
+            if node.op == "output":
+                break
+            if node.op == "placeholder":
+                values[node] = arguments[node.name]
+            elif node.op == "get_attr":
+                constant = getattr(owner, str(node.target))
+                values[node] = torch.empty_strided(
+                    constant.size(), constant.stride(), dtype=constant.dtype, device=constant.device
+                )
+            elif node.target is draw:
+                values[node] = drawn[node.args[0]]
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+            _note(found, named, node, values)
+    return found
+
+
+def overwritten(node: fx.Node) -> tuple[list[fx.Node], bool]:
+    """The arguments that a node overwrites, and whether it leaves them alone if it is given none in their place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return [], False
+    if schema.name in _RUNNING_STATISTICS:
+        places, switch = _RUNNING_STATISTICS[schema.name]
+        written = [node.args[place] for place in places] if node.args[switch] else []
+        return [one for one in written if isinstance(one, fx.Node)], True
+    found: list[fx.Node] = []
+    for place, declared in enumerate(schema.arguments):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(declared.name)
+            found.extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, fx.Node))
+    return found, False
+
+
+def without_statistics(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a node that is computed again, which leaves running statistics as they are."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.name not in _RUNNING_STATISTICS:
+        return args
+    places, _ = _RUNNING_STATISTICS[schema.name]
+    return tuple(None if place in places else value for place, value in enumerate(args))
+
+
+def _note(found: Seen, named: dict[int, str], node: fx.Node, values: dict[fx.Node, Any]) -> None:
+    tensors = [leaf for leaf in tree_leaves(values[node]) if isinstance(leaf, Tensor)]
+    made: list[str] = []
+    own: list[str] = []
+    for number, tensor in enumerate(tensors):
+        key = tensor.untyped_storage()._cdata  # noqa: SLF001 - what tells storages apart; all are alive until the end
+        if key not in named:
+            named[key] = node.name if len(tensors) == 1 else f"{node.name}.{number}"
+            found.sizes[named[key]] = tensor.untyped_storage().nbytes()
+            made.append(named[key])
+        own.append(named[key])
+    found.storages[node.name] = tuple(dict.fromkeys(own))
+    found.makes[node.name] = tuple(made)
+    read = (name for argument in node.all_input_nodes for name in found.storages[argument.name])
+    found.reads[node.name] = tuple(dict.fromkeys(read))
+    written = (name for argument in overwritten(node)[0] for name in found.storages[argument.name])
+    found.writes[node.name] = tuple(dict.fromkeys(written))
+    if isinstance(values[node], Tensor):
+        one: Tensor = values[node]
+        found.places[node.name] = Place(
+            storage=own[0],
+            dtype=one.dtype,
+            size=tuple(one.size()),
+            stride=tuple(one.stride()),
+            offset=int(one.storage_offset()),
+        )

@@ -1,0 +1,240 @@
+"""The update of a stacked parameter as a graph: the arithmetic of `fusion/updates.py`, with the members' rates as arguments.
+
+Rates change from step to step, and some depend on the step's number. They are numbers on the host, which the
+arithmetic works out from the members' options; here it is asked for them without tensors, once for each parameter
+group. Options that nobody changes, and that all members have begun with alike, are constants of the graph, for they
+round as such.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import Optimizer
+
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.flat import Flat, Layout, Numbers
+from hydra_tune.fusion.optimizers import is_stackable
+from hydra_tune.fusion.rates import Rates
+from hydra_tune.fusion.updates import Run, update_of
+
+_SWITCHES = ("nesterov", "centered", "decoupled_weight_decay")
+_SOME_NUMBER = 1.5  # stands for a rate where nothing is computed
+
+
+class _Nothing:
+    """Stands for a tensor whose numbers nobody looks at: whatever is done with it gives it again."""
+
+    def __getattr__(self, name: str) -> Callable[..., Self]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._same
+
+    def _same(self, *_: Any, **__: Any) -> Self:
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _NOTHING
+
+
+_NOTHING: Any = _Nothing()
+
+
+class _OneRun(Run):
+    """A step of one parameter whose rates are whatever `ask` makes of the members' numbers; state is there already."""
+
+    def __init__(self, ask: Callable[[Sequence[float], Any], Any], *given: Any) -> None:
+        self._ask = ask
+        super().__init__(*given)
+
+    def numbers(self, key: Hashable, make: Callable[[Rates], Sequence[float]]) -> Numbers:
+        """As of `Run`, and never a constant; but a momentum that is 0 has no state and no operators."""
+        (rates,) = self._rates
+        values = rates.made(key, partial(make, rates))
+        if key == "momentum" and not any(values) and not self.has("momentum_buffer"):
+            return 0.0
+        return self._asked(values)
+
+    def state(self, name: str, first: Callable[[], Numbers] = float) -> Flat:
+        """As of `Run`."""
+        del first
+        return _flat(self._states[0][name])
+
+    def like(self, whole: Tensor) -> Flat:
+        """As of `Run`."""
+        nothing: Any = whole
+        return Flat(whole, [] if isinstance(nothing, _Nothing) else self._layout.parts(whole))
+
+    def _beside(self, own: Sequence[tuple[float, ...]]) -> Any:
+        return self._asked(own[0])
+
+    def _asked(self, values: Sequence[float]) -> Numbers:
+        found: Numbers = self._ask(values, self.p.parts[0])
+        return found
+
+
+class _FirstRun(Run):
+    """A first step, which notes the state that it begins with."""
+
+    def __init__(self, *given: Any) -> None:
+        self.initial: dict[str, Tensor] = {}
+        super().__init__(*given)
+
+    def state(self, name: str, first: Callable[[], Numbers] = float) -> Flat:
+        """As of `Run`."""
+        found = super().state(name, first)
+        self.initial.setdefault(name, found.parts[0].clone())
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TracedUpdate:
+    """How one parameter is updated.
+
+    Attributes:
+        module: takes the parameter, its gradient, its state and its rates; overwrites the first and the third.
+        state: the names of its state's tensors.
+        group: its parameter group.
+        num_rates: how many rates there are.
+    """
+
+    module: fx.GraphModule
+    state: tuple[str, ...]
+    group: int
+    num_rates: int
+
+
+class UpdateTracer:
+    """Traces the steps of stacked parameters, and says what their rates are.
+
+    Args:
+        members: the members' own optimizers, alike but for their rates; they are read, and never stepped.
+
+    Raises:
+        UnfusableError: they have no form for all members at once.
+    """
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        first = members[0]
+        if not is_stackable(first):
+            raise UnfusableError(
+                f"its optimizer, {type(first).__name__}, steps each member by itself; it runs unplanned"
+            )
+        self.count = len(members)
+        self._update = update_of(first)
+        self._rates = [Rates([m.param_groups[g] for m in members]) for g in range(len(first.param_groups))]
+        self._switches = [
+            {name: bool(group[name]) for name in _SWITCHES if name in group} for group in first.param_groups
+        ]
+        self._names: dict[int, tuple[str, ...]] = {}
+        self._num_rates: dict[int, int] = {}
+
+    def traced(self, group: int, like: Tensor, mode: FakeTensorMode) -> TracedUpdate:
+        """The update of a parameter.
+
+        Args:
+            group: its parameter group.
+            like: a dense tensor of its geometry, made under `mode`.
+            mode: for tensors without bytes.
+        """
+        names = self._state_names(group)
+        num_rates = len(self.rates(group, [1] * self.count))
+        self._num_rates[group] = num_rates
+
+        def run(p: Tensor, gradient: Tensor, *rest: Tensor) -> list[Tensor]:
+            given = iter(rest[len(names) :])
+            layout = _layout(p)
+            flat = layout.gathered([gradient])
+            state = dict(zip(names, rest, strict=False))
+            self._step(group, layout, _flat(p), flat, state, [1] * self.count, lambda _values, _part: [next(given)])
+            return []
+
+        with mode:
+            rate = torch.empty((self.count, *[1] * (like.dim() - 1)), dtype=like.dtype, device=like.device)
+            arguments = [torch.empty_like(like) for _ in (0, 1, *names)] + [rate.clone() for _ in range(num_rates)]
+        module = make_fx(run, tracing_mode="fake")(*arguments)
+        return TracedUpdate(module, names, group, num_rates)
+
+    def initial_state(self, group: int, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter that has not been stepped, with all tensors that it will ever have.
+
+        Args:
+            group: its parameter group.
+            parameter: it, dense; only its geometry counts.
+        """
+        with torch.no_grad():
+            return self._first(group, parameter.detach().clone(memory_format=torch.preserve_format))
+
+    def rates(self, group: int, steps: Sequence[int]) -> list[tuple[float, ...]]:
+        """The rates of a step: for each of them one number per member.
+
+        Args:
+            group: the parameter group.
+            steps: how many steps each member has made before.
+
+        Raises:
+            UnfusableError: the step is of another form than the one that was traced.
+        """
+        asked: list[tuple[float, ...]] = []
+
+        def ask(values: Sequence[float], _: Any) -> float:
+            asked.append(tuple(values))
+            return _SOME_NUMBER
+
+        self._rates[group].read()
+        state = dict.fromkeys(self._state_names(group), _NOTHING)
+        self._step(group, _NOTHING, _flat(_NOTHING), _flat(_NOTHING), state, steps, ask)
+        if len(asked) != self._num_rates.get(group, len(asked)):
+            raise UnfusableError(
+                f"a step of its optimizer has {len(asked)} rates and the traced one {self._num_rates[group]}: options have "
+                "changed that decide what it computes; it runs unplanned"
+            )
+        return asked
+
+    def _step(
+        self,
+        group: int,
+        layout: Any,
+        p: Flat,
+        gradient: Flat,
+        state: dict[str, Any],
+        steps: Sequence[int],
+        ask: Callable[[Sequence[float], Any], Any],
+    ) -> None:
+        counts = {"steps": list(steps), "begun": [step > 0 for step in steps]}
+        everybody = [True] * self.count
+        given = (layout, p, gradient, [state | counts], [self._rates[group]], self._switches[group], everybody)
+        self._update(_OneRun(ask, *given))
+
+    def _first(self, group: int, p: Tensor) -> dict[str, Tensor]:
+        self._rates[group].read()
+        layout = _layout(p)
+        gradient = layout.new(p.view(-1) if p.is_contiguous() else p.flatten())
+        state: dict[str, Any] = {"steps": [0] * self.count}
+        given = (layout, _flat(p), gradient, [state], [self._rates[group]], self._switches[group], [True] * self.count)
+        run = _FirstRun(*given)
+        self._update(run)
+        return run.initial
+
+    def _state_names(self, group: int) -> tuple[str, ...]:
+        if group not in self._names:
+            self._names[group] = tuple(self.initial_state(group, torch.zeros(self.count, 1)))
+        return self._names[group]
+
+
+def _layout(p: Tensor) -> Layout:
+    return Layout(offsets=(0,), size=p.numel(), geometry=((p.size(), p.stride()),))
+
+
+def _flat(tensor: Any) -> Flat:
+    """A dense tensor as its numbers in the order in which they lie."""
+    if isinstance(tensor, _Nothing):
+        nothing: Any = tensor
+        return Flat(nothing, [nothing])
+    return Flat(tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()), [tensor])

@@ -1,0 +1,224 @@
+"""What the tests of the planner share: sub-arrays of small models with all that a step has, and their steps unplanned."""
+
+import functools
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hydra_tune.fusion.drawing import GroupGenerator
+from hydra_tune.fusion.plan import stacked_plan
+from hydra_tune.fusion.planner.step_graph import StepGraph, step_graph
+from hydra_tune.fusion.planner.updates import UpdateTracer
+from hydra_tune.shard.compute import Operands
+from tests.unit.shard.bench import bench, task_of
+
+
+class CNN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1, bias=False) for i in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = functional.relu(norm(conv(x)))
+        return self.head(functional.dropout(x.mean((2, 3)), 0.2, self.training))
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+
+    def forward(self, x):
+        y = functional.relu(self.norms[0](self.first(x)))
+        return functional.relu(x + self.norms[1](self.second(y)))
+
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.blocks = nn.Sequential(*(Residual(8) for _ in range(3)))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.blocks(functional.relu(self.norm(self.stem(x)), inplace=True))
+        return self.head(functional.dropout(x.mean((2, 3)), 0.1, self.training))
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        b, t, w = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
+        weights = self.drop(torch.softmax(q @ k.transpose(-1, -2) * (w // self.heads) ** -0.5, -1))
+        x = x + self.drop(self.out((weights @ v).transpose(1, 2).reshape(b, t, w)))
+        return x + self.drop(self.down(functional.gelu(self.up(self.norms[1](x)))))
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.layers = nn.Embedding(11, 16), nn.Sequential(*(Layer(16, 2) for _ in range(3)))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.layers(self.table(x)).mean(1))
+
+
+class DLRM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(13, 8) for _ in range(3))
+        self.bottom = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 8), nn.ReLU())
+        self.top = nn.Sequential(nn.Linear(8 + 6, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+
+    def forward(self, x):
+        dense = self.bottom(x)
+        ids = (x[:, :3].abs() * 4).long() % 13
+        rows = torch.stack([dense, *(table(ids[:, i]) for i, table in enumerate(self.tables))], 1)
+        crossed = rows @ rows.transpose(1, 2)
+        pairs = torch.stack([crossed[:, i, j] for i in range(4) for j in range(i)], 1)
+        return self.top(torch.cat([dense, pairs], 1))
+
+
+def _images():
+    return torch.randn(6, 3, 8, 8), torch.randint(4, (6,))
+
+
+MODELS = {
+    "cnn": (CNN, _images),
+    "resnet": (ResNet, _images),
+    "transformer": (Transformer, lambda: (torch.randint(11, (6, 8)), torch.randint(4, (6,)))),
+    "dlrm": (DLRM, lambda: (torch.randn(32, 6), torch.randint(4, (32,)))),
+}
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adamw": partial(torch.optim.AdamW, lr=3e-3),
+}
+
+
+@dataclass
+class SubArrayMade:
+    """A traced sub-array, its tensors, its members' generators and the steps that it has made."""
+
+    step: StepGraph
+    state: dict[str, Tensor]
+    moments: dict[tuple[str, str], Tensor]
+    constants: list[Tensor]
+    tracer: UpdateTracer
+    generators: GroupGenerator
+    count: int
+    example: Any
+    done: int = 0
+
+    def batch(self, number: int) -> list[Tensor]:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(100 + number)
+            members = [self.example() for _ in range(self.count)]
+        return [torch.stack(tensors) for tensors in zip(*members, strict=True)]
+
+    def arguments(self, number: int) -> dict[str, Tensor]:
+        """All arguments of step `number`."""
+        found = {argument: self.state[name] for name, argument in self.step.state.items()}
+        found |= {argument: self.moments[key] for key, argument in self.step.moments.items()}
+        found |= dict(zip(self.step.constants, self.constants, strict=True))
+        found |= dict(zip(self.step.inputs, self.batch(number), strict=True))
+        known: dict[int, list[list[float]]] = {}
+        for argument, rate in self.step.rates.items():
+            values = known.setdefault(rate.group, self.tracer.rates(rate.group, [number] * self.count))[rate.number]
+            shape = self.step.geometry[argument].shape
+            found[argument] = torch.tensor(values, dtype=rate.dtype).view(shape)
+        return found
+
+    def everything(self) -> list[Tensor]:
+        """All that a step leaves behind."""
+        return [*self.state.values(), *self.moments.values(), self.generators.get_state()]
+
+
+@functools.cache
+def _benched(name):
+    model, example = MODELS[name]
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        batch = example()
+        return bench(task_of(model(), train=lambda: [batch], loss=functional.cross_entropy)), example
+
+
+@functools.cache
+def _traced(name, count, optimizer):
+    made, _ = _benched(name)
+    plan = made.plan()
+    group = stacked_plan(plan, count)
+    (shard,) = group.shards
+    state = {key: torch.stack([made.state[key].detach()] * count) for key in shard.graph.state}
+    parameters = [key for key in state if made.state[key].requires_grad]
+    members = [OPTIMIZERS[optimizer]([made.state[key] for key in parameters]) for _ in range(count)]
+    for index, member in enumerate(members):
+        member.param_groups[0]["lr"] *= 1 + 0.1 * index
+    for key in parameters:
+        state[key].requires_grad_()
+    tracer = UpdateTracer(members)
+    constants = [plan.constants[name] for name in shard.graph.constants]
+    operands = Operands(
+        state=list(state.values()),
+        constants=constants,
+        inputs=[torch.stack([made.inputs[i]] * count) for i in shard.graph.inputs],
+        live_in=(),
+    )
+    trains = [tensor.requires_grad for tensor in state.values()]
+    groups = dict.fromkeys(parameters, 0)
+    step = step_graph(shard.graph.module, list(state), operands, trains, count, tracer, groups)
+    return step, state, parameters, tracer, constants
+
+
+def sub_array(name: str, count: int = 2, optimizer: str = "adamw", seed: int = 0) -> SubArrayMade:
+    step, like, parameters, tracer, constants = _traced(name, count, optimizer)
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for key, tensor in like.items():
+        noise = torch.randn(tensor.shape, generator=generator) * 0.01 if key in parameters else 0
+        state[key] = (tensor.detach() + noise).to(tensor.dtype).clone()
+    moments = {
+        (key, moment): tensor
+        for key in parameters
+        for moment, tensor in tracer.initial_state(0, like[key]).items()
+        if (key, moment) in step.moments
+    }
+    generators = GroupGenerator([torch.Generator().manual_seed(10 * seed + i) for i in range(count)])
+    return SubArrayMade(step, state, moments, constants, tracer, generators, count, _benched(name)[1])
+
+
+def run_unplanned(made: SubArrayMade, number: int) -> Tensor:
+    """One step as the graph says, node by node; the losses."""
+    values: dict[Any, Any] = {}
+    arguments = made.arguments(number)
+    with torch.no_grad():
+        for node in made.step.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = arguments[node.name]
+            elif node.op == "get_attr":
+                values[node] = getattr(made.step.owner, node.target)
+            elif node.op == "output":
+                return values[node.args[0][0]].clone()
+            elif node.target.__name__ == "draw":
+                values[node] = made.step.noise[node.args[0]].draw(made.generators, torch.device("cpu"))
+            else:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+    raise AssertionError

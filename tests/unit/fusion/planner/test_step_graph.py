@@ -1,0 +1,71 @@
+"""A step's graph trains as each member's own model and optimizer do."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hydra_tune.devices.own_generator import drawing_from
+from hydra_tune.fusion.planner.nodes import draw
+from tests.unit.fusion.planner.made import MODELS, OPTIMIZERS, run_unplanned, sub_array
+
+
+def members_alone(made, name, optimizer, steps):
+    """Each member's own model, trained by itself."""
+    found = []
+    for index in range(made.count):
+        model = MODELS[name][0]()
+        model.load_state_dict({key: tensor[index] for key, tensor in made.state.items()})
+        own = OPTIMIZERS[optimizer](model.parameters())
+        own.param_groups[0]["lr"] *= 1 + 0.1 * index
+        generator = torch.Generator()
+        generator.set_state(made.generators.members[index].get_state())
+        losses = []
+        for number in range(steps):
+            x, y = (tensor[index] for tensor in made.batch(number))
+            with drawing_from(generator):
+                loss = functional.cross_entropy(model(x), y)
+            own.zero_grad()
+            loss.backward()
+            own.step()
+            losses.append(loss.item())
+        found.append((model.state_dict(), losses))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_steps_are_those_of_each_member_alone(name, optimizer):
+    made = sub_array(name, optimizer=optimizer)
+    expected = members_alone(made, name, optimizer, 3)
+    losses = torch.stack([run_unplanned(made, number) for number in range(3)])
+    for index, (state, own) in enumerate(expected):
+        torch.testing.assert_close(losses[:, index], torch.tensor(own), rtol=1e-3, atol=1e-4)
+        for key, tensor in state.items():
+            torch.testing.assert_close(made.state[key][index], tensor, rtol=1e-2, atol=2e-3)
+
+
+def test_numbers_are_drawn_in_order_before_their_uses():
+    step = sub_array("transformer").step
+    drawn = [node.args[0] for node in step.graph.nodes if node.target is draw]
+    assert drawn == list(range(9))
+    assert [node for node in step.ops[step.num_forward :] if node.target is draw] == []
+
+
+def test_every_parameter_is_updated_once_and_nothing_reads_it_afterwards():
+    made = sub_array("transformer")
+    step, facts = made.step, made.step.seen
+    for name in (key for key, _ in step.moments):
+        argument = step.state[name]
+        writes = [rank for rank, node in enumerate(step.ops) if argument in facts.writes[node.name]]
+        reads = [rank for rank, node in enumerate(step.ops) if argument in facts.reads[node.name]]
+        assert writes
+        others = [rank for rank in reads if rank > writes[0]]
+        assert all(argument in facts.writes[step.ops[rank].name] for rank in others)
+
+
+def test_updates_are_made_before_the_backward_is_over():
+    """So that gradients are not all there at once."""
+    step = sub_array("cnn").step
+    argument = step.state["head.weight"]
+    first = next(rank for rank, node in enumerate(step.ops) if argument in step.seen.writes[node.name])
+    assert first < step.num_forward + (len(step.ops) - step.num_forward) // 2
