@@ -49,6 +49,8 @@ class Account:
         with self._lock:
             self._settle()
             for tensor in tensors:
+                if tensor.is_meta:
+                    continue  # has no bytes
                 storage = tensor.untyped_storage()
                 key = storage._cdata
                 if key not in self._bytes:

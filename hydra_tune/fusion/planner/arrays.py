@@ -1,0 +1,186 @@
+"""What the planner knows of a sub-array: its operators and storages, their times and sizes. Tables A and B of the paper.
+
+Pure Python; `profiler.py` makes it of graphs, tests make it by hand.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """A node of a graph (Table A); its place in the graph is its rank.
+
+    Attributes:
+        name: of the node.
+        seconds: how long it runs.
+        reads: the storages it reads.
+        makes: the storages it makes.
+        writes: those it overwrites, which were there before.
+        repeated_writes: those of `writes` that it leaves alone when it is computed again.
+        workspace_bytes: what it needs while it runs, beyond what it reads and makes.
+        is_random: it moves a random generator, and is never computed again.
+    """
+
+    name: str
+    seconds: float
+    reads: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    repeated_writes: tuple[str, ...] = ()
+    workspace_bytes: int = 0
+    is_random: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureMap:
+    """A storage that the forward makes and the backward uses (Table B).
+
+    Attributes:
+        name: of the storage.
+        num_bytes: its size.
+        made: rank of the forward operator that makes it.
+        last_forward: rank of the last forward operator that uses it.
+        first_backward: rank of the first backward operator that uses it.
+        last_backward: rank of the last one.
+        inactive_seconds: between `last_forward` and `first_backward`, when they run one after the other.
+        out_seconds: of a copy to the host.
+        in_seconds: of a copy back.
+    """
+
+    name: str
+    num_bytes: int
+    made: int
+    last_forward: int
+    first_backward: int
+    last_backward: int
+    inactive_seconds: float
+    out_seconds: float
+    in_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Array:
+    """A sub-array's step.
+
+    Attributes:
+        name: for people.
+        forward: its operators in order.
+        backward: of its backward, updates included, in order.
+        sizes: bytes of each storage that they make.
+        static_bytes: parameters, buffers, optimizer state and batch, which stay where they are.
+        out_seconds: of copying a storage to the host; those without are never swapped.
+        in_seconds: of copying it back.
+        results: storages that the step leaves behind (the losses), which are kept to the segment's end.
+    """
+
+    name: str
+    forward: tuple[Op, ...]
+    backward: tuple[Op, ...]
+    sizes: Mapping[str, int]
+    static_bytes: int = 0
+    out_seconds: Mapping[str, float] = field(default_factory=dict)
+    in_seconds: Mapping[str, float] = field(default_factory=dict)
+    results: frozenset[str] = frozenset()
+
+    @property
+    def seconds(self) -> float:
+        """What its operators take."""
+        return sum(op.seconds for op in (*self.forward, *self.backward))
+
+    @cached_property
+    def forward_writers(self) -> Mapping[str, tuple[int, ...]]:
+        """Ranks of the forward operators that make or overwrite each storage."""
+        found: dict[str, list[int]] = {}
+        for rank, op in enumerate(self.forward):
+            for name in dict.fromkeys((*op.makes, *op.writes)):
+                found.setdefault(name, []).append(rank)
+        return {name: tuple(ranks) for name, ranks in found.items()}
+
+    @cached_property
+    def backward_writes(self) -> Mapping[str, int]:
+        """Rank of the first backward operator that overwrites each storage."""
+        found: dict[str, int] = {}
+        for rank, op in enumerate(self.backward):
+            for name in op.writes:
+                found.setdefault(name, rank)
+        return found
+
+    @cached_property
+    def forward_uses(self) -> Mapping[str, tuple[int, int]]:
+        """First and last rank at which the forward touches each storage."""
+        return _uses(self.forward)
+
+    @cached_property
+    def backward_uses(self) -> Mapping[str, tuple[int, int]]:
+        """First and last rank at which the backward touches each storage."""
+        return _uses(self.backward)
+
+    @cached_property
+    def maps(self) -> Mapping[str, FeatureMap]:
+        """Its feature maps, in the order in which they are made."""
+        made = {name: rank for rank, op in enumerate(self.forward) for name in op.makes}
+        after = _after([op.seconds for op in self.forward])
+        before = _before([op.seconds for op in self.backward])
+        found: dict[str, FeatureMap] = {}
+        for name, rank in made.items():
+            if name in self.backward_uses:
+                first, last = self.backward_uses[name]
+                _, end = self.forward_uses[name]
+                found[name] = FeatureMap(
+                    name=name,
+                    num_bytes=self.sizes[name],
+                    made=rank,
+                    last_forward=end,
+                    first_backward=first,
+                    last_backward=last,
+                    inactive_seconds=after[end] + before[first],
+                    out_seconds=self.out_seconds.get(name, float("inf")),
+                    in_seconds=self.in_seconds.get(name, float("inf")),
+                )
+        return found
+
+    @cached_property
+    def forward_ends(self) -> Mapping[int, tuple[str, ...]]:
+        """Storages of the forward alone that end with each forward operator."""
+        return _ends(self.forward, self.forward_uses, self.maps.keys() | self.results)
+
+    @cached_property
+    def backward_ends(self) -> Mapping[int, tuple[str, ...]]:
+        """Storages of the backward alone that end with each backward operator."""
+        return _ends(self.backward, self.backward_uses, self.results)
+
+
+def _uses(ops: Iterable[Op]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for rank, op in enumerate(ops):
+        for name in (*op.reads, *op.makes, *op.writes):
+            found[name] = (found.get(name, (rank, rank))[0], rank)
+    return found
+
+
+def _ends(ops: Iterable[Op], uses: Mapping[str, tuple[int, int]], kept: Iterable[str]) -> dict[int, tuple[str, ...]]:
+    left = set(kept)
+    found: dict[int, list[str]] = {}
+    for op in ops:
+        for name in op.makes:
+            if name not in left:
+                found.setdefault(uses[name][1], []).append(name)
+    return {rank: tuple(names) for rank, names in found.items()}
+
+
+def _after(seconds: list[float]) -> list[float]:
+    """Of each operator, what those behind it take."""
+    found = [0.0] * len(seconds)
+    for rank in range(len(seconds) - 2, -1, -1):
+        found[rank] = found[rank + 1] + seconds[rank + 1]
+    return found
+
+
+def _before(seconds: list[float]) -> list[float]:
+    """Of each operator, what those before it take."""
+    found = [0.0] * len(seconds)
+    for rank in range(1, len(seconds)):
+        found[rank] = found[rank - 1] + seconds[rank - 1]
+    return found

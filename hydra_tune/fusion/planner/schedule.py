@@ -1,0 +1,172 @@
+"""What has been decided for the sub-arrays of a device: swaps, recomputations, and where forward operators are multiplexed.
+
+One state for both segments of a pair, for what is decided for a sub-array shows in both: in one its backward gets
+back what in the other its forward gave away.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from hydra_tune.fusion.planner.arrays import Array, FeatureMap
+
+_EPSILON = 1e-12
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate:
+    """A feature map that may be swapped or recomputed (Table B).
+
+    Attributes:
+        side: whose it is.
+        map: what is known of it.
+        sources: feature maps that it would be recomputed from (`recomp_srcs`).
+        ops: ranks of the forward operators that would (`recomp_graph`).
+        seconds: of one recomputation (`recomp_time`).
+        total_seconds: of all in a step (`total_recomp_time`).
+        can_swap: whether it may be swapped.
+        can_recompute: whether it may be recomputed.
+    """
+
+    side: int
+    map: FeatureMap
+    sources: frozenset[str] = frozenset()
+    ops: frozenset[int] = frozenset()
+    seconds: float = 0.0
+    total_seconds: float = 0.0
+    can_swap: bool = True
+    can_recompute: bool = True
+
+    @property
+    def name(self) -> str:
+        """Of the storage."""
+        return self.map.name
+
+    @property
+    def ratio(self) -> float:
+        """Bytes saved for each second of recomputing (`recompute_ratio`)."""
+        return self.map.num_bytes / max(self.total_seconds, _EPSILON)
+
+
+@dataclass(slots=True)
+class Decisions:
+    """For one sub-array.
+
+    Attributes:
+        swaps: feature map -> rank of the backward operator before which it is sent for (`prefetch_prompt`).
+        recomputes: feature map -> how it is recomputed, before its first use in the backward.
+        slots: rank of a backward operator -> seconds of the other sub-array's forward that are run before it.
+    """
+
+    swaps: dict[str, int] = field(default_factory=dict)
+    recomputes: dict[str, Candidate] = field(default_factory=dict)
+    slots: dict[int, float] = field(default_factory=dict)
+
+    def copy(self) -> "Decisions":
+        """One that may be changed."""
+        recomputes = {name: replace(one) for name, one in self.recomputes.items()}
+        return Decisions(dict(self.swaps), recomputes, dict(self.slots))
+
+    def first_need(self, one: FeatureMap) -> int:
+        """Rank of the first backward operator that needs a feature map, itself or for a recomputation."""
+        return min([one.first_backward, *self._recomputed_from(one)])
+
+    def needs(self, maps: Mapping[str, FeatureMap]) -> dict[str, tuple[int, int]]:
+        """First and last need of all feature maps."""
+        found = {name: (one.first_backward, one.last_backward) for name, one in maps.items()}
+        for other in self.recomputes.values():
+            at = other.map.first_backward
+            for name in other.sources:
+                first, last = found[name]
+                found[name] = min(first, at), max(last, at)
+        return found
+
+    def recompute_seconds(self, rank: int) -> float:
+        """How long is recomputed before a backward operator."""
+        return sum(one.seconds for one in self.recomputes.values() if one.map.first_backward == rank)
+
+    def _recomputed_from(self, source: FeatureMap) -> Iterable[int]:
+        return (one.map.first_backward for one in self.recomputes.values() if source.name in one.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A merged graph.
+
+    Attributes:
+        backward: whose backward is in it, if any.
+        forward: whose forward.
+    """
+
+    backward: int | None
+    forward: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Sub-arrays of a device and what has been decided for them.
+
+    Attributes:
+        arrays: one, or a pair.
+        decisions: for each.
+        limit_bytes: of the device's memory.
+    """
+
+    arrays: tuple[Array, ...]
+    decisions: tuple[Decisions, ...]
+    limit_bytes: int
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """What is run over and over: of a pair `[BW_0, FW_1]` and `[BW_1, FW_0]`, of one sub-array its two halves."""
+        if len(self.arrays) == 1:
+            return (Segment(None, 0), Segment(0, None))
+        return (Segment(0, 1), Segment(1, 0))
+
+    @property
+    def ends(self) -> tuple[Segment, ...]:
+        """What a pair is begun and ended with: the first forward and the last backward of each, alone."""
+        return tuple(Segment(*ends) for side in range(len(self.arrays)) for ends in ((None, side), (side, None)))
+
+    @property
+    def static_bytes(self) -> int:
+        """Of what stays on the device."""
+        return sum(array.static_bytes for array in self.arrays)
+
+    def segment_of(self, side: int) -> Segment:
+        """That with a sub-array's backward."""
+        return next(segment for segment in self.segments if segment.backward == side)
+
+    def copy(self) -> "Schedule":
+        """One whose decisions may be changed."""
+        return replace(self, decisions=tuple(one.copy() for one in self.decisions))
+
+    def forward_before(self, segment: Segment) -> list[int] | None:
+        """For each backward operator of a segment, how many forward operators are run before it.
+
+        None where there are not enough of them for what the slots want.
+        """
+        assert segment.backward is not None, "no backward"
+        length = len(self.arrays[segment.backward].backward)
+        if segment.forward is None:
+            return [0] * length
+        ops, found, done = self.arrays[segment.forward].forward, [0] * length, 0
+        wanted = self.decisions[segment.backward].slots
+        for rank in range(length):
+            rest = wanted.get(rank, 0.0)
+            while rest > _EPSILON:
+                if done == len(ops):
+                    return None
+                rest -= ops[done].seconds
+                done += 1
+            found[rank] = done
+        return found
+
+
+def undecided(arrays: tuple[Array, ...], limit_bytes: int) -> Schedule:
+    """Everything kept, and no forward operator multiplexed.
+
+    Args:
+        arrays: one, or a pair.
+        limit_bytes: of the device's memory.
+    """
+    return Schedule(arrays=arrays, decisions=tuple(Decisions() for _ in arrays), limit_bytes=limit_bytes)

@@ -1,0 +1,83 @@
+"""How long a segment takes: operators one after the other, copies beside them on one link or on one in each direction.
+
+The swap overheads that Algorithm C estimates decide what is done; what a finished schedule takes is simulated here,
+copy by copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra_tune.fusion.planner.lowering import Instruction, Kind, lowered
+from hydra_tune.fusion.planner.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Where the time goes (the paper's Figure 9).
+
+    Attributes:
+        compute: seconds of the operators that any schedule runs.
+        recompute: of those that are run again.
+        stall: that are waited for copies.
+        copies: of all copies.
+    """
+
+    compute: float = 0.0
+    recompute: float = 0.0
+    stall: float = 0.0
+    copies: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All in all."""
+        return self.compute + self.recompute + self.stall
+
+    @property
+    def overlapped(self) -> float:
+        """Share of the copies' time that is hidden; 1 without copies."""
+        return 1.0 if not self.copies else max(0.0, 1.0 - self.stall / self.copies)
+
+    def __add__(self, other: "Times") -> "Times":
+        return Times(
+            compute=self.compute + other.compute,
+            recompute=self.recompute + other.recompute,
+            stall=self.stall + other.stall,
+            copies=self.copies + other.copies,
+        )
+
+
+def timed(instructions: Sequence[Instruction], *, is_duplex: bool) -> Times:
+    """The times of a list of instructions.
+
+    Args:
+        instructions: in order.
+        is_duplex: whether copies to the host and back go side by side.
+    """
+    now = compute = recompute = stall = copies = 0.0
+    free = {Kind.OFFLOAD: 0.0, Kind.PREFETCH: 0.0}
+    ends: dict[tuple[bool, int, str], float] = {}
+    for one in instructions:
+        if one.kind in (Kind.RUN, Kind.RERUN):
+            now += one.seconds
+            if one.kind is Kind.RUN:
+                compute += one.seconds
+            else:
+                recompute += one.seconds
+        elif one.kind in (Kind.OFFLOAD, Kind.PREFETCH):
+            link = one.kind if is_duplex else Kind.OFFLOAD
+            free[link] = max(free[link], now) + one.seconds
+            copies += one.seconds
+            ends[one.kind is Kind.PREFETCH, one.side, one.storage] = free[link]
+        elif one.kind in (Kind.RELEASE, Kind.ARRIVE):
+            wait = max(0.0, ends[one.kind is Kind.ARRIVE, one.side, one.storage] - now)
+            now += wait
+            stall += wait
+    return Times(compute=compute, recompute=recompute, stall=stall, copies=copies)
+
+
+def times_of(schedule: Schedule, *, is_duplex: bool) -> Times:
+    """The times of a step of all sub-arrays of a schedule."""
+    found = Times()
+    for segment in schedule.segments:
+        found += timed(lowered(schedule, segment), is_duplex=is_duplex)
+    return found

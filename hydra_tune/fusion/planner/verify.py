@@ -1,0 +1,124 @@
+"""What holds for every list of instructions and every merged graph, after each pass; a failure is a pass's defect."""
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from hydra_tune.fusion.planner import nodes
+from hydra_tune.fusion.planner.lowering import Instruction, Kind, copied, lowered
+from hydra_tune.fusion.planner.schedule import Schedule, Segment
+
+
+def verify_schedule(schedule: Schedule) -> None:
+    """Verify all segments and ends of a schedule.
+
+    Args:
+        schedule: what has been decided.
+
+    Raises:
+        AssertionError: what does not hold.
+    """
+    for segment in (*schedule.segments, *schedule.ends):
+        verify_instructions(schedule, segment, lowered(schedule, segment))
+
+
+def verify_instructions(schedule: Schedule, segment: Segment, instructions: Sequence[Instruction]) -> None:
+    """Verify that operators run once and in order, and that what each reads is on the device.
+
+    Args:
+        schedule: what has been decided.
+        segment: of it.
+        instructions: of the segment.
+
+    Raises:
+        AssertionError: what does not hold.
+    """
+    state = _State(schedule, segment)
+    for one in instructions:
+        if one.kind in (Kind.RUN, Kind.RERUN):
+            state.runs(one)
+        else:
+            state.moves(one)
+        state.changes(one)
+    state.ends()
+
+
+class _State:
+    """What is where, instruction by instruction."""
+
+    def __init__(self, schedule: Schedule, segment: Segment) -> None:
+        self._schedule, self._segment = schedule, segment
+        self._there: set[tuple[int, str]] = set()
+        self._moving: dict[Kind, set[tuple[int, str]]] = {Kind.OFFLOAD: set(), Kind.PREFETCH: set()}
+        self._done = {True: 0, False: 0}
+        if segment.backward is not None:
+            decided = schedule.decisions[segment.backward]
+            kept = schedule.arrays[segment.backward].maps.keys() - decided.swaps.keys() - decided.recomputes.keys()
+            self._there = {(segment.backward, name) for name in kept}
+
+    def runs(self, one: Instruction) -> None:
+        """An operator: in its turn, and on what is there."""
+        array = self._schedule.arrays[one.side]
+        op = array.backward[one.rank] if one.kind is Kind.RUN and one.is_backward else array.forward[one.rank]
+        if one.kind is Kind.RUN:
+            done = self._done[one.is_backward]
+            assert one.rank == done, f"operator {one.rank} of {array.name} runs when {done} have run"
+            self._done[one.is_backward] += 1
+        for name in (*op.reads, *op.writes):
+            if name not in array.sizes or name in op.makes:
+                continue
+            names = [name] if one.kind is Kind.RUN else [copied(name, one.storage), name]
+            found = [n for n in names if (one.side, n) in self._there]
+            assert found, f"{one.kind} {one.rank} of {array.name} uses {name}, which is not there"
+            is_coming = (one.side, found[0]) in self._moving[Kind.PREFETCH]
+            assert not is_coming, f"{one.kind} {one.rank} of {array.name} uses {name}, which is on its way"
+
+    def moves(self, one: Instruction) -> None:
+        """A copy, or its end."""
+        key = (one.side, one.storage)
+        if one.kind in self._moving:
+            assert one.kind is Kind.PREFETCH or key in self._there, f"{key} is sent away and is not there"
+            self._moving[one.kind].add(key)
+        elif one.kind is not Kind.DELETE:
+            begun = self._moving[Kind.OFFLOAD if one.kind is Kind.RELEASE else Kind.PREFETCH]
+            assert key in begun, f"{one.kind} of {key}, whose copy has not begun"
+            begun.remove(key)
+
+    def changes(self, one: Instruction) -> None:
+        """What an instruction makes and frees."""
+        made, freed = {(one.side, name) for name in one.makes}, {(one.side, name) for name in one.frees}
+        assert not made & self._there, f"{made & self._there} are made while they are there"
+        self._there |= made
+        assert freed <= self._there, f"{freed - self._there} are freed and are not there"
+        self._there -= freed
+
+    def ends(self) -> None:
+        """Everything has run, and nothing is on its way."""
+        assert not any(self._moving.values()), f"{self._moving} are on their way at the end"
+        for side, is_backward in ((self._segment.backward, True), (self._segment.forward, False)):
+            if side is not None:
+                ops = self._schedule.arrays[side].backward if is_backward else self._schedule.arrays[side].forward
+                assert self._done[is_backward] == len(ops), f"{self._done[is_backward]} of {len(ops)} operators run"
+
+
+def verify_graph(graph: fx.Graph) -> None:
+    """Verify that copies begun are waited for, and nothing that left the device is used there.
+
+    Args:
+        graph: merged.
+
+    Raises:
+        AssertionError: what does not hold.
+    """
+    graph.lint()
+    for node in graph.nodes:
+        if node.target is nodes.offload:
+            assert [user.target for user in node.users] == [nodes.release], f"{node} is not released once"
+            (value, _) = node.args
+            later = [user for user in value.users if user > node]
+            assert not later, f"{later} use {value}, which {node} has sent away"
+        if node.target is nodes.prefetch:
+            assert [user.target for user in node.users] == [nodes.arrived], f"{node} is not waited for once"
+        if node.target is nodes.delete:
+            later = [user for value in node.args for user in value.users if user > node]
+            assert not later, f"{later} use what {node} has deleted"

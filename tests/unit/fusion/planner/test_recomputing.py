@@ -1,0 +1,136 @@
+"""Algorithms D, E and F, and the lineages that they keep: what recomputing costs, and what a decision changes for others."""
+
+import pytest
+
+from hydra_tune.fusion.planner.candidates import candidates_of, updated_candidates
+from hydra_tune.fusion.planner.lineage import Lineage, holds, lineage
+from hydra_tune.fusion.planner.recomputations import can_join, updated_recomputations
+from hydra_tune.fusion.planner.recompute_overhead import recompute_overhead
+from hydra_tune.fusion.planner.schedule import Decisions
+from tests.unit.fusion.planner.hand import array, chain, op
+
+
+def test_a_map_is_made_again_of_the_nearest_ones_kept():
+    assert lineage(chain(4), "z2") == Lineage(frozenset(["z1"]), frozenset([2]))
+    assert lineage(chain(4), "z0") == Lineage(frozenset(), frozenset([0]))
+
+
+def test_what_the_backward_does_not_use_is_made_again_on_the_way():
+    made = array([op("a"), op("t", reads=["a"]), op("b", reads=["t"])], [op("d", reads=["a", "b"])], {})
+    assert lineage(made, "b") == Lineage(frozenset(["a"]), frozenset([1, 2]))
+
+
+def test_what_is_overwritten_in_place_is_made_again_with_its_overwriting():
+    forward = [op("a"), op("relu_", reads=["a"], makes=(), writes=["a"])]
+    assert lineage(array(forward, [op("d", reads=["a"])], {}), "a") == Lineage(frozenset(), frozenset([0, 1]))
+
+
+def test_random_numbers_are_never_drawn_again():
+    drawn = array([op("m", is_random=True), op("a", reads=["m"])], [op("d", reads=["a"])], {})
+    assert lineage(drawn, "a") is None
+    kept = array([op("m", is_random=True), op("a", reads=["m"])], [op("d", reads=["a", "m"])], {})
+    assert lineage(kept, "m") is None
+    assert lineage(kept, "a") == Lineage(frozenset(["m"]), frozenset([1]))
+
+
+def test_running_statistics_are_left_alone_the_second_time_and_other_writes_forbid_it():
+    def norm(repeated):
+        return array(
+            [op("a"), op("n", reads=["a", "mean"], writes=["mean"], repeated=repeated)], [op("d", reads=["n"])], {}
+        )
+
+    assert lineage(norm(["mean"]), "n") is not None
+    assert lineage(norm([]), "n") is None
+
+
+def test_nothing_is_made_of_what_has_been_overwritten_since():
+    forward = [op("a"), op("b", reads=["a"]), op("relu_", reads=["a"], makes=(), writes=["a"])]
+    assert lineage(array(forward, [op("d", reads=["a", "b"])], {}), "b") is None
+
+
+@pytest.mark.parametrize(("update_first", "expected"), [(True, False), (False, True)])
+def test_nothing_is_made_of_a_parameter_that_has_been_updated(update_first, expected):
+    update, use = op("u", makes=(), reads=["w"], writes=["w"]), op("d", reads=["a"])
+    backward = [update, use] if update_first else [use, update]
+    assert (lineage(array([op("a", reads=["w"])], backward, {}), "a") is not None) is expected
+
+
+def test_the_overhead_is_of_all_times_that_a_map_is_computed_again():
+    candidate = candidates_of(chain(3), 0)["z1"]
+    assert recompute_overhead(candidate) == 1.0
+    candidate.total_seconds = 3.0
+    assert recompute_overhead(candidate) == 3.0
+    assert candidate.ratio == pytest.approx(4 / 3)
+
+
+def decided(made, *names):
+    """Decide to recompute maps one after the other, by Algorithms E and F."""
+    candidates, decisions = candidates_of(made, 0), Decisions()
+    counts = []
+    for name in names:
+        one = candidates.pop(name)
+        assert can_join(made, decisions, one)
+        counts.append(updated_recomputations(decisions, one))
+        decisions.recomputes[name] = one
+        updated_candidates(made, decisions, one, counts[-1], candidates)
+    return decisions, candidates, counts
+
+
+def test_e_a_source_that_is_recomputed_is_replaced_by_its_own_sources():
+    decisions, _, counts = decided(chain(5), "z2", "z1")
+    later = decisions.recomputes["z2"]
+    assert (later.sources, later.ops, later.seconds) == (frozenset(["z0"]), frozenset([1, 2]), 2.0)
+    assert counts == [1, 2]
+
+
+def test_e_a_source_that_is_there_anyhow_stays_a_source():
+    """It has been recomputed for its own use before, and is used again later."""
+    forward = [op("a"), op("b", reads=["a"]), op("rest", reads=["b"])]
+    backward = [op("d0", reads=["a"]), op("d1", reads=["b"]), op("d2", reads=["a"])]
+    made = array(forward, backward, {"a": 4, "b": 4})
+    decisions, _, counts = decided(made, "b", "a")
+    assert decisions.recomputes["b"].sources == frozenset(["a"])
+    assert counts == [1, 1]
+
+
+def test_f_candidates_behind_a_recomputed_map_take_its_sources():
+    _, left, _ = decided(chain(5), "z1")
+    assert (left["z2"].sources, left["z2"].seconds) == (frozenset(["z0"]), 2.0)
+    assert left["z2"].ratio == 2.0
+
+
+def test_f_candidates_before_a_recomputed_map_would_be_computed_for_it_too():
+    _, left, _ = decided(chain(5), "z2")
+    assert (left["z1"].seconds, left["z1"].total_seconds) == (1.0, 2.0)
+    assert left["z0"].total_seconds == 1.0
+
+
+def test_f_a_swapped_source_is_passed_over_unless_it_cannot_be_made_again():
+    made = chain(4)
+    candidates = candidates_of(made, 0)
+    swapped = candidates.pop("z1")
+    updated_candidates(made, Decisions(swaps={"z1": 0}), swapped, 0, candidates)
+    assert candidates["z2"].sources == frozenset(["z0"])
+    mask = array([op("m", is_random=True), op("a", reads=["m"])], [op("d", reads=["a"]), op("e", reads=["m"])], {})
+    candidates = candidates_of(array(mask.forward, mask.backward, {"m": 4, "a": 4}, copy={"m": 1.0}), 0)
+    swapped = candidates.pop("m")
+    updated_candidates(mask, Decisions(swaps={"m": 0}), swapped, 0, candidates)
+    assert candidates["a"].sources == frozenset(["m"])
+
+
+def test_what_cannot_be_recomputed_where_others_need_it_is_not():
+    """A recomputation of `b` through `a` would read a parameter that has been updated by then."""
+    forward = [op("a", reads=["w"]), op("b", reads=["a"])]
+    backward = [op("d0", reads=["a"]), op("u", makes=(), reads=["w"], writes=["w"]), op("d1", reads=["b"])]
+    made = array(forward, backward, {"a": 4, "b": 4})
+    candidates = candidates_of(made, 0)
+    assert candidates["a"].can_recompute
+    assert not holds(made, frozenset([0, 1]), 2)
+    assert not can_join(made, Decisions(recomputes={"b": candidates["b"]}), candidates["a"])
+
+
+def test_what_is_small_and_what_the_step_leaves_behind_are_no_candidates():
+    made = array(
+        [op("a"), op("b"), op("c")], [op("d", reads=["a", "b", "c"])], {"a": 10_000, "b": 1, "c": 10_000}, results=["c"]
+    )
+    assert list(candidates_of(made, 0)) == ["a"]
