@@ -1,0 +1,179 @@
+"""Copies between a device and the host beside the computing: a thread on a CPU, a stream in each direction on a GPU.
+
+Note: stream order. Device memory is taken and given back in the order of the compute stream alone. So a copy to the
+host waits for what was computed before it (an event), and its memory is given back behind the copy's end on the
+compute stream, not when the copy is queued; a copy to the device waits, too, for whatever used its memory before; and
+who uses what has come back waits for its end on the compute stream. The allocator then needs to know of no other
+stream, and nothing waits on the host.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hydra_tune.fusion.planner.nodes import view_of
+
+
+class Copies(Protocol):
+    """What an interpreter has done in the background."""
+
+    def offload(self, value: Tensor, storage: str) -> Any:
+        """Begin to copy a value's storage to the host; gives a handle."""
+
+    def release(self, handle: Any) -> Tensor:
+        """Wait for that; gives the copy. What held the device's memory is dropped."""
+
+    def prefetch(self, copy: Tensor) -> Any:
+        """Begin to copy back to the device; gives a handle."""
+
+    def arrived(self, handle: Any) -> Tensor:
+        """Wait for that; gives the bytes."""
+
+    def close(self) -> None:
+        """End what runs in the background."""
+
+
+def copies_for(device: torch.device, sizes: Mapping[str, int]) -> Copies:
+    """Those of a device.
+
+    Args:
+        device: of the computing.
+        sizes: bytes of each storage that will be offloaded, by the name that its node gives it.
+    """
+    return CudaCopies(device, sizes) if device.type == "cuda" else ThreadCopies(sizes)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A copy under way in a thread."""
+
+    to: Tensor
+    source: Tensor | None
+    is_done: threading.Event
+    error: BaseException | None = None
+
+    def wait(self) -> Tensor:
+        self.is_done.wait()
+        if self.error is not None:
+            raise self.error
+        self.source = None
+        return self.to
+
+
+class ThreadCopies:
+    """One thread that copies in the order in which it is asked; host memory is there from the beginning.
+
+    Args:
+        sizes: bytes of each storage that will be offloaded.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._host = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+        self._asked: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="planned copies", daemon=True)
+        self._thread.start()
+
+    def offload(self, value: Tensor, storage: str) -> _Flight:
+        """As of `Copies`."""
+        return self._ask(self._host[storage], _bytes_of(value))
+
+    def release(self, handle: _Flight) -> Tensor:
+        """As of `Copies`."""
+        return handle.wait()
+
+    def prefetch(self, copy: Tensor) -> _Flight:
+        """As of `Copies`."""
+        return self._ask(torch.empty(copy.numel(), dtype=copy.dtype), copy)
+
+    def arrived(self, handle: _Flight) -> Tensor:
+        """As of `Copies`."""
+        return handle.wait()
+
+    def close(self) -> None:
+        """As of `Copies`."""
+        self._asked.put(None)
+        self._thread.join()
+
+    def _ask(self, to: Tensor, source: Tensor) -> _Flight:
+        flight = _Flight(to, source, threading.Event())
+        self._asked.put(flight)
+        return flight
+
+    def _serve(self) -> None:
+        while (flight := self._asked.get()) is not None:
+            try:
+                assert flight.source is not None, "copied once"
+                flight.to.copy_(flight.source)
+            except BaseException as error:  # noqa: BLE001 - raised where the copy is waited for
+                flight.error = error
+            flight.is_done.set()
+            del flight
+
+
+class CudaCopies:
+    """A stream for each direction, with events on the compute stream (see the note above).
+
+    Args:
+        device: the GPU.
+        sizes: bytes of each storage that will be offloaded.
+    """
+
+    def __init__(self, device: torch.device, sizes: Mapping[str, int]) -> None:
+        self._device = device
+        self._host = {name: torch.empty(size, dtype=torch.uint8, pin_memory=True) for name, size in sizes.items()}
+        self._out, self._in = _stream(device), _stream(device)
+
+    def offload(self, value: Tensor, storage: str) -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        """As of `Copies`."""
+        source = _bytes_of(value)
+        return self._host[storage], source, self._queued(self._out, lambda: self._copied(storage, source))
+
+    def release(self, handle: tuple[Tensor, Tensor, torch.cuda.Event]) -> Tensor:
+        """As of `Copies`: the compute stream waits, and what it allocates from then on may be that memory."""
+        host, _, end = handle
+        torch.cuda.current_stream(self._device).wait_event(end)
+        return host
+
+    def prefetch(self, copy: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        """As of `Copies`."""
+        made = torch.empty(copy.size(), dtype=copy.dtype, device=self._device)
+        return made, self._queued(self._in, lambda: made.copy_(copy, non_blocking=True))
+
+    def arrived(self, handle: tuple[Tensor, torch.cuda.Event]) -> Tensor:
+        """As of `Copies`."""
+        made, end = handle
+        torch.cuda.current_stream(self._device).wait_event(end)
+        return made
+
+    def close(self) -> None:
+        """As of `Copies`."""
+        torch.cuda.synchronize(self._device)
+
+    def _copied(self, storage: str, source: Tensor) -> Tensor:
+        return self._host[storage].copy_(source, non_blocking=True)
+
+    def _queued(self, stream: torch.cuda.Stream, action: Callable[[], Any]) -> torch.cuda.Event:
+        begin, end = _event(), _event()
+        begin.record(torch.cuda.current_stream(self._device))
+        stream.wait_event(begin)
+        with torch.cuda.stream(stream):
+            action()
+            end.record(stream)
+        return end
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    return view_of(value, torch.uint8, [value.untyped_storage().nbytes()], [1], 0)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]

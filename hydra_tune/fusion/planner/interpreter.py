@@ -1,0 +1,141 @@
+"""Algorithm H: runs merged graphs, node by node; what is copied goes on beside (`copies.py`).
+
+Differs: what the algorithm reads off attributes of nodes (`to_prefetch`, `to_recompute`, `to_delete`, `to_ofload`)
+are nodes of the graph, so that here is nothing but their meaning; and memory of what was sent away is given back
+where its copy has ended.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydra_tune.fusion.planner import nodes
+from hydra_tune.fusion.planner.copies import Copies
+from hydra_tune.fusion.planner.rewrite import Merged
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A node as it runs: what, on which values, and whose values nobody needs afterwards."""
+
+    place: int
+    run: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    ends: tuple[int, ...]
+
+
+class Interpreter:
+    """Runs one merged graph again and again.
+
+    Args:
+        merged: the graph.
+        copies: of its device.
+        draw: a sub-array's side and the number of its noise -> the random numbers.
+    """
+
+    def __init__(self, merged: Merged, copies: Copies, draw: Callable[[int, int], Tensor]) -> None:
+        self._outputs = merged.outputs
+        self._copies, self._draw = copies, draw
+        self._places = {node: place for place, node in enumerate(merged.graph.nodes)}
+        self._arguments: list[tuple[str, int]] = []
+        self._constants: list[tuple[int, Tensor]] = []
+        self._calls: list[_Call] = []
+        ends = self._ends(merged.graph)
+        for node in merged.graph.nodes:
+            if node.op == "placeholder":
+                self._arguments.append((str(node.target), self._places[node]))
+            elif node.op == "get_attr":
+                self._constants.append((self._places[node], getattr(merged.owner, str(node.target))))
+            elif node.op == "output":
+                self._results = [self._places[one] for one in node.args[0]]
+            else:
+                self._calls.append(self._call(node, ends.get(node, ())))
+
+    @property
+    def arguments(self) -> list[str]:
+        """What it is to be given."""
+        return [name for name, _ in self._arguments]
+
+    def run(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Run the graph; what it is given and needs no more is freed on the way, unless others hold it.
+
+        Args:
+            given: a value for each argument; emptied.
+
+        Returns:
+            Its outputs: losses, and what its forward leaves for its backward.
+        """
+        values: list[Any] = [None] * len(self._places)
+        for name, place in self._arguments:
+            values[place] = given.pop(name)
+        given.clear()
+        for place, constant in self._constants:
+            values[place] = constant
+        with torch.no_grad():
+            for call in self._calls:
+                values[call.place] = call.run(*_filled(call.args, values), **_filled(call.kwargs, values))
+                for place in call.ends:
+                    values[place] = None
+        return dict(zip(self._outputs, (values[place] for place in self._results), strict=True))
+
+    def _call(self, node: fx.Node, ends: tuple[int, ...]) -> _Call:
+        args, kwargs = self._located(tuple(node.args)), self._located(dict(node.kwargs))
+        return _Call(self._places[node], self._meaning(node), args, kwargs, ends)
+
+    def _located(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return _At(self._places[value])
+        if isinstance(value, dict):
+            return {key: self._located(one) for key, one in value.items()}
+        if isinstance(value, tuple | list):
+            return (tuple if isinstance(value, tuple) else list)(self._located(one) for one in value)
+        return value
+
+    def _meaning(self, node: fx.Node) -> Callable[..., Any]:
+        meanings: Mapping[Any, Callable[..., Any]] = {
+            nodes.offload: self._copies.offload,
+            nodes.release: self._copies.release,
+            nodes.prefetch: self._copies.prefetch,
+            nodes.arrived: self._copies.arrived,
+            nodes.delete: lambda *_values: None,
+        }
+        if node.target is nodes.draw:
+            side = int(node.name[1 : node.name.index("_")])
+            return lambda number: self._draw(side, number)
+        assert callable(node.target), "an operator"
+        return meanings.get(node.target, node.target)
+
+    def _ends(self, graph: fx.Graph) -> dict[fx.Node, tuple[int, ...]]:
+        """For each node, whose values are not needed after it."""
+        last: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            last[node] = node
+            for argument in node.all_input_nodes:
+                last[argument] = node
+        found: dict[fx.Node, list[int]] = {}
+        for node, end in last.items():
+            if end.op != "output":
+                found.setdefault(end, []).append(self._places[node])
+        return {node: tuple(places) for node, places in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _At:
+    """Stands for a node's value among the arguments of a call."""
+
+    at: int
+
+
+def _filled(value: Any, values: list[Any]) -> Any:
+    kind = type(value)
+    if kind is _At:
+        return values[value.at]
+    if kind is tuple or kind is list:
+        return kind(_filled(one, values) for one in value)
+    if kind is dict:
+        return {key: _filled(one, values) for key, one in value.items()}
+    return value

@@ -1,0 +1,244 @@
+"""The graph rewriter (§3.2, step 6): merged graphs of the halves of two steps, in which all that was decided is nodes.
+
+What is drawn, sent to the host, sent back, waited for and deleted are nodes of their own (`nodes.py`), and what is
+recomputed is there a second time, just before its use. So a merged graph says all that happens, and in which order.
+
+Note: names. `a0_` is of the first sub-array and `a1_` of the second. What a forward leaves for its backward are
+outputs of the one merged graph and arguments of the other, of the same names: `a0_relu` a value that was kept,
+`a0_relu_on_host` a copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from hydra_tune.fusion.planner import nodes
+from hydra_tune.fusion.planner.lowering import Instruction, Kind, lowered
+from hydra_tune.fusion.planner.schedule import Schedule, Segment
+from hydra_tune.fusion.planner.step_graph import StepGraph
+from hydra_tune.fusion.planner.storages import without_statistics
+from hydra_tune.fusion.planner.verify import verify_graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """The graph of a segment.
+
+    Attributes:
+        segment: which.
+        graph: its arguments are those of its sub-arrays' steps, as far as it uses them, and what their forwards left.
+        outputs: names of its outputs, in order.
+        owner: the module of its constants.
+    """
+
+    segment: Segment
+    graph: fx.Graph
+    outputs: tuple[str, ...]
+    owner: nn.Module
+
+    def text(self) -> str:
+        """The graph as text, one node a line."""
+        return "\n".join(_told(node) for node in self.graph.nodes) + "\n"
+
+
+def losses_of(side: int) -> str:
+    """The name under which a merged graph gives a sub-array's losses."""
+    return f"a{side}_losses"
+
+
+def rewritten(schedule: Schedule, steps: Sequence[StepGraph]) -> dict[Segment, Merged]:
+    """The merged graphs of a schedule's segments and ends.
+
+    Args:
+        schedule: what has been decided.
+        steps: the graphs of its sub-arrays' steps, in its order.
+    """
+    left: dict[int, list[fx.Node]] = {}
+    for side in range(len(steps)):
+        backward = _Rewriter(schedule, steps, Segment(side, None), {})
+        backward.merged()
+        left[side] = backward.needed
+    found = {}
+    for segment in dict.fromkeys((*schedule.segments, *schedule.ends)):
+        found[segment] = _Rewriter(schedule, steps, segment, left).merged()
+        verify_graph(found[segment].graph)
+    return found
+
+
+class _Rewriter:
+    def __init__(
+        self, schedule: Schedule, steps: Sequence[StepGraph], segment: Segment, left: dict[int, list[fx.Node]]
+    ) -> None:
+        self._schedule, self._steps, self._segment, self._left = schedule, steps, segment, left
+        self._owner = nn.Module()
+        self._graph = fx.Graph()
+        self._arguments: dict[str, fx.Node] = {}
+        self._last_argument: fx.Node | None = None
+        self._new: dict[int, dict[fx.Node, fx.Node]] = {side: {} for side in range(len(steps))}
+        self._again: dict[tuple[int, str], dict[fx.Node, fx.Node]] = {}
+        self._moving: dict[tuple[int, str], fx.Node] = {}  # what stands for a storage on its way or back
+        self._on_host: dict[str, fx.Node] = {}
+        self.needed: list[fx.Node] = []
+
+    def merged(self) -> Merged:
+        for one in lowered(self._schedule, self._segment):
+            self._emit(one)
+        outputs: dict[str, fx.Node] = {}
+        side = self._segment.forward
+        if side is not None:
+            step = self._steps[side]
+            (end,) = (node for node in step.graph.nodes if node.op == "output")
+            outputs[losses_of(side)] = self._new[side][end.args[0][0]]
+            outputs |= {f"a{side}_{node.name}": self._new[side][node] for node in self._left.get(side, ())}
+            outputs |= self._on_host
+        self._graph.output(tuple(outputs.values()))
+        return Merged(segment=self._segment, graph=self._graph, outputs=tuple(outputs), owner=self._owner)
+
+    def _emit(self, one: Instruction) -> None:
+        key = one.side, one.storage
+        if one.kind is Kind.RUN:
+            step = self._steps[one.side]
+            node = step.ops[step.num_forward + one.rank if one.is_backward else one.rank]
+            self._new[one.side][node] = self._copy(node, one.side, "", lambda n: self._value(one.side, n))
+        elif one.kind is Kind.RERUN:
+            self._emit_again(one)
+        elif one.kind is Kind.OFFLOAD:
+            self._moving[key] = self._graph.call_function(
+                nodes.offload, (self._latest(one), f"a{one.side}_{one.storage}")
+            )
+        elif one.kind is Kind.RELEASE:
+            made = self._graph.call_function(nodes.release, (self._moving.pop(key),))
+            self._on_host[self._host_name(one)] = made
+        elif one.kind is Kind.PREFETCH:
+            self._moving[key] = self._graph.call_function(nodes.prefetch, (self._argument(self._host_name(one)),))
+        elif one.kind is Kind.ARRIVE:
+            self._moving[key] = self._graph.call_function(nodes.arrived, (self._moving[key],))
+        else:
+            self._graph.call_function(nodes.delete, (self._latest(one),))
+
+    def _emit_again(self, one: Instruction) -> None:
+        again = self._again.setdefault((one.side, one.storage), {})
+        step = self._steps[one.side]
+        node = step.ops[one.rank]
+        again[node] = self._copy(
+            node, one.side, f"_for_{one.storage}", lambda n: self._value_again(one.side, one.storage, n)
+        )
+        # The parts of what is several tensors, so that the rest of it is free to go.
+        wanted = self._schedule.decisions[one.side].recomputes[one.storage].ops
+        for part in node.users:
+            if node.name not in step.seen.places and part in step.ops[: step.num_forward]:
+                readers = {step.ops.index(user) for user in _through_views(step, part)}
+                if one.storage in step.seen.storages[part.name] or readers & wanted:
+                    self._value_again(one.side, one.storage, part)
+
+    def _copy(self, node: fx.Node, side: int, suffix: str, value: Any) -> fx.Node:
+        args = without_statistics(node, node.args) if suffix else node.args
+        made = self._graph.create_node(
+            node.op,
+            node.target,
+            fx.node.map_arg(args, value),
+            fx.node.map_arg(node.kwargs, value),
+            name=f"a{side}_{node.name}{suffix}".replace(".", "_"),
+        )
+        made.meta = {}
+        return made
+
+    def _value(self, side: int, node: fx.Node) -> fx.Node:
+        """What stands for a node's value: what has been run here, an argument, or what the forward has left."""
+        new = self._new[side]
+        if node in new:
+            return new[node]
+        step, decided = self._steps[side], self._schedule.decisions[side]
+        if node.op == "placeholder":
+            new[node] = self._argument(f"a{side}_{node.name}")
+            return new[node]
+        if node.op == "get_attr":
+            name = f"a{side}_{node.target}".replace(".", "_")
+            setattr(self._owner, name, getattr(step.owner, str(node.target)))
+            new[node] = self._graph.get_attr(name)
+            return new[node]
+        assert step.ops.index(node) < step.num_forward, f"{node} is used before it has run"
+        (storage,) = step.seen.storages[node.name]
+        if storage not in self._schedule.arrays[side].maps:
+            new[node] = self._copy(node, side, "", lambda n: self._value(side, n))  # a view of a parameter
+        elif storage in decided.recomputes:
+            return self._value_again(side, storage, node)
+        elif storage in decided.swaps:
+            place = step.seen.places[node.name]
+            given = (self._moving[side, storage], place.dtype, list(place.size), list(place.stride), place.offset)
+            new[node] = self._graph.call_function(nodes.view_of, given)
+        else:
+            self.needed.append(node)
+            new[node] = self._argument(f"a{side}_{node.name}")
+        return new[node]
+
+    def _value_again(self, side: int, storage: str, node: fx.Node) -> fx.Node:
+        """What stands for a node's value where a storage is recomputed."""
+        again = self._again[side, storage]
+        if node in again:
+            return again[node]
+        if node.op != "call_function":
+            return self._value(side, node)
+        step = self._steps[side]
+        held = step.seen.storages[node.name]
+        sources = self._schedule.decisions[side].recomputes[storage].sources
+        if all(one in sources or one not in self._schedule.arrays[side].sizes for one in held):
+            return self._value(side, node)
+        assert not step.seen.makes[node.name], f"{node} is needed to recompute {storage} and is not run again"
+        again[node] = self._copy(node, side, f"_for_{storage}", lambda n: self._value_again(side, storage, n))
+        return again[node]
+
+    def _latest(self, one: Instruction) -> fx.Node:
+        """A tensor in a storage: the last that the forward has made."""
+        step = self._steps[one.side]
+        found = [
+            new
+            for node, new in self._new[one.side].items()
+            if node.name in step.seen.places and step.seen.places[node.name].storage == one.storage
+        ]
+        return found[-1]
+
+    def _host_name(self, one: Instruction) -> str:
+        return f"a{one.side}_{one.storage}_on_host".replace(".", "_")
+
+    def _argument(self, name: str) -> fx.Node:
+        if name not in self._arguments:
+            first = next(iter(self._graph.nodes), None)
+            if self._last_argument is not None:
+                place = self._graph.inserting_after(self._last_argument)
+            elif first is not None:
+                place = self._graph.inserting_before(first)
+            else:
+                place = self._graph.inserting_before()
+            with place:
+                self._arguments[name] = self._last_argument = self._graph.placeholder(name.replace(".", "_"))
+        return self._arguments[name]
+
+
+def _through_views(step: StepGraph, node: fx.Node) -> list[fx.Node]:
+    """Operators of the forward that use a value, itself or a view of it."""
+    found: list[fx.Node] = []
+    ops = set(step.ops[: step.num_forward])
+    for user in (user for user in node.users if user in ops):
+        found.append(user)
+        if not step.seen.makes[user.name]:
+            found += _through_views(step, user)
+    return found
+
+
+def _told(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"{node.name} = argument"
+    if node.op == "output":
+        return "return " + ", ".join(str(one) for one in node.all_input_nodes)
+    target = node.target
+    name = target.__name__ if callable(target) and not isinstance(target, torch._ops.OpOverload) else str(target)  # noqa: SLF001
+    given = [_plain(one) for one in node.args] + [f"{key}={_plain(value)}" for key, value in node.kwargs.items()]
+    return f"{node.name} = {name}({', '.join(given)})"
+
+
+def _plain(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)
