@@ -1,0 +1,266 @@
+"""The portfolio: several ways to train the trials of a device within its memory, of which the fastest that fits is taken.
+
+The paper has one way, its greedy choice over all partitions (§3.2, step 5). That choice is fragile: times of a few
+microseconds flip it, and it can miss a limit that a simpler plan meets. So it is one of several, each simulated by
+the same passes:
+
+* `fits, one after another`: sub-arrays as large as fit with everything kept, each by itself (what HFTA does);
+* `full fusion`: all trials in one sub-array, with swaps and recomputations (Capuchin on HFTA);
+* for all pairs of a partition: `kept`, `no interleaving`, `swaps alone`, `recomputations alone`, and `interleaved`,
+  the paper's;
+* `each pair's best` of these.
+
+Sub-arrays that do not run are not on the device: their static tensors are spilled, and what that takes is not in the
+times.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from hydra_tune.errors import BudgetError
+from hydra_tune.fusion.planner.arrays import Array
+from hydra_tune.fusion.planner.memory import peak_of
+from hydra_tune.fusion.planner.policy import Policy, planned
+from hydra_tune.fusion.planner.schedule import Schedule, undecided
+from hydra_tune.fusion.planner.sub_arrays import Pair, SubArray, pairs, within
+from hydra_tune.fusion.planner.timeline import Times, times_of
+from hydra_tune.fusion.planner.verify import verify_schedule
+from hydra_tune.quantities import format_bytes
+
+MARGIN = 0.02
+"""Share of a limit that plans leave free: what allocators round, and what nodes take beyond what they say."""
+
+_WAYS = {
+    "no interleaving": Policy(interleaves=False),
+    "swaps alone": Policy(recomputes=False),
+    "recomputations alone": Policy(swaps=False),
+    "interleaved": Policy(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Sub-arrays that are run together, and how.
+
+    Attributes:
+        sizes: trials of each.
+        way: how they are run.
+        schedule: what has been decided.
+        times: of a step of all of them.
+        peak_bytes: the most memory that they need.
+    """
+
+    sizes: tuple[int, ...]
+    way: str
+    schedule: Schedule
+    times: Times
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of the portfolio.
+
+    Attributes:
+        name: of it.
+        parts: run one after the other in each step of all trials.
+        limit_bytes: that it was planned for.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    limit_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """What a step of all trials takes."""
+        return sum(part.times.seconds for part in self.parts)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that it needs."""
+        return max(part.peak_bytes for part in self.parts)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is within the limit."""
+        return self.peak_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Portfolio:
+    """All members that were planned.
+
+    Attributes:
+        members: the fastest that fits first, those that do not fit last.
+    """
+
+    members: tuple[Member, ...]
+
+    @property
+    def best(self) -> Member:
+        """The fastest that fits.
+
+        Raises:
+            BudgetError: none does; with the smallest limit that would do.
+        """
+        if self.members[0].fits:
+            return self.members[0]
+        least = min(self.members, key=lambda member: member.peak_bytes)
+        raise BudgetError(
+            f"no plan of {sum(sum(part.sizes) for part in least.parts)} fused trials needs less than "
+            f"{format_bytes(least.peak_bytes)} at once ({least.name}), and the limit is "
+            f"{format_bytes(least.limit_bytes)}; give the device {format_bytes(least.peak_bytes)} or more, or fuse fewer",
+            enough_bytes=least.peak_bytes,
+        )
+
+    def table(self) -> str:
+        """All members as text: predicted seconds, what they are made of, and peak."""
+        head = ("plan", "sub-arrays", "ms", "computed again", "waiting", "hidden", "peak", "fits")
+        rows = [head, *(_row(member) for member in self.members)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+
+@dataclass(slots=True, kw_only=True)
+class Planner:
+    """Plans the trials of one device.
+
+    Attributes:
+        array: the profiled sub-array of a number of trials; asked once for each number.
+        limit_bytes: of the device's memory.
+        is_duplex: whether copies in both directions go side by side.
+        max_size: the most trials in a sub-array.
+    """
+
+    array: Callable[[int], Array]
+    limit_bytes: int
+    is_duplex: bool = True
+    max_size: int | None = None
+    _arrays: dict[int, Array] = field(default_factory=dict)
+    _parts: dict[tuple[int, ...], dict[str, Part]] = field(default_factory=dict)
+
+    def portfolio(self, num_trials: int) -> Portfolio:
+        """Plan so many trials in every way.
+
+        Args:
+            num_trials: of one architecture.
+        """
+        members: list[Member] = []
+        if self.max_size is None or num_trials <= self.max_size:
+            members.append(self._member("full fusion", [self._alone(num_trials)]))
+        members.append(self._kept_one_after_another(num_trials))
+        members += self._paired(num_trials, members)
+        return Portfolio(tuple(sorted(members, key=_rank)))
+
+    def _of(self, size: int) -> Array:
+        if size not in self._arrays:
+            self._arrays[size] = self.array(size)
+        return self._arrays[size]
+
+    def _paired(self, num_trials: int, others: Sequence[Member]) -> list[Member]:
+        """The best way of each pair, for every partition that may be faster than what is known."""
+        best = [min((one.seconds for one in others if one.fits), default=float("inf"))]
+        found: list[Member] = []
+        halves = ((num_trials + 1) // 2, num_trials // 2)
+        first = [halves] if num_trials > 1 else []  # planned whether or not it can win, for people to compare with
+        rest = within(num_trials, lambda size: self._of(size).seconds, partial(min, best))
+        for sizes in (*first, *(one for one in rest if one != halves)):
+            if self.max_size is not None and sizes[0] > self.max_size:
+                continue
+            sub_arrays = [SubArray("", size) for size in sizes]
+            grouped = pairs(sub_arrays, lambda one: self._of(one.size).seconds)
+            ways = [self._pair(pair) for pair in grouped]
+            made = [self._member(way, [each[way] for each in ways]) for way in ("kept", *_WAYS)]
+            made.append(self._member("each pair's best", [self._best(each) for each in ways]))
+            found += made
+            best += [member.seconds for member in made if member.fits]
+        return _best_of_each_way(found)
+
+    def _pair(self, pair: Pair) -> dict[str, Part]:
+        sizes = tuple(sorted((one.size for one in pair.sub_arrays), reverse=True))
+        if sizes not in self._parts:
+            self._parts[sizes] = self._ways(sizes)
+        return self._parts[sizes]
+
+    def _ways(self, sizes: tuple[int, ...]) -> dict[str, Part]:
+        kept = undecided(tuple(self._of(size) for size in sizes), self._limit)
+        found = {"kept": self._part(sizes, "kept", kept)}
+        for way, policy in _WAYS.items():
+            own = Policy(
+                swaps=policy.swaps,
+                recomputes=policy.recomputes,
+                interleaves=policy.interleaves,
+                is_duplex=self.is_duplex,
+            )
+            schedule, _ = planned(kept, own)
+            found[way] = self._part(sizes, way, schedule)
+        return found
+
+    def _alone(self, size: int) -> Part:
+        return self._best(self._pair(Pair(SubArray("", size), None)))
+
+    def _best(self, ways: Mapping[str, Part]) -> Part:
+        """The fastest that fits, or what needs least."""
+        fitting = [part for part in ways.values() if part.peak_bytes <= self._limit]
+        if fitting:
+            return min(fitting, key=lambda part: part.times.seconds)
+        return min(ways.values(), key=lambda part: part.peak_bytes)
+
+    def _kept_one_after_another(self, num_trials: int) -> Member:
+        """As many trials in each sub-array as fit, and the rest after them."""
+        largest = 1
+        most = num_trials if self.max_size is None else min(num_trials, self.max_size)
+        for size in range(2, most + 1):
+            if self._kept(size).peak_bytes > self._limit:
+                break
+            largest = size
+        sizes = [largest] * (num_trials // largest) + ([num_trials % largest] if num_trials % largest else [])
+        return self._member("fits, one after another", [self._kept(size) for size in sizes])
+
+    def _kept(self, size: int) -> Part:
+        return self._part((size,), "kept", undecided((self._of(size),), self._limit))
+
+    def _part(self, sizes: tuple[int, ...], way: str, schedule: Schedule) -> Part:
+        verify_schedule(schedule)
+        return Part(sizes, way, schedule, times_of(schedule, is_duplex=self.is_duplex), peak_of(schedule)[1].peak_bytes)
+
+    def _member(self, name: str, parts: Sequence[Part]) -> Member:
+        return Member(name, tuple(parts), self._limit)
+
+    @property
+    def _limit(self) -> int:
+        return int(self.limit_bytes * (1 - MARGIN))
+
+
+def _best_of_each_way(members: Sequence[Member]) -> list[Member]:
+    """The fastest member of each name that fits, or the one that needs least."""
+    found: dict[str, Member] = {}
+    for one in members:
+        known = found.get(one.name)
+        if known is None or _rank(one) < _rank(known):
+            found[one.name] = one
+    return list(found.values())
+
+
+def _rank(member: Member) -> tuple[bool, float]:
+    return (not member.fits, member.seconds if member.fits else member.peak_bytes)
+
+
+def _row(member: Member) -> tuple[str, ...]:
+    times = Times()
+    for part in member.parts:
+        times += part.times
+    sizes = " + ".join("(" + ", ".join(map(str, part.sizes)) + ")" for part in member.parts)
+    return (
+        member.name,
+        sizes,
+        f"{times.seconds * 1000:.3f}",
+        f"{times.recompute * 1000:.3f}",
+        f"{times.stall * 1000:.3f}",
+        f"{times.overlapped:.0%}",
+        format_bytes(member.peak_bytes),
+        "yes" if member.fits else "no",
+    )
