@@ -125,13 +125,13 @@ class SubArrayMade:
     generators: GroupGenerator
     count: int
     example: Any
-    done: int = 0
+    device: torch.device
 
     def batch(self, number: int) -> list[Tensor]:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(100 + number)
             members = [self.example() for _ in range(self.count)]
-        return [torch.stack(tensors) for tensors in zip(*members, strict=True)]
+        return [torch.stack(tensors).to(self.device) for tensors in zip(*members, strict=True)]
 
     def arguments(self, number: int) -> dict[str, Tensor]:
         """All arguments of step `number`."""
@@ -143,7 +143,7 @@ class SubArrayMade:
         for argument, rate in self.step.rates.items():
             values = known.setdefault(rate.group, self.tracer.rates(rate.group, [number] * self.count))[rate.number]
             shape = self.step.geometry[argument].shape
-            found[argument] = torch.tensor(values, dtype=rate.dtype).view(shape)
+            found[argument] = torch.tensor(values, dtype=rate.dtype, device=self.device).view(shape)
         return found
 
     def everything(self) -> list[Tensor]:
@@ -161,12 +161,12 @@ def _benched(name):
 
 
 @functools.cache
-def _traced(name, count, optimizer):
+def _traced(name, count, optimizer, device):
     made, _ = _benched(name)
     plan = made.plan()
     group = stacked_plan(plan, count)
     (shard,) = group.shards
-    state = {key: torch.stack([made.state[key].detach()] * count) for key in shard.graph.state}
+    state = {key: torch.stack([made.state[key].detach()] * count).to(device) for key in shard.graph.state}
     parameters = [key for key in state if made.state[key].requires_grad]
     members = [OPTIMIZERS[optimizer]([made.state[key] for key in parameters]) for _ in range(count)]
     for index, member in enumerate(members):
@@ -174,11 +174,11 @@ def _traced(name, count, optimizer):
     for key in parameters:
         state[key].requires_grad_()
     tracer = UpdateTracer(members)
-    constants = [plan.constants[name] for name in shard.graph.constants]
+    constants = [plan.constants[name].to(device) for name in shard.graph.constants]
     operands = Operands(
         state=list(state.values()),
         constants=constants,
-        inputs=[torch.stack([made.inputs[i]] * count) for i in shard.graph.inputs],
+        inputs=[torch.stack([made.inputs[i]] * count).to(device) for i in shard.graph.inputs],
         live_in=(),
     )
     trains = [tensor.requires_grad for tensor in state.values()]
@@ -187,12 +187,12 @@ def _traced(name, count, optimizer):
     return step, state, parameters, tracer, constants
 
 
-def sub_array(name: str, count: int = 2, optimizer: str = "adamw", seed: int = 0) -> SubArrayMade:
-    step, like, parameters, tracer, constants = _traced(name, count, optimizer)
+def sub_array(name: str, count: int = 2, optimizer: str = "adamw", seed: int = 0, device: str = "cpu") -> SubArrayMade:
+    step, like, parameters, tracer, constants = _traced(name, count, optimizer, device)
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for key, tensor in like.items():
-        noise = torch.randn(tensor.shape, generator=generator) * 0.01 if key in parameters else 0
+        noise = (torch.randn(tensor.shape, generator=generator) * 0.01).to(device) if key in parameters else 0
         state[key] = (tensor.detach() + noise).to(tensor.dtype).clone()
     moments = {
         (key, moment): tensor
@@ -200,8 +200,10 @@ def sub_array(name: str, count: int = 2, optimizer: str = "adamw", seed: int = 0
         for moment, tensor in tracer.initial_state(0, like[key]).items()
         if (key, moment) in step.moments
     }
-    generators = GroupGenerator([torch.Generator().manual_seed(10 * seed + i) for i in range(count)])
-    return SubArrayMade(step, state, moments, constants, tracer, generators, count, _benched(name)[1])
+    generators = GroupGenerator([torch.Generator(device).manual_seed(10 * seed + i) for i in range(count)])
+    return SubArrayMade(
+        step, state, moments, constants, tracer, generators, count, _benched(name)[1], torch.device(device)
+    )
 
 
 def run_unplanned(made: SubArrayMade, number: int) -> Tensor:
@@ -217,7 +219,7 @@ def run_unplanned(made: SubArrayMade, number: int) -> Tensor:
             elif node.op == "output":
                 return values[node.args[0][0]].clone()
             elif node.target.__name__ == "draw":
-                values[node] = made.step.noise[node.args[0]].draw(made.generators, torch.device("cpu"))
+                values[node] = made.step.noise[node.args[0]].draw(made.generators, made.device)
             else:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
