@@ -1,8 +1,6 @@
 """`HydraExecutor`: the pool's public face."""
 
 import atexit
-import functools
-import math
 import os
 import threading
 import weakref
@@ -19,9 +17,7 @@ from hydra_tune import __version__
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.discovery import num_cores, open_device, open_devices, open_planned_devices, parse_bandwidth
-from hydra_tune.devices.dram import dram_bandwidth
-from hydra_tune.devices.link import link_of, measured_link
+from hydra_tune.devices.discovery import open_device, open_devices, open_planned_devices, parse_bandwidth
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.fusion.chooser import Chooser
 from hydra_tune.interrupts import ends_in_order, is_interrupt
@@ -30,14 +26,23 @@ from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
 from hydra_tune.observe.eventlog import EventLog, check_log_path
 from hydra_tune.observe.snapshot import Goal
+from hydra_tune.pool.budgeting import budget_of
 from hydra_tune.pool.checkpoints import Checkpoints, Origin, check_saving
 from hydra_tune.pool.faults import check_retries
 from hydra_tune.pool.forecast import Forecast
 from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkpoint, remove_checkpoint, remove_or_log
-from hydra_tune.pool.fusion import Fusion, members_of_group
+from hydra_tune.pool.fusion import Fusion
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
 from hydra_tune.pool.live import shown
 from hydra_tune.pool.loaders import check_loader_times
+from hydra_tune.pool.options import (
+    check_count,
+    check_counts,
+    check_flag,
+    check_memory,
+    check_placement,
+    members_of_group,
+)
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import PoolStats
@@ -46,17 +51,14 @@ from hydra_tune.pool.watch import Watch
 from hydra_tune.quantities import parse_bytes, parse_seconds
 from hydra_tune.schedule import Policy, check_admission, make_policy
 from hydra_tune.shapes_only import refuse_shapes_only
-from hydra_tune.shard.budget import Budget
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.partition import NumShards
-from hydra_tune.shard.placement import Speeds
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train.workers import is_worker_starting
 
 _HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
 _NO_CHECKPOINTS = "this executor has no checkpoints; make it with HydraExecutor(checkpoint_dir=...)"
-_PLACEMENTS = ("device", "host", "auto")
 
 
 _NOT_STARTED: tuple[Pool | None, Fusion | None] = (None, None)
@@ -160,13 +162,13 @@ class HydraExecutor:
             raise ConfigError(f"devices must be a text such as 'auto', 'cuda' or 'cpu:2', not {devices!r}")
         if buffer_fraction != "auto" and not (isinstance(buffer_fraction, int | float) and 0 <= buffer_fraction < 1):
             raise ConfigError(f"buffer_fraction must be 'auto', or from 0 to below 1, not {buffer_fraction!r}")
-        _check_counts(max_concurrent, num_shards)
+        check_counts(max_concurrent, num_shards)
         check_admission(admission)
         if instrument is not None and not callable(instrument):
             raise ConfigError(f"instrument must be callable, not {instrument!r}")
-        _check_memory(device_memory, link_bandwidth)
-        _check_flag("record", record)
-        _check_placement(optimizer_placement, spill_dir)
+        check_memory(device_memory, link_bandwidth)
+        check_flag("record", record)
+        check_placement(optimizer_placement, spill_dir)
         self._fusion_size = members_of_group(fusion, fusion_size)
         self._probes_fusion, self._group_size = fusion == "auto", fusion_size
         self._stop_seconds = parse_seconds(stop_seconds, what="stop_seconds")
@@ -541,7 +543,7 @@ class HydraExecutor:
                 length, without `steps`.
             HydraTuneError: a task that the pool would refuse.
         """
-        _check_count("steps", steps)
+        check_count("steps", steps)
         named = {f"trial{number}": task for number, task in enumerate(tasks)}
         loads = parse_bandwidth(bandwidth, what="bandwidth")
         return self._started().profile(named, bandwidth=loads, steps=steps, max_concurrent=self.width)
@@ -646,22 +648,14 @@ class HydraExecutor:
         opening = open_planned_devices if self._plans_only else open_devices
         devices = opening(self._devices, self._device_memory, self._link_bandwidth)
         self._width = self._max_concurrent or 2 * len(devices)
-        has_cpu = any(device.torch_device.type == "cpu" for device in devices)
         library = PlanLibrary(
-            Budget(
-                budget_bytes=min(device.budget_bytes for device in devices),
+            budget_of(
+                devices,
+                trials=self._width,
+                host_bytes=host_bytes,
                 buffer_fraction=self._buffer_fraction,
-                alignment=math.lcm(*(device.alignment for device in devices)),
                 num_shards=self._num_shards,
                 optimizer_placement=self._optimizer_placement,
-                speeds=functools.cache(lambda: _speeds(devices, is_host=has_cpu)),
-                trials=-(-self._width // len(devices)),
-                host_bytes=host_bytes // self._width,
-                link=functools.cache(lambda: link_of(devices[0])),
-                # A host beside GPUs is slower than they are, and has nothing else to compute.
-                checks_sample=not has_cpu,
-                counts_draws=has_cpu,
-                host_threads=1 if has_cpu else num_cores(),
             )
         )
         host = None
@@ -709,46 +703,3 @@ def _shut_down_at_exit(pool: Pool) -> None:
             found.shutdown()
 
     atexit.register(shut_down)
-
-
-def _check_count(name: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be true or false, not {value!r}")
-
-
-def _check_counts(max_concurrent: object, num_shards: object) -> None:
-    _check_count("max_concurrent", max_concurrent)
-    if num_shards not in ("layer", "tuned"):
-        _check_count("num_shards", num_shards)
-
-
-def _speeds(devices: Sequence[Device], *, is_host: bool) -> Speeds:
-    """What choosing a placement of updates goes by; measured here."""
-    return Speeds(
-        link=measured_link(devices[0]),
-        dram_bytes_per_second=dram_bandwidth(),
-        is_host=is_host,
-        has_core=not is_host or num_cores() > len(devices),
-    )
-
-
-def _check_memory(device_memory: str | int | None, link_bandwidth: str | int | None) -> None:
-    if device_memory is not None:
-        parse_bytes(device_memory, what="device_memory")
-    parse_bandwidth(link_bandwidth)
-
-
-def _check_placement(placement: str, spill_dir: object) -> None:
-    if placement not in _PLACEMENTS:
-        raise ConfigError(f"optimizer_placement must be 'device', 'host' or 'auto', not {placement!r}")
-    if placement != "device" and spill_dir is not None:
-        keeps = "keeps" if placement == "host" else "may keep"
-        raise ConfigError(
-            f"optimizer_placement={placement!r} {keeps} optimizer state in host memory, which spill_dir is there to relieve; "
-            "give one of the two"
-        )

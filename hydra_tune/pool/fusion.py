@@ -23,7 +23,7 @@ from typing import Any
 
 from hydra_tune.checkpoint.saved import Saved
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError, UnfusableError
+from hydra_tune.errors import CheckpointError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.chooser import Chooser, steps_of
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.key import fusion_key
@@ -680,16 +680,3 @@ class Fusion:
         if entry is None or entry.keeper is None:
             raise CheckpointError(f"{job.name!r} is over ({job.state})")
         return entry.keeper
-
-
-def members_of_group(fusion: object, most: object) -> int:
-    """How many trials a group may have by these options of the executor; 0 where there are no groups.
-
-    Raises:
-        ConfigError: by name.
-    """
-    if fusion not in ("off", "on", "auto"):
-        raise ConfigError(f"fusion must be 'off', 'on' or 'auto', not {fusion!r}")
-    if isinstance(most, bool) or not isinstance(most, int) or most < 2:  # noqa: PLR2004 - a group
-        raise ConfigError(f"fusion_size must be a whole number of at least 2, not {most!r}")
-    return 0 if fusion == "off" else most

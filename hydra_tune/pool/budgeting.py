@@ -1,0 +1,61 @@
+"""What models are cut for, of a pool's devices and its options."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from hydra_tune.devices.device import Device
+from hydra_tune.devices.discovery import num_cores
+from hydra_tune.devices.dram import dram_bandwidth
+from hydra_tune.devices.link import link_of, measured_link
+from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.partition import NumShards
+from hydra_tune.shard.placement import Speeds
+
+
+def budget_of(
+    devices: Sequence[Device],
+    *,
+    trials: int,
+    host_bytes: int,
+    buffer_fraction: float | Literal["auto"],
+    num_shards: NumShards,
+    optimizer_placement: Literal["device", "host", "auto"],
+) -> Budget:
+    """What every model of a pool is cut for.
+
+    Args:
+        devices: the pool's.
+        trials: in flight at once.
+        host_bytes: for all of them.
+        buffer_fraction: as of `HydraExecutor`.
+        num_shards: as of `HydraExecutor`.
+        optimizer_placement: as of `HydraExecutor`.
+    """
+    has_cpu = any(device.torch_device.type == "cpu" for device in devices)
+    return Budget(
+        budget_bytes=min(device.budget_bytes for device in devices),
+        buffer_fraction=buffer_fraction,
+        alignment=math.lcm(*(device.alignment for device in devices)),
+        num_shards=num_shards,
+        optimizer_placement=optimizer_placement,
+        speeds=functools.cache(lambda: _speeds(devices, is_host=has_cpu)),
+        trials=-(-trials // len(devices)),
+        host_bytes=host_bytes // trials,
+        link=functools.cache(lambda: link_of(devices[0])),
+        # A host beside GPUs is slower than they are, and has nothing else to compute.
+        checks_sample=not has_cpu,
+        counts_draws=has_cpu,
+        host_threads=1 if has_cpu else num_cores(),
+    )
+
+
+def _speeds(devices: Sequence[Device], *, is_host: bool) -> Speeds:
+    """What choosing a placement of updates goes by; measured here."""
+    return Speeds(
+        link=measured_link(devices[0]),
+        dram_bytes_per_second=dram_bandwidth(),
+        is_host=is_host,
+        has_core=not is_host or num_cores() > len(devices),
+    )
