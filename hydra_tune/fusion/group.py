@@ -10,16 +10,18 @@ group has more or fewer places from now on (`sizes.py`), all of its members go, 
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from hydra_tune.devices.device import Device
-from hydra_tune.fusion.batches import stacked
+from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.buckets import Buckets
 from hydra_tune.fusion.kinds import Kinds, wanted_of
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.fusion.rounds import Round, Rules, may_go_round
 from hydra_tune.fusion.seat import Desk, Seat, vacant
 from hydra_tune.fusion.sizes import Sizes
 from hydra_tune.fusion.stack import StackedModule, adopt, hand_out, put_in, stacked_optimizer
@@ -83,6 +85,7 @@ class GroupTrial(Trial):
         self._gradients: GroupGradients = GroupGradients([member.task for member in members])
         self._stacked: dict[Prepared, Prepared] = {}
         self._kinds = Kinds(plans)
+        self._round: Round | None = None  # while one is under way
         for seat in seats:
             self._welcome(seat)
 
@@ -121,9 +124,14 @@ class GroupTrial(Trial):
     def finished(self, unit: PendingUnit, seconds: float) -> None:
         """A unit took so long; of which each member that took part has a share."""
         super().finished(unit, seconds)
+        units = 1
+        if self._round is not None:
+            self._round.measured(seconds)
+            units = self._round.steps * len(unit.times)
+            self.units_run += units - 1
         taking_part = [s for s, active in zip(self.seats, self._group_streams.active, strict=True) if active]
         for seat in taking_part:
-            seat.member.units_run += 1
+            seat.member.units_run += units
             seat.member.compute_seconds += seconds / len(taking_part)
 
     def close(self, *, keep: bool) -> None:
@@ -148,9 +156,10 @@ class GroupTrial(Trial):
             if own is None:
                 own = self._made(bucket[0])
                 bucket = self._kinds.served(own, bucket)
-            yield from self._compute(bucket, self._prepared(own))
-            self.buckets.computed(len(bucket), len(wanting), len(self.seats))
-            self._sizes.computed(len(self.seats), len(self._live))
+            steps = yield from self._compute(bucket, self._prepared(own), is_all=len(bucket) == len(wanting))
+            for _ in range(steps):
+                self.buckets.computed(len(bucket), len(wanting), len(self.seats))
+                self._sizes.computed(len(self.seats), len(self._live))
             for seat in bucket:
                 self._advance(seat)
 
@@ -213,13 +222,12 @@ class GroupTrial(Trial):
         if seat.stop is not None:
             self._end(seat, seat.stop)
             return
-        try:
-            seat.go_on()
-        except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
-            seat.error = error
+        if not seat.is_ahead:
+            _go_on(seat)
+        seat.is_ahead = False
+        if seat.error is not None:
             self._end(seat, "failed")
-            return
-        if seat.wants is None:
+        elif seat.wants is None:
             self._end(seat, seat.member.outcome)
 
     def _end(self, seat: Seat, status: str) -> None:
@@ -299,50 +307,110 @@ class GroupTrial(Trial):
         if self.state is not None and self._device.torch_device.type == "cpu":
             self._kinds.make_ready(size, self.state.tensors)
 
-    def _compute(self, bucket: Sequence[Seat], prepared: Prepared) -> Generator[PendingUnit, None, None]:
+    def _compute(
+        self, bucket: Sequence[Seat], prepared: Prepared, *, is_all: bool
+    ) -> Generator[PendingUnit, None, int]:
+        """The batches that these members want, and further ones where several fit in a unit; returns how many of each."""
         first = wanted_of(bucket[0])
+        batches = self._batches_of(bucket)
+        part = Part(plan=prepared.plan, times=self._times.of(prepared), leaves=batches.leaves())
         taking_part = {id(seat) for seat in bucket}
-        active = [id(seat) in taking_part for seat in self.seats]
-        # A member that rests computes on somebody else's batch.
-        wants = [
-            seat.wants if isinstance(seat.wants, Wanted) and on else first
-            for seat, on in zip(self.seats, active, strict=True)
-        ]
-        leaves = stacked(wants)
-        resting = tuple(index for index, one in enumerate(active) if not one)
-        self._group_streams.active = active
+        self._group_streams.active = active = [id(seat) in taking_part for seat in self.seats]
+        resting = frozenset(index for index, one in enumerate(active) if not one)
         state = self.state
         assert state is not None
-        times = self._times.of(prepared)
-        self._step_left = times.total
+        self._step_left = part.times.total
         for seat in bucket:
-            seat.member.runs_at(times, first.mode)
+            seat.member.runs_at(part.times, first.mode)
         if first.mode == "train":
             assert isinstance(state.optimizer, StackedOptimizer)
             state.optimizer.active = list(active)
-            self._train_times = times
-            yield from self._step(Part(plan=prepared.plan, times=times, leaves=leaves), state, resting)
-            return
-        self._evaluation_times = times
-        evaluation = GroupEvaluation(prepared.plan, times, state, leaves, self._group_streams, self._device)
-        evaluation.resting = resting
+            self._train_times = part.times
+        else:
+            self._evaluation_times = part.times
+        if is_all and self._goes_round(prepared):
+            return (yield from self._go_round(bucket, part, batches, state, resting))
+        if first.mode == "train":
+            yield from self._step(part, state, resting)
+        else:
+            yield from self._evaluated(part, state, resting)
+        return 1
+
+    def _batches_of(self, bucket: Sequence[Seat]) -> StackedBatches:
+        """The members' batches; a member that rests computes on somebody else's."""
+        wanted = {id(seat): wanted_of(seat) for seat in bucket}
+        first = wanted_of(bucket[0])
+        return StackedBatches([wanted.get(id(seat), first) for seat in self.seats])
+
+    def _goes_round(self, prepared: Prepared) -> bool:
+        budget_bytes = self._plans.library.budget.budget_bytes
+        return prepared.guard is None and may_go_round(prepared.plan, self._device, budget_bytes)
+
+    def _go_round(
+        self, bucket: Sequence[Seat], part: Part, batches: StackedBatches, state: ModelState, resting: Collection[int]
+    ) -> Generator[PendingUnit, None, int]:
+        """A unit of several steps, in which the members go on; returns how many."""
+        first = wanted_of(bucket[0])
+        rules = Rules(
+            plan=part.plan,
+            times=part.times,
+            state=state,
+            streams=self._group_streams,
+            gradients=self._gradients,
+            resting=resting,
+        )
+
+        def go_on() -> StackedBatches | None:
+            if any(seat.stop is not None or seat.is_paused for seat in bucket):
+                return None
+            for seat in bucket:
+                _go_on(seat)
+                seat.is_ahead = True
+            if not all(_wants_alike(seat, first) for seat in bucket):
+                return None
+            for seat in bucket:
+                seat.is_ahead = False
+            return self._batches_of(bucket)
+
+        def settle(made: Sequence[Any]) -> None:
+            if part.plan.mode == "train":
+                self._take_losses(made, resting)
+            else:
+                self._take_values(made, resting)
+
+        self._round = going = Round(rules, batches, part.leaves, settle, go_on)
+        try:
+            yield going.unit()
+        finally:
+            self._round = None
+        return going.steps
+
+    def _take_losses(self, steps: Sequence[Sequence[float]], resting: Collection[int]) -> None:
+        for index, losses in enumerate(zip(*steps, strict=True)):
+            if index not in resting:
+                self.seats[index].member.results = losses
+
+    def _take_values(self, steps: Sequence[Mapping[str, Sequence[float]]], resting: Collection[int]) -> None:
+        for index, seat in enumerate(self.seats):
+            if index not in resting:
+                seat.member.results = [{name: values[index] for name, values in step.items()} for step in steps]
+
+    def _evaluated(self, part: Part, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
+        evaluation = GroupEvaluation(part.plan, part.times, state, part.leaves, self._group_streams, self._device)
+        evaluation.resting = tuple(resting)
         try:
             yield from evaluation.units()
         finally:
             evaluation.close()
-        for index, seat in enumerate(self.seats):
-            if active[index]:
-                seat.member.values = {name: values[index] for name, values in evaluation.values.items()}
+        self._take_values([evaluation.values], resting)
 
-    def _step(self, part: Part, state: ModelState, resting: tuple[int, ...]) -> Generator[PendingUnit, None, None]:
+    def _step(self, part: Part, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
         step = GroupStep(1, state, self._group_streams, self._device, self._gradients)
-        step.resting = resting
+        step.resting = tuple(resting)
         try:
             yield from step.batch(part)
             yield from step.finish()
-            for index, loss in enumerate(step.member_losses):
-                if index not in resting:
-                    self.seats[index].member.loss = loss
+            self._take_losses([step.member_losses], resting)
         finally:
             step.close()
 
@@ -385,3 +453,19 @@ class GroupTrial(Trial):
         for seat in self.seats:
             seat.member.num_shards = self.num_shards
         self.optimizer_placement = prepared.plan.optimizer_placement
+
+
+def _go_on(seat: Seat) -> None:
+    """Run a member's own code until it wants something else."""
+    try:
+        seat.go_on()
+    except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
+        seat.wants, seat.error = None, error
+
+
+def _wants_alike(seat: Seat, first: Wanted) -> bool:
+    """Whether a member wants the next batch of the kind that the first wanted."""
+    now = seat.wants
+    if not isinstance(now, Wanted) or now.mode != first.mode:
+        return False
+    return now.leaves is first.leaves or now.leaves.signature == first.leaves.signature

@@ -5,9 +5,9 @@ takes runs as any other trial does.
 """
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -20,7 +20,7 @@ from hydra_tune.task import Batch
 from hydra_tune.train.capture import Place
 from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.data import no_batch, num_samples
-from hydra_tune.train.gathering import Pick
+from hydra_tune.train.gathering import Picks
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.snapshot import Snapshot
 from hydra_tune.train.streams import RandomStreams
@@ -29,38 +29,47 @@ from hydra_tune.train.trial import Report, Trial
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A batch that a member wants computed: a step of its training, or its metrics.
+    """Batches that a member wants computed: steps of its training, or its metrics.
 
     Attributes:
         mode: "train" or "evaluate".
-        drawn: as the member's data gives it, or a pick that is not gathered yet.
-        leaves: its tensors; of a pick, what they will be like.
+        drawn: a batch as the member's data gives it, or picks that are not gathered yet.
+        leaves: the batch's tensors; of picks, what those of each are like.
     """
 
     mode: str
-    drawn: Batch | Pick
+    drawn: Batch | Picks
     leaves: Leaves
 
     @classmethod
-    def of(cls, mode: str, drawn: Batch | Pick) -> Self:
+    def of(cls, mode: str, drawn: Batch | Picks) -> Self:
         """What has been drawn, for a mode."""
-        leaves = drawn.source.leaves(drawn.size) if isinstance(drawn, Pick) else batches.flatten(drawn)
+        leaves = drawn.source.leaves(drawn.size) if isinstance(drawn, Picks) else batches.flatten(drawn)
         return cls(mode, drawn, leaves)
+
+    def __len__(self) -> int:
+        return len(self.drawn) if isinstance(self.drawn, Picks) else 1
 
     @property
     def batch(self) -> Batch:
-        """As the member's data gives it."""
-        return self.drawn.batch() if isinstance(self.drawn, Pick) else self.drawn
+        """The first, as the member's data gives it."""
+        return self.drawn.batch() if isinstance(self.drawn, Picks) else self.drawn
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of the batch."""
-        return batches.flatten(self.batch).tensors if isinstance(self.drawn, Pick) else self.leaves.tensors
+        """Those of the first."""
+        return batches.flatten(self.batch).tensors if isinstance(self.drawn, Picks) else self.leaves.tensors
 
     @property
     def num_samples(self) -> int:
-        """Those of the batch."""
-        return self.drawn.size if isinstance(self.drawn, Pick) else num_samples(self.drawn)
+        """Those of each."""
+        return self.drawn.size if isinstance(self.drawn, Picks) else num_samples(self.drawn)
+
+    def part(self, begin: int, end: int | None = None) -> "Wanted | None":
+        """Some of them; None where there are none."""
+        if not isinstance(self.drawn, Picks):
+            return self if begin == 0 else None
+        return replace(self, drawn=self.drawn.part(begin, end)) if begin < len(self.drawn) else None
 
 
 class Member(Trial):
@@ -68,13 +77,12 @@ class Member(Trial):
 
     Attributes:
         is_fused: whether a group computes its batches; else it runs as a `Trial`.
-        loss: of the batch it wanted trained on, once that has run.
-        values: metrics of the batch it wanted evaluated, likewise.
+        results: of the batches that it wanted computed, as many of the first of them as have been: losses, or metrics.
         fetch: copies its part of the group's state to its own module and optimizer; None while no group has it.
     """
 
     is_fused = False
-    loss = math.nan
+    results: Sequence[Any] = ()
     fetch: Callable[[], None] | None = None
 
     def go_on(self) -> Wanted | Report | None:
@@ -143,13 +151,19 @@ class Member(Trial):
         count = place.batches
         self._feed.gives_picks = True
         for drawn in self._draw_pass(count):
-            count += 1
-            wanted = Wanted.of("train", drawn)
-            yield wanted
-            if not math.isfinite(self.loss):
-                raise BadLossError(f"the training loss is {self.loss}")
-            self._interval.add(self.loss, wanted.num_samples)
-            yield from self._after_step(Place(epoch=place.epoch, batches=count))
+            wanted: Wanted | None = Wanted.of("train", drawn)
+            while wanted is not None:
+                yield wanted.part(0, self._steps_alone)
+                losses = self.results  # those of an evaluation take their place
+                for number, loss in enumerate(losses):
+                    count += 1
+                    if not math.isfinite(loss):
+                        raise BadLossError(f"the training loss is {loss}")
+                    self._interval.add(loss, wanted.num_samples)
+                    if number < len(losses) - 1:
+                        self.progress.steps += 1  # all that there is to be done after it
+                yield from self._after_step(Place(epoch=place.epoch, batches=count))
+                wanted = wanted.part(len(losses))
         if not count:
             raise no_batch("train", self.task.train, place.epoch)
         return count
@@ -161,16 +175,28 @@ class Member(Trial):
         count = 0
         self._feed.gives_picks = True
         for drawn in self._draw(self.task.validate, shuffle=False):
-            wanted = Wanted.of("evaluate", drawn)
-            yield wanted
-            for name, value in self.values.items():
-                means.setdefault(name, Mean()).add(value, wanted.num_samples)
-            count += 1
-            self.progress.evaluated_batches += 1
+            wanted: Wanted | None = Wanted.of("evaluate", drawn)
+            while wanted is not None:
+                yield wanted
+                for values in self.results:
+                    for name, value in values.items():
+                        means.setdefault(name, Mean()).add(value, wanted.num_samples)
+                count += len(self.results)
+                self.progress.evaluated_batches += len(self.results)
+                wanted = wanted.part(len(self.results))
         if not count:
             assert self.task.validate is not None
             raise no_batch("validate", self.task.validate)
         self.progress.validation_batches = count
         return means
 
-    values: dict[str, float]
+    @property
+    def _steps_alone(self) -> int | None:
+        """Steps up to and with the next after which more is due than to count it; None: all that there are."""
+        task = self.task
+        if self._scheduler is not None and task.scheduler_interval == "step":
+            return 1
+        every = [] if task.report_every == "epoch" else [task.report_every]
+        if self._keeper is not None and self._keeper.every_steps is not None:
+            every.append(self._keeper.every_steps)
+        return min((count - self.progress.steps % count for count in every), default=None)

@@ -19,6 +19,7 @@ class Seat:
 
     Attributes:
         wants: what the member wants next; None before it has begun, and when it is over.
+        is_ahead: whether it has gone on to that within a unit, and what comes of it has not been seen to.
         told_at: when the report that it waits with was passed on, by the monotonic clock; None if it was not.
         is_answered: whether that report has been answered.
         is_paused: whether the member is to leave, to come back later; may be set at any time, on any thread.
@@ -32,6 +33,7 @@ class Seat:
         self.member = member
         self.waits = waits
         self.wants: Wanted | Report | None = None
+        self.is_ahead = False
         self.told_at: float | None = None
         self.is_answered = False
         self.is_paused = False

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hydra_tune.devices.device import Device
 from hydra_tune.fusion.optimizers import StackedOptimizer
@@ -63,6 +64,18 @@ class GroupGradients(Gradients):
             self._member_norms[name] = torch.linalg.vector_norm(gradient.flatten(1), dim=1).double().cpu()
 
 
+def leave_out_bad(optimizer: Optimizer, losses: Sequence[float]) -> None:
+    """A member whose loss is not finite does not take the step.
+
+    Args:
+        optimizer: the group's.
+        losses: of its members.
+    """
+    assert isinstance(optimizer, StackedOptimizer), "not a group's state"
+    finite = map(math.isfinite, losses)
+    optimizer.active = [active and good for active, good in zip(optimizer.active, finite, strict=True)]
+
+
 class _Masked(Step):
     """Units that leave the buffers of members alone that take no part."""
 
@@ -96,10 +109,7 @@ class GroupBatch(_Masked, TrainingBatch):
         """A member whose loss is not finite does not take the step."""
         self.losses = loss.tolist()
         self.loss = 0.0
-        optimizer = self._state.optimizer
-        assert isinstance(optimizer, StackedOptimizer), "not a group's state"
-        finite = map(math.isfinite, self.losses)
-        optimizer.active = [active and good for active, good in zip(optimizer.active, finite, strict=True)]
+        leave_out_bad(self._state.optimizer, self.losses)
 
 
 class GroupEvaluation(_Masked, EvaluationStep):

@@ -41,13 +41,23 @@ class Traced:
     noise: tuple[Noise, ...]
     loss: str
 
-    def run(self, operands: Operands) -> Gradients:
-        """The gradients of each member's loss, and the losses."""
-        noise: list[Tensor] = []
-        if self.noise:
-            group = own_generator()
-            assert isinstance(group, GroupGenerator), "stacked members draw from generators of their own"
-            noise = [one.draw(group, operands.all[0].device) for one in self.noise]
+    def draw(self, device: torch.device) -> list[Tensor]:
+        """The random numbers of one run."""
+        if not self.noise:
+            return []
+        group = own_generator()
+        assert isinstance(group, GroupGenerator), "stacked members draw from generators of their own"
+        return [one.draw(group, device) for one in self.noise]
+
+    def run(self, operands: Operands, noise: Sequence[Tensor] | None = None) -> Gradients:
+        """The gradients of each member's loss, and the losses.
+
+        Args:
+            operands: of the shard.
+            noise: its random numbers, if they have been drawn.
+        """
+        if noise is None:
+            noise = self.draw(operands.all[0].device)
         with torch.no_grad():
             losses, *gradients = self.module(*operands.all, *noise)
         return Gradients(

@@ -285,6 +285,11 @@ class TrialKeeper:
         future.set_exception(self._ended())
         return future
 
+    @property
+    def every_steps(self) -> int | None:
+        """As `Keeper.every_steps`."""
+        return None if self._folder is None else self._all.every.steps
+
     def reached(self, trial: Snapshots, *, steps: int, at_report: bool, is_last: bool) -> None:
         """As `Keeper.reached`."""
         with self._lock:

@@ -21,7 +21,7 @@ from hydra_tune.errors import TaskError
 from hydra_tune.task import Batch, DataHandle
 from hydra_tune.train import workers
 from hydra_tune.train.drawing import DrawClock
-from hydra_tune.train.gathering import Pick, Picks, source_of
+from hydra_tune.train.gathering import Pass, Picks, source_of
 from hydra_tune.train.own import OwnCopies
 
 
@@ -48,7 +48,7 @@ class Feed:
 
     Attributes:
         may_skip: whether batches of the last pass that was begun, as far as it has come, may be skipped by another.
-        gives_picks: whether a batch that is a gather is given as a `Pick`, for others to gather.
+        gives_picks: whether batches that are a gather are given as `Picks`, for others to gather.
         clock: says for how long the loader has been waited for.
     """
 
@@ -107,7 +107,7 @@ class Feed:
             iterator = iter(batches)
         source = source_of(batches) if isinstance(batches, DataLoader) else None
         if source is not None and type(iterator) is _SingleProcessDataLoaderIter:
-            yield from self._gathered(Picks(source, iterator), self._drawing(handle, in_process=True), skip)
+            yield from self._gathered(Pass(source, iterator), self._drawing(handle, in_process=True), skip)
             return
         by_index = isinstance(batches, DataLoader) and _has_plain_order(batches)
         if skip is not None and by_index and isinstance(iterator, _SingleProcessDataLoaderIter):
@@ -132,17 +132,24 @@ class Feed:
             yield
 
     def _gathered(
-        self, picks: Picks, around: Callable[[], AbstractContextManager[object]], skip: Skip | None
-    ) -> Iterator[Batch | Pick]:
+        self, known: Pass, around: Callable[[], AbstractContextManager[object]], skip: Skip | None
+    ) -> Iterator[Batch | Picks]:
         """The batches of a loader that is known; the trial's streams are swapped in for the first index alone."""
         if skip is not None:
-            self._skip(picks, around, skip)
+            with around():
+                number = known.skip(skip.count)
+            if number < skip.count:
+                raise _fewer_than(skip, number)
+            skip.then()
         while True:
-            with around() if picks.draws else nullcontext():
-                pick = next(picks, None)
-            if pick is None:
+            with around() if known.draws else nullcontext():
+                picks = next(known, None)
+            if picks is None:
                 return
-            yield pick if self.gives_picks else pick.batch()
+            if self.gives_picks:
+                yield picks
+            else:
+                yield from map(picks.batch, range(len(picks)))
 
     def _draw_from_workers(self, handle: DataHandle, loader: DataLoader[Any], skip: Skip | None) -> Iterator[Batch]:
         iterator = self._start(handle, loader)
@@ -197,11 +204,15 @@ class Feed:
                 try:
                     next(iterator)
                 except StopIteration:
-                    raise TaskError(
-                        f"the trial was saved after batch {skip.count} of a pass over train, and now the pass has {number}: "
-                        "the data is not what it was"
-                    ) from None
+                    raise _fewer_than(skip, number) from None
         skip.then()
+
+
+def _fewer_than(skip: Skip, number: int) -> TaskError:
+    return TaskError(
+        f"the trial was saved after batch {skip.count} of a pass over train, and now the pass has {number}: "
+        "the data is not what it was"
+    )
 
 
 class _Indices:

@@ -13,6 +13,7 @@ indices are taken as they are needed.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -71,25 +72,32 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pick:
-    """A batch that has not been gathered.
+class Picks:
+    """Batches of one size, one after the other, that have not been gathered.
 
     Attributes:
         source: of what data.
-        indices: of its samples in the source's tensors.
+        indices: of their samples in the source's tensors, (batches, samples).
     """
 
     source: Source
     indices: Tensor
 
+    def __len__(self) -> int:
+        return self.indices.size(0)
+
     @property
     def size(self) -> int:
-        """Its samples."""
-        return self.indices.numel()
+        """Samples of a batch."""
+        return self.indices.size(1)
 
-    def batch(self) -> Batch:
-        """The batch, as the loader would give it."""
-        return self.source.batch(self.indices)
+    def batch(self, number: int = 0) -> Batch:
+        """One of them, as the loader would give it."""
+        return self.source.batch(self.indices[number])
+
+    def part(self, begin: int, end: int | None = None) -> "Picks":
+        """Some of them."""
+        return Picks(self.source, self.indices[begin:end])
 
 
 def source_of(loader: DataLoader[Any]) -> Source | None:
@@ -110,8 +118,8 @@ def source_of(loader: DataLoader[Any]) -> Source | None:
     return source if source is not None and len(sampler.data_source) == len(source) else None
 
 
-class Picks:
-    """The batches of a pass over a known loader, not gathered.
+class Pass:
+    """The batches of a pass over a known loader, not gathered: as many at once as may be known together.
 
     Args:
         source: of the loader.
@@ -124,36 +132,44 @@ class Picks:
         sampler = iterator._index_sampler.sampler  # noqa: SLF001
         has_generator = getattr(sampler, "generator", None) is not None
         self._takes_all = not has_generator and len(sampler) <= _MOST_AT_ONCE
-        self._taken: Iterator[Tensor] | None = None
+        self._taken: Iterator[Picks] | None = None
         self.draws = True
 
-    def __iter__(self) -> "Picks":
+    def __iter__(self) -> "Pass":
         return self
 
-    def __next__(self) -> Pick:
-        """The next batch; only while `draws`, with the trial's streams."""
+    def __next__(self) -> Picks:
+        """The next batches; only while `draws`, with the trial's streams."""
         self.draws = False
         if not self._takes_all:
-            return Pick(self._source, self._chosen(_tensor(self._next_index())))
+            return self._picks([self._next_index()])
         if self._taken is None:
             self._taken = self._all()
-        return Pick(self._source, next(self._taken))
+        return next(self._taken)
+
+    def skip(self, count: int) -> int:
+        """Leave out the next batches; returns how many of them there were. With the trial's streams."""
+        left = count
+        while left and (picks := next(self, None)) is not None:
+            if left < len(picks):
+                self._taken = itertools.chain([picks.part(left)], self._taken or ())
+            left -= min(left, len(picks))
+        return count - left
 
     def _next_index(self) -> list[int]:
         self._iterator._num_yielded += 1  # noqa: SLF001 - as its own next() does
         found: list[int] = self._iterator._next_index()  # type: ignore[no-untyped-call]  # noqa: SLF001
         return found
 
-    def _all(self) -> Iterator[Tensor]:
+    def _all(self) -> Iterator[Picks]:
+        """All full batches, and the rest."""
         lists = list(self._iterator._sampler_iter)  # noqa: SLF001
-        if not lists:
-            return iter(())
-        indices = _tensor([index for one in lists for index in one])
-        parts: tuple[Tensor, ...] = self._chosen(indices).split(len(lists[0]))  # type: ignore[no-untyped-call]  # untyped
-        return iter(parts)
+        full = [one for one in lists if len(one) == len(lists[0])]
+        return iter([self._picks(same) for same in (full, lists[len(full) :]) if same])
 
-    def _chosen(self, indices: Tensor) -> Tensor:
-        return indices if self._source.chosen is None else self._source.chosen[indices]
+    def _picks(self, lists: list[list[int]]) -> Picks:
+        indices = torch.tensor(lists, dtype=torch.int64, device="cpu")
+        return Picks(self._source, indices if self._source.chosen is None else self._source.chosen[indices])
 
 
 @functools.lru_cache(maxsize=256)

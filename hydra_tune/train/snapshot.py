@@ -74,6 +74,10 @@ class Snapshots(Protocol):
 class Keeper(Protocol):
     """Who saves a trial."""
 
+    @property
+    def every_steps(self) -> int | None:
+        """After how many steps each the trial is saved; None where it is not by steps."""
+
     def reached(self, trial: Snapshots, *, steps: int, at_report: bool, is_last: bool) -> None:
         """The trial is between two steps; it goes on when this returns.
 

@@ -18,6 +18,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.saved: list[Saved] = []
+        self.every_steps = 1
 
     def reached(self, trial, *, steps, at_report, is_last) -> None:
         found = trial.snapshot().copied({"steps": steps, "at_report": at_report})

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from hydra_tune.shard.batch import same_bits
 from hydra_tune.train.feed import Feed, Skip
-from hydra_tune.train.gathering import Pick, source_of
+from hydra_tune.train.gathering import Picks, source_of
 from hydra_tune.train.own import OwnCopies
 from hydra_tune.train.streams import RandomStreams
 
@@ -108,10 +108,10 @@ def by_feed(make, passes=3, *, gives_picks=False):
     drawn = Feed(4, streams.everything, streams.mark_of_all)
     drawn.gives_picks = gives_picks
     for _ in range(passes):
-        for batch in drawn.draw(handle, shuffle=True):
-            given = batch.batch() if isinstance(batch, Pick) else batch
-            with streams.everything():
-                found.append((given, numbers(), drawn.states()))
+        for given in drawn.draw(handle, shuffle=True):
+            for batch in map(given.batch, range(len(given))) if isinstance(given, Picks) else [given]:
+                with streams.everything():
+                    found.append((batch, numbers(), drawn.states()))
         with streams.everything():
             found.append((None, numbers(), drawn.states()))
     return found
@@ -145,7 +145,7 @@ def test_batches_streams_and_generators_are_the_loaders(make, gives_picks):
 def test_what_is_known_is_gathered(make):
     drawn = Feed(4, RandomStreams(7).everything)
     drawn.gives_picks = True
-    assert all(isinstance(pick, Pick) for pick in drawn.draw(make(), shuffle=True))
+    assert all(isinstance(picks, Picks) for picks in drawn.draw(make(), shuffle=True))
 
 
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in UNKNOWN.items()])
