@@ -3,8 +3,9 @@
     python benchmarks/fusion_sweep.py                   # one job and one device, then two of each
     python benchmarks/fusion_sweep.py --jobs 1 --trials 16 --epochs 3 --arms stock fused
 
-Each arm searches learning rate, momentum, weight decay and dropout, in a process of its own with one intra-op thread, from the
-same seeded sampler, and reports the validation accuracy of every epoch. "stock" is the objective that PyTorch's and Optuna's
+Each arm searches learning rate, momentum and weight decay (with --search-dropout also dropout, which trials must have in common
+to be fused), in a process of its own with one intra-op thread, from the same seeded sampler, and reports the validation accuracy
+of every epoch. "stock" is the objective that PyTorch's and Optuna's
 tutorials write, with a DataLoader; "by hand" is the same with tensors indexed by hand, without a loader; "unfused" and "fused"
 are hydra-tune's. Times are those of `study.optimize` alone, captures and traces included and imports not.
 """
@@ -146,7 +147,7 @@ def run(arm, jobs, options):
     """One search; returns seconds, CPU seconds and the best accuracy."""
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    arguments = {"epochs": options.epochs, "searches_dropout": not options.fixed_dropout}
+    arguments = {"epochs": options.epochs, "searches_dropout": options.search_dropout}
     create = {"direction": "maximize", "sampler": sampler_of(options.sampler), "pruner": optuna.pruners.NopPruner()}
     if arm in ("stock", "by hand"):
         study = optuna.create_study(**create)
@@ -168,7 +169,7 @@ def main():
     parser.add_argument("--jobs", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--members", type=int, default=32, help="trials in flight, in as many groups as there are jobs")
     parser.add_argument("--sampler", choices=["tpe", "random"], default="tpe")
-    parser.add_argument("--fixed-dropout", action="store_true", help="dropout of 0.2 in all trials")
+    parser.add_argument("--search-dropout", action="store_true", help="else it is 0.2 in all trials")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
