@@ -3,11 +3,11 @@
     python benchmarks/fusion_sweep.py                   # one job and one device, then two of each
     python benchmarks/fusion_sweep.py --jobs 1 --trials 16 --epochs 3 --arms stock fused
 
-Each arm searches learning rate, momentum and weight decay (with --search-dropout also dropout, which trials must have in common
-to be fused), in a process of its own with one intra-op thread, from the same seeded sampler, and reports the validation accuracy
-of every epoch. "stock" is the objective that PyTorch's and Optuna's
-tutorials write, with a DataLoader; "by hand" is the same with tensors indexed by hand, without a loader; "unfused" and "fused"
-are hydra-tune's. Times are those of `study.optimize` alone, captures and traces included and imports not.
+Each arm searches learning rate, momentum and weight decay (with --search-dropout also dropout, which trials must have
+in common to be fused), in a process of its own with one intra-op thread, from the same seeded sampler, and reports the
+validation accuracy of every epoch. "stock" is the objective that PyTorch's and Optuna's tutorials write, with a
+DataLoader; "by hand" is the same with tensors indexed by hand, without a loader; "unfused" and "fused" are hydra-
+tune's. Times are those of `study.optimize` alone, captures and traces included and imports not.
 """
 
 import argparse
