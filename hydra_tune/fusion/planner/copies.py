@@ -127,32 +127,38 @@ class CudaCopies:
         self._device = device
         self._host = {name: torch.empty(size, dtype=torch.uint8, pin_memory=True) for name, size in sizes.items()}
         self._out, self._in = _stream(device), _stream(device)
+        self._held: dict[int, Tensor] = {}  # under way; if nobody comes to wait for them, until all streams have ended
 
     def offload(self, value: Tensor, storage: str) -> tuple[Tensor, Tensor, torch.cuda.Event]:
         """As of `Copies`."""
         source = _bytes_of(value)
+        self._held[id(source)] = source
         return self._host[storage], source, self._queued(self._out, lambda: self._copied(storage, source))
 
     def release(self, handle: tuple[Tensor, Tensor, torch.cuda.Event]) -> Tensor:
         """As of `Copies`: the compute stream waits, and what it allocates from then on may be that memory."""
-        host, _, end = handle
+        host, source, end = handle
         torch.cuda.current_stream(self._device).wait_event(end)
+        del self._held[id(source)]
         return host
 
     def prefetch(self, copy: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         """As of `Copies`."""
         made = torch.empty(copy.size(), dtype=copy.dtype, device=self._device)
+        self._held[id(made)] = made
         return made, self._queued(self._in, lambda: made.copy_(copy, non_blocking=True))
 
     def arrived(self, handle: tuple[Tensor, torch.cuda.Event]) -> Tensor:
         """As of `Copies`."""
         made, end = handle
         torch.cuda.current_stream(self._device).wait_event(end)
+        del self._held[id(made)]
         return made
 
     def close(self) -> None:
         """As of `Copies`."""
         torch.cuda.synchronize(self._device)
+        self._held.clear()
 
     def _copied(self, storage: str, source: Tensor) -> Tensor:
         return self._host[storage].copy_(source, non_blocking=True)

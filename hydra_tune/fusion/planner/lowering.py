@@ -286,5 +286,6 @@ def start_bytes(schedule: Schedule, segment: Segment) -> int:
     return schedule.static_bytes + (0 if side is None else kept_bytes(schedule.arrays[side], schedule.decisions[side]))
 
 
-def _bytes(side: _Side, names: Iterable[str]) -> int:
-    return sum(side.array.sizes[name.partition("@")[0]] for name in names)
+def _bytes(side: _Side, names: tuple[str, ...]) -> int:
+    sizes = side.array.sizes
+    return sum([sizes[name.partition("@")[0]] for name in names]) if names else 0
