@@ -58,7 +58,10 @@ class GroupTrial(Trial):
     Attributes:
         seats: by place.
         buckets: says what was computed together.
+        hands_back: whether members that are not over when the group is closed are wanted by somebody.
     """
+
+    hands_back = False
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class GroupTrial(Trial):
         self._stacked: dict[Prepared, Prepared] = {}
         self._kinds = Kinds(plans)
         self._round: Round | None = None  # while one is under way
+        self._units_done = 0  # of the present step
         for seat in seats:
             self._welcome(seat)
 
@@ -124,6 +128,7 @@ class GroupTrial(Trial):
     def finished(self, unit: PendingUnit, seconds: float) -> None:
         """A unit took so long; of which each member that took part has a share."""
         super().finished(unit, seconds)
+        self._units_done += 1
         units = 1
         if self._round is not None:
             self._round.measured(seconds)
@@ -135,11 +140,20 @@ class GroupTrial(Trial):
             seat.member.compute_seconds += seconds / len(taking_part)
 
     def close(self, *, keep: bool) -> None:
-        """End the group; what members have is theirs by now."""
+        """End the group; a member that is not over is handed back if it can be, and else closed."""
         del keep
+        live, is_whole = self._live, self.hands_back and not self._units_done and self._round is None
+        try:
+            if is_whole:  # no unit of the present step has changed anything
+                for seat in live:
+                    self._hand_out(seat)
+        except RuntimeError:  # of a device that is lost, or has no memory
+            is_whole = False
         super().close(keep=False)
-        for seat in self._live:
-            seat.member.close(keep=False)
+        for seat in live:
+            seat.member.fetch, seat.is_handed_back = None, is_whole
+            if not is_whole:
+                seat.member.close(keep=False)
 
     @property
     def _live(self) -> list[Seat]:
@@ -157,6 +171,7 @@ class GroupTrial(Trial):
                 own = self._made(bucket[0])
                 bucket = self._kinds.served(own, bucket)
             steps = yield from self._compute(bucket, self._prepared(own), is_all=len(bucket) == len(wanting))
+            self._units_done = 0
             for _ in range(steps):
                 self.buckets.computed(len(bucket), len(wanting), len(self.seats))
                 self._sizes.computed(len(self.seats), len(self._live))
@@ -245,6 +260,7 @@ class GroupTrial(Trial):
     # Places.
 
     def _welcome(self, seat: Seat) -> None:
+        seat.is_handed_back = False
         seat.member.is_fused = True
         seat.member.num_shards = self.num_shards
         seat.member.fetch = partial(self._hand_out, seat)

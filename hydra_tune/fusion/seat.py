@@ -23,6 +23,7 @@ class Seat:
         told_at: when the report that it waits with was passed on, by the monotonic clock; None if it was not.
         is_answered: whether that report has been answered.
         is_paused: whether the member is to leave, to come back later; may be set at any time, on any thread.
+        is_handed_back: whether the group has ended without it, and its member can go on elsewhere from where it was.
         stop: how it is to end, "pruned" or "cancelled", if it is; may be set at any time, on any thread.
         status: how it has ended; None while it has not.
         error: why it has failed.
@@ -37,6 +38,7 @@ class Seat:
         self.told_at: float | None = None
         self.is_answered = False
         self.is_paused = False
+        self.is_handed_back = False
         self.stop: str | None = None
         self.status: str | None = None
         self.error: BaseException | None = None

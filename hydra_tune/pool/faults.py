@@ -117,7 +117,11 @@ class Faults:
             record.max_retries,
             first_line(error),
         )
-        first = record.begin
+        return self.last_saved(record)
+
+    def last_saved(self, record: Retried) -> Callable[[], Beginning | None]:
+        """What a job has saved last, or had begun from; to be called when it is prepared."""
+        first, keeper = record.begin, record.keeper
         return lambda: self._last_saved(record.job.name, keeper) or first()
 
     def _last_saved(self, name: str, keeper: TrialKeeper | None) -> Beginning | None:

@@ -14,7 +14,7 @@ Note: the lock is the pool's. What the pool is asked to do in answer to an event
 
 import logging
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -23,13 +23,14 @@ from typing import Any
 
 from hydra_tune.checkpoint.saved import Saved
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import CheckpointError, HydraTuneError, UnfusableError
+from hydra_tune.errors import CheckpointError, HydraTuneError, OutOfMemoryError, UnfusableError
 from hydra_tune.fusion.chooser import Chooser, steps_of
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.key import fusion_key
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plans import GroupPlans, layout_of, room_for
 from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.pressure import NotRepeatableError
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.pool.checkpoints import Origin, TrialKeeper
 from hydra_tune.pool.faults import first_line, is_not_its_own
@@ -41,6 +42,7 @@ from hydra_tune.pool.pool import Pool, paused_within_a_step
 from hydra_tune.pool.record import forget_locals, progress_of, progress_without_trial
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.task import TrainTask
+from hydra_tune.train.capture import Beginning
 from hydra_tune.train.helpers import Helpers
 from hydra_tune.train.shared_times import SharedTimes
 from hydra_tune.train.trial import Report, Trial
@@ -76,6 +78,7 @@ class Fusion:
         self._chooser = chooser
         self._entries: dict[str, Entry] = {}
         self._groups: dict[str, LiveGroup] = {}  # by the key of their carrier
+        self._limits: dict[Hashable, int] = {}  # members of a group, by its key, where memory has run out under more
         self._numbers = 0
         self._last_submitted = 0.0
         self._building, self._timer = Later("hydra-members"), Later("hydra-groups")
@@ -103,7 +106,6 @@ class Fusion:
             keeper = TrialKeeper(saving, shown, folder, dict(labels or {}))
             entry = Entry(job, keeper, origin.beginning, priority, max_retries)
             self._entries[job.key] = entry
-            self._last_submitted = time.monotonic()
         try:
             self._carry(entry)
         except BaseException:
@@ -126,6 +128,7 @@ class Fusion:
         )
         with self._pool.changed:
             entry.carrier = entry.carrier or carrier
+            self._last_submitted = time.monotonic()
             self._pool.changed.notify_all()
 
     # Preparing.
@@ -232,6 +235,7 @@ class Fusion:
             group.trial = GroupTrial(
                 seats, self._plans, self._library, device, group, host, tenant, times, most=entry.most
             )
+            group.trial.hands_back = True
             self._groups[entry.carrier.key] = group
         for carrier in own:
             if carrier is not None:
@@ -294,7 +298,7 @@ class Fusion:
         wanted = member.peek()
         prepared = self._plans.of_member(member, wanted["train"])
         self._plans.stacked(prepared, self._most)
-        most = room_for(prepared, device, self._pool.budget_bytes, self._most)
+        most = room_for(prepared, device, self._pool.budget_bytes, self._limits.get(entry.key, self._most))
         if "evaluate" in wanted:
             evaluated = self._plans.of_member(member, wanted["evaluate"], layout_of(prepared))
             self._plans.stacked(evaluated, self._most)
@@ -454,6 +458,9 @@ class Fusion:
                 together, late = [entry], []
             else:
                 return
+        if group is not None and isinstance(event.result.error, OutOfMemoryError):
+            self._ran_out(group, together, event.result.error)
+            together = []
         for one in together:
             self._carrier_over(one, event.result)
         if late:
@@ -474,14 +481,37 @@ class Fusion:
         else:
             self._over(entry, Result(status=entry.stop or result.status, error=None if entry.stop else error))
 
+    def _ran_out(self, group: LiveGroup, entries: Sequence[Entry], error: OutOfMemoryError) -> None:
+        """A device had no memory for a group: its members go on in smaller ones, in the end by themselves.
+
+        They go on where they were, if the unit that ran out was the first of its step and could be undone. Else they begin
+        again from what they have saved last, and are the same when they are there.
+        """
+        size = len(group.trial.seats)
+        with self._pool.changed:
+            limit = self._limits[group.key] = size // 2
+        how = f"in groups of {limit} at most" if limit > 1 else "by themselves"
+        _LOGGER.warning("a group of %d trials ran out of memory, and its trials go on %s: %s", size, how, error)
+        is_undone = limit > 0 and not isinstance(error.__cause__, NotRepeatableError)
+        for entry in entries:
+            if is_undone and entry.seat is not None and entry.seat.is_handed_back:
+                with self._pool.changed:
+                    entry.is_seated, entry.most = False, limit
+                self._timer.do(partial(self._carry_anew, entry))
+            else:
+                self._begin_from(entry, self._pool.last_saved(entry))
+
     def _begin_again(self, entry: Entry, error: BaseException) -> None:
         """A job begins once more, from what it has saved last."""
         begin = self._pool.begin_again(entry, error)
+        entry.faults = (*entry.faults, first_line(error))
+        self._begin_from(entry, begin)
+
+    def _begin_from(self, entry: Entry, begin: Callable[[], Beginning | None]) -> None:
         member = entry.trial
         if member is not None:
             member.close(keep=False)
         with self._pool.changed:
-            entry.faults = (*entry.faults, first_line(error))
             entry.begin = begin
             if entry.keeper is not None:
                 entry.keeper.begin_again()

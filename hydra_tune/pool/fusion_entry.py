@@ -46,7 +46,6 @@ class Entry:
         self.max_retries = max_retries
         self.told = Told()
         self.faults: tuple[str, ...] = ()
-        self.most = 0
         self.key: Hashable | None = None
         self.stop: str | None = None
         self.begin_anew()
@@ -54,6 +53,7 @@ class Entry:
     def begin_anew(self) -> None:
         """Nobody carries it, and nothing of it has been built."""
         self.carrier: Job | None = None
+        self.most = 0
         self.trial: Member | None = None
         self.seat: Seat | None = None
         self.is_seated = False

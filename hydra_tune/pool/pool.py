@@ -210,6 +210,10 @@ class Pool:
         """What a trial that another keeps the account of begins again from, as of `Faults.beginning`."""
         return self._faults.beginning(retried, error)
 
+    def last_saved(self, retried: Retried) -> "Callable[[], Beginning | None]":
+        """The same, without a word of it."""
+        return self._faults.last_saved(retried)
+
     def take_host(self, job: Job, nbytes: int) -> bool:
         """Have a job take so much more host memory, if that is free; not where there is a disk beyond it."""
         with self._changed:

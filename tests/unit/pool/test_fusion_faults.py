@@ -1,0 +1,70 @@
+"""What befalls a group is not the end of its members: a device without memory, and one that is lost."""
+
+import pytest
+
+from hydra_tune.pool.job import OVER, Reported
+from tests.support.losable import losable
+from tests.support.shortage import Shortage
+from tests.unit.pool.tasks import PATIENCE_SECONDS, running
+from tests.unit.pool.test_fusion import assert_as_plain, sizes, task  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def trained(pool, tasks, at_first=None):
+    """Train to the end; what was reported, by job."""
+    events = pool.events()
+    jobs = [pool.submit(one, f"trial {number}", events) for number, one in enumerate(tasks)]
+    reports = {job: [] for job in jobs}
+    while any(job.state not in OVER for job in jobs):
+        event = events.get(0.1)
+        if isinstance(event, Reported):
+            reports[event.job].append(event.step)
+            if at_first is not None:
+                at_first()
+                at_first = None
+            event.job.proceed()
+    return [job.result(PATIENCE_SECONDS) for job in jobs], list(reports.values())
+
+
+@pytest.mark.parametrize("unit", [8, 9], ids=["where it can be undone", "within a step"])
+@pytest.mark.parametrize("times", [2, 4])
+def test_a_group_that_has_no_memory_goes_on_in_smaller_ones(sizes, caplog, unit, times):  # noqa: F811
+    """Two runs of a unit fail the group; four fail a group of half its size as well."""
+    shortage = Shortage()
+    tasks = [task(seed) for seed in range(4)]
+    with running(fusion="on", instrument=shortage) as pool:
+        shortage.arm(unit, 1, times)
+        results, reports = trained(pool, tasks)
+    assert shortage.num_raised > 1
+    assert "ran out of memory, and its trials go on in groups of 2 at most" in caplog.text
+    assert sizes[0] == 4
+    assert max(sizes[1:]) <= 2
+    assert reports == [[0, 1, 2]] * 4
+    for result, one in zip(results, tasks, strict=True):
+        if result.error is not None:
+            raise result.error
+        assert_as_plain(result, one)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_members_of_a_group_whose_device_is_lost_begin_again(sizes, monkeypatch, tmp_path, saves):  # noqa: F811
+    """Together again, on the other device; nothing is reported twice."""
+    opened = losable(monkeypatch)
+    tasks = [task(seed, epochs=4) for seed in range(3)]
+    with running(
+        fusion="on", devices="cpu:2", max_retries=1, **({"checkpoint_dir": tmp_path} if saves else {})
+    ) as pool:
+
+        def lose():
+            busy = max(pool.stats().devices.items(), key=lambda item: item[1].units)[0]
+            opened[int(busy.removeprefix("cpu:"))].lose_at(40)
+
+        results, reports = trained(pool, tasks, lose)
+    assert sizes == [3, 3]
+    assert reports == [[0, 1, 2, 3]] * 3
+    for result, one in zip(results, tasks, strict=True):
+        if result.error is not None:
+            raise result.error
+        assert result.retries == 1
+        assert_as_plain(result, one)
