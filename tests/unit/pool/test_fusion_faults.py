@@ -58,7 +58,7 @@ def test_members_of_a_group_whose_device_is_lost_begin_again(sizes, monkeypatch,
 
         def lose():
             busy = max(pool.stats().devices.items(), key=lambda item: item[1].units)[0]
-            opened[int(busy.removeprefix("cpu:"))].lose_at(40)
+            opened[int(busy.removeprefix("cpu:"))].lose_at(3)
 
         results, reports = trained(pool, tasks, lose)
     assert sizes == [3, 3]

@@ -1,0 +1,55 @@
+"""A fused search that is killed goes on from its members' checkpoints, and ends as plain loops would."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hydra_tune import HydraExecutor, train_plain
+from tests.support.killed_group import SEEDS, described
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_SECONDS = 120.0
+
+
+def kill_among_checkpoints(folder):
+    """Start a search and kill it once all members are saved."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.killed_group", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len({path.parent for path in folder.glob("*/*.manifest")}) < len(SEEDS):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fusion", ["on", "off"])
+def test_a_fused_search_that_is_killed_ends_as_plain_loops(tmp_path, fusion):
+    kill_among_checkpoints(tmp_path)
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path, fusion=fusion) as pool:
+        found = [pool.find_checkpoint(str(seed)) for seed in SEEDS]
+        assert all(0 < one.steps < 720 for one in found)
+        jobs = [pool.submit(described(s), str(s), resume_from=one.path) for s, one in zip(SEEDS, found, strict=True)]
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    assert {result.group_size for result in results} == ({len(SEEDS)} if fusion == "on" else {1})
+    for seed, result in zip(SEEDS, results, strict=True):
+        plain = train_plain(described(seed))
+        assert [h["val_loss"] for h in result.history] == pytest.approx(
+            [h["val_loss"] for h in plain.history], rel=1e-9
+        )
+        for name, tensor in plain.module.state_dict().items():
+            torch.testing.assert_close(result.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,50 @@
+"""A fused search with checkpoints that may be killed at any moment; run as `python -m tests.support.killed_group FOLDER`."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import TensorDataset
+
+from hydra_tune import HydraExecutor, TrainTask
+
+SEEDS = range(4)
+_GENERATOR = torch.Generator().manual_seed(1)
+X = torch.randn(96, 32, generator=_GENERATOR, dtype=torch.float64)
+Y = torch.randint(4, (96,), generator=_GENERATOR)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4)).double()
+
+
+def described(seed: int) -> TrainTask:
+    """60 epochs of twelve steps, with a report after every fifth step."""
+    return TrainTask(
+        model=model,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3 * (seed + 1)),
+        scheduler=partial(ExponentialLR, gamma=0.99),
+        train=TensorDataset(X, Y),
+        validate=TensorDataset(X[:24], Y[:24]),
+        batch_size=8,
+        loss=functional.cross_entropy,
+        epochs=60,
+        report_every=5,
+        seed=seed,
+    )
+
+
+def main(folder: str) -> None:
+    """Train all, until somebody kills this process."""
+    torch.set_num_threads(1)
+    with HydraExecutor(devices="cpu:1", checkpoint_dir=Path(folder), fusion="on") as pool:
+        for job in [pool.submit(described(seed), str(seed)) for seed in SEEDS]:
+            job.result()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
