@@ -17,6 +17,8 @@ _HOISTABLE = frozenset(
     [torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p]
 )
 
+_LOOKING = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)  # noqa: SLF001
+
 
 class GroupGenerator(torch.Generator):
     """The generators of a group's members as one, for `drawing_from`.
@@ -64,10 +66,11 @@ class Noise:
     def draw(self, group: GroupGenerator, device: torch.device) -> Tensor:
         """The numbers of all members, one behind the other along a first dimension."""
         made = stack_like(self.like, len(group.members), device).zero_()
-        in_place = torch.ops.aten.bernoulli_.float
-        for row, generator, active in zip(made, group.members, group.active, strict=True):
-            if active:
-                in_place(row, *self.arguments, generator=generator)
+        # Each has its generator, so that what looks for one (`devices/own_generator.py`) is passed by.
+        with torch._C._ExcludeDispatchKeyGuard(_LOOKING):  # noqa: SLF001
+            for row, generator, active in zip(made.unbind(), group.members, group.active, strict=True):
+                if active:
+                    row.bernoulli_(*self.arguments, generator=generator)
         return made
 
 

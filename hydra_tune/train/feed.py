@@ -9,7 +9,7 @@ the ones before by more than the order of torch's samplers, as in a generator th
 """
 
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -100,15 +100,15 @@ class Feed:
         self.may_skip = True
         with self._drawing_here(handle):
             batches = self._own.batches(handle, self._batch_size, shuffle=shuffle)
+            known = self._begun(batches, skip)
+        if known is not None:
+            yield from self._gathered(known, self._drawing(handle, in_process=True), skip)
+            return
         if isinstance(batches, DataLoader) and batches.num_workers > 0:
             yield from self._draw_from_workers(handle, batches, skip)
             return
         with self._drawing_here(handle):
             iterator = iter(batches)
-        source = source_of(batches) if isinstance(batches, DataLoader) else None
-        if source is not None and type(iterator) is _SingleProcessDataLoaderIter:
-            yield from self._gathered(Pass(source, iterator), self._drawing(handle, in_process=True), skip)
-            return
         by_index = isinstance(batches, DataLoader) and _has_plain_order(batches)
         if skip is not None and by_index and isinstance(iterator, _SingleProcessDataLoaderIter):
             self._skip(_Indices(iterator), self._drawing(handle, in_process=True), skip)
@@ -130,6 +130,19 @@ class Feed:
     def _drawing_here(self, handle: DataHandle) -> Iterator[None]:
         with self._own_code(), self.clock.drawing(handle, in_process=True):
             yield
+
+    @staticmethod
+    def _begun(batches: Iterable[Batch], skip: Skip | None) -> Pass | None:
+        """A pass over a loader that is known, begun, with its first index; None where the loader is not."""
+        source = source_of(batches) if isinstance(batches, DataLoader) else None
+        if source is None:
+            return None
+        iterator = iter(batches)
+        assert type(iterator) is _SingleProcessDataLoaderIter, "it has no workers"
+        known = Pass(source, iterator)
+        if skip is None:
+            known.look()
+        return known
 
     def _gathered(
         self, known: Pass, around: Callable[[], AbstractContextManager[object]], skip: Skip | None

@@ -24,6 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate, default_collate_fn_map
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.task import Batch
@@ -129,23 +130,35 @@ class Pass:
     def __init__(self, source: Source, iterator: _SingleProcessDataLoaderIter) -> None:
         self._source = source
         self._iterator = iterator
-        sampler = iterator._index_sampler.sampler  # noqa: SLF001
+        self._sampler = sampler = iterator._index_sampler.sampler  # noqa: SLF001
         has_generator = getattr(sampler, "generator", None) is not None
         self._takes_all = not has_generator and len(sampler) <= _MOST_AT_ONCE
         self._taken: Iterator[Picks] | None = None
+        self._first: list[int] | None = None
         self.draws = True
 
     def __iter__(self) -> "Pass":
         return self
 
     def __next__(self) -> Picks:
-        """The next batches; only while `draws`, with the trial's streams."""
-        self.draws = False
-        if not self._takes_all:
+        """The next batches; while `draws`, with the trial's streams."""
+        self.look()
+        if self._taken is not None:
+            return next(self._taken)
+        if self._first is None:
             return self._picks([self._next_index()])
-        if self._taken is None:
+        first, self._first = self._first, None
+        return self._picks([first])
+
+    def look(self) -> None:
+        """Take the first index, if that has not been done, and all others where they come with it."""
+        if not self.draws:
+            return
+        self.draws = False
+        if self._takes_all:
             self._taken = self._all()
-        return next(self._taken)
+        else:
+            self._first = next(self._iterator._sampler_iter, None)  # noqa: SLF001
 
     def skip(self, count: int) -> int:
         """Leave out the next batches; returns how many of them there were. With the trial's streams."""
@@ -163,13 +176,50 @@ class Pass:
 
     def _all(self) -> Iterator[Picks]:
         """All full batches, and the rest."""
+        order = _order(self._sampler)
+        if order is not None:
+            return self._cut(order)
         lists = list(self._iterator._sampler_iter)  # noqa: SLF001
         full = [one for one in lists if len(one) == len(lists[0])]
         return iter([self._picks(same) for same in (full, lists[len(full) :]) if same])
 
+    def _cut(self, order: Tensor) -> Iterator[Picks]:
+        by = self._iterator._index_sampler  # noqa: SLF001
+        full = len(order) // by.batch_size * by.batch_size
+        chosen = order if self._source.chosen is None else self._source.chosen[order]
+        parts = [chosen[:full].view(-1, by.batch_size), chosen[full:].view(1, -1)]
+        return iter([Picks(self._source, part) for part in parts[: 1 if by.drop_last else 2] if part.numel()])
+
     def _picks(self, lists: list[list[int]]) -> Picks:
         indices = torch.tensor(lists, dtype=torch.int64, device="cpu")
         return Picks(self._source, indices if self._source.chosen is None else self._source.chosen[indices])
+
+
+def _order(sampler: RandomSampler | SequentialSampler) -> Tensor | None:
+    """A pass over a sampler without a generator in one piece; None where it goes otherwise than is known here."""
+    if type(sampler) is SequentialSampler:
+        return torch.arange(len(sampler), device="cpu")
+    assert isinstance(sampler, RandomSampler), "nothing else is known"
+    if sampler.replacement or sampler.num_samples != len(sampler.data_source) or not _shuffles_as_known():
+        return None
+    return _shuffled(sampler.num_samples)
+
+
+def _shuffled(count: int) -> Tensor:
+    """As `RandomSampler` does it: a seed from the process's stream, and a permutation by that."""
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+@functools.cache
+def _shuffles_as_known() -> bool:
+    """Whether torch's sampler here is as `_shuffled` takes it to be: looked at once, beside all streams."""
+    found = []
+    for draw in (lambda: list(RandomSampler(range(9))), lambda: _shuffled(9).tolist()):
+        stream = torch.Generator().manual_seed(5)
+        with drawing_from(stream):
+            found.append((draw(), stream.get_state().tolist()))
+    return found[0] == found[1]
 
 
 @functools.lru_cache(maxsize=256)
