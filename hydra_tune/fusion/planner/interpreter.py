@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from hydra_tune.fusion.planner import nodes
 from hydra_tune.fusion.planner.copies import Copies
+from hydra_tune.fusion.planner.filling import filled, located
 from hydra_tune.fusion.planner.rewrite import Merged
 
 
@@ -77,23 +78,14 @@ class Interpreter:
             values[place] = constant
         with torch.no_grad():
             for call in self._calls:
-                values[call.place] = call.run(*_filled(call.args, values), **_filled(call.kwargs, values))
+                values[call.place] = call.run(*filled(call.args, values), **filled(call.kwargs, values))
                 for place in call.ends:
                     values[place] = None
         return dict(zip(self._outputs, (values[place] for place in self._results), strict=True))
 
     def _call(self, node: fx.Node, ends: tuple[int, ...]) -> _Call:
-        args, kwargs = self._located(tuple(node.args)), self._located(dict(node.kwargs))
+        args, kwargs = located(tuple(node.args), self._places), located(dict(node.kwargs), self._places)
         return _Call(self._places[node], self._meaning(node), args, kwargs, ends)
-
-    def _located(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return _At(self._places[value])
-        if isinstance(value, dict):
-            return {key: self._located(one) for key, one in value.items()}
-        if isinstance(value, tuple | list):
-            return (tuple if isinstance(value, tuple) else list)(self._located(one) for one in value)
-        return value
 
     def _meaning(self, node: fx.Node) -> Callable[..., Any]:
         meanings: Mapping[Any, Callable[..., Any]] = {
@@ -121,21 +113,3 @@ class Interpreter:
             if end.op != "output":
                 found.setdefault(end, []).append(self._places[node])
         return {node: tuple(places) for node, places in found.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _At:
-    """Stands for a node's value among the arguments of a call."""
-
-    at: int
-
-
-def _filled(value: Any, values: list[Any]) -> Any:
-    kind = type(value)
-    if kind is _At:
-        return values[value.at]
-    if kind is tuple or kind is list:
-        return kind(_filled(one, values) for one in value)
-    if kind is dict:
-        return {key: _filled(one, values) for key, one in value.items()}
-    return value

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.fusion.planner.arrays import Array, Op
+from hydra_tune.fusion.planner.filling import filled, located
 from hydra_tune.fusion.planner.nodes import draw, view_of
 from hydra_tune.fusion.planner.step_graph import StepGraph
 from hydra_tune.fusion.planner.storages import overwritten
@@ -170,8 +171,9 @@ def measured(step: StepGraph, device: torch.device, clock: Clock) -> Profile:
             each.append(found)
     medians = {name: statistics.median(one[name] for one in each) for name in each[0]}
     nodes = {node.name for node in step.ops}
+    free = {node.name for node in step.ops if _is_view(step, node)} if device.type == "cuda" else set()
     return Profile(
-        seconds={name: seconds for name, seconds in medians.items() if name in nodes},
+        seconds={name: seconds for name, seconds in medians.items() if name in nodes - free},
         workspace_bytes=workspace,
         out_seconds={name[4:]: seconds for name, seconds in medians.items() if name.startswith("out ")},
         in_seconds={name[3:]: seconds for name, seconds in medians.items() if name.startswith("in ")},
@@ -190,7 +192,7 @@ def array_of(name: str, step: StepGraph, profile: Profile) -> Array:
     ops = [
         Op(
             name=node.name,
-            seconds=0.0 if _is_view(step, node) else profile.seconds.get(node.name, 0.0),
+            seconds=profile.seconds.get(node.name, 0.0),
             reads=facts.reads[node.name],
             makes=facts.makes[node.name],
             writes=facts.writes[node.name],
@@ -236,7 +238,7 @@ def made_up(like: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_view(step: StepGraph, node: fx.Node) -> bool:
-    """Whether a node costs no time of the device: it makes and overwrites nothing."""
+    """Whether a node makes and overwrites nothing, and so costs a GPU no time."""
     return not step.seen.makes[node.name] and not step.seen.writes[node.name]
 
 
@@ -279,11 +281,13 @@ class _Run:
                 found = self._array.maps.get(storage)
                 if found is not None and found.first_backward == rank - step.num_forward:
                     self._back(storage)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
-        self._values[node] = self._clock.timed(node.name, partial(self._call, node, args, kwargs))
+        values = [self._values[one] for one in node.all_input_nodes]
+        places = {one: place for place, one in enumerate(node.all_input_nodes)}
+        given = located(tuple(node.args), places), located(dict(node.kwargs), places)
+        self._values[node] = self._clock.timed(node.name, partial(self._call, node, *given, values))
         made = sum(step.seen.sizes[storage] for storage in step.seen.makes[node.name])
         workspace[node.name] = max(workspace.get(node.name, 0), self._clock.peak_beyond(made))
-        del args, kwargs
+        del values
         for storage in (*step.seen.reads[node.name], *step.seen.makes[node.name]) if is_forward else ():
             found = self._array.maps.get(storage)
             if found is not None and found.last_forward == rank:
@@ -292,7 +296,8 @@ class _Run:
             if self._last[argument] is node and argument.op == "call_function":
                 self._values.pop(argument, None)
 
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    def _call(self, node: fx.Node, args: Any, kwargs: Any, values: list[Any]) -> Any:
+        args, kwargs = filled(args, values), filled(kwargs, values)  # which takes an interpreter's time, too
         if node.target is draw:
             return self._step.noise[args[0]].draw(self._generators, self._device)
         assert callable(node.target), "an operator"
