@@ -104,7 +104,7 @@ class Built:
         return {
             "made_for": self._description,
             "trained": [name for name, tensor in named.items() if tensor.requires_grad],
-            "extra": {path: one.get_extra_state() for path, one in _with_extra_state(self.module)},
+            "extra": {path: one.get_extra_state() for path, one in with_extra_state(self.module)},
             "attributes": self._module_attributes.changed(),
             "optimizer": {names[id(p)]: value for p, value in states if isinstance(p, Tensor)},
             "optimizer_other": {key: value for key, value in states if not isinstance(key, Tensor)},
@@ -148,7 +148,7 @@ class Built:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Have all be as it was, but for what waits for a plan: the optimizer's state of parameters, and what is frozen."""
         self._copy_weights(state)
-        for path, one in _with_extra_state(self.module):
+        for path, one in with_extra_state(self.module):
             if path in state["extra"]:
                 one.set_extra_state(state["extra"][path])
         self._module_attributes.restore(state["attributes"])
@@ -239,7 +239,8 @@ def place_after(state: Mapping[str, Any], found: list[Change]) -> Place:
     return place
 
 
-def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that keep something of their own beside tensors, by their paths."""
     for path, one in module.named_modules():
         if type(one).get_extra_state is not nn.Module.get_extra_state:
             yield path, one

@@ -2,13 +2,17 @@
 
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hydra_tune.checkpoint.folder import load_checkpoint
 from hydra_tune.checkpoint.tensors import load_tensors
 from hydra_tune.errors import WeightsError
+from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.gate import GATE
 from hydra_tune.task import TrainTask
+from hydra_tune.train.capture import decoded, with_extra_state
 from hydra_tune.train.streams import RandomStreams
 
 _NUM_NAMED = 3
@@ -21,16 +25,20 @@ def load_module(task: TrainTask, path: str | Path) -> nn.Module:
 
     Args:
         task: builds the model.
-        path: of the file: what `Result.save` has written, or any other safetensors of a `state_dict()`.
+        path: of the file: what `Result.save` has written, or any other safetensors of a `state_dict()`; or the folder of a
+            trial's checkpoints.
 
     Returns:
         The module on the host, in the mode its factory leaves it in, which for most is that of training; call `.eval()`.
 
     Raises:
         FileError: the file cannot be read, or is damaged.
+        CheckpointError: the folder has no checkpoint that is whole.
         WeightsError: the model has other tensors, or tensors of other shapes or dtypes; the first of them by name.
         Exception: whatever the task's `model` raises.
     """
+    if Path(path).is_dir():
+        return _from_checkpoint(task, Path(path))
     state, _ = load_tensors(Path(path))
     with RandomStreams(task.seed).everything(), GATE.shared():
         module = task.model()
@@ -48,6 +56,25 @@ def load_module(task: TrainTask, path: str | Path) -> nn.Module:
             raise WeightsError(
                 f"the model refuses the weights in {str(path)!r}: {error}; build it as it was when they were trained"
             ) from error
+    return module
+
+
+def _from_checkpoint(task: TrainTask, path: Path) -> nn.Module:
+    state = decoded(load_checkpoint(path))
+    with RandomStreams(task.seed).everything(), GATE.shared(), torch.no_grad():
+        module = task.model()
+        named = dict(named_state(module))
+        differing = _differences(named, state["model"])
+        if differing:
+            raise WeightsError(
+                f"the checkpoint in {str(path)!r} does not fit the task's model: {'; '.join(differing[:_NUM_NAMED])}; build "
+                "the model as it was when it was trained, without split_operators"
+            )
+        for name, tensor in named.items():
+            tensor.copy_(state["model"][name])
+        for name, one in with_extra_state(module):
+            if name in state["extra"]:
+                one.set_extra_state(state["extra"][name])
     return module
 
 

@@ -2,17 +2,25 @@
 
 `trainable(build)` is what a `ray.tune.Tuner` is given; schedulers, searchers and stoppers are Ray's own, and trials share the
 devices of each node instead of having fractions of them.
+
+The public names are imported on first use: of the processes of a cluster only trials and drivers need Ray Tune, and only pools
+need torch.
 """
 
-from hydra_tune_ray.installed import check_ray
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from hydra_tune_ray.installed import check_ray, check_tune
+
+if TYPE_CHECKING:
+    from hydra_tune_ray.callback import PoolCallback
+    from hydra_tune_ray.errors import BuildPickleError, PoolError, RayVersionError, TrialError
+    from hydra_tune_ray.messages import PoolFigures
+    from hydra_tune_ray.pools import Pools, start_pools
+    from hydra_tune_ray.trainable import trainable
+    from hydra_tune_ray.weights import load_module
 
 check_ray()
-
-from hydra_tune_ray.callback import PoolCallback  # noqa: E402 - what follows imports Ray
-from hydra_tune_ray.errors import BuildPickleError, PoolError, RayVersionError, TrialError  # noqa: E402
-from hydra_tune_ray.messages import PoolFigures  # noqa: E402
-from hydra_tune_ray.pools import Pools, start_pools  # noqa: E402
-from hydra_tune_ray.trainable import trainable  # noqa: E402
 
 __all__ = [
     "BuildPickleError",
@@ -22,6 +30,34 @@ __all__ = [
     "Pools",
     "RayVersionError",
     "TrialError",
+    "load_module",
     "start_pools",
     "trainable",
 ]
+
+_HOMES = {
+    "BuildPickleError": "errors",
+    "PoolCallback": "callback",
+    "PoolError": "errors",
+    "PoolFigures": "messages",
+    "Pools": "pools",
+    "RayVersionError": "errors",
+    "TrialError": "errors",
+    "load_module": "weights",
+    "start_pools": "pools",
+    "trainable": "trainable",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'hydra_tune_ray' has no attribute {name!r}")
+    with check_tune():
+        value: object = getattr(import_module(f"hydra_tune_ray.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

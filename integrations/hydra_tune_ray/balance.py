@@ -5,10 +5,13 @@ end first whose going has the later of the two end soonest.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-_GAIN = 0.05
-"""Part of the longest pool's time that a move has to save: estimates are not better."""
+_UNEVEN = 0.05
+"""Part of its time by which the busiest pool has to be busier than the idlest: estimates are not better."""
+
+_GAIN = 0.2
+"""Part of a trial's time that its move has to save."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,16 +30,8 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """When it would end: its work shared by its devices, or its longest trial, which one device has at a time."""
-        return max(sum(self.trials.values()) / self.num_devices, max(self.trials.values(), default=0.0))
-
-    def without(self, key: str) -> "Work":
-        """The same, once a trial has left."""
-        return Work(num_devices=self.num_devices, trials={k: v for k, v in self.trials.items() if k != key})
-
-    def with_one(self, key: str, seconds: float) -> "Work":
-        """The same, once a trial has come."""
-        return Work(num_devices=self.num_devices, trials={**self.trials, key: seconds})
+        """Work for each of its devices."""
+        return sum(self.trials.values()) / self.num_devices
 
 
 def least_busy(pools: Mapping[str, Work], seconds: float, *, near: str | None = None) -> str:
@@ -50,8 +45,7 @@ def least_busy(pools: Mapping[str, Work], seconds: float, *, near: str | None = 
 
     def end(name: str) -> tuple[float, int, bool, str]:
         work = pools[name]
-        share = (sum(work.trials.values()) + seconds) / work.num_devices
-        return share, len(work.trials), name != near, name
+        return work.seconds + seconds / work.num_devices, len(work.trials), name != near, name
 
     return min(pools, key=end)
 
@@ -63,35 +57,27 @@ def moves(pools: Mapping[str, Work], move_seconds: float) -> dict[str, str]:
         pools: by name.
         move_seconds: what it costs to move a trial that has begun.
     """
-    now = dict(pools)
+    now = {name: replace(work, trials=dict(work.trials)) for name, work in pools.items()}
     found: dict[str, str] = {}
-    while len(now) > 1:
-        step = _best_move(now, move_seconds, found)
-        if step is None:
-            break
+    while (step := _best_move(now, move_seconds, found)) is not None:
         key, source, target = step
-        now[target] = now[target].with_one(key, now[source].trials[key])
-        now[source] = Work(
-            num_devices=now[source].num_devices,
-            trials=now[source].without(key).trials,
-            started=now[source].started,
-        )
+        now[target].trials[key] = now[source].trials.pop(key)
         found[key] = target
     return found
 
 
 def _best_move(pools: Mapping[str, Work], move_seconds: float, moved: Mapping[str, str]) -> tuple[str, str, str] | None:
     source = max(pools, key=lambda name: (pools[name].seconds, name))
-    target = min(pools, key=lambda name: (sum(pools[name].trials.values()) / pools[name].num_devices, name))
-    if source == target:
-        return None
+    target = min(pools, key=lambda name: (pools[name].seconds, name))
     busy, idle = pools[source], pools[target]
+    full, empty = busy.seconds, idle.seconds
+    if len(busy.trials) <= busy.num_devices or full - empty < _UNEVEN * full:
+        return None  # each has a device to itself already, or it is as even as can be told
     best: tuple[float, bool, float, str] | None = None
     for key, seconds in busy.trials.items():
         cost = move_seconds if key in busy.started else 0.0
-        if key in moved or (busy.num_devices >= len(busy.trials) and sum(idle.trials.values()) > 0):
-            continue
-        later = max(busy.without(key).seconds, idle.with_one(key, seconds + cost).seconds)
-        if later < busy.seconds * (1 - _GAIN) and (best is None or (later, key in busy.started, -seconds, key) < best):
-            best = (later, key in busy.started, -seconds, key)
+        later = max(full - seconds / busy.num_devices, empty + (seconds + cost) / idle.num_devices)
+        rank = (later, key in busy.started, -seconds, key)
+        if key not in moved and full - later > max(cost, _GAIN * seconds / busy.num_devices):
+            best = rank if best is None else min(best, rank)
     return None if best is None else (best[3], source, target)

@@ -164,6 +164,10 @@ class Directory:
             trials = dict.fromkeys(known.placed, typical)
             trials |= {key: typical if left is None else left for key, left in known.load.trials.items()}
             found[name] = Work(num_devices=known.load.node.num_devices, trials=trials, started=set(known.load.started))
+        for known in self._pools.values():
+            for key, (target, left) in known.load.leaving.items():
+                if target in found:
+                    found[target].trials.setdefault(key, typical if left is None else left)
         return found
 
     def _typical(self) -> float:
@@ -229,7 +233,10 @@ class Directory:
         """Nodes join and leave, pools are started again, and in the end nobody wants them any more."""
         while True:
             await asyncio.sleep(_NODES_SECONDS)
-            error = await self._start_pools()
+            try:
+                error = await self._start_pools()
+            except (RayError, ValueError) as raised:  # a node has left at this very moment
+                error = str(raised)
             if error:
                 _LOGGER.warning("%s", error)
             idle = self._plan.idle_seconds

@@ -140,11 +140,14 @@ class HeldTrials:
 
     def load(self, node: DeviceNode) -> Load:
         """What there is to do."""
-        there = [held for held in self if held.target is None and not _is_done(held)]
+        here = [held for held in self if not _is_done(held)]
+        there = [held for held in here if held.target is None]
+        leaving = [(held, held.target) for held in here if held.target is not None]
         return Load(
             node=node,
             trials={held.request.key: held.remaining_seconds() for held in there},
             started=frozenset(held.request.key for held in there if held.has_begun),
+            leaving={held.request.key: (target, held.remaining_seconds()) for held, target in leaving},
         )
 
 

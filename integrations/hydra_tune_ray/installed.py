@@ -1,5 +1,7 @@
 """Whether Ray is here, and in a version that was tested; asked before anything imports it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from hydra_tune_ray.errors import RayVersionError
@@ -14,7 +16,7 @@ def check_ray() -> None:
     """Refuse to go on without a Ray that was tested.
 
     Raises:
-        RayVersionError: there is none, it lacks Tune, or it is older or newer.
+        RayVersionError: there is none, or it is older or newer.
     """
     try:
         found = version("ray")
@@ -23,9 +25,18 @@ def check_ray() -> None:
     if not OLDEST <= _parsed(found) < NEXT:
         tested = f"{_text(OLDEST)} up to, but not including, {_text(NEXT)}"
         raise RayVersionError(f"Ray {found} is installed, and hydra_tune_ray was tested with {tested}: {_INSTALL}")
+
+
+@contextmanager
+def check_tune() -> Iterator[None]:
+    """In the block Ray Tune is imported, which needs more than Ray alone.
+
+    Raises:
+        RayVersionError: something that it needs is not installed.
+    """
     try:
-        import ray.tune  # noqa: F401, PLC0415 - only now it is known to be a Ray that was tested
-    except ImportError as error:
+        yield
+    except ModuleNotFoundError as error:
         raise RayVersionError(f"Ray is installed without what Tune needs ({error}): {_INSTALL}") from error
 
 

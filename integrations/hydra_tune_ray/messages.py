@@ -114,12 +114,14 @@ class Load:
     Attributes:
         node: where it is.
         trials: seconds of compute that each trial still has to come, by key; None where that is not known yet.
-        started: keys of those whose state is on a device, which move only at a report.
+        started: keys of those that have a state, which move only at a report.
+        leaving: trials that are to leave and have not yet, by key: the name of the pool they go to, and seconds as in `trials`.
     """
 
     node: DeviceNode
     trials: Mapping[str, float | None] = field(default_factory=dict)
     started: frozenset[str] = frozenset()
+    leaving: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

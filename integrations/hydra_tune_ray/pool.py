@@ -116,9 +116,7 @@ class NodePool:
             if held.leaves:
                 return await self._moved(held)
             held.said = None
-            held.request = replace(
-                held.request, files=None
-            )  # they are in the object store as long as somebody knows them
+            held.request = replace(held.request, files=None)  # or the object store would keep them as long
             assert held.job is not None
             held.job.proceed()
         said = await self._trials.next_of(held)
@@ -278,7 +276,7 @@ class NodePool:
             try:
                 await self._tell_directory()
                 heard = time.monotonic()
-            except (RayError, ValueError) as error:
+            except (RayError, ValueError, TimeoutError) as error:
                 if time.monotonic() - heard > _LOST_SECONDS or isinstance(error, ValueError):
                     _LOGGER.warning("The pool %s ends: %s", self._place.name, error)
                     await self.close()

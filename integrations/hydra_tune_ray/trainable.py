@@ -114,7 +114,7 @@ class PoolTrainable(Trainable):
         assert self._client is not None
         outcome = self._client.next_report()
         if isinstance(outcome, Report):
-            return {**outcome.metrics, "step": outcome.step, DONE: outcome.is_last}
+            return {**outcome.metrics, "step": outcome.step, "is_last": outcome.is_last, DONE: outcome.is_last}
         if self.iteration:
             return {RESULT_DUPLICATE: True, DONE: True}
         return {**outcome.metrics, DONE: True}

@@ -22,7 +22,9 @@ def ray_environment(tmp_path_factory):
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "TUNE_GLOBAL_CHECKPOINT_S": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "integrations")]),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH")])
+        ),
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in changed.items():
@@ -44,6 +46,7 @@ def ray_cluster(one_ray):
     """A Ray of one node and two CPUs, for all files that want one."""
     if not one_ray.is_initialized():
         one_ray.init(
+            address="local",
             num_cpus=2,
             include_dashboard=False,
             object_store_memory=100 * 2**20,

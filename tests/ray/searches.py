@@ -2,6 +2,7 @@
 
 import time
 
+import torch
 from ray import tune
 
 import hydra_tune_ray
@@ -10,6 +11,7 @@ from hydra_tune_ray.pools import pools_of
 from tests.support import ray_tasks
 
 DEVICES = {"devices": "cpu:2", "device_memory": "64MiB"}
+EACH = tune.CheckpointConfig(checkpoint_frequency=1, checkpoint_at_end=True)
 RATES = [0.05 / 2 ** (number / 4) for number in range(16)]
 
 
@@ -19,7 +21,17 @@ def build(config):
 
 
 def searched(
-    trained, folder, *, scheduler=None, space=None, checkpoints=None, failures=0, reuse=True, name="search", **options
+    trained,
+    folder,
+    *,
+    scheduler=None,
+    space=None,
+    checkpoints=None,
+    failures=0,
+    callbacks=(),
+    reuse=True,
+    name="search",
+    **options,
 ):
     """Run a search to its end."""
     tuner = tune.Tuner(
@@ -36,7 +48,7 @@ def searched(
             name=name,
             storage_path=str(folder),
             verbose=0,
-            callbacks=[hydra_tune_ray.PoolCallback(trained)],
+            callbacks=[hydra_tune_ray.PoolCallback(trained), *callbacks],
             failure_config=tune.FailureConfig(max_failures=failures),
             checkpoint_config=checkpoints or tune.CheckpointConfig(checkpoint_at_end=False),
         ),
@@ -54,6 +66,17 @@ def expected(configs):
     with HydraExecutor(**DEVICES) as pool:
         results = pool.run([ray_tasks.build(config) for config in configs])
     return [[report["train_loss"] for report in result.history] for result in results]
+
+
+def trained_by_itself(configs):
+    """The weights of the same trials in a pool without Ray."""
+    with HydraExecutor(**DEVICES) as pool:
+        return [result.state_dict() for result in pool.run([ray_tasks.build(config) for config in configs])]
+
+
+def same(found, wanted):
+    """Whether weights are equal to the last bit."""
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def units(*, epochs):

@@ -1,0 +1,35 @@
+"""From a result of Ray's to the trained module."""
+
+from typing import Any
+
+from ray.tune import Checkpoint, Result
+
+from hydra_tune.errors import CheckpointError
+from hydra_tune_ray.building import Build, built
+from hydra_tune_ray.files import FOLDER
+
+
+def load_module(build: Build, result: Result, checkpoint: Checkpoint | None = None) -> Any:
+    """The trained module of a trial.
+
+    Args:
+        build: as `trainable` was given it.
+        result: of the trial, e.g. `tuner.fit().get_best_result()`.
+        checkpoint: one of `result.best_checkpoints`; None: the trial's last.
+
+    Returns:
+        The `torch.nn.Module` on the host, in the mode its factory leaves it in, which for most is that of training.
+
+    Raises:
+        CheckpointError: Ray has none of the trial, or it is damaged.
+        WeightsError: `build` makes another model.
+    """
+    from hydra_tune.train.weights import load_module as load_task_module  # noqa: PLC0415 - imports torch
+
+    found = checkpoint or result.checkpoint
+    if found is None or result.config is None:
+        raise CheckpointError(
+            "Ray has no checkpoint of this trial; give tune.CheckpointConfig(checkpoint_at_end=True), which is its default"
+        )
+    with found.as_directory() as folder:
+        return load_task_module(built(build, result.config), f"{folder}/{FOLDER}")

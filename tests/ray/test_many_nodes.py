@@ -1,0 +1,128 @@
+"""Several nodes, each with a pool: work is spread by what is left of it, and follows nodes that join and leave."""
+
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray import tune
+from ray.cluster_utils import Cluster
+
+import hydra_tune_ray
+from hydra_tune_ray.pools import pools_of
+from tests.ray.searches import EACH, build, empty_pools, expected, same, searched, trained_by_itself
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+ONE_DEVICE = {"devices": "cpu:1", "device_memory": "64MiB"}
+# Long and short trials, the long ones last: without moves one node would have them at the end.
+EPOCHS = [4, 4, 6, 6, 8, 8, 12, 12, 20, 20, 30, 30]
+CONFIGS = [{"lr": 0.001 * (number + 1), "epochs": epochs, "batches": 60} for number, epochs in enumerate(EPOCHS)]
+
+
+class Nodes:
+    """A cluster of this machine."""
+
+    def __init__(self):
+        self.cluster = Cluster(initialize_head=True, head_node_args=self.options())
+        self.others = []
+
+    @staticmethod
+    def options():
+        return {"num_cpus": 1, "object_store_memory": 100 * 2**20, "node_ip_address": "127.0.0.1"}
+
+    def add(self):
+        self.others.append(self.cluster.add_node(**self.options()))
+
+    def kill_one(self):
+        self.cluster.remove_node(self.others.pop(), allow_graceful=False)
+
+
+@pytest.fixture
+def nodes(one_ray, monkeypatch):
+    from ray._private import services  # noqa: PLC0415
+
+    # Ray takes the machine's own address for 127.0.0.1, where these nodes do not listen.
+    monkeypatch.setattr(services, "resolve_ip_for_localhost", lambda host: host)
+    one_ray.shutdown()
+    made = Nodes()
+    one_ray.init(address=made.cluster.address, log_to_driver=False, logging_level="ERROR", _node_ip_address="127.0.0.1")
+    yield made
+    one_ray.shutdown()
+    made.cluster.shutdown()
+
+
+def run(trained, folder, **options):
+    space = {"number": tune.grid_search(list(range(len(CONFIGS))))}
+    return searched(trained, folder, space=space, max_concurrent_trials=len(CONFIGS), **options)
+
+
+def build_numbered(config):
+    return build(CONFIGS[config["number"]])
+
+
+def check(results):
+    assert results.num_errors == 0
+    wanted = expected(CONFIGS)
+    for result in results:
+        frame = result.metrics_dataframe
+        mine = wanted[result.config["number"]]
+        assert list(frame["train_loss"]) == [mine[number - 1] for number in frame["training_iteration"]]
+        assert result.metrics["training_iteration"] == len(mine)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_work_is_spread(nodes, tmp_path, count):
+    for _ in range(count - 1):
+        nodes.add()
+    trained = hydra_tune_ray.trainable(build_numbered, **ONE_DEVICE)
+    check(run(trained, tmp_path))
+    pools = empty_pools(trained)
+    assert len(pools) == count
+    ideal = sum(pool.units_run for pool in pools) / count
+    assert max(pool.units_run for pool in pools) <= 1.1 * ideal, [
+        (pool.units_run / ideal, pool.moved) for pool in pools
+    ]
+    pools_of(trained).close()
+
+
+def test_a_node_that_joins_takes_work(nodes, tmp_path):
+    trained = hydra_tune_ray.trainable(build_numbered, **ONE_DEVICE)
+
+    def join():
+        while not any(pool.units_run > 2000 for pool in pools_of(trained).figures()):
+            time.sleep(0.1)
+        nodes.add()
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    check(run(trained, tmp_path))
+    thread.join()
+    first, second = sorted(empty_pools(trained), key=lambda pool: pool.moved, reverse=True)
+    assert first.moved >= 1
+    assert second.units_run > 1000
+    pools_of(trained).close()
+
+
+def test_a_node_that_is_killed_loses_nothing(nodes, tmp_path):
+    nodes.add()
+    trained = hydra_tune_ray.trainable(build_numbered, **ONE_DEVICE)
+    pools = pools_of(trained)
+
+    def kill():
+        while len(found := pools.figures()) < 2 or not all(pool.units_run > 1500 for pool in found):
+            time.sleep(0.1)
+        nodes.kill_one()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    results = run(trained, tmp_path, checkpoints=EACH, failures=4)
+    thread.join()
+    assert results.num_errors == 0
+    wanted = trained_by_itself(CONFIGS)
+    for result in results:
+        found = hydra_tune_ray.load_module(build_numbered, result)
+        assert same(found.state_dict(), wanted[result.config["number"]])
+    assert len(empty_pools(trained)) == 1
+    pools.close()

@@ -1,0 +1,146 @@
+"""Schedulers that pause trials, copy them and change them: every number is what hydra-tune itself makes of it."""
+
+from functools import partial
+
+import pytest
+
+pytest.importorskip("ray")
+
+import torch
+from ray import tune
+from ray.tune.schedulers import HyperBandScheduler, MedianStoppingRule, PopulationBasedTraining
+
+import hydra_tune_ray
+from hydra_tune import HydraExecutor, Reported
+from hydra_tune_ray.pools import pools_of
+from tests.ray.searches import (
+    DEVICES,
+    EACH,
+    RATES,
+    build,
+    empty_pools,
+    expected,
+    losses,
+    same,
+    searched,
+    trained_by_itself,
+)
+from tests.support import ray_tasks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+BAD, GOOD = 1e-6, 0.02
+
+
+@pytest.fixture(scope="module")
+def trained(ray_cluster):
+    made = hydra_tune_ray.trainable(build, **DEVICES)
+    yield made
+    pools_of(made).close()
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return dict(zip(RATES, expected([{"lr": lr, "epochs": 8} for lr in RATES]), strict=True))
+
+
+def check(results, reports):
+    assert results.num_errors == 0
+    for result in results:
+        frame = result.metrics_dataframe  # a report that comes when Ray has decided to pause the trial is not in it
+        wanted = reports[result.config["lr"]]
+        assert list(frame["train_loss"]) == [wanted[number - 1] for number in frame["training_iteration"]]
+    return {result.config["lr"]: result.metrics["training_iteration"] for result in results}
+
+
+class Counted(HyperBandScheduler):
+    """Counts the trials it pauses."""
+
+    paused = 0
+
+    def on_trial_result(self, controller, trial, result):
+        decision = super().on_trial_result(controller, trial, result)
+        self.paused += decision == self.PAUSE
+        return decision
+
+
+class Noted(MedianStoppingRule):
+    """Notes after which report it has ended each trial."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.stopped = {}
+
+    def on_trial_result(self, controller, trial, result):
+        decision = super().on_trial_result(controller, trial, result)
+        if decision == self.STOP:
+            self.stopped[trial.config["lr"]] = result["training_iteration"]
+        return decision
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_hyperband_pauses_trials_and_they_go_on_as_they_were(trained, reports, tmp_path, reuse):
+    scheduler = Counted(max_t=8, reduction_factor=2)
+    results = searched(trained, tmp_path, scheduler=scheduler, reuse=reuse, max_concurrent_trials=16)
+    steps = check(results, reports)
+    assert scheduler.paused >= 8
+    assert set(steps.values()) != {8}
+    empty_pools(trained, seconds=5)
+
+
+def test_median_stopping(trained, reports, tmp_path):
+    scheduler = Noted(grace_period=1, min_samples_required=2)
+    steps = check(searched(trained, tmp_path, scheduler=scheduler), reports)
+    assert steps == {lr: scheduler.stopped.get(lr, 8) for lr in RATES}
+    empty_pools(trained)
+
+
+@pytest.mark.filterwarnings("ignore:Consider boosting PBT performance:UserWarning")  # Ray's own
+@pytest.mark.parametrize("reuse", [False, True])
+def test_population_based_training_copies_and_changes(trained, tmp_path, reuse):
+    scheduler = PopulationBasedTraining(
+        time_attr="training_iteration",
+        perturbation_interval=2,
+        hyperparam_mutations={"lr": [GOOD, 0.01]},
+        quantile_fraction=0.5,
+        resample_probability=0.0,
+        custom_explore_fn=lambda config: {**config, "lr": 0.75 * GOOD},
+        synch=True,
+    )
+    results = searched(
+        trained,
+        tmp_path,
+        scheduler=scheduler,
+        space={"lr": tune.grid_search([GOOD, BAD]), "epochs": 4},
+        checkpoints=EACH,
+        reuse=reuse,
+    )
+    assert results.num_errors == 0
+    copied = next(result for result in results if result.config["lr"] == 0.75 * GOOD)
+    wanted, weights = cloned_after(2)
+    assert losses(copied)[-2:] == wanted
+    assert same(hydra_tune_ray.load_module(build, copied).state_dict(), weights)
+    empty_pools(trained)
+
+
+def cloned_after(number):
+    """The last reports, and the weights, of a trial that takes the good one's state after so many reports, and another rate."""
+    with HydraExecutor(**DEVICES) as pool:
+        events = pool.events()
+        good = pool.submit(ray_tasks.build({"lr": GOOD, "epochs": 4}), events=events)
+        for _ in range(number - 1):
+            assert isinstance(events.get(60), Reported)
+            good.proceed()
+        assert isinstance(events.get(60), Reported)
+        job = pool.clone(good, {"optimizer": partial(torch.optim.AdamW, lr=0.75 * GOOD)})
+        good.cancel()
+        result = job.result(60)
+    return [report["train_loss"] for report in result.history][number:], result.state_dict()
+
+
+def test_weights_are_in_rays_checkpoints(trained, tmp_path):
+    configs = [{"lr": lr, "epochs": 3} for lr in RATES[:2]]
+    results = searched(
+        trained, tmp_path, space={"lr": tune.grid_search(RATES[:2]), "epochs": 3}, checkpoints=tune.CheckpointConfig()
+    )
+    for result, weights in zip(results, trained_by_itself(configs), strict=True):
+        assert same(hydra_tune_ray.load_module(build, result).state_dict(), weights)
