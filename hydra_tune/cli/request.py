@@ -88,6 +88,28 @@ class SweepRequest:
     resume: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRequest:
+    """What a tuner needs to run a sweep on a cluster, whose nodes have pools of their own.
+
+    Args:
+        spec: the sweep.
+        address: of the cluster.
+        function: what `task:` names, from a module of this process.
+        build: makes the task from the drawn parameters, by keyword.
+        observer: is told what happens.
+    """
+
+    spec: SweepSpec
+    address: str
+    function: Callable[..., Any]
+    build: Callable[..., TrainTask]
+    observer: SweepObserver
+
+
+ClusterTuner = Callable[[ClusterRequest], None]
+"""Runs a sweep until it is done, as a `Tuner`; found in the group `hydra_tune.cluster_tuners`."""
+
 Tuner = Callable[[SweepRequest], None]
 """Runs a sweep until it is done. Raises `ConfigError` before the first trial if it cannot, and lets KeyboardInterrupt and
 Terminated through after every running trial was told that it failed or, where trials are saved, is left to be gone on with."""

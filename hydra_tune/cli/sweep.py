@@ -59,6 +59,12 @@ def _every(context: click.Context, parameter: click.Parameter, value: str | None
     return every
 
 
+def _check_cluster(given: dict[str, object]) -> None:
+    for option, value in given.items():
+        if value:
+            raise ConfigError(f"{option} is not for sweeps on a Ray cluster; leave it out, or leave out --ray")
+
+
 @click.command(epilog=_EXIT_CODES)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @set_option
@@ -110,6 +116,12 @@ def _every(context: click.Context, parameter: click.Parameter, value: str | None
     help="Where the event log goes, which hydra-tune trace reads.  [runs/NAME-TIME-PROCESS.jsonl]",
 )
 @click.option("--no-log", is_flag=True, help="Write no event log.")
+@click.option(
+    "--ray",
+    "ray_address",
+    metavar="ADDRESS",
+    help="Run on the Ray cluster there: auto, HOST:6379, or local for one that begins and ends with the sweep.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 @click.option("--no-live", is_flag=True, help="Print a line for each trial instead of the live view.")
 def sweep(
@@ -132,6 +144,7 @@ def sweep(
     timeline: Path | None,
     event_log: str | None,
     no_log: bool,
+    ray_address: str | None,
     as_json: bool,
     no_live: bool,
 ) -> None:
@@ -156,12 +169,20 @@ def sweep(
     try:
         spec = with_overrides(with_settings(read_sweep_file(file), settings), overrides)
         check_saving(spec, resume=resume)
-        log = log_path(spec, event_log, no_log=no_log)
+        if ray_address is not None:
+            _check_cluster(
+                {"--resume": resume, "--timeout": timeout_seconds, "--timeline": timeline, "--log": event_log}
+            )
+        log = None if ray_address is not None else log_path(spec, event_log, no_log=no_log)
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)
+    display = Display(as_json=as_json, live=not no_live)
     # torch takes seconds to import; help, version and a wrong file do not wait for it.
+    if ray_address is not None:
+        from hydra_tune.cli.cluster import run_cluster_sweep  # noqa: PLC0415
+
+        sys.exit(run_cluster_sweep(spec, display, ray_address))
     from hydra_tune.cli.run import run_sweep  # noqa: PLC0415
 
-    display = Display(as_json=as_json, live=not no_live)
     sys.exit(run_sweep(spec, display, timeout_seconds=timeout_seconds, timeline=timeline, event_log=log, resume=resume))

@@ -6,11 +6,11 @@ The engine knows no tuning framework: tuners announce themselves.
 from importlib.metadata import entry_points
 from typing import cast
 
-from hydra_tune.cli.request import Tuner
+from hydra_tune.cli.request import ClusterTuner, Tuner
 from hydra_tune.cli.weights_query import WeightsFinder
 from hydra_tune.errors import ConfigError
 
-_TUNERS, _FINDERS = "hydra_tune.tuners", "hydra_tune.weights"
+_TUNERS, _FINDERS, _CLUSTERS = "hydra_tune.tuners", "hydra_tune.weights", "hydra_tune.cluster_tuners"
 
 
 def find_tuner(name: str) -> Tuner:
@@ -20,6 +20,15 @@ def find_tuner(name: str) -> Tuner:
         ConfigError: it is not installed, or what it needs is not.
     """
     return cast("Tuner", _load(_TUNERS, name))
+
+
+def find_cluster_tuner(name: str) -> ClusterTuner:
+    """The tuner installed under `name` that runs sweeps on clusters.
+
+    Raises:
+        ConfigError: it is not installed, or what it needs is not.
+    """
+    return cast("ClusterTuner", _load(_CLUSTERS, name))
 
 
 def find_finder(name: str) -> WeightsFinder:

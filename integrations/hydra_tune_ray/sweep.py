@@ -1,0 +1,228 @@
+"""Runs the sweeps of the command line on a Ray cluster: the entry point `ray` of the group `hydra_tune.cluster_tuners`.
+
+Translates a sweep's plain words into Ray's search space, scheduler and searcher, and tells the observer what happens.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
+from ray.tune.search import BasicVariantGenerator, Searcher
+
+from hydra_tune.cli.domains import Domain, FloatRange, IntRange
+from hydra_tune.cli.request import ClusterRequest, SweepObserver, TrialRecord
+from hydra_tune.cli.spec import Pruning, SweepSpec
+from hydra_tune.errors import ConfigError
+from hydra_tune_ray.callback import PoolCallback
+from hydra_tune_ray.errors import TrialError
+from hydra_tune_ray.pools import Pools, start_pools
+from hydra_tune_ray.trainable import trainable
+
+_UNLIMITED = 10**9
+_NEW = "local"
+
+
+def run_sweep(request: ClusterRequest) -> None:
+    """Run a sweep with Ray Tune, in a pool on each node of a cluster.
+
+    Args:
+        request: the sweep, the cluster and the observer.
+
+    Raises:
+        ConfigError: there is no such cluster, it has no devices, or the sweep asks for what Ray does not have.
+    """
+    spec = request.spec
+    scheduler, search = scheduler_of(spec.pruning), searcher_of(spec)
+    _connect(request.address)
+    try:
+        # The file's module is on this machine only; what it imports has to be on the nodes.
+        module = sys.modules[request.function.__module__]
+        ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+        with start_pools(**spec.engine) as pools:
+            request.observer.opened(spec.name or spec.task, (), spec.run_cap)
+            _search(request, pools, scheduler, search)
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    try:
+        if address == _NEW:
+            ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"--ray: there is no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from error
+
+
+def _search(request: ClusterRequest, pools: Pools, scheduler: TrialScheduler, search: Any) -> None:
+    spec = request.spec
+    assert spec.parameters is not None, "checked before"
+    num_devices = sum(len(pool.devices) for pool in pools.figures())
+    telling = _Telling(spec, request.observer)
+    tune.Tuner(
+        trainable(_taking_names(request.build, spec.parameters), pools=pools),
+        param_space={name: space_of(domain, spec.method) for name, domain in spec.parameters.items()},
+        tune_config=tune.TuneConfig(
+            metric=spec.metric,
+            mode="min" if spec.goal == "minimize" else "max",
+            num_samples=1 if spec.method == "grid" else spec.run_cap or 1,
+            scheduler=scheduler,
+            search_alg=search,
+            max_concurrent_trials=2 * num_devices,
+            reuse_actors=True,
+        ),
+        run_config=tune.RunConfig(
+            name=spec.study or spec.name, verbose=0, callbacks=[PoolCallback(pools), telling], stop=telling.stopper
+        ),
+    ).fit()
+
+
+def space_of(domain: Domain, method: str) -> Any:
+    """What Ray draws a parameter from."""
+    if method == "grid":
+        return tune.grid_search(list(domain.grid() or ()))
+    match domain:
+        case IntRange() if domain.log:
+            return tune.lograndint(domain.low, domain.high + 1)
+        case FloatRange() if domain.log:
+            return tune.loguniform(domain.low, domain.high)
+        case IntRange(step=1):
+            return tune.randint(domain.low, domain.high + 1)
+        case FloatRange(step=None):
+            return tune.uniform(domain.low, domain.high)
+        case _:
+            return tune.choice(list(domain.grid() or ()))
+
+
+def scheduler_of(pruning: Pruning | None) -> TrialScheduler:
+    """Ray's scheduler for the sweep's `early_terminate`.
+
+    Raises:
+        ConfigError: one that Ray does not have so.
+    """
+    if pruning is None:
+        return FIFOScheduler()  # type: ignore[no-untyped-call]
+    options = dict(pruning.options)
+    match pruning.type:
+        case "successive_halving":
+            first = options["min_iter"] * options["eta"] ** options["min_early_stopping_rate"]
+            return ASHAScheduler(max_t=_UNLIMITED, grace_period=first, reduction_factor=options["eta"])
+        case "hyperband" if options.get("max_iter") is not None:
+            return ASHAScheduler(
+                max_t=options["max_iter"], grace_period=options["min_iter"], reduction_factor=options["eta"], brackets=3
+            )
+        case "hyperband":
+            raise ConfigError(
+                "early_terminate.max_iter: on a Ray cluster hyperband needs the most iterations of a trial"
+            )
+        case "median":
+            return MedianStoppingRule(
+                grace_period=options["n_warmup_steps"] + 1,
+                min_samples_required=max(options["n_startup_trials"], options["n_min_trials"]),
+            )
+        case other:
+            raise ConfigError(f"early_terminate type {other!r} is not one that Ray has here")
+
+
+def searcher_of(spec: SweepSpec) -> "Searcher | BasicVariantGenerator":
+    """Ray's searcher for the sweep's `method`.
+
+    Raises:
+        ConfigError: TPE, without Optuna.
+    """
+    if spec.method != "bayes":
+        return BasicVariantGenerator(random_state=spec.seed)
+    try:
+        from optuna.samplers import TPESampler  # noqa: PLC0415 - only this method needs it
+        from ray.tune.search.optuna import OptunaSearch  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            "method: bayes is Optuna's TPE, and Optuna is not installed: pip install 'hydra-tune[optuna]'"
+        ) from error
+    return OptunaSearch(sampler=TPESampler(seed=spec.seed))
+
+
+def _taking_names(build: Callable[..., Any], parameters: Mapping[str, Domain]) -> Callable[[Mapping[str, Any]], Any]:
+    def sweep(config: Mapping[str, Any]) -> Any:
+        return build(**{name: _given(parameters[name], drawn) for name, drawn in config.items()})
+
+    return sweep
+
+
+def _given(domain: Domain, drawn: Any) -> Any:
+    """What the task is given for what was drawn."""
+    return domain.settle(drawn) if isinstance(domain, FloatRange) else drawn
+
+
+_LIVE: dict[int, Any] = {}
+"""Callbacks and stoppers of this process: Ray copies and stores them by pickling, and their observers cannot be."""
+
+
+def _found(key: int, kind: "type[tune.Callback | tune.Stopper]") -> Any:
+    """One that was pickled: in its own process it is itself, elsewhere it does nothing."""
+    return _LIVE.get(key) or (tune.Callback() if kind is tune.Callback else _Stopper())
+
+
+class _Telling(tune.Callback):
+    """Tells the observer what becomes of trials, and Ray if there are to be no more."""
+
+    def __init__(self, spec: SweepSpec, observer: SweepObserver) -> None:
+        self.stopper = _Stopper()
+        _LIVE[id(self)] = self
+        self._spec = spec
+        self._observer = observer
+        self._numbers: dict[str, int] = {}
+
+    def __reduce__(self) -> Any:
+        return _found, (id(self), tune.Callback)
+
+    def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:  # noqa: ARG002
+        if trial.trial_id not in self._numbers:
+            self._numbers[trial.trial_id] = len(self._numbers)
+            self._observer.asked(self._numbers[trial.trial_id])
+
+    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:  # noqa: ARG002
+        state = "completed" if (trial.last_result or {}).get("is_last") else "pruned"
+        self._finished(trial, state)
+
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:  # noqa: ARG002
+        lines = (trial.get_error() and str(trial.get_error()).strip().splitlines()) or ["failed"]
+        if trial.trial_id in self._numbers:
+            self._observer.broke(self._numbers[trial.trial_id], TrialError(lines[-1]))
+        self._finished(trial, "failed")
+
+    def _finished(self, trial: Trial, state: Any) -> None:
+        if trial.trial_id not in self._numbers:
+            return  # it has never begun
+        assert self._spec.parameters is not None
+        record = TrialRecord(
+            number=self._numbers[trial.trial_id],
+            state=state,
+            value=None if state == "failed" else (trial.last_result or {}).get(self._spec.metric),
+            params={name: _given(domain, trial.config[name]) for name, domain in self._spec.parameters.items()},
+        )
+        if self._observer.finished(record):
+            self.stopper.is_over = True
+
+
+class _Stopper(tune.Stopper):
+    """Ends the search once it is hopeless."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        _LIVE[id(self)] = self
+
+    def __reduce__(self) -> Any:
+        return _found, (id(self), tune.Stopper)
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:  # noqa: ARG002 - Ray's signature
+        return self.is_over
+
+    def stop_all(self) -> bool:
+        return self.is_over

@@ -1,0 +1,78 @@
+"""`hydra-tune sweep FILE --ray ADDRESS`: the same file, on a cluster."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytest.importorskip("ray")
+
+from tests.ray.searches import expected
+
+TASK = """
+    from tests.support import ray_tasks
+
+    def build(lr, epochs):
+        if lr == 0.01:
+            raise RuntimeError("not this one")
+        return ray_tasks.build({"lr": lr, "epochs": epochs})
+"""
+SPACE = """
+    task: task:build
+    method: {method}
+    run_cap: {cap}
+    seed: 0
+    metric: {{name: train_loss, goal: minimize}}
+    parameters:
+      lr: {lr}
+      epochs: {{value: 4}}
+    early_terminate: {{type: successive_halving, min_iter: 2, eta: 2}}
+    hydra: {{devices: cpu:2, device_memory: 64MiB, {more}}}
+"""
+
+
+def sweep(folder, *arguments, method="grid", cap=3, lr="{values: [0.01, 0.02, 0.03]}", more=""):
+    (folder / "task.py").write_text(textwrap.dedent(TASK))
+    (folder / "space.yaml").write_text(textwrap.dedent(SPACE).format(method=method, cap=cap, lr=lr, more=more))
+    return subprocess.run(
+        [sys.executable, "-m", "hydra_tune", "sweep", "space.yaml", "--ray", "local", "--json", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+
+
+def test_what_ray_has_its_own_of_is_refused(tmp_path):
+    run = sweep(tmp_path, more="storage: 'sqlite:///x.db'")
+    assert run.returncode == 2
+    assert "hydra.storage is not for sweeps on a Ray cluster" in run.stderr
+    run = sweep(tmp_path, "--timeout", "3")
+    assert run.returncode == 2
+    assert "--timeout is not for sweeps on a Ray cluster" in run.stderr
+
+
+@pytest.mark.slow
+def test_a_grid_is_run_and_a_trial_that_fails_is_told(ray_environment, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = sweep(tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    shown = json.loads(run.stdout)
+    trials = {trial["params"]["lr"]: trial for trial in shown["trials"]}
+    assert trials[0.01]["state"] == "failed"
+    assert {trials[lr]["state"] for lr in (0.02, 0.03)} <= {"completed", "pruned"}
+    wanted = expected([{"lr": 0.03, "epochs": 4}])[0]
+    assert trials[0.03]["value"] in wanted
+
+
+@pytest.mark.slow
+def test_tpe_draws(ray_environment, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = sweep(tmp_path, method="bayes", cap=5, lr="{min: 0.011, max: 0.03}")
+    assert run.returncode == 0, run.stderr[-3000:]
+    trials = json.loads(run.stdout)["trials"]
+    assert len(trials) == 5
+    assert len({trial["params"]["lr"] for trial in trials}) == 5
