@@ -87,24 +87,6 @@ def test_work_is_spread(nodes, tmp_path, count):
     pools_of(trained).close()
 
 
-def test_a_node_that_joins_takes_work(nodes, tmp_path):
-    trained = hydra_tune_ray.trainable(build_numbered, **ONE_DEVICE)
-
-    def join():
-        while not any(pool.units_run > 2000 for pool in pools_of(trained).figures()):
-            time.sleep(0.1)
-        nodes.add()
-
-    thread = threading.Thread(target=join)
-    thread.start()
-    check(run(trained, tmp_path))
-    thread.join()
-    first, second = sorted(empty_pools(trained), key=lambda pool: pool.moved, reverse=True)
-    assert first.moved >= 1
-    assert second.units_run > 1000
-    pools_of(trained).close()
-
-
 def test_a_node_that_is_killed_loses_nothing(nodes, tmp_path):
     nodes.add()
     trained = hydra_tune_ray.trainable(build_numbered, **ONE_DEVICE)

@@ -33,6 +33,7 @@ def test_a_cluster_without_such_devices(ray_cluster):
         hydra_tune_ray.trainable(build, devices="cuda")
 
 
+@pytest.mark.slow
 def test_an_option_that_a_pool_refuses(ray_cluster):
     with pytest.raises(ConfigError, match="policy"):
         hydra_tune_ray.trainable(build, devices="cpu:1", policy="nope")
@@ -54,6 +55,7 @@ def test_a_build_that_fails(trained, tmp_path):
     assert "build must return a TrainTask, not str" in second
 
 
+@pytest.mark.slow
 def test_pools_that_are_gone(ray_cluster, tmp_path):
     made = hydra_tune_ray.trainable(build, **DEVICES)
     callback = hydra_tune_ray.PoolCallback(made)
