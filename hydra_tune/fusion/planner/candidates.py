@@ -6,7 +6,7 @@ random, or overwritten by then), keeps it as its source, and the swapped map com
 
 from hydra_tune.fusion.planner.arrays import Array
 from hydra_tune.fusion.planner.lineage import holds, lineage
-from hydra_tune.fusion.planner.recomputations import is_there
+from hydra_tune.fusion.planner.recomputations import is_there, settled
 from hydra_tune.fusion.planner.schedule import Candidate, Decisions
 
 SMALLEST_SHARE = 512
@@ -54,17 +54,21 @@ def updated_candidates(
     """
     for one in candidates.values():
         if decided.name in one.sources and not is_there(decided, one):
-            _replace_source(array, one, decided)
+            _replace_source(array, decisions, one, decided, is_swapped=not count)
             one.total_seconds = one.seconds * _times(decisions, one)
         if one.name in decided.sources and count:
             one.total_seconds = one.seconds * _times(decisions, one)
 
 
-def _replace_source(array: Array, one: Candidate, decided: Candidate) -> None:
-    joined = one.ops | decided.ops
-    if decided.can_recompute and holds(array, joined, one.map.first_backward):
-        one.sources = (one.sources - {decided.name}) | decided.sources
-        one.ops, one.seconds = joined, seconds_of(array, joined)
+def _replace_source(
+    array: Array, decisions: Decisions, one: Candidate, decided: Candidate, *, is_swapped: bool
+) -> None:
+    sources, ops = (one.sources - {decided.name}) | decided.sources, one.ops | decided.ops
+    sources, ops = settled(decisions, one, sources, ops)
+    if decided.can_recompute and holds(array, ops, one.map.first_backward):
+        one.sources, one.ops, one.seconds = sources, ops, seconds_of(array, ops)
+    elif not is_swapped:
+        one.can_recompute = False
 
 
 def _times(decisions: Decisions, one: Candidate) -> int:

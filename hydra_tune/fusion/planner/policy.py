@@ -203,7 +203,7 @@ class _Search:
     def _recompute(self, one: Candidate) -> None:
         decisions = self.schedule.decisions[one.side]
         seconds = recompute_overhead(one)
-        count = updated_recomputations(decisions, one)
+        count = updated_recomputations(self.schedule.arrays[one.side], decisions, one)
         one.total_seconds = one.seconds * count
         decisions.recomputes[one.name] = one
         self._take(one, count)

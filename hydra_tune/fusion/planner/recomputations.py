@@ -20,16 +20,17 @@ def can_join(array: Array, decisions: Decisions, candidate: Candidate) -> bool:
         candidate: of it.
     """
     return all(
-        holds(array, candidate.ops, one.map.first_backward)
+        holds(array, _joined(decisions, one, candidate)[1], one.map.first_backward)
         for one in decisions.recomputes.values()
         if candidate.name in one.sources and not is_there(candidate, one)
     )
 
 
-def updated_recomputations(decisions: Decisions, candidate: Candidate) -> int:
+def updated_recomputations(array: Array, decisions: Decisions, candidate: Candidate) -> int:
     """Put a candidate's lineage in its place in the recomputations decided before.
 
     Args:
+        array: of the sub-array.
         decisions: changed; the candidate is not yet among them.
         candidate: that is recomputed from now on.
 
@@ -39,10 +40,10 @@ def updated_recomputations(decisions: Decisions, candidate: Candidate) -> int:
     count = 1
     for one in decisions.recomputes.values():
         if candidate.name in one.sources and not is_there(candidate, one):
-            one.sources = (one.sources - {candidate.name}) | candidate.sources
-            one.ops |= candidate.ops
-            one.seconds += candidate.seconds
-            one.total_seconds += candidate.seconds
+            one.sources, one.ops = _joined(decisions, one, candidate)
+            seconds = sum(array.forward[rank].seconds for rank in one.ops)
+            one.total_seconds += seconds - one.seconds
+            one.seconds = seconds
             count += 1
     return count
 
@@ -50,3 +51,26 @@ def updated_recomputations(decisions: Decisions, candidate: Candidate) -> int:
 def is_there(source: Candidate, other: Candidate) -> bool:
     """Whether a map that is not kept is on the device when another is first used in the backward (`active_bw_interval`)."""
     return source.map.first_backward <= other.map.first_backward <= source.map.last_backward
+
+
+def settled(
+    decisions: Decisions, one: Candidate, sources: frozenset[str], ops: frozenset[int]
+) -> tuple[frozenset[str], frozenset[int]]:
+    """A lineage with those of its sources that are recomputed, and not there when it is needed, replaced by theirs.
+
+    Args:
+        decisions: for the sub-array.
+        one: whose lineage it is.
+        sources: of it.
+        ops: of it.
+    """
+    while True:
+        away = (decisions.recomputes[name] for name in sorted(sources) if name in decisions.recomputes)
+        gone = next((source for source in away if not is_there(source, one)), None)
+        if gone is None:
+            return sources, ops
+        sources, ops = (sources - {gone.name}) | gone.sources, ops | gone.ops
+
+
+def _joined(decisions: Decisions, one: Candidate, source: Candidate) -> tuple[frozenset[str], frozenset[int]]:
+    return settled(decisions, one, (one.sources - {source.name}) | source.sources, one.ops | source.ops)

@@ -81,6 +81,18 @@ class Transformer(nn.Module):
         return self.head(self.layers(self.table(x)).mean(1))
 
 
+class Attention(nn.Module):
+    """Attention as one operator, which could draw random numbers and does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.head(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).mean(1))
+
+
 class DLRM(nn.Module):
     def __init__(self):
         super().__init__()
@@ -107,6 +119,7 @@ MODELS = {
     "transformer": (Transformer, lambda: (torch.randint(11, (6, 8)), torch.randint(4, (6,)))),
     "dlrm": (DLRM, lambda: (torch.randn(32, 6), torch.randint(4, (32,)))),
 }
+EXAMPLES = MODELS | {"attention": (Attention, lambda: (torch.randn(6, 5, 8), torch.randint(4, (6,))))}
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": partial(torch.optim.AdamW, lr=3e-3),
@@ -153,7 +166,7 @@ class SubArrayMade:
 
 @functools.cache
 def _benched(name):
-    model, example = MODELS[name]
+    model, example = EXAMPLES[name]
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(3)
         batch = example()

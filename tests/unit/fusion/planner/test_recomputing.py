@@ -70,7 +70,7 @@ def decided(made, *names):
     for name in names:
         one = candidates.pop(name)
         assert can_join(made, decisions, one)
-        counts.append(updated_recomputations(decisions, one))
+        counts.append(updated_recomputations(made, decisions, one))
         decisions.recomputes[name] = one
         updated_candidates(made, decisions, one, counts[-1], candidates)
     return decisions, candidates, counts
@@ -134,3 +134,20 @@ def test_what_is_small_and_what_the_step_leaves_behind_are_no_candidates():
         [op("a"), op("b"), op("c")], [op("d", reads=["a", "b", "c"])], {"a": 10_000, "b": 1, "c": 10_000}, results=["c"]
     )
     assert list(candidates_of(made, 0)) == ["a"]
+
+
+def test_a_candidate_whose_recomputed_source_cannot_be_made_again_then_is_swapped_or_kept():
+    """`b` is needed when a parameter has been updated that making `a` again would read, and `a` has gone by then."""
+    forward = [op("a", reads=["w"]), op("b", reads=["a"])]
+    backward = [op("d0", reads=["a"]), op("u", makes=(), reads=["w"], writes=["w"]), op("d1", reads=["b"])]
+    _, left, _ = decided(array(forward, backward, {"a": 4, "b": 4}), "a")
+    assert not left["b"].can_recompute
+
+
+def test_sources_of_sources_that_have_gone_are_replaced_too():
+    """`a` is there when `b` is made again for itself, and no longer when `b` is made again for `c`."""
+    forward = [op("a"), op("b", reads=["a"]), op("c", reads=["b"])]
+    backward = [op("d0", reads=["a"]), op("d1", reads=["b"]), op("d2", reads=["a"]), op("d3"), op("d4", reads=["c"])]
+    decisions, _, _ = decided(array(forward, backward, {"a": 4, "b": 4, "c": 4}), "c", "a", "b")
+    assert decisions.recomputes["b"].sources == frozenset(["a"])
+    assert (decisions.recomputes["c"].sources, decisions.recomputes["c"].ops) == (frozenset(), frozenset([0, 1, 2]))

@@ -6,14 +6,14 @@ from torch.nn import functional
 
 from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.fusion.planner.nodes import draw
-from tests.unit.fusion.planner.made import MODELS, OPTIMIZERS, run_unplanned, sub_array
+from tests.unit.fusion.planner.made import EXAMPLES, MODELS, OPTIMIZERS, run_unplanned, sub_array
 
 
 def members_alone(made, name, optimizer, steps):
     """Each member's own model, trained by itself."""
     found = []
     for index in range(made.count):
-        model = MODELS[name][0]()
+        model = EXAMPLES[name][0]()
         model.load_state_dict({key: tensor[index] for key, tensor in made.state.items()})
         own = OPTIMIZERS[optimizer](model.parameters())
         own.param_groups[0]["lr"] *= 1 + 0.1 * index
@@ -42,6 +42,13 @@ def test_steps_are_those_of_each_member_alone(name, optimizer):
         torch.testing.assert_close(losses[:, index], torch.tensor(own), rtol=1e-3, atol=1e-4)
         for key, tensor in state.items():
             torch.testing.assert_close(made.state[key][index], tensor, rtol=1e-2, atol=2e-3)
+
+
+def test_attention_without_dropout_draws_nothing():
+    made = sub_array("attention")
+    expected = members_alone(made, "attention", "adamw", 1)
+    losses = run_unplanned(made, 0)
+    torch.testing.assert_close(losses, torch.tensor([own[0] for _, own in expected]), rtol=1e-4, atol=1e-5)
 
 
 def test_numbers_are_drawn_in_order_before_their_uses():
