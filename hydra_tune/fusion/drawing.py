@@ -1,6 +1,6 @@
 """Random numbers of stacked members: each is drawn from its own member's generator."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,16 +26,24 @@ class GroupGenerator(torch.Generator):
     Args:
         members: one generator each.
         active: whether each of them draws; the others' numbers are zeros. All, unless given.
+        probabilities: of dropout, by the name of the node that drops, where each member has one of its own.
     """
 
     members: list[torch.Generator]
     active: list[bool]
+    probabilities: Mapping[str, Sequence[float]]
 
-    def __new__(cls, members: Sequence[torch.Generator], active: Sequence[bool] | None = None) -> Self:
+    def __new__(
+        cls,
+        members: Sequence[torch.Generator],
+        active: Sequence[bool] | None = None,
+        probabilities: Mapping[str, Sequence[float]] | None = None,
+    ) -> Self:
         """A generator of its own that nobody draws from."""
         made = super().__new__(cls)
         made.members = list(members)
         made.active = [True] * len(made.members) if active is None else list(active)
+        made.probabilities = {} if probabilities is None else probabilities
         return made
 
     def get_state(self) -> Tensor:
@@ -57,20 +65,34 @@ class Noise:
         target: the primitive that draws them.
         like: a tensor of their shape, strides and dtype for one member, without bytes.
         arguments: of the primitive beside that tensor.
+        slot: the node that drops with these numbers, if each member has a probability of its own: they are scaled then.
     """
 
     target: Any
     like: Tensor
     arguments: tuple[Any, ...]
+    slot: str | None = None
 
     def draw(self, group: GroupGenerator, device: torch.device) -> Tensor:
         """The numbers of all members, one behind the other along a first dimension."""
+        if self.slot is not None:
+            return self._scaled(group, group.probabilities[self.slot], device)
         made = stack_like(self.like, len(group.members), device).zero_()
         # Each has its generator, so that what looks for one (`devices/own_generator.py`) is passed by.
         with torch._C._ExcludeDispatchKeyGuard(_LOOKING):  # noqa: SLF001
             for row, generator, active in zip(made.unbind(), group.members, group.active, strict=True):
                 if active:
                     row.bernoulli_(*self.arguments, generator=generator)
+        return made
+
+    def _scaled(self, group: GroupGenerator, probabilities: Sequence[float], device: torch.device) -> Tensor:
+        """Masks, as dropout multiplies with them; without drawing where a probability leaves no choice, as dropout does."""
+        made = stack_like(self.like, len(group.members), device)
+        for row, generator, active, p in zip(made, group.members, group.active, probabilities, strict=True):
+            if not active or p in (0.0, 1.0):
+                row.fill_(0.0 if p == 1.0 or not active else 1.0)
+            else:
+                row.bernoulli_(1 - p, generator=generator).div_(1 - p)
         return made
 
 
@@ -138,6 +160,27 @@ def drawn(
         rows.append(target(*own, **keywords, generator=generator) if group.active[index] else None)
     some = next(row for row in rows if row is not None)
     return torch.stack([torch.zeros_like(some) if row is None else row for row in rows])
+
+
+def masks(slot: str, like: Tensor, strides: Sequence[int] | None = None) -> Tensor:
+    """What a node that drops multiplies with, scaled, each member's with its own probability.
+
+    Args:
+        slot: the node's name.
+        like: stacked, of the shape of the masks.
+        strides: as of `drawn`.
+    """
+    target = torch.ops.aten.bernoulli_.float
+    lies = like.stride()[1:] if strides is None else strides
+    noted = _NOTED.get()
+    if noted is None:
+        one = torch.empty_strided(like.shape[1:], lies, dtype=like.dtype, device="meta")
+        return Noise(target, one, (), slot).draw(_group(), like.device)
+    if noted.given is not None:
+        return next(noted.given)
+    one = torch.empty_strided(like.shape[1:], lies, dtype=like.dtype, device="meta")
+    noted.found.append(Noise(target, one, (), slot))
+    return torch.ones_like(like)
 
 
 def for_each(run: Callable[[int], Any], count: int) -> list[Any]:

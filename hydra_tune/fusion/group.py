@@ -10,7 +10,7 @@ group has more or fewer places from now on (`sizes.py`), all of its members go, 
 """
 
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.buckets import Buckets
 from hydra_tune.fusion.kinds import Kinds, wanted_of
+from hydra_tune.fusion.likeness import Probabilities
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.plans import GroupPlans
@@ -86,7 +87,7 @@ class GroupTrial(Trial):
         self._times = times or SharedTimes()
         self._group_streams = GroupStreams([member.streams for member in members])
         self._gradients: GroupGradients = GroupGradients([member.task for member in members])
-        self._stacked: dict[Prepared, Prepared] = {}
+        self._stacked: dict[Prepared, tuple[Prepared, Probabilities]] = {}
         self._kinds = Kinds(plans)
         self._round: Round | None = None  # while one is under way
         self._units_done = 0  # of the present step
@@ -103,8 +104,14 @@ class GroupTrial(Trial):
 
     def admits(self, member: Member) -> bool:
         """Whether a member that comes leaves the others' bits alone."""
+        if member.task.max_grad_norm is not None and not self._gradients.has_two_phases:
+            return False  # what its steps need in memory was not asked for
         optimizer = None if self.state is None else self.state.optimizer
         return not isinstance(optimizer, StackedOptimizer) or optimizer.admits(member.built()[1])
+
+    def knows(self, architecture: Hashable) -> bool:
+        """Whether members of an architecture are known to be like these; `GroupPlans.check_alike` finds out."""
+        return any(self._group_plans.are_known(seat.member.architecture, architecture) for seat in self.seats)
 
     @property
     def any_device(self) -> Device:
@@ -170,7 +177,7 @@ class GroupTrial(Trial):
             if own is None:
                 own = self._made(bucket[0])
                 bucket = self._kinds.served(own, bucket)
-            steps = yield from self._compute(bucket, self._prepared(own), is_all=len(bucket) == len(wanting))
+            steps = yield from self._compute(bucket, *self._prepared(own), is_all=len(bucket) == len(wanting))
             self._units_done = 0
             for _ in range(steps):
                 self.buckets.computed(len(bucket), len(wanting), len(self.seats))
@@ -271,6 +278,7 @@ class GroupTrial(Trial):
         self.seats[index] = seat
         self._group_streams.replace(index, member.streams)
         self._gradients.replace(index, member.task)
+        self._stacked.clear()
         member.is_fused = True
         try:
             if seat.wants is None:  # what it goes on from is in its own module and optimizer then
@@ -324,7 +332,7 @@ class GroupTrial(Trial):
             self._kinds.make_ready(size, self.state.tensors)
 
     def _compute(
-        self, bucket: Sequence[Seat], prepared: Prepared, *, is_all: bool
+        self, bucket: Sequence[Seat], prepared: Prepared, drops: Probabilities, *, is_all: bool
     ) -> Generator[PendingUnit, None, int]:
         """The batches that these members want, and further ones where several fit in a unit; returns how many of each."""
         first = wanted_of(bucket[0])
@@ -333,6 +341,7 @@ class GroupTrial(Trial):
         taking_part = {id(seat) for seat in bucket}
         self._group_streams.active = active = [id(seat) in taking_part for seat in self.seats]
         resting = frozenset(index for index, one in enumerate(active) if not one)
+        self._group_streams.probabilities = drops
         state = self.state
         assert state is not None
         self._step_left = part.times.total
@@ -432,24 +441,26 @@ class GroupTrial(Trial):
 
     def _made(self, seat: Seat) -> Prepared:
         """The plan of what a member wants, made now; the group's state is cut as the first step of its training is."""
-        own = self._kinds.made(seat)
+        clipped = (one.member for one in self._live if one.member.task.max_grad_norm is not None)
+        own = self._kinds.made(seat, next(clipped, seat.member))  # a step that clips needs more memory
         if self.state is None:
             assert self._kinds.first is not None
             self._make_group_state(self._group_plans.stacked(self._kinds.first, len(self.seats)))
         return own
 
-    def _prepared(self, own: Prepared) -> Prepared:
-        """A member's plan, stacked for as many as there are places now."""
+    def _prepared(self, own: Prepared) -> tuple[Prepared, Probabilities]:
+        """A member's plan, stacked for as many as there are places now; and with what each of them drops."""
         if own not in self._stacked:
             size = len(self.seats)
-            found = self._group_plans.stacked(own, size)
+            drops = self._kinds.drops(own, [seat.member for seat in self.seats])
+            found = self._group_plans.stacked(own, size, slots=drops)
             assert self.state is not None
             self.state.adopt_state(list(found.plan.used_state()), self._device)
             if self._device.torch_device.type == "cpu":
-                self._kinds.trace(own, size, self.state.tensors)
+                self._kinds.trace(own, size, self.state.tensors, drops)
             if len(self._stacked) > _MAX_STACKED:
                 self._stacked.clear()
-            self._stacked[own] = found
+            self._stacked[own] = found, drops
         return self._stacked[own]
 
     def _make_group_state(self, prepared: Prepared, before: ModelState | None = None) -> None:

@@ -1,6 +1,7 @@
 """Which trials may be one group, and why one stays out."""
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -29,8 +30,21 @@ def check_task(task: TrainTask) -> None:
         raise UnfusableError(f"it has precision={task.precision!r}, and groups run without autocast")
 
 
-def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Hashable:
-    """What the trials of a group have in common: equal keys, and they may be fused.
+@dataclass(frozen=True, slots=True)
+class FusionKey:
+    """What the trials of a group have in common.
+
+    Attributes:
+        family: by which keys are equal: everything but numbers that a model holds.
+        architecture: with the numbers; trials of equal ones are alike, others may be (`GroupPlans.are_alike`).
+    """
+
+    family: Hashable
+    architecture: Hashable = field(compare=False)
+
+
+def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> FusionKey:
+    """What the trials of a group have in common: equal keys, and they may be fused if they are alike.
 
     Rates, seeds, data, schedules, epochs and reports are not part of it; each member has its own.
 
@@ -48,4 +62,19 @@ def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Hash
         raise UnfusableError("its model or step holds something by which it cannot be compared with others")
     names = {id(parameter): name for name, parameter in named_state(module)}
     groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
-    return (architecture, options_key(optimizer), groups, task.max_grad_norm is None, task.activations)
+    family = (
+        _without_numbers(architecture),
+        options_key(optimizer),
+        groups,
+        task.activations,
+    )
+    return FusionKey(family, architecture)
+
+
+def _without_numbers(key: Any) -> Any:
+    """An architecture's key without the values of real numbers, and of 0 and 1, which may be meant as such."""
+    if not isinstance(key, tuple | frozenset):
+        return key
+    if isinstance(key, tuple) and len(key) == 2 and (key[0] is float or (key[0] is int and key[1] in (0, 1))):  # noqa: PLR2004
+        return (float,)
+    return type(key)(map(_without_numbers, key))

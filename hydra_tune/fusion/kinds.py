@@ -1,12 +1,14 @@
 """The plans of a group, by the kinds of batches that its members want."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from hydra_tune.errors import TaskError, UnfusableError
-from hydra_tune.fusion.member import Wanted
+from hydra_tune.fusion.likeness import Probabilities
+from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plans import GroupPlans, layout_of
 from hydra_tune.fusion.seat import Seat
 from hydra_tune.shard.gate import GATE
@@ -30,6 +32,7 @@ class Kinds:
         self.first: Prepared | None = None
         self._plans = plans
         self._layout: Layout | None = None
+        self._wanted: WeakKeyDictionary[Prepared, tuple[Wanted, Member]] = WeakKeyDictionary()
         self._known: dict[tuple[str, Hashable], list[tuple[Prepared, Sequence[Tensor]]]] = {}
 
     def found(self, wanted: Wanted) -> Prepared | None:
@@ -37,8 +40,12 @@ class Kinds:
         known = self._known.get((wanted.mode, wanted.leaves.signature), ())
         return next((own for own, _ in known if _serves(own, wanted)), None)
 
-    def made(self, seat: Seat) -> Prepared:
+    def made(self, seat: Seat, member: Member) -> Prepared:
         """The plan for the batch that a member wants.
+
+        Args:
+            seat: its place.
+            member: whose task the plan is made for: any of the group.
 
         Raises:
             TaskError: it cannot be stacked.
@@ -47,18 +54,29 @@ class Kinds:
         try:
             if self.first is None:
                 begins = wanted if wanted.mode == "train" else seat.member.peek()["train"]
-                self.first = self._made(seat, begins)
+                self.first = self._made(member, begins)
                 self._layout = layout_of(self.first)
             found = self.found(wanted)
-            return self._made(seat, wanted) if found is None else found
+            return self._made(member, wanted) if found is None else found
         except UnfusableError as error:
-            raise TaskError(
-                f"the trials of a group have come to a kind of batch that they cannot compute together: {error}; "
-                "train them with fusion='off'"
-            ) from error
+            raise _not_together(error) from error
 
-    def _made(self, seat: Seat, wanted: Wanted) -> Prepared:
-        own = self._plans.of_member(seat.member, wanted, self._layout)
+    def drops(self, own: Prepared, members: Sequence[Member]) -> Probabilities:
+        """With what each member drops in a plan, where that is not the same for all.
+
+        Raises:
+            TaskError: they differ in more.
+        """
+        wanted, by = self._wanted[own]
+        try:
+            _, found = self._plans.of_members([by, *members], wanted, None if own is self.first else self._layout)
+        except UnfusableError as error:
+            raise _not_together(error) from error
+        return {name: ps[1:] for name, ps in found.items()}
+
+    def _made(self, member: Member, wanted: Wanted) -> Prepared:
+        own = self._plans.of_member(member, wanted, self._layout)
+        self._wanted[own] = wanted, member
         self._plans.stacked(own, 1)  # or refused here
         known = self._known.setdefault((wanted.mode, wanted.leaves.signature), [])
         known.append((own, [torch.empty_like(tensor, device="meta") for tensor in wanted.tensors]))
@@ -95,9 +113,12 @@ class Kinds:
             for own, _ in list(known):
                 self.trace(own, size, state)
 
-    def trace(self, own: Prepared, size: int, state: Mapping[str, Tensor]) -> Prepared:
-        """The stacked plan for a number of members, traced if it can be and has not been; arguments as of `make_ready`."""
-        stacked = self._plans.stacked(own, size)
+    def trace(self, own: Prepared, size: int, state: Mapping[str, Tensor], slots: Iterable[str] = ()) -> Prepared:
+        """The stacked plan for a number of members, traced if it can be and has not been.
+
+        Arguments are as of `make_ready` and of `GroupPlans.stacked`.
+        """
+        stacked = self._plans.stacked(own, size, slots=slots)
         inputs = next((kind for known in self._known.values() for one, kind in known if one is own), ())
         self._plans.trace(
             stacked,
@@ -106,6 +127,13 @@ class Kinds:
             size,
         )
         return stacked
+
+
+def _not_together(error: UnfusableError) -> TaskError:
+    return TaskError(
+        f"the trials of a group have come to a kind of batch that they cannot compute together: {error}; train them with "
+        "fusion='off'"
+    )
 
 
 def wanted_of(seat: Seat) -> Wanted:

@@ -5,7 +5,7 @@ takes runs as any other trial does.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -77,11 +77,13 @@ class Member(Trial):
 
     Attributes:
         is_fused: whether a group computes its batches; else it runs as a `Trial`.
+        architecture: by which trials are known to have one plan; None while nobody has asked.
         results: of the batches that it wanted computed, as many of the first of them as have been: losses, or metrics.
         fetch: copies its part of the group's state to its own module and optimizer; None while no group has it.
     """
 
     is_fused = False
+    architecture: Hashable | None = None
     results: Sequence[Any] = ()
     fetch: Callable[[], None] | None = None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.likeness import with_stand_ins
 from hydra_tune.fusion.stacking import StackedGraph
 from hydra_tune.fusion.tracing import Traced, traced
 from hydra_tune.shard import compute
@@ -56,20 +57,23 @@ class StackedComputing:
         return compute.backward(shard, operands, needs_gradient=needs_gradient, incoming=incoming, objective=objective)
 
 
-def stacked_plan(plan: Plan, count: int, shared: frozenset[int] = frozenset()) -> Plan:
+def stacked_plan(
+    plan: Plan, count: int, shared: frozenset[int] = frozenset(), slots: frozenset[str] = frozenset()
+) -> Plan:
     """The plan of a group.
 
     Args:
         plan: of one member.
         count: members.
         shared: which of the batch's tensors are the same for all members; they come once, without a dimension of members.
+        slots: names of nodes that drop with a probability of each member's own.
 
     Raises:
         UnfusableError: a shard that cannot be run so.
     """
     if plan.eager:
         raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
-    shards = tuple(_stacked_shard(shard, count, shared) for shard in plan.shards)
+    shards = tuple(_stacked_shard(shard, count, shared, slots) for shard in plan.shards)
     return replace(plan, shards=shards, computing=StackedComputing())
 
 
@@ -106,7 +110,7 @@ def trace_step(plan: Plan, state: Sequence[Tensor], inputs: Sequence[Tensor], co
     return trace is not None
 
 
-def _stacked_shard(shard: Shard, count: int, shared: frozenset[int]) -> Shard:
+def _stacked_shard(shard: Shard, count: int, shared: frozenset[int], slots: frozenset[str]) -> Shard:
     graph = shard.graph
     if graph.code is None:
         raise UnfusableError("its shards are compiled (compile=), and a compiler's code is for one trial")
@@ -118,9 +122,10 @@ def _stacked_shard(shard: Shard, count: int, shared: frozenset[int]) -> Shard:
     ]
     if not any(is_stacked):
         raise UnfusableError("one of its shards depends on nothing of the trial")
-    return replace(
-        shard, graph=replace(graph, module=StackedGraph(graph.code, is_stacked)), cost=_multiplied(shard.cost, count)
-    )
+    own = slots & {node.name for node in graph.code.graph.nodes}
+    code = with_stand_ins(graph.code, own) if own else graph.code
+    graph = replace(graph, module=StackedGraph(code, is_stacked, own), stochastic=graph.stochastic or bool(own))
+    return replace(shard, graph=graph, cost=_multiplied(shard.cost, count))
 
 
 def _multiplied(cost: ShardCost, count: int) -> ShardCost:

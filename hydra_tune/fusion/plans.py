@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.likeness import probabilities
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plan import is_traced, stacked_plan, trace_step
 from hydra_tune.shard.gate import GATE
@@ -28,7 +30,9 @@ class GroupPlans:
     def __init__(self, library: PlanLibrary) -> None:
         self._library = library
         self._lock = threading.Lock()
-        self._stacked: WeakKeyDictionary[Prepared, dict[tuple[int, frozenset[int]], Prepared]] = WeakKeyDictionary()
+        self._alike: set[Hashable] = set()
+        self._unlike: dict[Hashable, str] = {}  # pairs of architectures, and what they differ in
+        self._stacked: WeakKeyDictionary[Prepared, dict[Hashable, Prepared]] = WeakKeyDictionary()
 
     def of_member(self, member: Member, wanted: Wanted, like: Layout | None = None) -> Prepared:
         """The plan of one member for a batch that it wants computed.
@@ -49,22 +53,87 @@ class GroupPlans:
         check_updates(prepared)
         return prepared
 
-    def stacked(self, prepared: Prepared, count: int, shared: frozenset[int] = frozenset()) -> Prepared:
+    def of_members(
+        self, members: Sequence[Member], wanted: Wanted, like: Layout | None = None
+    ) -> tuple[Prepared, dict[str, list[float]]]:
+        """The plan of the first of some members, and what the others' have otherwise: the probabilities of dropout.
+
+        Args:
+            members: of one group, or such as may be; built; only read.
+            wanted: a batch that the first of them wants computed.
+            like: as of `of_member`.
+
+        Returns:
+            The plan, and by the name of a node that drops the probability of each member; none of those that are alike.
+
+        Raises:
+            UnfusableError: as `of_member`, or they differ in something else.
+        """
+        known: dict[Hashable, Prepared] = {}
+        own: list[Prepared] = []
+        for member in members:
+            key = object() if member.architecture is None else member.architecture
+            if key not in known:
+                known[key] = self.of_member(member, wanted, like)
+            own.append(known[key])
+        return own[0], probabilities([one.plan for one in own])
+
+    def check_alike(self, first: Member, other: Member, *, may_draw: bool) -> None:
+        """Refuse two trials that cannot be of one group, though their families are the same.
+
+        Args:
+            first: built; only read.
+            other: likewise.
+            may_draw: whether groups can draw random numbers on the device that they are for.
+
+        Raises:
+            UnfusableError: with what they differ in.
+        """
+        if first.architecture == other.architecture:
+            return
+        pair = (first.architecture, other.architecture)
+        if pair in self._alike:
+            return
+        if pair in self._unlike:
+            raise UnfusableError(self._unlike[pair])
+        try:
+            self._check_plans(first, other, may_draw=may_draw)
+        except UnfusableError as error:
+            self._unlike[pair] = str(error)
+            raise
+        self._alike.add(pair)
+
+    def are_known(self, first: Hashable, other: Hashable) -> bool:
+        """Whether trials of two architectures are known to be alike."""
+        return first == other or (first, other) in self._alike
+
+    def _check_plans(self, first: Member, other: Member, *, may_draw: bool) -> None:
+        for wanted in first.peek().values():
+            prepared, drops = self.of_members([first, other], wanted)
+            if drops and not may_draw:
+                raise UnfusableError("its probabilities of dropout are others, and groups draw on CPU devices only")
+            self.stacked(prepared, 2, slots=drops)
+
+    def stacked(
+        self, prepared: Prepared, count: int, shared: frozenset[int] = frozenset(), slots: Iterable[str] = ()
+    ) -> Prepared:
         """The same for a group of so many.
 
         Args:
             prepared: of one member.
             count: members.
             shared: as of `stacked_plan`.
+            slots: names of nodes that drop with a probability of each member's own.
 
         Raises:
             UnfusableError: it cannot be stacked; with the reason.
         """
+        own = frozenset(slots)
         with self._lock:
             known = self._stacked.setdefault(prepared, {})
-            key = (count, shared)
+            key = (count, shared, own)
             if key not in known:
-                known[key] = replace(prepared, plan=stacked_plan(prepared.plan, count, shared))
+                known[key] = replace(prepared, plan=stacked_plan(prepared.plan, count, shared, own))
             return known[key]
 
     @staticmethod

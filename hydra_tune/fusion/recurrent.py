@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_tune.fusion.drawing import drawn
+from hydra_tune.fusion.drawing import drawn, masks
 
 aten: Any = torch.ops.aten
 
@@ -68,24 +68,24 @@ def _relu_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
     return ((weights.of_hidden(state[0]) + inputs).relu(),)
 
 
-def lstm(x: Tensor, states: Sequence[Tensor], *arguments: Any) -> tuple[Tensor, ...]:
+def lstm(x: Tensor, states: Sequence[Tensor], *arguments: Any, slot: str | None = None) -> tuple[Tensor, ...]:
     """`aten::lstm.input` with the members in front of every tensor."""
-    return _layers(_lstm_cell, x, states, *arguments)
+    return _layers(_lstm_cell, x, states, *arguments, slot=slot)
 
 
-def gru(x: Tensor, state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def gru(x: Tensor, state: Tensor, *arguments: Any, slot: str | None = None) -> tuple[Tensor, ...]:
     """`aten::gru.input` likewise."""
-    return _layers(_gru_cell, x, (state,), *arguments)
+    return _layers(_gru_cell, x, (state,), *arguments, slot=slot)
 
 
-def rnn_tanh(x: Tensor, state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def rnn_tanh(x: Tensor, state: Tensor, *arguments: Any, slot: str | None = None) -> tuple[Tensor, ...]:
     """`aten::rnn_tanh.input` likewise."""
-    return _layers(_tanh_cell, x, (state,), *arguments)
+    return _layers(_tanh_cell, x, (state,), *arguments, slot=slot)
 
 
-def rnn_relu(x: Tensor, state: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def rnn_relu(x: Tensor, state: Tensor, *arguments: Any, slot: str | None = None) -> tuple[Tensor, ...]:
     """`aten::rnn_relu.input` likewise."""
-    return _layers(_relu_cell, x, (state,), *arguments)
+    return _layers(_relu_cell, x, (state,), *arguments, slot=slot)
 
 
 def _layers(
@@ -99,12 +99,14 @@ def _layers(
     train: bool,
     bidirectional: bool,
     batch_first: bool,
+    *,
+    slot: str | None,
 ) -> tuple[Tensor, ...]:
     """All layers, as torch's operators take them, with the members in front of every tensor.
 
     `x` is `(N, moments, batch, in)`, or with `batch_first` `(N, batch, moments, in)`; each of `states`
     `(N, layers * directions, batch, hidden)`; the parameters are those of each layer and direction in turn. Returns what the
-    last layer gives, like `x`, and the last states, like `states`.
+    last layer gives, like `x`, and the last states, like `states`. `slot` is as of `masks`.
     """
     directions = 2 if bidirectional else 1
     own = _by_layer(parameters, num_layers * directions, has_biases=has_biases)
@@ -119,7 +121,7 @@ def _layers(
             ends.append(end)
         x = torch.cat(made, 3) if bidirectional else made[0]
         if dropout and train and layer + 1 < num_layers:
-            x = _dropped(x, dropout)
+            x = _dropped(x, dropout) if slot is None else x * masks(slot, torch.empty_like(x.detach()))
     last = tuple(torch.stack(same, 1) for same in zip(*ends, strict=True))
     return (x.transpose(1, 2) if batch_first else x, *last)
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.apart import apart, has_batched_form
-from hydra_tune.fusion.drawing import drawn
+from hydra_tune.fusion.drawing import drawn, masks
 from hydra_tune.fusion.recording import recorded
 from hydra_tune.fusion.recurrent import RECURRENT
 from hydra_tune.fusion.rules import RULES, SHARED_INPUT, elementwise, is_elementwise
@@ -55,18 +55,20 @@ class StackedGraph:
     Args:
         module: the graph, for one member.
         is_stacked: of each of its arguments, whether it has the members in front.
+        slots: names of nodes that drop with a probability of each member's own.
 
     Raises:
         UnfusableError: it has a node that cannot be run so; the message names it.
     """
 
-    def __init__(self, module: fx.GraphModule, is_stacked: Sequence[bool]) -> None:
+    def __init__(self, module: fx.GraphModule, is_stacked: Sequence[bool], slots: frozenset[str] = frozenset()) -> None:
         self._module = module
         self._stacked: set[fx.Node] = set()
         self._arguments: list[fx.Node] = []
         self._planned: list[tuple[fx.Node, _Run, tuple[Any, ...], dict[str, Any]]] = []
         self._outputs: tuple[fx.Node, ...] = ()
         self._bodies: dict[fx.Node, Any] = {}
+        self._slots = slots
         self._gradients: bool | None = None  # as they are, unless a region says otherwise
         flags = iter(is_stacked)
         for node in module.graph.nodes:
@@ -132,6 +134,15 @@ class StackedGraph:
                 placed[one] = None if one.name == "generator" else next(given)
             elif one.op == "output":
                 self._alias(node, placed[one.args[0]])
+            elif node.name in self._slots and "generator" in one.kwargs:
+                placed[one] = one
+                self._stacked.add(one)
+                (like,) = fx.node.map_arg(one.args[:1], placed.__getitem__)
+                self._planned.append(
+                    (one, _masks(node.name, one.meta["val"].stride(), like in self._stacked), (like,), {})
+                )
+            elif node.name in self._slots and one.target is torch.ops.aten.div_.Scalar:
+                placed[one] = placed[one.args[0]]  # masks are scaled
             else:
                 arguments = fx.node.map_arg(one.args, placed.__getitem__)
                 keywords = {key: fx.node.map_arg(value, placed.__getitem__) for key, value in one.kwargs.items()}
@@ -199,12 +210,8 @@ class StackedGraph:
         if not isinstance(target, OpOverload):
             return by_itself
         stacked = self._stacked_leaves(arguments, keywords)
-        rule = _ALL_RULES.get(target)
-        if rule is embedding_bag and not _takes_first_only(node):
-            rule = None
+        rule = self._rule_of(node)
         of_one = _of_one(target, stacked)
-        if rule is None and is_elementwise(target):
-            rule = partial(elementwise, target)
         is_batched = has_batched_form(target) and target._schema.name not in _APART  # noqa: SLF001
 
         def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:
@@ -228,6 +235,15 @@ class StackedGraph:
             return by_itself(count, found, given)
 
         return run
+
+    def _rule_of(self, node: fx.Node) -> Callable[..., Any] | None:
+        target: Any = node.target
+        if target in RECURRENT and node.name in self._slots:
+            return partial(RECURRENT[target], slot=node.name)
+        rule = _ALL_RULES.get(target)
+        if rule is embedding_bag and not _takes_first_only(node):
+            return None
+        return partial(elementwise, target) if rule is None and is_elementwise(target) else rule
 
     def _apart(self, target: Any, arguments: Any, keywords: dict[str, Any], *, draws: bool) -> _Run:
         stacked = self._stacked_leaves(arguments, keywords)
@@ -277,14 +293,6 @@ class StackedGraph:
         ]
 
 
-def _rule_of(node: fx.Node, target: Any) -> Callable[..., Any] | None:
-    """The form that an operator has for all members, if it has one."""
-    rule = _ALL_RULES.get(target)
-    if rule is embedding_bag and not _takes_first_only(node):
-        return None
-    return partial(elementwise, target) if rule is None and is_elementwise(target) else rule
-
-
 def _of_one(target: Any, stacked: Sequence[bool]) -> Callable[..., Tensor | None]:
     """What runs an operator on an input that all members share, with weights of their own; else None comes of it."""
     return SHARED_INPUT.get(target, _nothing) if not stacked[0] and all(stacked[1:]) else _nothing
@@ -292,6 +300,13 @@ def _of_one(target: Any, stacked: Sequence[bool]) -> Callable[..., Tensor | None
 
 def _nothing(*_arguments: Any, **_keywords: Any) -> None:
     return None
+
+
+def _masks(slot: str, strides: Sequence[int], is_stacked: bool) -> _Run:
+    def run(count: int, found: Sequence[Any], _keywords: dict[str, Any]) -> Tensor:
+        return masks(slot, found[0] if is_stacked else _expanded(found[0], count), strides)
+
+    return run
 
 
 def _once(target: Any, *, expands: bool) -> _Run:

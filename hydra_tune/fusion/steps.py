@@ -24,17 +24,20 @@ class GroupGradients(Gradients):
     """The rules for the gradients of a group: each member's loss for itself, each member's norm clipped for itself.
 
     Args:
-        tasks: the members'; all clip, or none does.
+        tasks: the members'; one that does not clip has its gradients as they are.
     """
 
     def __init__(self, tasks: Sequence[TrainTask]) -> None:
-        super().__init__(tasks[0])
+        super().__init__(next((task for task in tasks if task.max_grad_norm is not None), tasks[0]))
         self._limits = [task.max_grad_norm for task in tasks]
         self._member_norms: dict[str, Tensor] = {}
 
     def replace(self, index: int, task: TrainTask) -> None:
         """A place is another member's from now on."""
         self._limits[index] = task.max_grad_norm
+        assert task.max_grad_norm is None or self._max_norm is not None, (
+            "a group that does not clip admits nobody who does"
+        )
 
     def objective(self, share: float) -> Objective:
         """The sum of the members' losses, whose gradients are those of each."""
@@ -43,12 +46,13 @@ class GroupGradients(Gradients):
 
     def clip(self, parameters: Sequence[Tensor], order: Sequence[str]) -> None:
         """As of `Gradients`, member by member."""
-        limits = [limit for limit in self._limits if limit is not None]
-        if not limits:
+        if self._max_norm is None:
             return
         norms = [self._member_norms[name] for name in order if name in self._member_norms]
         totals = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-        factors = (torch.tensor(limits, dtype=totals.dtype) / (totals + _CLIP_EPSILON)).clamp(max=1.0)
+        limits = torch.tensor([math.inf if limit is None else limit for limit in self._limits], dtype=totals.dtype)
+        factors = (limits / (totals + _CLIP_EPSILON)).clamp(max=1.0)
+        factors[limits.isinf()] = 1.0  # whatever the norm is
         for parameter in parameters:
             gradient = parameter.grad
             assert gradient is not None

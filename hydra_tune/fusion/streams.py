@@ -1,6 +1,6 @@
 """The random streams of a group: those of its members, each of which draws its own numbers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor
@@ -19,12 +19,14 @@ class GroupStreams(RandomStreams):
 
     Attributes:
         active: whether each of them draws.
+        probabilities: as of `GroupGenerator`, for the plan that runs.
     """
 
     def __init__(self, members: Sequence[RandomStreams]) -> None:
         super().__init__(0)
         self._members = list(members)
         self.active = [True] * len(self._members)
+        self.probabilities: Mapping[str, Sequence[float]] = {}
 
     def replace(self, index: int, member: RandomStreams) -> None:
         """A place is another member's from now on."""
@@ -32,7 +34,7 @@ class GroupStreams(RandomStreams):
 
     @property
     def _group(self) -> GroupGenerator:
-        return GroupGenerator([member.generator for member in self._members], self.active)
+        return GroupGenerator([member.generator for member in self._members], self.active, self.probabilities)
 
     def mark(self) -> tuple[Tensor, Tensor | None]:
         """Where they all stand, for `go_back`."""

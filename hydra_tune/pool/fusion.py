@@ -188,7 +188,8 @@ class Fusion:
             keeper.goes_on_from(beginning.saved.path)
         member = Member(entry.job.task, self._library, device, *beside, beginning=beginning, keeper=keeper)
         try:
-            entry.key = fusion_key(entry.job.task, *member.built())
+            entry.key = key = fusion_key(entry.job.task, *member.built())
+            member.architecture = key.architecture
         except UnfusableError as error:
             entry.key = error
         except BaseException:
@@ -315,12 +316,12 @@ class Fusion:
         for one in self._waiting():
             if len(taken) == entry.most - 1:
                 break
-            if one.key in (None, entry.key) and self._takes(one, entry.key, device):
+            if one.key in (None, entry.key) and self._takes(one, entry.key, entry.trial, device):
                 taken.append(one)
         return taken
 
-    def _takes(self, entry: Entry, key: Hashable, device: Device) -> bool:
-        """Build a job's trial, and take it if it has this key."""
+    def _takes(self, entry: Entry, key: Hashable, first: Member | None, device: Device) -> bool:
+        """Build a job's trial, and take it if it has this key and is like the first, if that is not to be known already."""
         with self._pool.changed:
             if not entry.is_free:
                 return False
@@ -331,15 +332,29 @@ class Fusion:
                 member = self._built(entry, device)
         except BaseException:  # noqa: BLE001 - it comes up again where the job's own carrier builds it
             entry.key = object()
+        is_alike = entry.key == key and (first is None or self._is_alike(entry, first, member, device))
         with self._pool.changed:
             entry.is_building = False
-            is_taken = entry.key == key and entry.is_free
+            is_taken = is_alike and entry.is_free
             if is_taken:
                 entry.is_taken, entry.trial = True, member
             self._pool.changed.notify_all()
         if not is_taken and member is not None and entry.trial is None:
             member.close(keep=False)
         return is_taken
+
+    def _is_alike(self, entry: Entry, first: Member, member: Member | None, device: Device) -> bool:
+        """Whether a trial of the key of another may be of one group with it."""
+        if member is None:
+            return False
+        try:
+            self._plans.check_alike(first, member, may_draw=device.shares_generator)
+        except UnfusableError as error:
+            _LOGGER.info("%s is not computed with those of its kind: %s", entry.job.name, error)
+            return False
+        except Exception:  # noqa: BLE001 - it comes up again where the trial runs
+            return False
+        return True
 
     # Joining.
 
@@ -393,7 +408,7 @@ class Fusion:
             if found is None:
                 return
             group, entry = found
-            if self._takes(entry, group.key, group.trial.any_device):
+            if self._takes(entry, group.key, None, group.trial.any_device):
                 self._send_to(entry)
 
     def _send_to(self, entry: Entry) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Protocol
 
 from hydra_tune.fusion.group import PATIENCE_SECONDS, GroupTrial
+from hydra_tune.fusion.key import FusionKey
 from hydra_tune.fusion.seat import Seat
 from hydra_tune.pool.fusion_entry import Entry
 from hydra_tune.pool.job import Job, Reported
@@ -76,9 +77,15 @@ class LiveGroup:
 
     def admits(self, entry: Entry) -> bool:
         """Whether a job may come, as far as that is known before it is built. Under the pool's lock."""
-        if entry.trial is None:
-            return entry.key in (None, self.key)
-        return entry.key == self.key and self.trial.admits(entry.trial)
+        if entry.key is None:
+            return True
+        if (
+            entry.key != self.key
+            or not isinstance(entry.key, FusionKey)
+            or not self.trial.knows(entry.key.architecture)
+        ):
+            return False
+        return entry.trial is None or self.trial.admits(entry.trial)
 
     def come(self, entry: Entry) -> None:
         """A job's member is to have a place as soon as it can. Under the pool's lock."""

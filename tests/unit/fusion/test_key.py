@@ -53,6 +53,9 @@ def one_group_each(module):
         {"seed": 9, "epochs": 7, "batch_size": 3, "report_every": 2},
         {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
         {"validate": SAMPLES},
+        {"max_grad_norm": 1.0},
+        {"model": partial(Net, p=0.2)},
+        {"model": partial(Net, p=0)},
     ],
 )
 def test_what_may_be_another_for_each_member_is_not_in_the_key(changes):
@@ -63,11 +66,9 @@ def test_what_may_be_another_for_each_member_is_not_in_the_key(changes):
     "changes",
     [
         {"model": partial(Net, 16)},
-        {"model": partial(Net, p=0.2)},
         {"loss": functional.multi_margin_loss},
         {"optimizer": partial(Adam, lr=0.1)},
         {"param_groups": one_group_each},
-        {"max_grad_norm": 1.0},
     ],
 )
 def test_what_must_be_one_for_all_is_in_the_key(changes):

@@ -68,6 +68,24 @@ def assert_as_plain(result, described):
     assert own["state"].keys() == other["state"].keys()
 
 
+def dropping(p):
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(p), nn.Linear(16, 4)).double()
+
+
+def scaled(width, scale):
+    return nn.Sequential(nn.Linear(8, width), nn.ELU(scale), nn.Linear(width, 4)).double()
+
+
+def test_trials_that_drop_with_other_probabilities_are_one_group_and_those_with_other_numbers_are_not(sizes):
+    tasks = [task(seed, model=partial(dropping, p)) for seed, p in enumerate([0.0, 0.2, 0.5])]
+    tasks += [task(seed, model=partial(scaled, 16, scale)) for seed, scale in enumerate([0.5, 1.5])]
+    with running(fusion="on") as pool:
+        results = pool.run(tasks)
+    assert sizes == [3]
+    for result, described in zip(results, tasks, strict=True):
+        assert_as_plain(result, described)
+
+
 def test_trials_of_one_architecture_are_one_group_and_the_rest_runs_as_ever(sizes):
     """Two architectures, one trial that cannot be fused, and one that nobody is like."""
     tasks = [task(seed) for seed in range(5)]

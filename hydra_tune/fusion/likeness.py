@@ -1,0 +1,171 @@
+"""Whether plans of several trials are the same but for the probabilities of dropout, each of which may then be a member's own.
+
+Trials whose architecture keys differ in numbers alone may have equal graphs all the same: a probability is an argument of the
+operators that drop. Their captured graphs are compared, node by node, with that argument left out.
+
+Note: what counts as such an argument is one of an operator whose masks can be drawn apart from it, for a graph that has it in
+any case: `torch.dropout`, also of whole channels, that of attention, and that between recurrent layers. A model that leaves
+the operator out where a probability is 0 has another graph, and so has one whose probability is used for something else too.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydra_tune.errors import UnfusableError
+from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.split import ShardGraph
+from hydra_tune.shard.stochastic import named_arguments
+
+aten: Any = torch.ops.aten
+_PROBABILITIES = {
+    aten.dropout.default: "p",
+    aten.feature_dropout.default: "p",
+    aten.scaled_dot_product_attention.default: "dropout_p",
+    aten.lstm.input: "dropout",
+    aten.gru.input: "dropout",
+    aten.rnn_tanh.input: "dropout",
+    aten.rnn_relu.input: "dropout",
+}
+_STAND_IN = 0.25  # draws, and is no special case of any operator
+
+Probabilities = dict[str, list[float]]
+"""By the name of the node that drops, one for each member."""
+
+
+def with_stand_ins(code: fx.GraphModule, slots: frozenset[str]) -> fx.GraphModule:
+    """A graph whose nodes of these names drop, whatever they did.
+
+    Args:
+        code: a shard's graph.
+        slots: names of nodes.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in code.graph.nodes:
+        if node.op == "output":
+            graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
+            continue
+        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.name in slots:
+            _set(copy, _STAND_IN)
+    return fx.GraphModule(code, graph)
+
+
+def probabilities(plans: Sequence[Plan]) -> Probabilities:
+    """Those in which plans differ, one for each plan.
+
+    Raises:
+        UnfusableError: they differ in something else; with what it is.
+    """
+    first, *others = plans
+    found: Probabilities = {}
+    every = [dict(_of_plan(plan)) for plan in plans]
+    for other in others:
+        _check_plans(first, other)
+    for name, p in every[0].items():
+        own = [one[name] for one in every]
+        if any(value != p for value in own):
+            found[name] = own
+    return found
+
+
+def _of_plan(plan: Plan) -> list[tuple[str, float]]:
+    return [
+        (node.name, float(p))
+        for shard in plan.shards
+        if shard.graph.code is not None
+        for node in shard.graph.code.graph.nodes
+        if (p := _probability(node)) is not None
+    ]
+
+
+def _probability(node: fx.Node) -> float | None:
+    """That of a node which drops if it is above 0; None of all others."""
+    if node.op != "call_function" or node.target not in _PROBABILITIES:
+        return None
+    named = named_arguments(node)
+    if named.get("train") is False:
+        return None
+    p = named[_PROBABILITIES[node.target]]
+    return float(p) if isinstance(p, int | float) else None
+
+
+def _set(node: fx.Node, p: float) -> None:
+    wanted = _PROBABILITIES[node.target]
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]  # noqa: SLF001
+        if argument.name == wanted and position < len(node.args):
+            node.update_arg(position, p)
+            return
+    node.update_kwarg(wanted, p)
+
+
+def _check_plans(a: Plan, b: Plan) -> None:
+    if a is b:
+        return
+    if a.eager or b.eager:
+        raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
+    if len(a.shards) != len(b.shards) or a.outputs != b.outputs or a.mode != b.mode:
+        raise UnfusableError("its graph is cut otherwise, or has other results")
+    if a.constants.keys() != b.constants.keys() or not all(_same(a.constants[n], b.constants[n]) for n in a.constants):
+        raise UnfusableError("its graph has other constants")
+    for one, other in zip(a.shards, b.shards, strict=True):
+        _check_shards(one.graph, other.graph)
+
+
+def _check_shards(a: ShardGraph, b: ShardGraph) -> None:
+    names = ("state", "constants", "inputs", "live_in", "live_out", "written_state", "saved_state", "cloned")
+    if any(getattr(a, name) != getattr(b, name) for name in names) or a.code is None or b.code is None:
+        raise UnfusableError("its graph is cut otherwise, or uses other parameters")
+    _check_graphs(a.code, b.code, is_outer=True)
+
+
+def _check_graphs(a: fx.GraphModule, b: fx.GraphModule, *, is_outer: bool) -> None:
+    own, other = list(a.graph.nodes), list(b.graph.nodes)
+    numbers = {node: number for nodes in (own, other) for number, node in enumerate(nodes)}
+    if len(own) != len(other):
+        raise UnfusableError(f"its graph has {len(other)} operators, and the others' {len(own)}")
+    for one, two in zip(own, other, strict=True):
+        if one.op == two.op == "get_attr":
+            _check_attributes(getattr(a, str(one.target)), getattr(b, str(two.target)))
+            continue
+        alike = one.op == two.op and (one.op in ("placeholder", "output") or one.target == two.target)
+        if not alike or one.name != two.name or _key(one, numbers, is_outer) != _key(two, numbers, is_outer):
+            raise UnfusableError(f"its graph has {two.target} ({two.name}) with other arguments than the others'")
+
+
+def _check_attributes(one: object, two: object) -> None:
+    if isinstance(one, fx.GraphModule) and isinstance(two, fx.GraphModule):
+        _check_graphs(one, two, is_outer=False)
+    elif not (isinstance(one, Tensor) and isinstance(two, Tensor) and _same(one, two)):
+        raise UnfusableError("its graph holds other values")
+
+
+def _key(node: fx.Node, numbers: Mapping[fx.Node, int], is_outer: bool) -> str:
+    """A node's arguments, and what it makes."""
+    left_out = _PROBABILITIES.get(node.target) if is_outer and node.op == "call_function" else None
+    if left_out is not None:
+        arguments: Any = {name: value for name, value in named_arguments(node).items() if name != left_out}
+    else:
+        arguments = (node.args, dict(node.kwargs))
+    numbered: Any = lambda n: _Numbered(numbers[n])  # noqa: E731
+    mapped = fx.node.map_arg(arguments, numbered)
+    made = node.meta.get("val")
+    geometry = (tuple(made.shape), made.dtype, made.stride()) if isinstance(made, Tensor) else None
+    return repr((mapped, geometry))
+
+
+class _Numbered:
+    """A node, by its place."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __repr__(self) -> str:
+        return f"%{self._number}"
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    return one.dtype == two.dtype and one.shape == two.shape and torch.equal(one, two)
