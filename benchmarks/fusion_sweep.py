@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "integrations")]
 
 import optuna  # noqa: E402
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402 - which the first optimizer of a process would import, in every arm
 from sklearn.datasets import load_digits  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
@@ -51,23 +52,23 @@ TRAIN, VALIDATE = digits()
 
 
 def mlp(dropout):
-    return nn.Sequential(
-        nn.Linear(64, WIDTH), nn.ReLU(), nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
-    )
+    first = [nn.Linear(64, WIDTH), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
+    return nn.Sequential(*first, nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
 
 
-def suggest(trial, searches_dropout):
+def suggest(trial, dropout):
+    """The rates, and dropout unless it is given."""
     rates = {
         "lr": trial.suggest_float("lr", 1e-3, 0.3, log=True),
         "momentum": trial.suggest_float("momentum", 0.0, 0.95),
         "weight_decay": trial.suggest_float("weight_decay", 1e-6, 1e-2, log=True),
     }
-    return rates, trial.suggest_float("dropout", 0.0, 0.5) if searches_dropout else 0.2
+    return rates, trial.suggest_float("dropout", 0.05, 0.5) if dropout is None else dropout
 
 
-def stock(trial, epochs, searches_dropout):
+def stock(trial, epochs, dropout):
     """What the tutorials write."""
-    rates, dropout = suggest(trial, searches_dropout)
+    rates, dropout = suggest(trial, dropout)
     torch.manual_seed(trial.number)
     model = mlp(dropout)
     optimizer = torch.optim.SGD(model.parameters(), **rates)
@@ -93,9 +94,9 @@ def stock(trial, epochs, searches_dropout):
     return accuracy
 
 
-def by_hand(trial, epochs, searches_dropout):
+def by_hand(trial, epochs, dropout):
     """The same by somebody who knows what a loader costs."""
-    rates, dropout = suggest(trial, searches_dropout)
+    rates, dropout = suggest(trial, dropout)
     torch.manual_seed(trial.number)
     model = mlp(dropout)
     optimizer = torch.optim.SGD(model.parameters(), **rates)
@@ -122,9 +123,9 @@ def accuracy_of(module, batch):
     return {"accuracy": (module(x).argmax(1) == y).float().mean()}
 
 
-def task(trial, epochs, searches_dropout):
+def task(trial, epochs, dropout):
     """The same as a task."""
-    rates, dropout = suggest(trial, searches_dropout)
+    rates, dropout = suggest(trial, dropout)
     return TrainTask(
         model=partial(mlp, dropout),
         optimizer=partial(torch.optim.SGD, **rates),
@@ -147,7 +148,7 @@ def run(arm, jobs, options):
     """One search; returns seconds, CPU seconds and the best accuracy."""
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    arguments = {"epochs": options.epochs, "searches_dropout": options.search_dropout}
+    arguments = {"epochs": options.epochs, "dropout": None if options.search_dropout else options.dropout}
     create = {"direction": "maximize", "sampler": sampler_of(options.sampler), "pruner": optuna.pruners.NopPruner()}
     if arm in ("stock", "by hand"):
         study = optuna.create_study(**create)
@@ -169,7 +170,8 @@ def main():
     parser.add_argument("--jobs", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--members", type=int, default=32, help="trials in flight, in as many groups as there are jobs")
     parser.add_argument("--sampler", choices=["tpe", "random"], default="tpe")
-    parser.add_argument("--search-dropout", action="store_true", help="else it is 0.2 in all trials")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of all trials")
+    parser.add_argument("--search-dropout", action="store_true", help="in place of --dropout")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -63,21 +63,28 @@ class Noise:
 
     Attributes:
         target: the primitive that draws them.
-        like: a tensor of their shape, strides and dtype for one member, without bytes.
-        arguments: of the primitive beside that tensor.
+        shape, strides, dtype: of the numbers of one member, as they lie without gaps.
+        arguments: of the primitive beside them.
         slot: the node that drops with these numbers, if each member has a probability of its own: they are scaled then.
     """
 
     target: Any
-    like: Tensor
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
     arguments: tuple[Any, ...]
     slot: str | None = None
+
+    def room(self, count: int, device: torch.device) -> Tensor:
+        """Where the numbers of so many members go, each of which lie in memory as those of one do."""
+        strides = (self.shape.numel(), *self.strides)
+        return torch.empty_strided((count, *self.shape), strides, dtype=self.dtype, device=device)
 
     def draw(self, group: GroupGenerator, device: torch.device) -> Tensor:
         """The numbers of all members, one behind the other along a first dimension."""
         if self.slot is not None:
             return self._scaled(group, group.probabilities[self.slot], device)
-        made = stack_like(self.like, len(group.members), device).zero_()
+        made = self.room(len(group.members), device).zero_()
         # Each has its generator, so that what looks for one (`devices/own_generator.py`) is passed by.
         with torch._C._ExcludeDispatchKeyGuard(_LOOKING):  # noqa: SLF001
             for row, generator, active in zip(made.unbind(), group.members, group.active, strict=True):
@@ -87,7 +94,7 @@ class Noise:
 
     def _scaled(self, group: GroupGenerator, probabilities: Sequence[float], device: torch.device) -> Tensor:
         """Masks, as dropout multiplies with them; without drawing where a probability leaves no choice, as dropout does."""
-        made = stack_like(self.like, len(group.members), device)
+        made = self.room(len(group.members), device)
         for row, generator, active, p in zip(made, group.members, group.active, probabilities, strict=True):
             if not active or p in (0.0, 1.0):
                 row.fill_(0.0 if p == 1.0 or not active else 1.0)
@@ -174,12 +181,10 @@ def masks(slot: str, like: Tensor, strides: Sequence[int] | None = None) -> Tens
     lies = like.stride()[1:] if strides is None else strides
     noted = _NOTED.get()
     if noted is None:
-        one = torch.empty_strided(like.shape[1:], lies, dtype=like.dtype, device="meta")
-        return Noise(target, one, (), slot).draw(_group(), like.device)
+        return _noise(target, like.shape[1:], lies, like.dtype, (), slot).draw(_group(), like.device)
     if noted.given is not None:
         return next(noted.given)
-    one = torch.empty_strided(like.shape[1:], lies, dtype=like.dtype, device="meta")
-    noted.found.append(Noise(target, one, (), slot))
+    noted.found.append(_noise(target, like.shape[1:], lies, like.dtype, (), slot))
     return torch.ones_like(like)
 
 
@@ -228,10 +233,21 @@ def _noted(
     one = like[0] if is_stacked[0] else like
     noted.is_hoistable = noted.is_hoistable and target in _HOISTABLE
     lies = one.stride() if strides is None else strides
-    noted.found.append(
-        Noise(target, torch.empty_strided(one.shape, lies, dtype=one.dtype, device="meta"), arguments[1:])
-    )
+    noted.found.append(_noise(target, one.shape, lies, one.dtype, arguments[1:]))
     return like if is_stacked[0] else like.expand(count, *like.shape).clone()
+
+
+def _noise(
+    target: Any,
+    shape: torch.Size,
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    arguments: tuple[Any, ...],
+    slot: str | None = None,
+) -> Noise:
+    """What is drawn for a tensor that lies so, but for the gaps between its elements."""
+    dense = torch.empty_like(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+    return Noise(target, shape, dense.stride(), dtype, arguments, slot)
 
 
 def _of_member(value: Any, index: int) -> Any:
@@ -246,10 +262,3 @@ def _overwrites_first(target: Any) -> bool:
 def _lying(value: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy with these strides."""
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def stack_like(like: Tensor, count: int, device: torch.device) -> Tensor:
-    """Room for so many tensors, each of which lies in memory as one does."""
-    dense = torch.empty_like(like)  # as it, but without gaps
-    strides = (like.numel(), *dense.stride())
-    return torch.empty_strided((count, *like.shape), strides, dtype=like.dtype, device=device)

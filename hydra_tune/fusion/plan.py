@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.likeness import with_stand_ins
 from hydra_tune.fusion.stacking import StackedGraph
-from hydra_tune.fusion.tracing import Traced, traced
+from hydra_tune.fusion.tracing import Traced, traced, traced_forward
 from hydra_tune.shard import compute
 from hydra_tune.shard.compute import Gradients, Incoming, Operands, Tape
 from hydra_tune.shard.pilot import ShardCost
@@ -24,15 +25,21 @@ class StackedComputing:
     """Runs the shards of a group's plan: as `shard/compute.py` does, or where a shard was traced, its trace.
 
     Attributes:
-        traces: by the first node of a shard.
+        traces: of forward and backward in one, by the first node of a shard.
+        forwards: likewise, of forwards without gradients.
     """
 
     traces: dict[int, Traced] = field(default_factory=dict)
+    forwards: dict[int, fx.GraphModule] = field(default_factory=dict)
 
     def forward(
         self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str] | None = None
     ) -> dict[str, Tensor]:
         """As `compute.forward`."""
+        trace = self.forwards.get(shard.first) if needs_gradient is None else None
+        if trace is not None:
+            with torch.no_grad():
+                return dict(zip(shard.live_out, trace(*operands.all), strict=True))
         return compute.forward(shard, operands, needs_gradient)
 
     def taped_forward(
@@ -79,11 +86,11 @@ def stacked_plan(
 
 def is_traced(plan: Plan) -> bool:
     """Whether a group's plan has a trace of its step."""
-    return isinstance(plan.computing, StackedComputing) and bool(plan.computing.traces)
+    return isinstance(plan.computing, StackedComputing) and bool(plan.computing.traces or plan.computing.forwards)
 
 
 def trace_step(plan: Plan, state: Sequence[Tensor], inputs: Sequence[Tensor], count: int) -> bool:
-    """Trace the step of a group's plan where one unit is the whole of it; returns whether it is traced now.
+    """Trace the step of a group's plan, or its evaluation, where one unit is the whole of it; returns whether it is traced now.
 
     Args:
         plan: the group's.
@@ -93,16 +100,21 @@ def trace_step(plan: Plan, state: Sequence[Tensor], inputs: Sequence[Tensor], co
     """
     computing = plan.computing
     assert isinstance(computing, StackedComputing), "not a group's plan"
-    if plan.mode != "train" or len(plan.shards) > 1:
+    if len(plan.shards) > 1:
         return False
     (shard,) = plan.shards
     graph = shard.graph
+    if plan.mode != "train" and (graph.stochastic or graph.written_state):
+        return False
     operands = Operands(
         state=state,
         constants=[plan.constants[name] for name in graph.constants],
         inputs=[inputs[index] for index in graph.inputs],
         live_in=(),
     )
+    if plan.mode != "train":
+        computing.forwards[graph.first] = traced_forward(graph.module, operands)
+        return True
     trained = [tensor.requires_grad for tensor in state]
     trace = traced(graph.module, graph.state, operands, trained, plan.outputs[0], count)
     if trace is not None:

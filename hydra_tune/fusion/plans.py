@@ -147,7 +147,7 @@ class GroupPlans:
             count: members.
         """
         plan = prepared.plan
-        if plan.mode != "train" or len(plan.shards) > 1 or is_traced(plan):
+        if len(plan.shards) > 1 or is_traced(plan):
             return
         with GATE.exclusive():
             try:

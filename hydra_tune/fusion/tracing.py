@@ -65,6 +65,22 @@ class Traced:
         )
 
 
+def traced_forward(run: Any, operands: Operands) -> fx.GraphModule:
+    """Trace a shard that draws nothing, without gradients.
+
+    Args:
+        run: the stacked shard.
+        operands: tensors of the sizes to trace for.
+
+    Returns:
+        What takes the operands and returns the shard's outputs.
+    """
+    with torch.no_grad():
+        module = make_fx(run, tracing_mode="fake")(*(tensor.detach() for tensor in operands.all))
+    _tidy(module)
+    return module
+
+
 def traced(
     run: Any, names: Sequence[str], operands: Operands, trains: Sequence[bool], loss: str, count: int
 ) -> Traced | None:
@@ -85,7 +101,7 @@ def traced(
     if not noted.is_hoistable:
         return None
     with mode:
-        noise = [torch.empty((count, *n.like.shape), dtype=n.like.dtype, device=fakes[0].device) for n in noted.found]
+        noise = [n.room(count, fakes[0].device) for n in noted.found]
     places = [place for place, one in enumerate(trains) if one]
     reached: list[int] = []
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.drawing import Noise, stack_like
+from hydra_tune.fusion.drawing import Noise
 from hydra_tune.fusion.planner.nodes import draw
 from hydra_tune.fusion.planner.storages import Seen, seen
 from hydra_tune.fusion.planner.updates import TracedUpdate, UpdateTracer
@@ -203,12 +203,8 @@ class _Builder:
                     self._argument(argument, like)
 
     def _drawn(self) -> list[Tensor]:
-        lying = [stack_like(one.like, self._count, torch.device("meta")) for one in self._joint.noise]
         with self._mode:
-            return [
-                torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=self._fakes[0].device)
-                for one in lying
-            ]
+            return [one.room(self._count, self._fakes[0].device) for one in self._joint.noise]
 
     def _noise(self) -> list[fx.Node]:
         return self._old[len(self._fakes) :]
