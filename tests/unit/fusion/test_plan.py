@@ -1,5 +1,7 @@
 """A group's plan gives each member the losses, gradients and buffers that it has alone, whole, cut or traced."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,9 @@ from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.fusion.plan import stacked_plan, trace_step
 from hydra_tune.fusion.stacking import StackedGraph
+from hydra_tune.shard import compute
 from hydra_tune.shard.chain import Chain, parameter_gradient_key
+from hydra_tune.shard.compute import Operands
 from hydra_tune.shard.outcome import HostStore
 from tests.unit.shard.bench import bench, parity_bench, task_of
 
@@ -115,6 +119,34 @@ def images(width=4):
 )
 def test_a_whole_step_is_each_members_own(name, is_traced):
     compare(parity_bench(name), is_traced=is_traced)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_a_traced_evaluation_has_each_members_own_metrics(name):
+    made = parity_bench(name, "evaluate")
+    plan = made.plan()
+    group = stacked_plan(plan, MEMBERS)
+    members = [member_values(made, plan, index) for index in range(MEMBERS)]
+    graph = group.shards[0].graph
+    state = [torch.stack([own[name].detach() for own, _ in members]) for name in graph.state]
+    inputs = [torch.stack(same) for same in zip(*(batch for _, batch in members), strict=True)]
+    assert trace_step(group, state, inputs, MEMBERS)
+    constants = [one.double() if one.is_floating_point() else one for one in map(plan.constants.get, graph.constants)]
+    operands = Operands(state=state, constants=constants, inputs=[inputs[index] for index in graph.inputs], live_in=())
+    found = group.computing.forward(replace(graph, module=None), operands)  # what was traced runs, and not the graph
+    for index, (own, batch) in enumerate(members):
+        alone = plan.shards[0].graph
+        expected = compute.forward(
+            alone,
+            Operands(
+                state=[own[name] for name in alone.state],
+                constants=constants,
+                inputs=[batch[place] for place in alone.inputs],
+                live_in=(),
+            ),
+        )
+        for metric in plan.outputs:
+            torch.testing.assert_close(found[metric][index], expected[metric], rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("name", ["mlp_native", pytest.param("cnn_dropout", marks=pytest.mark.slow)])
