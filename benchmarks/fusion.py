@@ -21,7 +21,7 @@ from hydra_tune.fusion.member import Member
 from hydra_tune.fusion.plans import GroupPlans
 from hydra_tune.fusion.stack import StackedModule, stacked_optimizer
 from hydra_tune.shard.budget import Budget
-from hydra_tune.shard.compute import Incoming, Operands
+from hydra_tune.shard.compute import Operands
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.train.state import ModelState
 
@@ -104,22 +104,22 @@ def stacked(build, optimizer, count, x, y, *, is_shared=False):
     start = time.process_time()
     plans.trace(plan, state, inputs, count)
     seconds = time.process_time() - start
-    graph, computing, loss = plan.plan.shards[0].graph, plan.plan.computing, plan.plan.outputs[0]
+    graph = plan.plan.shards[0].graph
+    trace = plan.plan.computing.traces[graph.first]
     operands = Operands(
         state=[state[name] for name in graph.state],
         constants=[plan.plan.constants[name] for name in graph.constants],
         inputs=[inputs[index] for index in graph.inputs],
         live_in=(),
     )
-    incoming = Incoming(outputs={loss: None}, live_in={}, parameters={})
 
     def run(held=held):  # whose blocks the parameters lie in
-        made = computing.backward(graph, operands, needs_gradient=frozenset(), incoming=incoming, objective=torch.sum)
+        made = trace.run(operands, is_laid_out=True)
         for name, gradient in made.parameters.items():
             state[name].grad = gradient
         stepped.step()
         held.adopt_optimizer_state(plan.plan.shards[0].trained, device)
-        made.outputs[loss].tolist()
+        made.outputs[trace.loss].tolist()
 
     return run, seconds
 

@@ -50,6 +50,14 @@ class Flat:
         else:
             _torch._foreach_add_(self.parts, numbers)
 
+    def product_(self, other: "Flat", numbers: Numbers) -> None:
+        """Be another's values, each multiplied with its number."""
+        if isinstance(numbers, float):
+            torch.mul(other.whole, numbers, out=self.whole)
+            return
+        for part, own, number in zip(self.parts, other.parts, numbers, strict=True):
+            torch.mul(own, number, out=part)
+
     def add_product_(self, other: "Flat", numbers: Numbers) -> None:
         """Add another's values, each multiplied with its number."""
         if isinstance(numbers, float):
@@ -95,20 +103,25 @@ class Layout:
         whole = like.new_zeros(self.size)
         return Flat(whole, self.parts(whole))
 
+    def room(self, like: Tensor) -> Flat:
+        """Tensors to be written that lie so; the gaps are zeros."""
+        whole = like.new_empty(self.size)
+        last = 0
+        for offset, (shape, _) in zip(self.offsets, self.geometry, strict=True):
+            if offset > last:
+                whole[last:offset].zero_()
+            last = offset + shape.numel()
+        return Flat(whole, self.parts(whole))
+
     def gathered(self, tensors: Sequence[Tensor]) -> Flat:
-        """Copies that lie so."""
-        whole = tensors[0].new_empty(self.size)
-        if len(tensors) == 1 and tensors[0].is_contiguous() and self.geometry[0][1] == tensors[0].stride():
-            parts = [whole.view(tensors[0].shape)]
-        else:
-            parts = self.parts(whole)
-            last = 0
-            for offset, tensor in zip(self.offsets, tensors, strict=True):
-                if offset > last:
-                    whole[last:offset].zero_()
-                last = offset + tensor.numel()
-        _torch._foreach_copy_(parts, tensors)
-        return Flat(whole, parts)
+        """These tensors, if they lie so in memory that holds nothing else; or else copies that lie so."""
+        if self._is_whole(tensors):
+            found = self.found(tensors)
+            if found is not None:
+                return found
+        made = self.room(tensors[0])
+        _torch._foreach_copy_(made.parts, tensors)
+        return made
 
     def found(self, tensors: Sequence[Tensor]) -> Flat | None:
         """These tensors, which have the shapes and strides of those that were laid out, as one if they lie so."""
@@ -120,6 +133,12 @@ class Layout:
         if first.storage_offset() + self.size > first.untyped_storage().nbytes() // size:
             return None  # neighbours in memory, but not of one buffer
         return Flat(first.detach().as_strided((self.size,), (1,)), tensors)
+
+    def _is_whole(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors have a buffer of their own, whose gaps are nobody else's."""
+        first = tensors[0]
+        is_own = first.untyped_storage().nbytes() == self.size * first.element_size() and not first.storage_offset()
+        return is_own and self.fits(tensors)
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors have the shapes and strides of those that were laid out."""

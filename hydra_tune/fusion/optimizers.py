@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hydra_tune.fusion.flat import Layout, runs
+from hydra_tune.fusion.flat import Flat, Layout, runs
 from hydra_tune.fusion.rates import Rates
 from hydra_tune.fusion.updates import COUNTED, UPDATES, Run, update_of
 
@@ -35,7 +36,8 @@ def is_stackable(optimizer: Optimizer) -> bool:
     """Whether an optimizer has a form for all members at once; else each is stepped by itself."""
     if type(optimizer) not in UPDATES or any(group.get(name) for group in optimizer.param_groups for name in _OWN):
         return False
-    return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)  # noqa: SLF001
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
+    return not (own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def options_key(optimizer: Optimizer) -> Hashable:
@@ -127,7 +129,7 @@ class OptimizerAtOnce(StackedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
-        """Step the parameters that have gradients, for the members that are active."""
+        """Step the parameters that have gradients, for the members that are active; the gradients may be overwritten."""
         assert closure is None, "a stacked step has its gradients"
         for member in self._members:
             member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - or its scheduler would warn
@@ -141,13 +143,19 @@ class OptimizerAtOnce(StackedOptimizer):
         addresses = tuple(
             [(id(p), p.data_ptr()) for p, _ in present]
         )  # blocks move, and others come to where they were
-        known = self._runs.get(addresses)
-        if known is None or not all(map(self._is_alike, known)):
+        known = self._runs.get(addresses, [])
+        found = [self._state_of(run) for run in known]
+        if not known or None in found:
             known = self._runs[addresses] = self._runs_of(present)
             if len(self._runs) > _MAX_REMEMBERED:
                 self._runs = {addresses: known}
-        for run in known:
-            self._step(run)
+            found = [self._state_of(run) for run in known]
+        for run, state in zip(known, found, strict=True):
+            assert state is not None, "state lies as the parameters do"
+            self._step(run, state)
+
+    # As torch marks a step that looks for hooks and profilers: there are none, for `is_stackable` has looked for them.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
         """As of `StackedOptimizer`."""
@@ -232,18 +240,21 @@ class OptimizerAtOnce(StackedOptimizer):
         switches = tuple(self._switches[number].items())
         return (p.dtype, p.device, switches, tuple(state["steps"]), tuple(state.get("begun", ())), tuple(sorted(state)))
 
-    def _is_alike(self, run: _Known) -> bool:
-        """Whether the parameters of a run have still taken the same steps, and their state lies as they do."""
+    def _state_of(self, run: _Known) -> dict[str, Flat] | None:
+        """The state of a run's parameters; None if they have not taken the same steps, or it does not lie as they do."""
         states = [self.state[p] for p in run.parameters]
         first = states[0]
         for state in states:
             if len(state) != len(first) or any(state.get(name) != first.get(name) for name in _NOT_TENSORS):
-                return False
-        return all(
-            run.layout.found([state[name] for state in states]) is not None
-            for name in first
-            if name not in _NOT_TENSORS
-        )
+                return None
+        flats: dict[str, Flat] = {}
+        for name in first:
+            if name not in _NOT_TENSORS:
+                found = run.layout.found([state[name] for state in states])
+                if found is None:
+                    return None
+                flats[name] = found
+        return flats
 
     def _steppable(self, run: _Known) -> Iterator[_Known]:
         """The same, or one by one where their state lies in another way than they do."""
@@ -260,7 +271,7 @@ class OptimizerAtOnce(StackedOptimizer):
             ((layout, own),) = runs([(p, number)])
             yield _known(layout, own)
 
-    def _step(self, run: _Known) -> None:
+    def _step(self, run: _Known, state: dict[str, Flat]) -> None:
         whole = run.layout.found(run.parameters)
         assert whole is not None, "it was read off them"
         step = Run(
@@ -268,6 +279,7 @@ class OptimizerAtOnce(StackedOptimizer):
             whole,
             run.layout.gathered([p.grad for p in run.parameters if p.grad is not None]),
             [self.state[p] for p in run.parameters],
+            state,
             [self._rates[number] for number in run.groups],
             self._switches[run.groups[0]],
             self.active,

@@ -1,6 +1,7 @@
 """The numbers that members' optimizers multiply with: one for each member, as floats where all have the same."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ _MAX_REMEMBERED = 256
 
 _BETAS = {"beta1": 0, "beta2": 1}
 _STEADY = ("beta1", "beta2", "momentum", "alpha", "eps", "weight_decay")
-_NO_RATES = ("params", "foreach", "fused", "initial_lr")
+_SWITCHES = ("nesterov", "centered", "decoupled_weight_decay", "amsgrad", "maximize", "capturable", "differentiable")
+_NO_RATES = frozenset(["params", "foreach", "fused", "initial_lr", *_SWITCHES])
 _OF_SCHEDULERS = ("max_momentum", "base_momentum")
 
 
@@ -40,8 +42,8 @@ class Rates:
         self._groups = list(groups)
         self._known: dict[tuple[float, ...], dict[tuple[int, torch.dtype, torch.device], Tensor]] = {}
         self._made: dict[Hashable, tuple[float, ...]] = {}
-        self._names = [name for name in groups[0] if name not in _NO_RATES]
-        self._read: list[tuple[Any, ...]] = []
+        self._values = itemgetter(*[name for name in groups[0] if name not in _NO_RATES])
+        self._read: list[Any] = []
         own = [_steady(group) for group in groups]
         self._alike = {n: v for n, v in own[0].items() if all(n in o and o[n] == v for o in own)}
 
@@ -59,7 +61,7 @@ class Rates:
 
     def read(self) -> None:
         """A step begins: schedulers may have changed the options since the last one."""
-        now = [tuple([group[name] for name in self._names]) for group in self._groups]
+        now = list(map(self._values, self._groups))
         if now != self._read or len(self._made) > _MAX_REMEMBERED:
             self._made.clear()
             self._read = now

@@ -24,7 +24,7 @@ from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.plan import StackedComputing
 from hydra_tune.fusion.steps import leave_out_bad
 from hydra_tune.fusion.tracing import Traced
-from hydra_tune.memory.block import Block, storage_identity
+from hydra_tune.memory.block import Block
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.shard.batch import Leaves
@@ -223,9 +223,10 @@ class Round:
         if self._noise is None:
             self._noise = trace.draw(device.torch_device)
         with self._buffers_kept():
-            made = trace.run(operands, [noise.clone() for noise in self._noise])  # which the graph may overwrite
+            noise = [one.clone() for one in self._noise]  # which the graph may overwrite
+            made = trace.run(operands, noise, is_laid_out=True)
             losses: list[float] = made.outputs[trace.loss].tolist()
-            gradients = _apart(made.parameters, operands.state)
+            gradients = made.parameters
         rules.state.touched(rules.shard.graph.written_state)
         leave_out_bad(rules.state.optimizer, losses)
         names = tuple(gradients)
@@ -251,14 +252,3 @@ class Round:
             with torch.no_grad():
                 for tensor, kept in zip(tensors, before, strict=True) if rows else ():
                     tensor[rows] = kept[rows]
-
-
-def _apart(gradients: dict[str, Tensor], state: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The same, each in memory of its own: they are changed in place."""
-    taken = {storage_identity(tensor) for tensor in state}
-    found = {}
-    for name, gradient in gradients.items():
-        storage = storage_identity(gradient)
-        found[name] = gradient.clone() if storage in taken else gradient
-        taken.add(storage)
-    return found

@@ -47,12 +47,13 @@ def cross_entropy(
     """Of class numbers, `(N, samples, classes)` and `(N, samples)`: one loss of all members' samples, then reduced each."""
     if weight is not None or label_smoothing or logits.dim() != _MATRIX or target.is_floating_point():
         return None
-    scores, classes = logits.flatten(0, 1), logits.size(-1)
-    if classes < _MANY_CLASSES:  # kernels are fast along other dimensions than a short last one
-        scores = aten.log_softmax(scores.t().contiguous(), 0).t()
-        single: Tensor = aten.nll_loss(scores, target.flatten(), None, 0, ignore_index).view_as(target)
+    single: Tensor
+    if logits.size(-1) < _MANY_CLASSES:  # kernels are fast along other dimensions than a short last one
+        scores = aten.log_softmax(logits.transpose(1, 2).contiguous(), 1)
+        single = aten.nll_loss_nd(scores, target, None, 0, ignore_index)
     else:
-        single = aten.cross_entropy_loss(scores, target.flatten(), None, 0, ignore_index).view_as(target)
+        flat = aten.cross_entropy_loss(logits.flatten(0, 1), target.flatten(), None, 0, ignore_index)
+        single = flat.view_as(target)
     if reduction == _SUM:
         return single.sum(1)
     if reduction == _MEAN:

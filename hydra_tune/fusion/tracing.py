@@ -5,8 +5,8 @@ bookkeeping. Both are the same at each step, so they are done once, on tensors w
 kept. Random numbers are arguments of the graph: what a shard draws is noted, and drawn before it runs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hydra_tune.devices.own_generator import own_generator
 from hydra_tune.fusion.drawing import GroupGenerator, Noise, given, noting
+from hydra_tune.fusion.flat import Layout, runs
+from hydra_tune.fusion.tidying import call_directly, tidy, write_in_place
 from hydra_tune.shard.compute import Gradients, Operands
 
-_SAME = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.default])
-_VIEWS = frozenset(
-    [torch.ops.aten.view.default, torch.ops.aten.expand.default, torch.ops.aten._unsafe_view.default]  # noqa: SLF001
-)
-_TRANSPOSE, _PRODUCT = torch.ops.aten.transpose.int, torch.ops.aten.bmm.default
+_MAX_REMEMBERED = 64
+_Layouts = list[tuple[Layout, list[int]]]
+"""Layouts, each with the numbers of the tensors that lie so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,21 @@ class Traced:
     """A shard's forward and backward, traced.
 
     Attributes:
-        module: takes the operands and the noise, returns the losses and the gradients of `trained`.
+        module: takes the operands, the noise and room for gradients, returns the losses and the gradients of `trained`.
         trained: the parameters that have gradients.
+        places: of them among the shard's parameters and buffers.
+        written: which of their gradients are made where there is room for them.
         noise: what it draws.
         loss: the name of the losses.
     """
 
     module: fx.GraphModule
     trained: tuple[str, ...]
+    places: tuple[int, ...]
+    written: tuple[int, ...]
     noise: tuple[Noise, ...]
     loss: str
+    _layouts: dict[tuple[int, ...], _Layouts] = field(default_factory=dict)
 
     def draw(self, device: torch.device) -> list[Tensor]:
         """The random numbers of one run."""
@@ -49,20 +54,51 @@ class Traced:
         assert isinstance(group, GroupGenerator), "stacked members draw from generators of their own"
         return [one.draw(group, device) for one in self.noise]
 
-    def run(self, operands: Operands, noise: Sequence[Tensor] | None = None) -> Gradients:
+    def run(self, operands: Operands, noise: Sequence[Tensor] | None = None, *, is_laid_out: bool = False) -> Gradients:
         """The gradients of each member's loss, and the losses.
 
         Args:
             operands: of the shard.
             noise: its random numbers, if they have been drawn.
+            is_laid_out: whether gradients are to lie one behind the other as the parameters do, so that they can be taken
+                as one (`flat.py`); none then shares its bytes with anything else.
         """
         if noise is None:
             noise = self.draw(operands.all[0].device)
         with torch.no_grad():
-            losses, *gradients = self.module(*operands.all, *noise)
+            room = self._room([operands.state[place] for place in self.places], is_laid_out=is_laid_out)
+            losses, *gradients = self.module.forward(*operands.all, *noise, *[room[index] for index in self.written])
+            if is_laid_out and len(self.written) < len(room):
+                rest = [index for index in range(len(room)) if index not in self.written]
+                torch._foreach_copy_([room[index] for index in rest], [gradients[index] for index in rest])
+                gradients = [room[index] for index in range(len(room))]
         return Gradients(
             live_in={}, parameters=dict(zip(self.trained, gradients, strict=True)), outputs={self.loss: losses}
         )
+
+    def _room(self, parameters: Sequence[Tensor], *, is_laid_out: bool) -> Mapping[int, Tensor]:
+        """Where gradients are to be, by place in `trained`."""
+        if not is_laid_out:
+            return {index: torch.empty_like(parameters[index]) for index in self.written}
+        addresses = tuple([parameter.data_ptr() for parameter in parameters])
+        layouts = self._layouts.get(addresses)
+        if layouts is None:
+            if len(self._layouts) >= _MAX_REMEMBERED:
+                self._layouts.clear()
+            layouts = self._layouts[addresses] = _layouts(parameters)
+        return {
+            index: part
+            for layout, indices in layouts
+            for index, part in zip(indices, layout.room(parameters[indices[0]]).parts, strict=True)
+        }
+
+
+def _layouts(parameters: Sequence[Tensor]) -> _Layouts:
+    """How parameters lie, those of each dtype for themselves."""
+    kinds: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
+    for index, parameter in enumerate(parameters):
+        kinds.setdefault(parameter.dtype, []).append((parameter, index))
+    return [(layout, [index for _, index in run]) for kind in kinds.values() for layout, run in runs(kind)]
 
 
 def traced_forward(run: Any, operands: Operands) -> fx.GraphModule:
@@ -77,7 +113,7 @@ def traced_forward(run: Any, operands: Operands) -> fx.GraphModule:
     """
     with torch.no_grad():
         module = make_fx(run, tracing_mode="fake")(*(tensor.detach() for tensor in operands.all))
-    _tidy(module)
+    tidy(module)
     return module
 
 
@@ -111,53 +147,16 @@ def traced(
             own[place] = own[place].detach().requires_grad_()
         with given(tensors[len(fakes) :]), torch.enable_grad():
             (losses,) = run(*own)
-            gradients = torch.autograd.grad(losses.sum(), [own[place] for place in places], allow_unused=True)
+            wanted = [own[place] for place in places]
+            gradients = torch.autograd.grad(losses, wanted, torch.ones_like(losses), allow_unused=True)
         reached[:] = [place for place, g in zip(places, gradients, strict=True) if g is not None]
         return [losses, *(gradient for gradient in gradients if gradient is not None)]
 
     module = make_fx(joint, tracing_mode="fake")(*fakes, *noise)
-    _tidy(module)
-    return Traced(module, tuple(names[place] for place in reached), tuple(noted.found), loss)
-
-
-def _tidy(module: fx.GraphModule) -> None:
-    """Leave out nodes that give back what they are given, and have products made the way round that they are wanted."""
-    for node in list(module.graph.nodes):
-        if node.op != "call_function":
-            continue
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node):
-            continue
-        if node.target in _SAME or (node.target in _VIEWS and _are_alike(node.meta.get("val"), source.meta.get("val"))):
-            node.replace_all_uses_with(source)
-            module.graph.erase_node(node)
-        elif node.target is _TRANSPOSE and source.target is _PRODUCT and len(source.users) == 1:
-            _turn(module.graph, node, source)
-    module.graph.eliminate_dead_code()
-    module.recompile()
-
-
-def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
-    """The transpose of a product is the product of the transposes, and lies as it is read."""
-    if set(node.args[1:]) not in ({1, 2}, {-1, -2}):
-        return
-    left, right = product.args
-    assert isinstance(left, fx.Node), "a product is of tensors"
-    assert isinstance(right, fx.Node), "a product is of tensors"
-    with graph.inserting_before(node):
-        turned = graph.call_function(_PRODUCT, (_transposed(graph, right), _transposed(graph, left)))
-    turned.meta = dict(node.meta)
-    node.replace_all_uses_with(turned)
-    graph.erase_node(node)
-    graph.erase_node(product)
-
-
-def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    if node.target is _TRANSPOSE and set(node.args[1:]) == {1, 2}:
-        (source,) = node.all_input_nodes
-        return source
-    return graph.call_function(_TRANSPOSE, (node, 1, 2))
-
-
-def _are_alike(a: object, b: object) -> bool:
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.stride() == b.stride()
+    tidy(module)
+    written = write_in_place(module, first=1)
+    call_directly(module)
+    with mode, torch.no_grad():  # once, so that what does not run is not taken for a trace
+        module(*fakes, *noise, *[torch.empty_like(fakes[reached[index]]) for index in written])
+    trained = tuple(names[place] for place in reached)
+    return Traced(module, trained, tuple(reached), written, tuple(noted.found), loss)

@@ -1,10 +1,10 @@
 """The arithmetic of stacked optimizers: that of `torch.optim`'s single-tensor functions, for all members at once.
 
-Each takes parameters that lie one behind the other (`Run`) and copies of their gradients, which it overwrites, and asks of
-every rate whether it is one for all or another for each member.
+Each takes parameters that lie one behind the other (`Run`) and their gradients, which it overwrites, and asks of every
+rate whether it is one for all or another for each member.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,9 @@ class Run:
     Args:
         layout: how they lie.
         p: they.
-        gradient: copies of their gradients.
+        gradient: their gradients, to be overwritten.
         states: the optimizer's state of each, with the same keys.
+        found: the tensors of that state, by key.
         rates: of each.
         switches: of their parameter groups.
         active: whether each member takes the step.
@@ -35,12 +36,14 @@ class Run:
         p: Flat,
         gradient: Flat,
         states: Sequence[dict[str, Any]],
+        found: Mapping[str, Flat],
         rates: Sequence[Rates],
         switches: dict[str, bool],
         active: Sequence[bool],
     ) -> None:
         self.p, self.gradient, self.switches = p, gradient, switches
-        self._layout, self._states, self._rates, self._active = layout, states, rates, active
+        self._layout, self._states, self._found, self._active = layout, states, found, active
+        self._rates, self._distinct = rates, list(dict.fromkeys(rates))
         self._everybody = all(active)
         self._before: list[tuple[Flat, Tensor]] = []
         self._hold(p)
@@ -60,10 +63,8 @@ class Run:
         Returns:
             A float if it is the same for all active members in all parameter groups.
         """
-        own = [self._of_active(rates.made(key, partial(make, rates))) for rates in self._rates]
-        if all(value == own[0][0] for values in dict.fromkeys(own) for value in values):
-            return own[0][0]
-        return self._beside(own)
+        own = [self._of_active(rates.made(key, partial(make, rates))) for rates in self._distinct]
+        return own[0][0] if _are_all_one(own) else self._beside(own)
 
     def option(self, name: str, make: Callable[[float], float] = float) -> Numbers:
         """An option that nobody changes from step to step, for whatever operator.
@@ -71,20 +72,23 @@ class Run:
         Operators of one number do not round as those of many do. So it is one number only where all members have begun with the
         same: whether the others rest or end does not change what a member's operators are.
         """
-        own = [self._of_active(rates.made((name, make), partial(_options, rates, name, make))) for rates in self._rates]
-        common = all(rates.begins_alike(name) for rates in dict.fromkeys(self._rates))
-        if common and all(value == own[0][0] for values in dict.fromkeys(own) for value in values):
-            return own[0][0]
-        return self._beside(own)
+        own = [
+            self._of_active(rates.made((name, make), partial(_options, rates, name, make))) for rates in self._distinct
+        ]
+        common = all(rates.begins_alike(name) for rates in self._distinct)
+        return own[0][0] if common and _are_all_one(own) else self._beside(own)
 
     def every(self, name: str) -> Numbers:
         """An option of all members, whether they are active or not."""
-        return self._beside([rates(name) for rates in self._rates])
+        return self._beside([rates(name) for rates in self._distinct])
 
     def descend(self, direction: Flat, numbers: Numbers) -> None:
-        """Move the parameters; the direction is overwritten."""
-        direction.mul_(numbers)
-        self.p.whole.add_(direction.whole)
+        """Move the parameters; the gradient is overwritten."""
+        if direction is self.gradient:
+            direction.mul_(numbers)
+        else:
+            self.gradient.product_(direction, numbers)
+        self.p.whole.add_(self.gradient.whole)
 
     def has(self, name: str) -> bool:
         """Whether there is such state already."""
@@ -97,18 +101,21 @@ class Run:
             made.add_(first())
             for state, part in zip(self._states, made.parts, strict=True):
                 state[name] = part
-        found = self._layout.found([state[name] for state in self._states])
-        assert found is not None, "state lies as the parameters do"
+            self._hold(made)
+            return made
+        found = self._found[name]
         self._hold(found)
         return found
 
     def begun(self) -> list[bool]:
         """Of each member whether its momentum has begun; those that are active and have any begin now."""
-        begun: list[bool] = self._states[0].get("begun", [False] * len(self._active))
+        begun: list[bool] = list(self._states[0].get("begun", [False] * len(self._active)))
+        begin = {
+            rates: [b or (bool(m) and a) for b, m, a in zip(begun, rates("momentum"), self._active, strict=True)]
+            for rates in self._distinct
+        }
         for state, rates in zip(self._states, self._rates, strict=True):
-            state["begun"] = [
-                b or (bool(m) and a) for b, m, a in zip(begun, rates("momentum"), self._active, strict=True)
-            ]
+            state["begun"] = begin[rates].copy()
         return begun
 
     def like(self, whole: Tensor) -> Flat:
@@ -133,7 +140,9 @@ class Run:
         return tuple(value if active else some for value, active in zip(values, self._active, strict=True))
 
     def _beside(self, own: Sequence[tuple[float, ...]]) -> list[Tensor]:
-        return [rates.beside(values, part) for rates, values, part in zip(self._rates, own, self.p.parts, strict=True)]
+        """One number for each member and part; given those of each of the parameter groups."""
+        values = dict(zip(self._distinct, own, strict=True))
+        return [rates.beside(values[rates], part) for rates, part in zip(self._rates, self.p.parts, strict=True)]
 
     def _hold(self, flat: Flat) -> None:
         if not self._everybody:
@@ -146,6 +155,11 @@ class Run:
         for part in self._layout.parts(whole):
             part.copy_(rows.view(-1, *[1] * (part.dim() - 1)).expand_as(part))
         return whole
+
+
+def _are_all_one(own: Sequence[tuple[float, ...]]) -> bool:
+    """Whether all numbers are the same one."""
+    return all(values.count(own[0][0]) == len(values) for values in own)
 
 
 def _options(rates: Rates, name: str, make: Callable[[float], float]) -> list[float]:
@@ -177,16 +191,16 @@ def _descent(rates: Rates) -> list[float]:
 def _sgd(run: Run) -> None:
     _decay(run)
     gradient, momentum = run.gradient, run.numbers("momentum", lambda rates: rates("momentum"))
+    direction = gradient
     if momentum != 0.0 or run.has("momentum_buffer"):
         begun = run.begun()
         if not run.switches["nesterov"]:
             gradient.mul_(run.numbers(("fresh", *begun), lambda rates: _fresh(rates, begun)))
-            buffer = _follow(run, "momentum_buffer", momentum)
-            gradient.whole.copy_(buffer.whole)
+            direction = _follow(run, "momentum_buffer", momentum)
         else:  # beside which torch takes no dampening
             buffer = _follow(run, "momentum_buffer", momentum)
             gradient.add_product_(buffer, run.option("momentum"))
-    run.descend(gradient, run.numbers("descent", _descent))
+    run.descend(direction, run.numbers("descent", _descent))
 
 
 def _fresh(rates: Rates, begun: Sequence[bool]) -> list[float]:
@@ -215,8 +229,11 @@ def _adam_step(run: Run) -> None:
     mean.lerp_(gradient, run.option("beta1", _rest))
     square.average_square_(gradient, run.option("beta2"), run.option("beta2", _rest))
 
-    def roots(rates: Rates) -> list[float]:
+    def made(rates: Rates) -> list[float]:
         return [(1 - b ** (n + 1)) ** 0.5 for b, n in zip(rates("beta2"), done, strict=True)]
+
+    def roots(rates: Rates) -> tuple[float, ...]:
+        return rates.made(("roots", *done), partial(made, rates))
 
     def epsilons(rates: Rates) -> list[float]:
         return [eps * root for eps, root in zip(rates("eps"), roots(rates), strict=True)]
@@ -245,7 +262,7 @@ def _rmsprop(run: Run) -> None:
     gradient.whole.div_(root)
     momentum = run.numbers("momentum", lambda rates: rates("momentum"))
     if momentum != 0.0 or run.has("momentum_buffer"):
-        gradient.whole.copy_(_follow(run, "momentum_buffer", momentum).whole)
+        gradient = _follow(run, "momentum_buffer", momentum)
     run.descend(gradient, run.numbers("descent", _descent))
 
 

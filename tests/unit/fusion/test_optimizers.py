@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hydra_tune.fusion.optimizers import OptimizerAtOnce, is_stackable
 from hydra_tune.fusion.sliced import group_optimizer
@@ -194,6 +195,55 @@ def test_parameters_that_lie_one_behind_the_other_take_one_step():
     group.step()
     for name in ("exp_avg", "exp_avg_sq"):
         assert len({group.optimizer.state[p][name].untyped_storage().data_ptr() for p in group.stacked}) == 1
+
+
+def gradients_as_the_parameters_lie(group, extra=0):
+    """The gradients of the next step, in a buffer with so many more bytes."""
+    slots, size = lay_out(group.stacked, 64)
+    buffer = torch.full((size + extra,), 63, dtype=torch.uint8)
+    return buffer, [slot.view(buffer).copy_(p.grad) for p, slot in zip(group.stacked, slots, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_lie_as_the_parameters_do_give_the_same_step(kind):
+    apart, together = Group(KINDS[kind]), Group(KINDS[kind])
+    for _ in range(3):
+        apart.step()
+        before = together.optimizer.step
+
+        def step(before=before):
+            _, gradients = gradients_as_the_parameters_lie(together)
+            for p, gradient in zip(together.stacked, gradients, strict=True):
+                p.grad = gradient
+            before()
+
+        together.optimizer.step = step
+        together.step()
+        together.optimizer.step = before
+    for p, q in zip(apart.stacked, together.stacked, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_buffer_that_holds_more_than_gradients_is_only_read():
+    group = Group(KINDS["adamw"])
+    group.step()
+    buffer, gradients = gradients_as_the_parameters_lie(group, extra=8)
+    before = buffer.clone()
+    for p, gradient in zip(group.stacked, gradients, strict=True):
+        p.grad = gradient
+    group.optimizer.step()
+    assert torch.equal(buffer, before)
+
+
+def test_an_optimizer_that_every_step_is_told_of_is_stepped_by_itself():
+    seen = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append(optimizer) and None)
+    try:
+        group = Group(KINDS["sgd"])
+        group.step()
+    finally:
+        handle.remove()
+    assert [o for o in group.read if o in seen] == group.read
 
 
 def test_state_that_lies_elsewhere_is_stepped_all_the_same():

@@ -71,11 +71,11 @@ def test_a_round_goes_on_to_the_next_question(changes, units):
 def test_a_member_that_is_stopped_within_a_round_takes_no_further_step(monkeypatch):
     run_one, stopped, found = Traced.run, [], []
 
-    def stop(self, operands, noise=None):
+    def stop(self, operands, noise=None, **how):
         found.append(None)
         if len(found) == 5:
             stopped[0].stop = "pruned"
-        return run_one(self, operands, noise)
+        return run_one(self, operands, noise, **how)
 
     monkeypatch.setattr(Traced, "run", stop)
     tasks = [
@@ -111,8 +111,8 @@ def test_a_round_under_which_memory_runs_out_goes_on_with_the_step_that_failed(m
     tasks = [small(seed=seed) for seed in range(3)]
     run_one, found = Traced.run, []
 
-    def fail(self, operands, noise=None):
-        made = run_one(self, operands, noise)
+    def fail(self, operands, noise=None, **how):
+        made = run_one(self, operands, noise, **how)
         found.append(None)
         if len(found) == 7:
             raise torch.OutOfMemoryError("out of memory, of a test")

@@ -1,0 +1,130 @@
+"""Traced graphs made short: without what gives back what it is given, and with products made where and as they are wanted."""
+
+import torch
+from torch import Tensor, fx
+
+_SAME = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.default])
+_VIEWS = frozenset(
+    [torch.ops.aten.view.default, torch.ops.aten.expand.default, torch.ops.aten._unsafe_view.default]  # noqa: SLF001
+)
+_CLONE = torch.ops.aten.clone.default
+_TRANSPOSE, _SQUEEZE = torch.ops.aten.transpose.int, torch.ops.aten.squeeze.dim
+_PRODUCT, _BIASED, _SUM = torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, torch.ops.aten.sum.dim_IntList
+_WRITTEN = {_PRODUCT: torch.ops.aten.bmm.out, _SUM: torch.ops.aten.sum.IntList_out}
+_DIRECT = {
+    _PRODUCT: torch.bmm,
+    torch.ops.aten.bmm.out: torch.bmm,
+    _BIASED: torch.baddbmm,
+    _SUM: torch.sum,
+    torch.ops.aten.sum.IntList_out: torch.sum,
+    _TRANSPOSE: torch.transpose,
+    torch.ops.aten.view.default: Tensor.view,
+    torch.ops.aten.unsqueeze.default: torch.unsqueeze,
+    torch.ops.aten.expand.default: Tensor.expand,
+    torch.ops.aten.relu.default: torch.relu,
+    torch.ops.aten.div.Tensor: torch.div,
+    torch.ops.aten.mul.Tensor: torch.mul,
+    torch.ops.aten.add.Tensor: torch.add,
+    torch.ops.aten.ne.Scalar: torch.ne,
+    torch.ops.aten.t.default: torch.t,
+    torch.ops.aten.permute.default: torch.permute,
+}
+_MEMBERS_ROWS = ({1, 2}, {-1, -2})
+
+
+def tidy(module: fx.GraphModule) -> None:
+    """Leave out nodes that give back what they are given, and have products made the way round that they are wanted."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            continue
+        if node.target in _SAME or (node.target in _VIEWS and _are_alike(node.meta.get("val"), source.meta.get("val"))):
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+        elif node.target is _TRANSPOSE and source.target in (_PRODUCT, _BIASED) and len(source.users) == 1:
+            _turn(module.graph, node, source)
+        elif node.target is _SQUEEZE and _is_summed_up(source, node.args[1]):
+            source.args, source.meta = source.args[:2], dict(node.meta)
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+
+
+def write_in_place(module: fx.GraphModule, first: int) -> tuple[int, ...]:
+    """Have a graph take tensors beside its other arguments, and make outputs there.
+
+    Args:
+        module: the graph, tidied.
+        first: its outputs from this one on are to be made so, as far as what makes them can.
+
+    Returns:
+        Which of them are, counted from the first.
+    """
+    graph = module.graph
+    outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    *_, last = graph.find_nodes(op="placeholder")
+    found = []
+    for index, node in enumerate(outputs[first:]):
+        if node.target not in _WRITTEN or outputs.count(node) > 1:
+            continue
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"room_{index}")
+        with graph.inserting_before(node):
+            made = graph.call_function(_WRITTEN[node.target], node.args, {**node.kwargs, "out": last})
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+        found.append(index)
+    module.recompile()
+    return tuple(found)
+
+
+def call_directly(module: fx.GraphModule) -> None:
+    """Have a graph's operators called by the functions of `torch` that come to the same: they look for no overload.
+
+    Args:
+        module: the graph, tidied.
+    """
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.target = _DIRECT.get(node.target, node.target)
+    module.recompile()
+
+
+def _is_summed_up(node: fx.Node, dimension: object) -> bool:
+    """Whether a node is a sum along a dimension that nobody wants kept."""
+    return node.target is _SUM and node.args[1:] == ([dimension], True) and len(node.users) == 1
+
+
+def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
+    """The transpose of a product is the product of the transposes, and lies as it is read."""
+    if set(node.args[1:]) not in _MEMBERS_ROWS:
+        return
+    *bias, left, right = product.args
+    assert isinstance(left, fx.Node), "a product is of tensors"
+    assert isinstance(right, fx.Node), "a product is of tensors"
+    with graph.inserting_before(node):
+        factors = [_transposed(graph, one) for one in (*bias, right, left)]  # type: ignore[arg-type]
+        turned = graph.call_function(product.target, tuple(factors), dict(product.kwargs))  # type: ignore[arg-type]
+    turned.meta = {"val": node.meta["val"].contiguous()}
+    users = list(node.users)
+    node.replace_all_uses_with(turned)
+    graph.erase_node(node)
+    graph.erase_node(product)
+    if len(users) == 1 and users[0].target is _CLONE and _are_alike(users[0].meta.get("val"), turned.meta["val"]):
+        users[0].replace_all_uses_with(turned)  # a copy that was to lie so
+        graph.erase_node(users[0])
+
+
+def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if node.target is _TRANSPOSE and set(node.args[1:]) in _MEMBERS_ROWS:
+        (source,) = node.all_input_nodes
+        return source
+    return graph.call_function(_TRANSPOSE, (node, 1, 2))
+
+
+def _are_alike(a: object, b: object) -> bool:
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.stride() == b.stride()
