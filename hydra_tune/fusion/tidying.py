@@ -7,6 +7,7 @@ _SAME = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.default])
 _VIEWS = frozenset(
     [torch.ops.aten.view.default, torch.ops.aten.expand.default, torch.ops.aten._unsafe_view.default]  # noqa: SLF001
 )
+_RELU, _RELU_BACKWARD = torch.ops.aten.relu.default, torch.ops.aten.threshold_backward.default
 _CLONE = torch.ops.aten.clone.default
 _TRANSPOSE, _SQUEEZE = torch.ops.aten.transpose.int, torch.ops.aten.squeeze.dim
 _PRODUCT, _BIASED, _SUM = torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default, torch.ops.aten.sum.dim_IntList
@@ -21,7 +22,8 @@ _DIRECT = {
     torch.ops.aten.view.default: Tensor.view,
     torch.ops.aten.unsqueeze.default: torch.unsqueeze,
     torch.ops.aten.expand.default: Tensor.expand,
-    torch.ops.aten.relu.default: torch.relu,
+    _RELU: torch.relu,
+    torch.ops.aten.relu_.default: torch.relu_,
     torch.ops.aten.div.Tensor: torch.div,
     torch.ops.aten.mul.Tensor: torch.mul,
     torch.ops.aten.add.Tensor: torch.add,
@@ -29,7 +31,7 @@ _DIRECT = {
     torch.ops.aten.t.default: torch.t,
     torch.ops.aten.permute.default: torch.permute,
 }
-_MEMBERS_ROWS = ({1, 2}, {-1, -2})
+_MATRICES = 3
 
 
 def tidy(module: fx.GraphModule) -> None:
@@ -42,6 +44,9 @@ def tidy(module: fx.GraphModule) -> None:
             continue
         if node.target in _SAME or (node.target in _VIEWS and _are_alike(node.meta.get("val"), source.meta.get("val"))):
             node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
+        elif node.target is _TRANSPOSE and source.target is _TRANSPOSE and _swaps_rows(node) and _swaps_rows(source):
+            node.replace_all_uses_with(source.args[0])
             module.graph.erase_node(node)
         elif node.target is _TRANSPOSE and source.target in (_PRODUCT, _BIASED) and len(source.users) == 1:
             _turn(module.graph, node, source)
@@ -94,6 +99,24 @@ def call_directly(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def overwrite(module: fx.GraphModule) -> None:
+    """Have products' rectified values, and gradients of such, overwrite what nobody else reads.
+
+    Args:
+        module: the graph, tidied.
+    """
+    for node in module.graph.nodes:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or source.target not in (_PRODUCT, _BIASED) or len(source.users) > 1:
+            continue
+        if node.target is _RELU:
+            node.target = torch.ops.aten.relu_.default
+        elif node.target is _RELU_BACKWARD and _are_alike(node.meta.get("val"), source.meta.get("val")):
+            node.target = torch.ops.aten.threshold_backward.grad_input
+            node.kwargs = {"grad_input": source}
+    module.recompile()
+
+
 def _is_summed_up(node: fx.Node, dimension: object) -> bool:
     """Whether a node is a sum along a dimension that nobody wants kept."""
     return node.target is _SUM and node.args[1:] == ([dimension], True) and len(node.users) == 1
@@ -101,7 +124,7 @@ def _is_summed_up(node: fx.Node, dimension: object) -> bool:
 
 def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
     """The transpose of a product is the product of the transposes, and lies as it is read."""
-    if set(node.args[1:]) not in _MEMBERS_ROWS:
+    if not _swaps_rows(node):
         return
     *bias, left, right = product.args
     assert isinstance(left, fx.Node), "a product is of tensors"
@@ -119,8 +142,18 @@ def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
         graph.erase_node(users[0])
 
 
+def _swaps_rows(node: fx.Node) -> bool:
+    """Whether a transposition is of each member's matrix."""
+    return set(node.args[1:]) == {1, 2} or (set(node.args[1:]) == {-1, -2} and _dimensions(node) == _MATRICES)
+
+
+def _dimensions(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
 def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    if node.target is _TRANSPOSE and set(node.args[1:]) in _MEMBERS_ROWS:
+    if node.target is _TRANSPOSE and _swaps_rows(node):
         (source,) = node.all_input_nodes
         return source
     return graph.call_function(_TRANSPOSE, (node, 1, 2))

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hydra_tune.devices.own_generator import own_generator
 from hydra_tune.fusion.drawing import GroupGenerator, Noise, given, noting
 from hydra_tune.fusion.flat import Layout, runs
-from hydra_tune.fusion.tidying import call_directly, tidy, write_in_place
+from hydra_tune.fusion.tidying import call_directly, overwrite, tidy, write_in_place
 from hydra_tune.shard.compute import Gradients, Operands
 
 _MAX_REMEMBERED = 64
@@ -155,6 +155,7 @@ def traced(
     module = make_fx(joint, tracing_mode="fake")(*fakes, *noise)
     tidy(module)
     written = write_in_place(module, first=1)
+    overwrite(module)
     call_directly(module)
     with mode, torch.no_grad():  # once, so that what does not run is not taken for a trace
         module(*fakes, *noise, *[torch.empty_like(fakes[reached[index]]) for index in written])

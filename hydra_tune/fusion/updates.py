@@ -110,6 +110,8 @@ class Run:
     def begun(self) -> list[bool]:
         """Of each member whether its momentum has begun; those that are active and have any begin now."""
         begun: list[bool] = list(self._states[0].get("begun", [False] * len(self._active)))
+        if all(begun):
+            return begun
         begin = {
             rates: [b or (bool(m) and a) for b, m, a in zip(begun, rates("momentum"), self._active, strict=True)]
             for rates in self._distinct
@@ -178,7 +180,10 @@ def _decay(run: Run) -> None:
 
 def _follow(run: Run, name: str, momentum: Numbers) -> Flat:
     """Add the gradients to what is left of the earlier ones."""
-    buffer = run.state(name)
+    buffer, steady = run.state(name), run.option("momentum")
+    if isinstance(steady, float):
+        torch.add(run.gradient.whole, buffer.whole, alpha=steady, out=buffer.whole)
+        return buffer
     buffer.mul_(momentum)
     buffer.whole.add_(run.gradient.whole)
     return buffer
