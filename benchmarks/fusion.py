@@ -1,12 +1,12 @@
 """CPU seconds of a step of N models one after the other, and of the same step stacked; ratios within one run.
 
-    python benchmarks/fusion.py [mlp] [cnn] [transformer]
+    python benchmarks/fusion.py [--compile inductor] [mlp] [cnn] [transformer]
 
 One intra-op thread. The stacked step is what the units of a group compute: the traced forward and backward, and the optimizer.
 What members do for themselves (drawing batches, schedules, reports) is in neither.
 """
 
-import sys
+import argparse
 import time
 from functools import partial
 
@@ -86,14 +86,14 @@ def sequential(build, optimizer, count, x, y):
     return run
 
 
-def stacked(build, optimizer, count, x, y, *, is_shared=False):
+def stacked(build, optimizer, count, x, y, *, is_shared=False, backend=None):
     """The step of a group, and the seconds it takes to trace it; with a batch of each member's own, or one for all."""
     device = CpuDevice(0, 1 << 33)
     library = PlanLibrary(Budget(budget_bytes=1 << 33, buffer_fraction=0.0, alignment=device.alignment))
     arguments = {"model": build, "optimizer": optimizer, "train": lambda: [(x, y)], "loss": functional.cross_entropy}
     members = [Member(TrainTask(**arguments, seed=seed), library, device) for seed in range(count)]
     built = [member.built() for member in members]
-    plans, wanted = GroupPlans(library), members[0].peek()["train"]
+    plans, wanted = GroupPlans(library, backend), members[0].peek()["train"]
     shared = frozenset({0, 1}) if is_shared else frozenset()
     plan = plans.stacked(plans.of_member(members[0], wanted), count, shared)
     module = StackedModule([module for module, _ in built])
@@ -101,9 +101,9 @@ def stacked(build, optimizer, count, x, y, *, is_shared=False):
     held = ModelState(module, stepped, plan.plan, device)
     state = held.tensors
     inputs = tuple(tensor if is_shared else torch.stack([tensor] * count) for tensor in wanted.leaves.tensors)
-    start = time.process_time()
+    start = time.perf_counter() if backend else time.process_time()  # compilers work in processes of their own
     plans.trace(plan, state, inputs, count)
-    seconds = time.process_time() - start
+    seconds = (time.perf_counter() if backend else time.process_time()) - start
     graph = plan.plan.shards[0].graph
     trace = plan.plan.computing.traces[graph.first]
     operands = Operands(
@@ -127,16 +127,22 @@ def stacked(build, optimizer, count, x, y, *, is_shared=False):
 def main():
     torch.set_num_threads(1)
     print("model        N  optimizer  one after the other  stacked  ratio  tracing  one batch for all  ratio")
-    for name in sys.argv[1:] or CASES:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(CASES)}; all unless given")
+    parser.add_argument(
+        "--compile", metavar="BACKEND", help="of torch.compile; what tracing and compiling take is wall time then"
+    )
+    options = parser.parse_args()
+    for name in options.models or CASES:
         build, count, inputs = CASES[name]
         x = inputs()
         y = torch.randint(10, (len(x),))
         optimizers = {"SGD": partial(SGD, lr=1e-3, momentum=0.9), "AdamW": partial(AdamW, lr=1e-3)}
         for kind, optimizer in optimizers.items():
             before = milliseconds(sequential(build, optimizer, count, x, y))
-            run, seconds = stacked(build, optimizer, count, x, y)
+            run, seconds = stacked(build, optimizer, count, x, y, backend=options.compile)
             after = milliseconds(run)
-            shared = milliseconds(stacked(build, optimizer, count, x, y, is_shared=True)[0])
+            shared = milliseconds(stacked(build, optimizer, count, x, y, is_shared=True, backend=options.compile)[0])
             print(
                 f"{name:12} {count:2} {kind:9} {before:16.2f} ms {after:8.2f} ms {before / after:5.1f}x "
                 f"{seconds:6.2f} s {shared:8.2f} ms {before / shared:5.1f}x"

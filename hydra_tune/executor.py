@@ -41,6 +41,7 @@ from hydra_tune.pool.options import (
     check_flag,
     check_memory,
     check_placement,
+    checked_backend,
     members_of_group,
 )
 from hydra_tune.pool.pool import Pool
@@ -120,6 +121,8 @@ class HydraExecutor:
             no longer to the last bit; what cannot be fused runs as ever. "auto": only where that gains, by a few steps that are
             timed on copies first. "off": never. See docs/fusion.md.
         fusion_size: the most trials that are computed together.
+        fusion_compile: name of a `torch.compile` backend, such as "inductor", that the steps of groups are compiled with, once
+            for each size of a group and kind of batch; it takes from seconds to a minute each. None: they are not.
         plans_only: only `plan` and `profile` are asked for. Devices that are not there, or not as large as `device_memory`, are
             then stood for by as many CPU devices of that memory, which take none of it.
 
@@ -152,6 +155,7 @@ class HydraExecutor:
         max_retries: int = 1,
         fusion: Literal["off", "on", "auto"] = "off",
         fusion_size: int = 16,
+        fusion_compile: str | None = None,
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -170,6 +174,7 @@ class HydraExecutor:
         check_flag("record", record)
         check_placement(optimizer_placement, spill_dir)
         self._fusion_size = members_of_group(fusion, fusion_size)
+        self._fusion_compile = checked_backend("fusion_compile", fusion_compile)
         self._probes_fusion, self._group_size = fusion == "auto", fusion_size
         self._stop_seconds = parse_seconds(stop_seconds, what="stop_seconds")
         self._signals = ExitStack()
@@ -680,7 +685,7 @@ class HydraExecutor:
         _shut_down_at_exit(pool)
         if self._fusion_size:
             chooser = Chooser(library) if self._probes_fusion else None
-            self._fusion = Fusion(pool, library, self._fusion_size, chooser)
+            self._fusion = Fusion(pool, library, self._fusion_size, chooser, self._fusion_compile)
         return pool
 
     def _log_to(self, path: Path, devices: Sequence[Device]) -> EventLog:

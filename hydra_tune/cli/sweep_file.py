@@ -35,7 +35,7 @@ _ENGINE = (
     "loader_timeout",
     "max_retries",
 )
-_RENAMED = {"fuse": "fusion", "fuse_size": "fusion_size"}
+_RENAMED = {"fuse": "fusion", "fuse_size": "fusion_size", "fuse_compile": "fusion_compile"}
 """Keys of the block whose arguments of `HydraExecutor` have other names."""
 
 

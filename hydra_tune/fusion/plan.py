@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.compiling import compiled_trace
 from hydra_tune.fusion.likeness import with_stand_ins
 from hydra_tune.fusion.stacking import StackedGraph
 from hydra_tune.fusion.tracing import Traced, traced, traced_forward
@@ -89,7 +90,9 @@ def is_traced(plan: Plan) -> bool:
     return isinstance(plan.computing, StackedComputing) and bool(plan.computing.traces or plan.computing.forwards)
 
 
-def trace_step(plan: Plan, state: Sequence[Tensor], inputs: Sequence[Tensor], count: int) -> bool:
+def trace_step(
+    plan: Plan, state: Sequence[Tensor], inputs: Sequence[Tensor], count: int, backend: str | None = None
+) -> bool:
     """Trace the step of a group's plan, or its evaluation, where one unit is the whole of it; returns whether it is traced now.
 
     Args:
@@ -97,6 +100,7 @@ def trace_step(plan: Plan, state: Sequence[Tensor], inputs: Sequence[Tensor], co
         state: the stacked parameters and buffers of its shard, in its order.
         inputs: the stacked batch, all its tensors; those that are shared once.
         count: members.
+        backend: of `torch.compile`, which the step of training is compiled with; None: it is not.
     """
     computing = plan.computing
     assert isinstance(computing, StackedComputing), "not a group's plan"
@@ -118,6 +122,9 @@ def trace_step(plan: Plan, state: Sequence[Tensor], inputs: Sequence[Tensor], co
     trained = [tensor.requires_grad for tensor in state]
     trace = traced(graph.module, graph.state, operands, trained, plan.outputs[0], count)
     if trace is not None:
+        if backend is not None:
+            written = [graph.state.index(name) for name in graph.written_state]
+            trace = compiled_trace(trace, backend, operands, written, count)
         computing.traces[graph.first] = trace
     return trace is not None
 

@@ -25,9 +25,11 @@ class GroupPlans:
 
     Args:
         library: where the plans of single members come from.
+        backend: of `torch.compile`, which traced steps are compiled with; None: they are not.
     """
 
-    def __init__(self, library: PlanLibrary) -> None:
+    def __init__(self, library: PlanLibrary, backend: str | None = None) -> None:
+        self._backend = backend
         self._library = library
         self._lock = threading.Lock()
         self._alike: set[Hashable] = set()
@@ -136,8 +138,7 @@ class GroupPlans:
                 known[key] = replace(prepared, plan=stacked_plan(prepared.plan, count, shared, own))
             return known[key]
 
-    @staticmethod
-    def trace(prepared: Prepared, state: dict[str, Tensor], inputs: tuple[Tensor, ...], count: int) -> None:
+    def trace(self, prepared: Prepared, state: dict[str, Tensor], inputs: tuple[Tensor, ...], count: int) -> None:
         """Trace a group's plan, if that has not been done and can be; on CPU devices only, whose constants it bakes in.
 
         Args:
@@ -151,7 +152,8 @@ class GroupPlans:
             return
         with GATE.exclusive():
             try:
-                trace_step(plan, [state[name] for name in plan.shards[0].graph.state], inputs, count)
+                own = [state[name] for name in plan.shards[0].graph.state]
+                trace_step(plan, own, inputs, count, self._backend)
             except Exception as error:  # noqa: BLE001 - what cannot be traced runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
 

@@ -5,7 +5,8 @@ bookkeeping. Both are the same at each step, so they are done once, on tensors w
 kept. Random numbers are arguments of the graph: what a shard draws is noted, and drawn before it runs.
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,8 @@ class Traced:
         written: which of their gradients are made where there is room for them.
         noise: what it draws.
         loss: the name of the losses.
+        pure: the module before it was given room: it makes all gradients itself.
+        code: compiled code of that, which runs in the place of the module, if there is any.
     """
 
     module: fx.GraphModule
@@ -44,6 +47,8 @@ class Traced:
     written: tuple[int, ...]
     noise: tuple[Noise, ...]
     loss: str
+    pure: fx.GraphModule
+    code: Callable[..., Sequence[Tensor]] | None = None
     _layouts: dict[tuple[int, ...], _Layouts] = field(default_factory=dict)
 
     def draw(self, device: torch.device) -> list[Tensor]:
@@ -67,9 +72,14 @@ class Traced:
             noise = self.draw(operands.all[0].device)
         with torch.no_grad():
             room = self._room([operands.state[place] for place in self.places], is_laid_out=is_laid_out)
-            losses, *gradients = self.module.forward(*operands.all, *noise, *[room[index] for index in self.written])
-            if is_laid_out and len(self.written) < len(room):
-                rest = [index for index in range(len(room)) if index not in self.written]
+            if self.code is not None:
+                written: tuple[int, ...] = ()
+                losses, *gradients = self.code(*operands.all, *noise)
+            else:
+                written = self.written
+                losses, *gradients = self.module.forward(*operands.all, *noise, *[room[index] for index in written])
+            if is_laid_out and len(written) < len(room):
+                rest = [index for index in range(len(room)) if index not in written]
                 torch._foreach_copy_([room[index] for index in rest], [gradients[index] for index in rest])
                 gradients = [room[index] for index in range(len(room))]
         return Gradients(
@@ -154,10 +164,11 @@ def traced(
 
     module = make_fx(joint, tracing_mode="fake")(*fakes, *noise)
     tidy(module)
+    pure = fx.GraphModule(module, copy.deepcopy(module.graph))
     written = write_in_place(module, first=1)
     overwrite(module)
     call_directly(module)
     with mode, torch.no_grad():  # once, so that what does not run is not taken for a trace
         module(*fakes, *noise, *[torch.empty_like(fakes[reached[index]]) for index in written])
     trained = tuple(names[place] for place in reached)
-    return Traced(module, trained, tuple(reached), written, tuple(noted.found), loss)
+    return Traced(module, trained, tuple(reached), written, tuple(noted.found), loss, pure)

@@ -68,11 +68,14 @@ class Fusion:
         library: the pool's.
         most: members of a group.
         chooser: says whether trials gain by it; None: all are fused that can be.
+        backend: of `torch.compile`, which steps of groups are compiled with, if any.
     """
 
-    def __init__(self, pool: Pool, library: PlanLibrary, most: int, chooser: Chooser | None = None) -> None:
+    def __init__(
+        self, pool: Pool, library: PlanLibrary, most: int, chooser: Chooser | None = None, backend: str | None = None
+    ) -> None:
         self._pool = pool
-        self._plans = GroupPlans(library)
+        self._plans = GroupPlans(library, backend)
         self._library = library
         self._most = most
         self._chooser = chooser

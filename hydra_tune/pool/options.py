@@ -1,5 +1,7 @@
 """Options of `HydraExecutor` that make no sense are refused, by name."""
 
+import torch
+
 from hydra_tune.devices.discovery import parse_bandwidth
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import parse_bytes
@@ -18,6 +20,16 @@ def members_of_group(fusion: object, most: object) -> int:
     if isinstance(most, bool) or not isinstance(most, int) or most < 2:  # noqa: PLR2004 - a group
         raise ConfigError(f"fusion_size must be a whole number of at least 2, not {most!r}")
     return 0 if fusion == "off" else most
+
+
+def checked_backend(name: str, backend: str | None) -> str | None:
+    """A backend of `torch.compile`; what is none is refused."""
+    if backend is None:
+        return None
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ConfigError(f"{name} must be None or a backend of torch.compile ({', '.join(known)}), not {backend!r}")
+    return backend
 
 
 def check_count(name: str, value: object) -> None:

@@ -107,7 +107,7 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, bac
     )
     run = module.forward
     if backend is not None:
-        run = _compiled(module, backend, [state.index(name) for name in written_state])
+        run = compiled(module, backend, [state.index(name) for name in written_state])
     return ShardGraph(
         module=under_autocast(run, captured.precision),
         first=first,
@@ -130,29 +130,34 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, bac
     )
 
 
-def _compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
-    """The shard, compiled at its first run.
+def compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
+    """A graph, compiled at its first run.
 
     Buffers lie side by side in one block, and a compiler cannot tell that overwriting one leaves the others alone: those at
     the positions `written` are overwritten in copies of their own.
+
+    Args:
+        module: the graph.
+        backend: of `torch.compile`.
+        written: positions of the arguments that it overwrites.
     """
     # Inductor has a random generator of its own unless told to use torch's, which a recompute can rewind.
     options: dict[str, str | int | bool | Callable[..., Any]] | None = None
     if backend == "inductor":
         options = {"fallback_random": True}
-    compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(module, backend=backend, dynamic=False, options=options)
+    made_by: Callable[..., tuple[Tensor, ...]] = torch.compile(module, backend=backend, dynamic=False, options=options)
 
     def run(*arguments: Tensor) -> tuple[Tensor, ...]:
         own = list(arguments)
         for position in written:
             own[position] = arguments[position].clone()
-        made = compiled(*own)
+        made = made_by(*own)
         with torch.no_grad():
             for position in written:
                 arguments[position].copy_(own[position])
         return made
 
-    return run if written else compiled
+    return run if written else made_by
 
 
 def _outside_arguments(captured: Captured, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:

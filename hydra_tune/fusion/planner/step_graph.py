@@ -126,14 +126,14 @@ class _Builder:
         self._joint, self._names, self._groups = joint, names, groups
         self._mode = FakeTensorMode()
         self._tracer, self._count = tracer, tracer.count
-        self._old = [node for node in joint.module.graph.nodes if node.op == "placeholder"]
+        self._old = [node for node in joint.pure.graph.nodes if node.op == "placeholder"]
         self._num_constants, self._num_inputs = len(operands.constants), len(operands.inputs)
         with self._mode:
             self._fakes = [
                 torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
                 for tensor in operands.all
             ]
-        self._graph = fx.Graph(joint.module)
+        self._graph = fx.Graph(joint.pure)
         self._new: dict[fx.Node, fx.Node] = {}
         self._geometry: dict[str, Tensor] = {}
         self._moments: dict[tuple[str, str], str] = {}
@@ -157,7 +157,7 @@ class _Builder:
         first = len(self._names) + self._num_constants
         return StepGraph(
             graph=self._graph,
-            owner=self._joint.module,
+            owner=self._joint.pure,
             num_forward=ops.index(self._new[losses]) + 1,
             geometry=self._geometry,
             inputs=tuple(arguments[first:]),
@@ -166,7 +166,7 @@ class _Builder:
             moments=self._moments,
             rates=self._rates,
             noise=self._joint.noise,
-            seen=seen(self._graph, self._joint.module, self._geometry, self._drawn(), self._mode),
+            seen=seen(self._graph, self._joint.pure, self._geometry, self._drawn(), self._mode),
         )
 
     def _argument(self, name: str, fake: Tensor) -> fx.Node:
@@ -211,9 +211,9 @@ class _Builder:
 
     def _emit(self) -> fx.Node:
         """Copy the traced nodes, with draws before their uses and updates after their parameters' last uses; the losses."""
-        body = [node for node in self._joint.module.graph.nodes if node.op not in ("placeholder", "output")]
+        body = [node for node in self._joint.pure.graph.nodes if node.op not in ("placeholder", "output")]
         place = {node: position for position, node in enumerate(body)}
-        (output,) = (node for node in self._joint.module.graph.nodes if node.op == "output")
+        (output,) = (node for node in self._joint.pure.graph.nodes if node.op == "output")
         losses, *gradients = output.args[0]
         draws = self._draws_before(place)
         updates = self._updates_after(body, place, dict(zip(self._joint.trained, gradients, strict=True)))
@@ -244,7 +244,7 @@ class _Builder:
         """Where each parameter is updated: when its gradient is there and nothing reads the parameter any more."""
         geometry = {node.name: fake for node, fake in zip(self._old, self._fakes, strict=False)}
         geometry |= {n.name: drawn for n, drawn in zip(self._noise(), self._drawn(), strict=True)}
-        facts = seen(self._joint.module.graph, self._joint.module, geometry, [], self._mode)
+        facts = seen(self._joint.pure.graph, self._joint.pure, geometry, [], self._mode)
         last = {storage: place[node] for node in body for storage in facts.storages.get(node.name, ())}
         for node in body:
             for storage in facts.reads.get(node.name, ()):
