@@ -150,7 +150,9 @@ class UpdateTracer:
         def run(p: Tensor, gradient: Tensor, *rest: Tensor) -> list[Tensor]:
             given = iter(rest[len(names) :])
             layout = _layout(p)
-            flat = layout.gathered([gradient])
+            whole = gradient.new_empty(layout.size)  # a copy: the step overwrites it
+            flat = Flat(whole, layout.parts(whole))
+            flat.parts[0].copy_(gradient)
             state = dict(zip(names, rest, strict=False))
             self._step(group, layout, _flat(p), flat, state, [1] * self.count, lambda _values, _part: [next(given)])
             return []
@@ -209,7 +211,16 @@ class UpdateTracer:
     ) -> None:
         counts = {"steps": list(steps), "begun": [step > 0 for step in steps]}
         everybody = [True] * self.count
-        given = (layout, p, gradient, [state | counts], [self._rates[group]], self._switches[group], everybody)
+        given: tuple[Any, ...] = (
+            layout,
+            p,
+            gradient,
+            [state | counts],
+            {},
+            [self._rates[group]],
+            self._switches[group],
+            everybody,
+        )
         self._update(_OneRun(ask, *given))
 
     def _first(self, group: int, p: Tensor) -> dict[str, Tensor]:
@@ -217,7 +228,16 @@ class UpdateTracer:
         layout = _layout(p)
         gradient = layout.new(p.view(-1) if p.is_contiguous() else p.flatten())
         state: dict[str, Any] = {"steps": [0] * self.count}
-        given = (layout, _flat(p), gradient, [state], [self._rates[group]], self._switches[group], [True] * self.count)
+        given = (
+            layout,
+            _flat(p),
+            gradient,
+            [state],
+            {},
+            [self._rates[group]],
+            self._switches[group],
+            [True] * self.count,
+        )
         run = _FirstRun(*given)
         self._update(run)
         return run.initial
