@@ -228,7 +228,7 @@ class UpdateTracer:
         layout = _layout(p)
         gradient = layout.new(p.view(-1) if p.is_contiguous() else p.flatten())
         state: dict[str, Any] = {"steps": [0] * self.count}
-        given = (
+        given: tuple[Any, ...] = (
             layout,
             _flat(p),
             gradient,
