@@ -24,7 +24,8 @@ sweep: .venv/.user          ## a real sweep: a ViT on handwritten digits, too la
 
 # Files in their order: ordered by their number of tests, the long ones with few tests would come last, on one core.
 test: .venv/.dev            ## the whole test suite
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/ray
+	$(BIN)/python -m pytest -q -m "not slow" tests/ray  # by themselves: Ray takes a process's signals and loggers for its own
 
 parity: .venv/.dev          ## the full product of models, cuts and devices
 	$(BIN)/python -m pytest -q -m slow tests/parity -n 2 --dist loadgroup
