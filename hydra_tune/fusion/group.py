@@ -18,7 +18,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.buckets import Buckets
 from hydra_tune.fusion.kinds import Kinds, wanted_of
-from hydra_tune.fusion.likeness import Probabilities
+from hydra_tune.fusion.likeness import Likeness
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.plans import GroupPlans
@@ -28,6 +28,7 @@ from hydra_tune.fusion.sizes import Sizes
 from hydra_tune.fusion.stack import StackedModule, adopt, hand_out, put_in, stacked_optimizer
 from hydra_tune.fusion.steps import GroupEvaluation, GroupGradients, GroupStep
 from hydra_tune.fusion.streams import GroupStreams
+from hydra_tune.fusion.tails import Rows
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard.library import PlanLibrary, Prepared
@@ -87,8 +88,9 @@ class GroupTrial(Trial):
         self._times = times or SharedTimes()
         self._group_streams = GroupStreams([member.streams for member in members])
         self._gradients: GroupGradients = GroupGradients([member.task for member in members])
-        self._stacked: dict[Prepared, tuple[Prepared, Probabilities]] = {}
+        self._stacked: dict[Prepared, tuple[Prepared, Likeness]] = {}
         self._kinds = Kinds(plans)
+        self._rows: Rows | None = None  # of the plan that runs
         self._round: Round | None = None  # while one is under way
         self._units_done = 0  # of the present step
         for seat in seats:
@@ -332,7 +334,7 @@ class GroupTrial(Trial):
             self._kinds.make_ready(size, self.state.tensors)
 
     def _compute(
-        self, bucket: Sequence[Seat], prepared: Prepared, drops: Probabilities, *, is_all: bool
+        self, bucket: Sequence[Seat], prepared: Prepared, likeness: Likeness, *, is_all: bool
     ) -> Generator[PendingUnit, None, int]:
         """The batches that these members want, and further ones where several fit in a unit; returns how many of each."""
         first = wanted_of(bucket[0])
@@ -341,7 +343,8 @@ class GroupTrial(Trial):
         taking_part = {id(seat) for seat in bucket}
         self._group_streams.active = active = [id(seat) in taking_part for seat in self.seats]
         resting = frozenset(index for index, one in enumerate(active) if not one)
-        self._group_streams.probabilities = drops
+        self._group_streams.probabilities = likeness.drops
+        self._rows = likeness.rows
         state = self.state
         assert state is not None
         self._step_left = part.times.total
@@ -418,7 +421,11 @@ class GroupTrial(Trial):
     def _take_values(self, steps: Sequence[Mapping[str, Sequence[float]]], resting: Collection[int]) -> None:
         for index, seat in enumerate(self.seats):
             if index not in resting:
-                seat.member.results = [{name: values[index] for name, values in step.items()} for step in steps]
+                own = None if self._rows is None else self._rows.names(index)
+                seat.member.results = [
+                    {name: values[index] for name, values in step.items() if own is None or name in own}
+                    for step in steps
+                ]
 
     def _evaluated(self, part: Part, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
         evaluation = GroupEvaluation(part.plan, part.times, state, part.leaves, self._group_streams, self._device)
@@ -448,19 +455,19 @@ class GroupTrial(Trial):
             self._make_group_state(self._group_plans.stacked(self._kinds.first, len(self.seats)))
         return own
 
-    def _prepared(self, own: Prepared) -> tuple[Prepared, Probabilities]:
-        """A member's plan, stacked for as many as there are places now; and with what each of them drops."""
+    def _prepared(self, own: Prepared) -> tuple[Prepared, Likeness]:
+        """A member's plan, stacked for as many as there are places now; and what is each of theirs."""
         if own not in self._stacked:
             size = len(self.seats)
-            drops = self._kinds.drops(own, [seat.member for seat in self.seats])
-            found = self._group_plans.stacked(own, size, slots=drops)
+            likeness = self._kinds.likeness(own, [seat.member for seat in self.seats])
+            found = self._group_plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows)
             assert self.state is not None
             self.state.adopt_state(list(found.plan.used_state()), self._device)
             if self._device.torch_device.type == "cpu":
-                self._kinds.trace(own, size, self.state.tensors, drops)
+                self._kinds.trace(own, size, self.state.tensors, likeness)
             if len(self._stacked) > _MAX_STACKED:
                 self._stacked.clear()
-            self._stacked[own] = found, drops
+            self._stacked[own] = found, likeness
         return self._stacked[own]
 
     def _make_group_state(self, prepared: Prepared, before: ModelState | None = None) -> None:

@@ -35,7 +35,7 @@ class FusionKey:
     """What the trials of a group have in common.
 
     Attributes:
-        family: by which keys are equal: everything but numbers that a model holds.
+        family: by which keys are equal: everything but numbers that a model holds, and losses and metrics.
         architecture: with the numbers; trials of equal ones are alike, others may be (`GroupPlans.are_alike`).
     """
 
@@ -63,12 +63,18 @@ def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Fusi
     names = {id(parameter): name for name, parameter in named_state(module)}
     groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     family = (
-        _without_numbers(architecture),
+        _without_numbers(_without_losses(architecture)),
         options_key(optimizer),
         groups,
         task.activations,
     )
     return FusionKey(family, architecture)
+
+
+def _without_losses(key: Any) -> Any:
+    """An architecture's key with `step=` alone of what is done with the model."""
+    model, (_loss, step, _evaluate), *rest = key
+    return (model, step, *rest)
 
 
 def _without_numbers(key: Any) -> Any:

@@ -1,13 +1,14 @@
 """The plans of a group, by the kinds of batches that its members want."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from hydra_tune.errors import TaskError, UnfusableError
-from hydra_tune.fusion.likeness import Probabilities
+from hydra_tune.fusion.likeness import Likeness
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plans import GroupPlans, layout_of
 from hydra_tune.fusion.seat import Seat
@@ -61,18 +62,23 @@ class Kinds:
         except UnfusableError as error:
             raise _not_together(error) from error
 
-    def drops(self, own: Prepared, members: Sequence[Member]) -> Probabilities:
-        """With what each member drops in a plan, where that is not the same for all.
+    def likeness(self, own: Prepared, members: Sequence[Member]) -> Likeness:
+        """What of a plan is each member's own, where that is not the same for all.
 
         Raises:
             TaskError: they differ in more.
         """
         wanted, by = self._wanted[own]
+        if wanted.mode == "evaluate":  # with those that do
+            members = [by if member.task.validate is None else member for member in members]
         try:
             _, found = self._plans.of_members([by, *members], wanted, None if own is self.first else self._layout)
         except UnfusableError as error:
             raise _not_together(error) from error
-        return {name: ps[1:] for name, ps in found.items()}
+        rows = None if found.rows is None else replace(found.rows, of=found.rows.of[1:])
+        if rows is not None and set(rows.of) == {0}:
+            rows = None
+        return Likeness({name: ps[1:] for name, ps in found.drops.items()}, rows)
 
     def _made(self, member: Member, wanted: Wanted) -> Prepared:
         own = self._plans.of_member(member, wanted, self._layout)
@@ -113,12 +119,15 @@ class Kinds:
             for own, _ in list(known):
                 self.trace(own, size, state)
 
-    def trace(self, own: Prepared, size: int, state: Mapping[str, Tensor], slots: Iterable[str] = ()) -> Prepared:
+    def trace(
+        self, own: Prepared, size: int, state: Mapping[str, Tensor], likeness: Likeness | None = None
+    ) -> Prepared:
         """The stacked plan for a number of members, traced if it can be and has not been.
 
-        Arguments are as of `make_ready` and of `GroupPlans.stacked`.
+        Arguments are as of `make_ready`; `likeness` is what is each member's own.
         """
-        stacked = self._plans.stacked(own, size, slots=slots)
+        likeness = likeness or Likeness({})
+        stacked = self._plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows)
         inputs = next((kind for known in self._known.values() for one, kind in known if one is own), ())
         self._plans.trace(
             stacked,

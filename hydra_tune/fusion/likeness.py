@@ -1,4 +1,4 @@
-"""Whether plans of several trials are the same but for the probabilities of dropout, each of which may then be a member's own.
+"""Whether plans of several trials are the same but for what may be a member's own: probabilities of dropout, and its loss.
 
 Trials whose architecture keys differ in numbers alone may have equal graphs all the same: a probability is an argument of the
 operators that drop. Their captured graphs are compared, node by node, with that argument left out.
@@ -6,15 +6,19 @@ operators that drop. Their captured graphs are compared, node by node, with that
 Note: what counts as such an argument is one of an operator whose masks can be drawn apart from it, for a graph that has it in
 any case: `torch.dropout`, also of whole channels, that of attention, and that between recurrent layers. A model that leaves
 the operator out where a probability is 0 has another graph, and so has one whose probability is used for something else too.
+
+Note: losses and metrics. Graphs that begin alike may end otherwise (`tails.py`).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.tails import Rows, arguments_of, operators_of, placeholders_of, tails_of
 from hydra_tune.shard.plan import Plan
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.stochastic import named_arguments
@@ -33,6 +37,19 @@ _STAND_IN = 0.25  # draws, and is no special case of any operator
 
 Probabilities = dict[str, list[float]]
 """By the name of the node that drops, one for each member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """In what members differ that compute together.
+
+    Attributes:
+        drops: probabilities of dropout.
+        rows: who has which loss, or metrics; None: all have the same.
+    """
+
+    drops: Probabilities
+    rows: Rows | None = None
 
 
 def with_stand_ins(code: fx.GraphModule, slots: frozenset[str]) -> fx.GraphModule:
@@ -61,12 +78,43 @@ def probabilities(plans: Sequence[Plan]) -> Probabilities:
         UnfusableError: they differ in something else; with what it is.
     """
     first, *others = plans
-    found: Probabilities = {}
-    every = [dict(_of_plan(plan)) for plan in plans]
     for other in others:
         _check_plans(first, other)
+    return _differing(plans)
+
+
+def likeness(plans: Sequence[Plan]) -> Likeness:
+    """What differs in plans, one of each member, that may be computed together.
+
+    Raises:
+        UnfusableError: they differ in something else; with what it is.
+    """
+    kinds: list[Plan] = []
+    own = [_kind_of(plan, kinds) for plan in plans]
+    rows = None
+    if len(kinds) > 1:
+        length = min(_common(kinds[0], kind) for kind in kinds[1:])
+        rows = Rows(tails_of(kinds, length), tuple(own))
+    return Likeness(_differing(plans), rows)
+
+
+def _kind_of(plan: Plan, kinds: list[Plan]) -> int:
+    """Which of some plans one is like; added to them if it is like none."""
+    for number, kind in enumerate(kinds):
+        try:
+            _check_plans(kind, plan)
+        except UnfusableError:
+            continue
+        return number
+    kinds.append(plan)
+    return len(kinds) - 1
+
+
+def _differing(plans: Sequence[Plan]) -> Probabilities:
+    found: Probabilities = {}
+    every = [dict(_of_plan(plan)) for plan in plans]
     for name, p in every[0].items():
-        own = [one[name] for one in every]
+        own = [one.get(name, p) for one in every]
         if any(value != p for value in own):
             found[name] = own
     return found
@@ -115,6 +163,75 @@ def _check_plans(a: Plan, b: Plan) -> None:
         _check_shards(one.graph, other.graph)
 
 
+def _common(a: Plan, b: Plan) -> int:
+    """With how many equal operators two plans of one shard begin, which are the same in all else but results."""
+    told = _told(a, b)
+    if a.eager or b.eager or a.mode != b.mode:
+        raise UnfusableError(told)
+    if max(len(a.shards), len(b.shards)) > 1:
+        raise UnfusableError(f"{told}; losses and metrics may be a member's own where a model is one shard")
+    names = ("trained", "shared_gradients", "has_backward")
+    of_graph = ("state", "written_state", "saved_state")
+    last, other = a.shards[-1], b.shards[-1]
+    alike = all(getattr(last, name) == getattr(other, name) for name in names)
+    if not alike or any(getattr(last.graph, name) != getattr(other.graph, name) for name in of_graph):
+        raise UnfusableError(told)
+    length = _equal_operators(a, b)
+    try:
+        tails_of([a, b], length)
+    except UnfusableError as error:
+        raise UnfusableError(f"{told}; {error}") from error
+    return length
+
+
+def _told(a: Plan, b: Plan) -> str:
+    """What the difference is."""
+    try:
+        _check_plans(a, b)
+    except UnfusableError as error:
+        return str(error)
+    return "its graph is the same"
+
+
+def _equal_operators(a: Plan, b: Plan) -> int:
+    """With how many two shards begin."""
+    one, other = (plan.shards[-1].graph.code for plan in (a, b))
+    if one is None or other is None:
+        raise UnfusableError("its graph is compiled")
+    numbers = _begun(a, one, {}) | _begun(b, other, a.constants)
+    for node in (*one.graph.nodes, *other.graph.nodes):
+        if node.op == "get_attr":
+            numbers[node] = _attribute(node, one, other)
+    length = 0
+    for own, two in zip(operators_of(one), operators_of(other), strict=False):
+        alike = own.op == two.op and own.target == two.target and own.name == two.name
+        if not alike or _key(own, numbers, is_outer=True) != _key(two, numbers, is_outer=True):
+            break
+        numbers[own] = numbers[two] = length
+        length += 1
+    return length
+
+
+def _begun(plan: Plan, code: fx.GraphModule, others: Mapping[str, Tensor]) -> dict[fx.Node, object]:
+    """What a shard's arguments are, which is the same in two plans for what is the same."""
+    found: dict[fx.Node, object] = {}
+    for node, (kind, name) in zip(placeholders_of(code), arguments_of(plan.shards[-1].graph), strict=True):
+        is_other = (
+            kind == "constant" and str(name) in others and not _same(plan.constants[str(name)], others[str(name)])
+        )
+        found[node] = (kind, name, is_other)
+    return found
+
+
+def _attribute(node: fx.Node, one: fx.GraphModule, other: fx.GraphModule) -> object:
+    name = str(node.target)
+    try:
+        _check_attributes(getattr(one, name, None), getattr(other, name, None))
+    except UnfusableError:
+        return id(node.graph), name
+    return name
+
+
 def _check_shards(a: ShardGraph, b: ShardGraph) -> None:
     names = ("state", "constants", "inputs", "live_in", "live_out", "written_state", "saved_state", "cloned")
     if any(getattr(a, name) != getattr(b, name) for name in names) or a.code is None or b.code is None:
@@ -124,7 +241,7 @@ def _check_shards(a: ShardGraph, b: ShardGraph) -> None:
 
 def _check_graphs(a: fx.GraphModule, b: fx.GraphModule, *, is_outer: bool) -> None:
     own, other = list(a.graph.nodes), list(b.graph.nodes)
-    numbers = {node: number for nodes in (own, other) for number, node in enumerate(nodes)}
+    numbers: dict[fx.Node, object] = {node: number for nodes in (own, other) for number, node in enumerate(nodes)}
     if len(own) != len(other):
         raise UnfusableError(f"its graph has {len(other)} operators, and the others' {len(own)}")
     for one, two in zip(own, other, strict=True):
@@ -143,7 +260,7 @@ def _check_attributes(one: object, two: object) -> None:
         raise UnfusableError("its graph holds other values")
 
 
-def _key(node: fx.Node, numbers: Mapping[fx.Node, int], is_outer: bool) -> str:
+def _key(node: fx.Node, numbers: Mapping[fx.Node, object], is_outer: bool) -> str:
     """A node's arguments, and what it makes."""
     left_out = _PROBABILITIES.get(node.target) if is_outer and node.op == "call_function" else None
     if left_out is not None:
@@ -160,7 +277,7 @@ def _key(node: fx.Node, numbers: Mapping[fx.Node, int], is_outer: bool) -> str:
 class _Numbered:
     """A node, by its place."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: object) -> None:
         self._number = number
 
     def __repr__(self) -> str:

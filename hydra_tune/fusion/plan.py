@@ -10,6 +10,7 @@ from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.compiling import compiled_trace
 from hydra_tune.fusion.likeness import with_stand_ins
 from hydra_tune.fusion.stacking import StackedGraph
+from hydra_tune.fusion.tails import Rows, StackedPrefix, with_results, with_tails
 from hydra_tune.fusion.tracing import Traced, traced, traced_forward
 from hydra_tune.shard import compute
 from hydra_tune.shard.compute import Gradients, Incoming, Operands, Tape
@@ -66,7 +67,11 @@ class StackedComputing:
 
 
 def stacked_plan(
-    plan: Plan, count: int, shared: frozenset[int] = frozenset(), slots: frozenset[str] = frozenset()
+    plan: Plan,
+    count: int,
+    shared: frozenset[int] = frozenset(),
+    slots: frozenset[str] = frozenset(),
+    rows: Rows | None = None,
 ) -> Plan:
     """The plan of a group.
 
@@ -75,14 +80,19 @@ def stacked_plan(
         count: members.
         shared: which of the batch's tensors are the same for all members; they come once, without a dimension of members.
         slots: names of nodes that drop with a probability of each member's own.
+        rows: which member has which loss, or metrics, if they are not the same; the plan is the first of its plans.
 
     Raises:
         UnfusableError: a shard that cannot be run so.
     """
     if plan.eager:
         raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
-    shards = tuple(_stacked_shard(shard, count, shared, slots) for shard in plan.shards)
-    return replace(plan, shards=shards, computing=StackedComputing())
+    if rows is None:
+        shards = tuple(_stacked_shard(shard, count, shared, slots) for shard in plan.shards)
+        return replace(plan, shards=shards, computing=StackedComputing())
+    (shard,) = plan.shards
+    shards = (_tailed_shard(shard, count, shared, slots, rows),)
+    return with_results(replace(plan, shards=shards, computing=StackedComputing()), rows)
 
 
 def is_traced(plan: Plan) -> bool:
@@ -145,6 +155,18 @@ def _stacked_shard(shard: Shard, count: int, shared: frozenset[int], slots: froz
     code = with_stand_ins(graph.code, own) if own else graph.code
     graph = replace(graph, module=StackedGraph(code, is_stacked, own), stochastic=graph.stochastic or bool(own))
     return replace(shard, graph=graph, cost=_multiplied(shard.cost, count))
+
+
+def _tailed_shard(shard: Shard, count: int, shared: frozenset[int], slots: frozenset[str], rows: Rows) -> Shard:
+    graph = shard.graph
+    assert graph.code is not None, "compared before"
+    own = slots & {node.name for node in graph.code.graph.nodes}
+    code = with_stand_ins(graph.code, own) if own else graph.code
+    prefix = StackedPrefix(graph, code, rows, shared, own)
+    made = with_tails(
+        replace(shard, graph=replace(graph, stochastic=graph.stochastic or bool(own))), rows, shared, prefix
+    )
+    return replace(made, cost=_multiplied(made.cost, count))
 
 
 def _multiplied(cost: ShardCost, count: int) -> ShardCost:

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.likeness import probabilities
+from hydra_tune.fusion.likeness import Likeness, likeness
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plan import is_traced, stacked_plan, trace_step
+from hydra_tune.fusion.tails import Rows
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
 from hydra_tune.shard.request import Layout
 
 _LOGGER = logging.getLogger(__name__)
+_MAX_KEPT = 64  # stacked plans of one kind of batch, and comparisons
 
 
 class GroupPlans:
@@ -34,6 +36,7 @@ class GroupPlans:
         self._lock = threading.Lock()
         self._alike: set[Hashable] = set()
         self._unlike: dict[Hashable, str] = {}  # pairs of architectures, and what they differ in
+        self._likenesses: dict[tuple[Prepared, ...], Likeness] = {}  # of the plans of members
         self._stacked: WeakKeyDictionary[Prepared, dict[Hashable, Prepared]] = WeakKeyDictionary()
 
     def of_member(self, member: Member, wanted: Wanted, like: Layout | None = None) -> Prepared:
@@ -57,8 +60,8 @@ class GroupPlans:
 
     def of_members(
         self, members: Sequence[Member], wanted: Wanted, like: Layout | None = None
-    ) -> tuple[Prepared, dict[str, list[float]]]:
-        """The plan of the first of some members, and what the others' have otherwise: the probabilities of dropout.
+    ) -> tuple[Prepared, Likeness]:
+        """The plan of the first of some members, and what the others' have otherwise: probabilities of dropout, and losses.
 
         Args:
             members: of one group, or such as may be; built; only read.
@@ -66,7 +69,7 @@ class GroupPlans:
             like: as of `of_member`.
 
         Returns:
-            The plan, and by the name of a node that drops the probability of each member; none of those that are alike.
+            The plan, and for each member what is its own.
 
         Raises:
             UnfusableError: as `of_member`, or they differ in something else.
@@ -78,7 +81,25 @@ class GroupPlans:
             if key not in known:
                 known[key] = self.of_member(member, wanted, like)
             own.append(known[key])
-        return own[0], probabilities([one.plan for one in own])
+        found = self._likeness(own)
+        if found.rows is not None and any(one.guard is not None for one in own):
+            raise UnfusableError("its loss is another, and the step's Python asks for values of the batch")
+        return own[0], found
+
+    def _likeness(self, own: Sequence[Prepared]) -> Likeness:
+        key = tuple(own)
+        with self._lock:
+            known = self._likenesses.get(key)
+        if known is not None:
+            return known
+        found = likeness([one.plan for one in own])
+        with self._lock:
+            for other in self._likenesses.values():
+                found = _with_tails_of(found, other)
+            if len(self._likenesses) >= _MAX_KEPT:
+                self._likenesses.clear()
+            self._likenesses[key] = found
+        return found
 
     def check_alike(self, first: Member, other: Member, *, may_draw: bool) -> None:
         """Refuse two trials that cannot be of one group, though their families are the same.
@@ -110,14 +131,19 @@ class GroupPlans:
         return first == other or (first, other) in self._alike
 
     def _check_plans(self, first: Member, other: Member, *, may_draw: bool) -> None:
-        for wanted in first.peek().values():
-            prepared, drops = self.of_members([first, other], wanted)
-            if drops and not may_draw:
+        for wanted in _compared(first, other):
+            prepared, found = self.of_members([first, other], wanted)
+            if found.drops and not may_draw:
                 raise UnfusableError("its probabilities of dropout are others, and groups draw on CPU devices only")
-            self.stacked(prepared, 2, slots=drops)
+            self.stacked(prepared, 2, slots=found.drops, rows=found.rows)
 
     def stacked(
-        self, prepared: Prepared, count: int, shared: frozenset[int] = frozenset(), slots: Iterable[str] = ()
+        self,
+        prepared: Prepared,
+        count: int,
+        shared: frozenset[int] = frozenset(),
+        slots: Iterable[str] = (),
+        rows: Rows | None = None,
     ) -> Prepared:
         """The same for a group of so many.
 
@@ -126,6 +152,7 @@ class GroupPlans:
             count: members.
             shared: as of `stacked_plan`.
             slots: names of nodes that drop with a probability of each member's own.
+            rows: as of `stacked_plan`.
 
         Raises:
             UnfusableError: it cannot be stacked; with the reason.
@@ -133,9 +160,11 @@ class GroupPlans:
         own = frozenset(slots)
         with self._lock:
             known = self._stacked.setdefault(prepared, {})
-            key = (count, shared, own)
+            key = (count, shared, own, rows)
             if key not in known:
-                known[key] = replace(prepared, plan=stacked_plan(prepared.plan, count, shared, own))
+                if len(known) >= _MAX_KEPT:
+                    known.clear()
+                known[key] = replace(prepared, plan=stacked_plan(prepared.plan, count, shared, own, rows))
             return known[key]
 
     def trace(self, prepared: Prepared, state: dict[str, Tensor], inputs: tuple[Tensor, ...], count: int) -> None:
@@ -156,6 +185,24 @@ class GroupPlans:
                 trace_step(plan, own, inputs, count, self._backend)
             except Exception as error:  # noqa: BLE001 - what cannot be traced runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
+
+
+def _compared(first: Member, other: Member) -> list[Wanted]:
+    """Batches for which two trials are compared; an evaluated one too, if metrics may differ: who comes later may evaluate."""
+    found = other.peek() | first.peek()
+    if (first.task.loss, first.task.evaluate) != (other.task.loss, other.task.evaluate):
+        found.setdefault("evaluate", replace(found["train"], mode="evaluate"))
+    return list(found.values())
+
+
+def _with_tails_of(found: Likeness, other: Likeness) -> Likeness:
+    """The same with the very tails of another, if they are of the same plans, so that what is stacked is found again."""
+    if found.rows is None or other.rows is None:
+        return found
+    own, known = found.rows.tails.plans, other.rows.tails.plans
+    if len(own) != len(known) or any(one is not two for one, two in zip(own, known, strict=True)):
+        return found
+    return replace(found, rows=replace(found.rows, tails=other.rows.tails))
 
 
 def check_updates(prepared: Prepared) -> None:

@@ -42,6 +42,10 @@ def key(**changes):
     return fusion_key(task, module, task.optimizer(groups))
 
 
+def step(module, batch):
+    return functional.cross_entropy(module(batch[0]), batch[1])
+
+
 def one_group_each(module):
     return [{"params": [p]} for p in module.parameters()]
 
@@ -56,6 +60,8 @@ def one_group_each(module):
         {"max_grad_norm": 1.0},
         {"model": partial(Net, p=0.2)},
         {"model": partial(Net, p=0)},
+        {"loss": functional.multi_margin_loss},
+        {"evaluate": step},
     ],
 )
 def test_what_may_be_another_for_each_member_is_not_in_the_key(changes):
@@ -66,7 +72,7 @@ def test_what_may_be_another_for_each_member_is_not_in_the_key(changes):
     "changes",
     [
         {"model": partial(Net, 16)},
-        {"loss": functional.multi_margin_loss},
+        {"loss": None, "step": step},
         {"optimizer": partial(Adam, lr=0.1)},
         {"param_groups": one_group_each},
     ],

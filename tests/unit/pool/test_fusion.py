@@ -86,6 +86,20 @@ def test_trials_that_drop_with_other_probabilities_are_one_group_and_those_with_
         assert_as_plain(result, described)
 
 
+def noisy(outputs, targets):
+    return functional.cross_entropy(functional.dropout(outputs, 0.5), targets)
+
+
+def test_trials_with_other_losses_are_one_group_and_one_whose_loss_draws_is_not(sizes):
+    losses = [functional.cross_entropy, partial(functional.cross_entropy, label_smoothing=0.2), noisy]
+    tasks = [task(seed, loss=loss) for seed, loss in enumerate(losses)]
+    with running(fusion="on") as pool:
+        results = pool.run(tasks)
+    assert sizes == [2]
+    for result, described in zip(results, tasks, strict=True):
+        assert_as_plain(result, described)
+
+
 def test_trials_of_one_architecture_are_one_group_and_the_rest_runs_as_ever(sizes):
     """Two architectures, one trial that cannot be fused, and one that nobody is like."""
     tasks = [task(seed) for seed in range(5)]
