@@ -88,7 +88,7 @@ class GroupTrial(Trial):
         self._times = times or SharedTimes()
         self._group_streams = GroupStreams([member.streams for member in members])
         self._gradients: GroupGradients = GroupGradients([member.task for member in members])
-        self._stacked: dict[Prepared, tuple[Prepared, Likeness]] = {}
+        self._stacked: dict[tuple[Prepared, bool], tuple[Prepared, Likeness]] = {}
         self._kinds = Kinds(plans)
         self._rows: Rows | None = None  # of the plan that runs
         self._round: Round | None = None  # while one is under way
@@ -174,12 +174,16 @@ class GroupTrial(Trial):
             wanting = [seat for seat in self._live if isinstance(seat.wants, Wanted)]
             if not wanting:
                 return
-            bucket = self.buckets.next(self._kinds.of(wanting))
+            for seat in self._kinds.lacking(wanting):
+                self._made(seat)
+            bucket = self.buckets.next(self._kinds.of(wanting, [seat.member for seat in self.seats]))
             own = self._kinds.found(wanted_of(bucket[0]))
             if own is None:
                 own = self._made(bucket[0])
                 bucket = self._kinds.served(own, bucket)
-            steps = yield from self._compute(bucket, *self._prepared(own), is_all=len(bucket) == len(wanting))
+            steps = yield from self._compute(
+                bucket, *self._prepared(own, _are_padded(bucket)), is_all=len(bucket) == len(wanting)
+            )
             self._units_done = 0
             for _ in range(steps):
                 self.buckets.computed(len(bucket), len(wanting), len(self.seats))
@@ -337,8 +341,9 @@ class GroupTrial(Trial):
         self, bucket: Sequence[Seat], prepared: Prepared, likeness: Likeness, *, is_all: bool
     ) -> Generator[PendingUnit, None, int]:
         """The batches that these members want, and further ones where several fit in a unit; returns how many of each."""
-        first = wanted_of(bucket[0])
-        batches = self._batches_of(bucket)
+        first = wanted_of(bucket[0])  # none is larger
+        like = first if _are_padded(bucket) else None
+        batches = self._batches_of(bucket, like)
         part = Part(plan=prepared.plan, times=self._times.of(prepared), leaves=batches.leaves())
         taking_part = {id(seat) for seat in bucket}
         self._group_streams.active = active = [id(seat) in taking_part for seat in self.seats]
@@ -357,28 +362,34 @@ class GroupTrial(Trial):
         else:
             self._evaluation_times = part.times
         if is_all and self._goes_round(prepared):
-            return (yield from self._go_round(bucket, part, batches, state, resting))
+            return (yield from self._go_round(bucket, part, batches, state, resting, like))
         if first.mode == "train":
             yield from self._step(part, state, resting)
         else:
             yield from self._evaluated(part, state, resting)
         return 1
 
-    def _batches_of(self, bucket: Sequence[Seat]) -> StackedBatches:
+    def _batches_of(self, bucket: Sequence[Seat], like: Wanted | None) -> StackedBatches:
         """The members' batches; a member that rests computes on somebody else's."""
         wanted = {id(seat): wanted_of(seat) for seat in bucket}
         first = wanted_of(bucket[0])
-        return StackedBatches([wanted.get(id(seat), first) for seat in self.seats])
+        return StackedBatches([wanted.get(id(seat), first) for seat in self.seats], like)
 
     def _goes_round(self, prepared: Prepared) -> bool:
         budget_bytes = self._plans.library.budget.budget_bytes
         return prepared.guard is None and may_go_round(prepared.plan, self._device, budget_bytes)
 
     def _go_round(
-        self, bucket: Sequence[Seat], part: Part, batches: StackedBatches, state: ModelState, resting: Collection[int]
+        self,
+        bucket: Sequence[Seat],
+        part: Part,
+        batches: StackedBatches,
+        state: ModelState,
+        resting: Collection[int],
+        like: Wanted | None,
     ) -> Generator[PendingUnit, None, int]:
         """A unit of several steps, in which the members go on; returns how many."""
-        first = wanted_of(bucket[0])
+        alike = [wanted_of(bucket[0])] if like is None else [wanted_of(seat) for seat in bucket]
         rules = Rules(
             plan=part.plan,
             times=part.times,
@@ -394,11 +405,11 @@ class GroupTrial(Trial):
             for seat in bucket:
                 _go_on(seat)
                 seat.is_ahead = True
-            if not all(_wants_alike(seat, first) for seat in bucket):
+            if not all(any(_wants_alike(seat, one) for one in alike) for seat in bucket):
                 return None
             for seat in bucket:
                 seat.is_ahead = False
-            return self._batches_of(bucket)
+            return self._batches_of(bucket, like)
 
         def settle(made: Sequence[Any]) -> None:
             if part.plan.mode == "train":
@@ -455,20 +466,21 @@ class GroupTrial(Trial):
             self._make_group_state(self._group_plans.stacked(self._kinds.first, len(self.seats)))
         return own
 
-    def _prepared(self, own: Prepared) -> tuple[Prepared, Likeness]:
+    def _prepared(self, own: Prepared, are_padded: bool) -> tuple[Prepared, Likeness]:
         """A member's plan, stacked for as many as there are places now; and what is each of theirs."""
-        if own not in self._stacked:
+        if (own, are_padded) not in self._stacked:
             size = len(self.seats)
             likeness = self._kinds.likeness(own, [seat.member for seat in self.seats])
-            found = self._group_plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows)
+            counted = self._kinds.counted(own) if are_padded else None
+            found = self._group_plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows, counted=counted)
             assert self.state is not None
             self.state.adopt_state(list(found.plan.used_state()), self._device)
             if self._device.torch_device.type == "cpu":
-                self._kinds.trace(own, size, self.state.tensors, likeness)
+                self._kinds.trace(own, size, self.state.tensors, likeness, counted)
             if len(self._stacked) > _MAX_STACKED:
                 self._stacked.clear()
-            self._stacked[own] = found, likeness
-        return self._stacked[own]
+            self._stacked[own, are_padded] = found, likeness
+        return self._stacked[own, are_padded]
 
     def _make_group_state(self, prepared: Prepared, before: ModelState | None = None) -> None:
         """Stack the members' own modules and optimizers.
@@ -495,6 +507,13 @@ def _go_on(seat: Seat) -> None:
         seat.go_on()
     except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
         seat.wants, seat.error = None, error
+
+
+def _are_padded(bucket: Sequence[Seat]) -> bool:
+    """Whether the batches of members that are computed together are of several sizes."""
+    first = wanted_of(bucket[0]).leaves
+    now = (wanted_of(seat).leaves for seat in bucket)
+    return any(leaves is not first and leaves.signature != first.signature for leaves in now)
 
 
 def _wants_alike(seat: Seat, first: Wanted) -> bool:

@@ -1,5 +1,6 @@
 """The plans of a group, by the kinds of batches that its members want."""
 
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -8,14 +9,20 @@ import torch
 from torch import Tensor
 
 from hydra_tune.errors import TaskError, UnfusableError
+from hydra_tune.fusion.counted import Counted
 from hydra_tune.fusion.likeness import Likeness
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plans import GroupPlans, layout_of
+from hydra_tune.fusion.samples import Batched, counted_losses
 from hydra_tune.fusion.seat import Seat
+from hydra_tune.shard.capture import state_specs
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import Prepared
 from hydra_tune.shard.request import Layout
 
+_LOGGER = logging.getLogger(__name__)
+
+_MAX_PAIRS = 256  # of kinds of batches that have been compared
 _MAX_PLANS = 8  # kept of each kind of batch, where the step asks for values of the batch
 
 
@@ -34,6 +41,8 @@ class Kinds:
         self._plans = plans
         self._layout: Layout | None = None
         self._wanted: WeakKeyDictionary[Prepared, tuple[Wanted, Member]] = WeakKeyDictionary()
+        self._counted: WeakKeyDictionary[Prepared, dict[str, Counted]] = WeakKeyDictionary()
+        self._pairs: dict[tuple[Prepared, Prepared], bool] = {}
         self._known: dict[tuple[str, Hashable], list[tuple[Prepared, Sequence[Tensor]]]] = {}
 
     def found(self, wanted: Wanted) -> Prepared | None:
@@ -89,8 +98,28 @@ class Kinds:
         del known[:-_MAX_PLANS]
         return own
 
-    def of(self, seats: Sequence[Seat]) -> dict[Hashable, list[Seat]]:
-        """Members by what they have in common whose batches are computed together: the mode, and which plan serves them."""
+    def lacking(self, seats: Sequence[Seat]) -> list[Seat]:
+        """Members of which it is not known whether their batches can be padded, one for each kind that has no plan yet."""
+        signatures: dict[str, dict[Hashable, Seat]] = {}
+        for seat in seats:
+            wanted = wanted_of(seat)
+            signatures.setdefault(wanted.mode, {})[wanted.leaves.signature] = seat
+        several = [(mode, by) for mode, by in signatures.items() if len(by) > 1]
+        return [seat for mode, by in several for key, seat in by.items() if (mode, key) not in self._known]
+
+    def counted(self, own: Prepared) -> dict[str, Counted]:
+        """What reduces over samples in a plan that smaller batches are padded for."""
+        return self._counted[own]
+
+    def of(self, seats: Sequence[Seat], members: Sequence[Member]) -> dict[Hashable, list[Seat]]:
+        """Members by what they have in common whose batches are computed together: the mode, and which plan serves them.
+
+        Where smaller batches are padded, members with the largest come first.
+
+        Args:
+            seats: members that want a batch.
+            members: all of the group.
+        """
         first = wanted_of(seats[0])
         if all(wanted_of(seat).leaves is first.leaves and wanted_of(seat).mode == first.mode for seat in seats):
             found = self.found(first)
@@ -102,7 +131,51 @@ class Kinds:
             found = self.found(wanted)
             key = (wanted.mode, wanted.leaves.signature, None if found is None else id(found))
             kinds.setdefault(key, []).append(seat)
-        return kinds
+        if len(kinds) == 1 or members[0].architecture is None or len({one.architecture for one in members}) > 1:
+            return kinds  # there is one, or members drop with other probabilities
+        return self._merged(kinds)
+
+    def _merged(self, kinds: Mapping[Hashable, list[Seat]]) -> dict[Hashable, list[Seat]]:
+        """Kinds of smaller batches put to those of larger ones, as far as they can be."""
+        left = sorted(kinds.items(), key=lambda item: -wanted_of(item[1][0]).num_samples)
+        made: dict[Hashable, list[Seat]] = {}
+        while left:
+            (key, largest), *others = left
+            apart = [(other, seats) for other, seats in others if not self._may_pad(seats[0], largest[0])]
+            kept = {other for other, _ in apart}
+            made[key] = [*largest, *(seat for other, seats in others if other not in kept for seat in seats)]
+            left = apart
+        return made
+
+    def _may_pad(self, small: Seat, large: Seat) -> bool:
+        """Whether a member's batch may be computed as part of a larger one."""
+        a, b = wanted_of(small), wanted_of(large)
+        own, other = self.found(a), self.found(b)
+        if (
+            a.mode != b.mode
+            or a.num_samples == b.num_samples
+            or own is None
+            or other is None
+            or own.guard is not None
+            or other.guard is not None
+        ):
+            return False
+        if (own, other) not in self._pairs:
+            if len(self._pairs) >= _MAX_PAIRS:
+                self._pairs.clear()
+            sizes = (a.num_samples, b.num_samples)
+            try:
+                counted = counted_losses(self._batched(own), self._batched(other))
+                self._pairs[own, other] = self._counted.setdefault(other, counted) == counted
+            except UnfusableError as error:
+                self._pairs[own, other] = False
+                _LOGGER.info("members with batches of %d samples and of %d take turns (%s): %s", *sizes, a.mode, error)
+        return self._pairs[own, other]
+
+    def _batched(self, own: Prepared) -> Batched:
+        wanted, member = self._wanted[own]
+        inputs = next(kind for known in self._known.values() for one, kind in known if one is own)
+        return Batched(own.plan, state_specs(member.built()[0]), inputs, wanted.num_samples)
 
     def served(self, own: Prepared, seats: Sequence[Seat]) -> list[Seat]:
         """Those of members with one kind of batch that a plan serves."""
@@ -120,20 +193,28 @@ class Kinds:
                 self.trace(own, size, state)
 
     def trace(
-        self, own: Prepared, size: int, state: Mapping[str, Tensor], likeness: Likeness | None = None
+        self,
+        own: Prepared,
+        size: int,
+        state: Mapping[str, Tensor],
+        likeness: Likeness | None = None,
+        counted: Mapping[str, Counted] | None = None,
     ) -> Prepared:
         """The stacked plan for a number of members, traced if it can be and has not been.
 
         Arguments are as of `make_ready`; `likeness` is what is each member's own.
         """
         likeness = likeness or Likeness({})
-        stacked = self._plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows)
+        stacked = self._plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows, counted=counted)
         inputs = next((kind for known in self._known.values() for one, kind in known if one is own), ())
+        if counted is not None:
+            inputs = [*inputs, torch.empty((), dtype=torch.int64, device="meta")]
         self._plans.trace(
             stacked,
             {name: _of_size(tensor, size, tensor.shape[1:]) for name, tensor in state.items()},
             tuple(_of_size(tensor, size, tensor.shape) for tensor in inputs),
             size,
+            may_compile=counted is None,
         )
         return stacked
 

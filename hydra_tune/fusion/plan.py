@@ -1,6 +1,6 @@
 """A group's plan: the plan of one member, with every shard run on stacked members."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.compiling import compiled_trace
+from hydra_tune.fusion.counted import Counted, with_counts
 from hydra_tune.fusion.likeness import with_stand_ins
 from hydra_tune.fusion.stacking import StackedGraph
 from hydra_tune.fusion.tails import Rows, StackedPrefix, with_results, with_tails
@@ -72,6 +73,7 @@ def stacked_plan(
     shared: frozenset[int] = frozenset(),
     slots: frozenset[str] = frozenset(),
     rows: Rows | None = None,
+    counted: Mapping[str, Counted] | None = None,
 ) -> Plan:
     """The plan of a group.
 
@@ -81,6 +83,8 @@ def stacked_plan(
         shared: which of the batch's tensors are the same for all members; they come once, without a dimension of members.
         slots: names of nodes that drop with a probability of each member's own.
         rows: which member has which loss, or metrics, if they are not the same; the plan is the first of its plans.
+        counted: what reduces over samples, by the names of the nodes, for batches of which each member has some samples
+            only; how many, `(N,)`, is one more tensor of the batch then. None: all members have all.
 
     Raises:
         UnfusableError: a shard that cannot be run so.
@@ -88,8 +92,9 @@ def stacked_plan(
     if plan.eager:
         raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
     if rows is None:
-        shards = tuple(_stacked_shard(shard, count, shared, slots) for shard in plan.shards)
+        shards = tuple(_stacked_shard(shard, count, shared, slots, counted) for shard in plan.shards)
         return replace(plan, shards=shards, computing=StackedComputing())
+    assert counted is None, "members with other losses have batches of one size"
     (shard,) = plan.shards
     shards = (_tailed_shard(shard, count, shared, slots, rows),)
     return with_results(replace(plan, shards=shards, computing=StackedComputing()), rows)
@@ -139,10 +144,16 @@ def trace_step(
     return trace is not None
 
 
-def _stacked_shard(shard: Shard, count: int, shared: frozenset[int], slots: frozenset[str]) -> Shard:
+def _stacked_shard(
+    shard: Shard, count: int, shared: frozenset[int], slots: frozenset[str], counted: Mapping[str, Counted] | None
+) -> Shard:
     graph = shard.graph
     if graph.code is None:
         raise UnfusableError("its shards are compiled (compile=), and a compiler's code is for one trial")
+    code = graph.code
+    if counted is not None:
+        code = with_counts(code, counted, len(graph.state) + len(graph.constants) + len(graph.inputs))
+        graph = replace(graph, code=code, inputs=(*graph.inputs, max(graph.inputs) + 1))
     is_stacked = [
         *[True] * len(graph.state),
         *[False] * len(graph.constants),
@@ -151,8 +162,8 @@ def _stacked_shard(shard: Shard, count: int, shared: frozenset[int], slots: froz
     ]
     if not any(is_stacked):
         raise UnfusableError("one of its shards depends on nothing of the trial")
-    own = slots & {node.name for node in graph.code.graph.nodes}
-    code = with_stand_ins(graph.code, own) if own else graph.code
+    own = slots & {node.name for node in code.graph.nodes}
+    code = with_stand_ins(code, own) if own else code
     graph = replace(graph, module=StackedGraph(code, is_stacked, own), stochastic=graph.stochastic or bool(own))
     return replace(shard, graph=graph, cost=_multiplied(shard.cost, count))
 

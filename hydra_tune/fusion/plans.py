@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.counted import Counted
 from hydra_tune.fusion.likeness import Likeness, likeness
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plan import is_traced, stacked_plan, trace_step
@@ -144,6 +145,7 @@ class GroupPlans:
         shared: frozenset[int] = frozenset(),
         slots: Iterable[str] = (),
         rows: Rows | None = None,
+        counted: Mapping[str, Counted] | None = None,
     ) -> Prepared:
         """The same for a group of so many.
 
@@ -153,6 +155,7 @@ class GroupPlans:
             shared: as of `stacked_plan`.
             slots: names of nodes that drop with a probability of each member's own.
             rows: as of `stacked_plan`.
+            counted: as of `stacked_plan`.
 
         Raises:
             UnfusableError: it cannot be stacked; with the reason.
@@ -160,14 +163,22 @@ class GroupPlans:
         own = frozenset(slots)
         with self._lock:
             known = self._stacked.setdefault(prepared, {})
-            key = (count, shared, own, rows)
+            key = (count, shared, own, rows, counted is not None)
             if key not in known:
                 if len(known) >= _MAX_KEPT:
                     known.clear()
-                known[key] = replace(prepared, plan=stacked_plan(prepared.plan, count, shared, own, rows))
+                known[key] = replace(prepared, plan=stacked_plan(prepared.plan, count, shared, own, rows, counted))
             return known[key]
 
-    def trace(self, prepared: Prepared, state: dict[str, Tensor], inputs: tuple[Tensor, ...], count: int) -> None:
+    def trace(
+        self,
+        prepared: Prepared,
+        state: dict[str, Tensor],
+        inputs: tuple[Tensor, ...],
+        count: int,
+        *,
+        may_compile: bool = True,
+    ) -> None:
         """Trace a group's plan, if that has not been done and can be; on CPU devices only, whose constants it bakes in.
 
         Args:
@@ -175,6 +186,8 @@ class GroupPlans:
             state: its stacked parameters and buffers.
             inputs: its stacked batch.
             count: members.
+            may_compile: whether it is compiled where steps are; not where members have batches of several sizes, whose
+                counts a compiler's code would be tried without.
         """
         plan = prepared.plan
         if len(plan.shards) > 1 or is_traced(plan):
@@ -182,7 +195,7 @@ class GroupPlans:
         with GATE.exclusive():
             try:
                 own = [state[name] for name in plan.shards[0].graph.state]
-                trace_step(plan, own, inputs, count, self._backend)
+                trace_step(plan, own, inputs, count, self._backend if may_compile else None)
             except Exception as error:  # noqa: BLE001 - what cannot be traced runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
 

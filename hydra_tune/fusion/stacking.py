@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.apart import apart, has_batched_form
+from hydra_tune.fusion.counted import LOSS, Counted, counted_loss
 from hydra_tune.fusion.drawing import drawn, masks
 from hydra_tune.fusion.recording import recorded
 from hydra_tune.fusion.recurrent import RECURRENT
@@ -187,6 +188,10 @@ class StackedGraph:
                 self._stacked.add(node)
             self._planned.append((node, lambda _count, found, _keywords: found[0][found[1]], arguments, keywords))
             return
+        if target is counted_loss:
+            self._stacked.add(node)
+            self._planned.append((node, _counting(node.meta[LOSS], self._stacked_leaves(arguments, {})), arguments, {}))
+            return
         self._check_dense(node, arguments, keywords)
         if "generator" in keywords:
             keywords = {key: value for key, value in keywords.items() if key != "generator"}
@@ -305,6 +310,13 @@ def _nothing(*_arguments: Any, **_keywords: Any) -> None:
 def _masks(slot: str, strides: Sequence[int], is_stacked: bool) -> _Run:
     def run(count: int, found: Sequence[Any], _keywords: dict[str, Any]) -> Tensor:
         return masks(slot, found[0] if is_stacked else _expanded(found[0], count), strides)
+
+    return run
+
+
+def _counting(loss: Counted, stacked: Sequence[bool]) -> _Run:
+    def run(count: int, found: Sequence[Any], _keywords: dict[str, Any]) -> Tensor:
+        return loss(*(t if one else _expanded(t, count) for t, one in zip(found, stacked, strict=True)))
 
     return run
 

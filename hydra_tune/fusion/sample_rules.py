@@ -1,0 +1,304 @@
+"""Operators that compute every sample of a batch by itself, and losses that reduce over samples.
+
+A rule is told which dimension of each value has the samples (None: there are none in it), and says whether the operator gives a
+value with the samples in such a dimension, none of which depends on another. A dimension may hold several places of each
+sample, one sample behind the other.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydra_tune.shard.stochastic import named_arguments
+
+aten: Any = torch.ops.aten
+_NONE = 0  # torch's number for a loss that does not reduce
+
+Dims = Callable[[Any], Any]
+"""A node -> which dimension of its value has the samples; a list where it makes several values."""
+_Rule = Callable[[Dims, fx.Node, dict[str, Any], Any], bool]
+
+
+ROW_MAJOR = frozenset(
+    # The elements in the same order, cut into other dimensions.
+    [
+        *(aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int),
+        *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
+    ]
+)
+
+
+def outer_of(node: fx.Node, dim: int, made: int | None, outer: int, samples: int) -> int | None:
+    """How many times all samples are in one dimension of what one of these makes, one set behind the other.
+
+    Args:
+        node: the operator.
+        dim: with the samples, of what it is given.
+        made: likewise, of what it makes.
+        outer: how many times they are in `dim`.
+        samples: of the batch.
+
+    Returns:
+        The number; None where the dimension is not cut between samples.
+    """
+    if made is None:
+        return None
+    given = named_arguments(node)["self"]
+    sets = math.prod(_shape(given)[:dim]) * outer
+    found, rest = divmod(sets, math.prod(_shape(node)[:made]))
+    return found if not rest and found and _shape(node)[made] % (found * samples) == 0 else None
+
+
+def keeps_samples_apart(dims: Dims, node: fx.Node, made: Any) -> bool:
+    """Whether an operator computes each sample by itself.
+
+    Args:
+        dims: of what it is given.
+        node: the operator.
+        made: the dimension with the samples of what it makes, by its size.
+    """
+    target: Any = node.target
+    rule = _RULES.get(target)
+    if rule is None:
+        if torch.Tag.pointwise not in target.tags:
+            return False
+        rule = _pointwise
+    return rule(dims, node, named_arguments(node), made)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _only(dims: Dims, node: fx.Node, *values: Any) -> bool:
+    """Whether nothing but these of its arguments has samples."""
+    return all(given in values or dims(given) is None for given in node.all_input_nodes)
+
+
+def _beside(dims: Dims, tensors: Sequence[fx.Node], width: int) -> int | None:
+    """The one dimension with the samples, of tensors whose last dimensions are put beside each other; None if there is none."""
+    found = {(dims(t) + width - len(_shape(t)), _shape(t)[dims(t)]) for t in tensors if dims(t) is not None}
+    if len(found) != 1:
+        return None
+    ((dim, _),) = found
+    for tensor in tensors:
+        own = dim - width + len(_shape(tensor))
+        if dims(tensor) is None and own >= 0 and _shape(tensor)[own] != 1:
+            return None  # something else for each of the samples
+    return int(dim)
+
+
+def _pointwise(dims: Dims, node: fx.Node, _named: dict[str, Any], made: Any) -> bool:
+    return made is not None and _beside(dims, node.all_input_nodes, len(_shape(node))) == made
+
+
+def _alike(_dims: Dims, _node: fx.Node, _named: dict[str, Any], _made: Any) -> bool:
+    """All elements are the same number."""
+    return True
+
+
+def _expand(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    given = named["self"]
+    own = made - len(_shape(node)) + len(_shape(given))
+    if dims(given) is None:
+        return bool(own < 0 or _shape(given)[own] == 1)
+    return bool(dims(given) == own and _shape(given)[own] == _shape(node)[made])
+
+
+def _same(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    given = next(iter(named.values()))
+    return _only(dims, node, given) and dims(given) == made
+
+
+def _type_as(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    return bool(dims(named["self"]) == made)
+
+
+def _transpose(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    width = len(_shape(named["self"]))
+    order = list(range(width))
+    one, other = named["dim0"] % width, named["dim1"] % width
+    order[one], order[other] = other, one
+    return bool(order[made] == dims(named["self"]))
+
+
+def _permute(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    width = len(_shape(named["self"]))
+    return bool(named["dims"][made] % width == dims(named["self"]))
+
+
+def _select(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    """Also `unbind`, and what is reduced along one dimension or along some."""
+    given = named["self"]
+    own, width = dims(given), len(_shape(given))
+    along = named.get("dim")
+    along = [along] if isinstance(along, int) else along
+    if own is None or not along or not _only(dims, node, given) or own in [dim % width for dim in along]:
+        return False
+    left = own if named.get("keepdim") else own - sum(dim % width < own for dim in along)
+    return all(one == left for one in made) if isinstance(made, list) else bool(made == left)
+
+
+def _along(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    """What is done along one dimension, which stays."""
+    given = named["self"]
+    own = dims(given)
+    if own is None or not _only(dims, node, given) or own == named["dim"] % len(_shape(given)):
+        return False
+    return all(one == own for one in made) if isinstance(made, list) else bool(made == own)
+
+
+def _slice(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    given = named["self"]
+    if _shape(node) == _shape(given) and named["step"] == 1 and named["start"] in (None, 0):
+        return bool(dims(given) == made)  # all of it
+    return _along(dims, node, named, made)
+
+
+def _cat(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    own = {(dims(tensor), len(_shape(tensor))) for tensor in named["tensors"]}
+    return own == {(made, len(_shape(node)))} and made is not None and named["dim"] % len(_shape(node)) != made
+
+
+def _gather(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    given, index = named["self"], named["index"]
+    if made is None or dims(given) != made or dims(index) != made or _shape(given)[made] != _shape(index)[made]:
+        return False
+    return bool(named["dim"] % len(_shape(given)) != made)
+
+
+def _broadcast(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    """Of tensors that have one shape already."""
+    tensors = named["tensors"]
+    return len({_shape(tensor) for tensor in tensors}) == 1 and [dims(tensor) for tensor in tensors] == made
+
+
+def _linear(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    given = named["input"]
+    return _only(dims, node, given) and dims(given) == made and made is not None and made < len(_shape(given)) - 1
+
+
+def _layer_norm(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    given = named["input"]
+    if not _only(dims, node, given) or dims(given) != made or made is None:
+        return False
+    return bool(made < len(_shape(given)) - len(named["normalized_shape"]))
+
+
+def _images(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    """Convolutions, pooling, and what normalizes groups of channels: of batches, samples first."""
+    given = next(iter(named.values()))
+    weight = named.get("weight")
+    width = 4 if "2d" in str(node.target) else 3
+    if weight is not None and "conv" in str(node.target) and len(_shape(weight)) != width:
+        return False
+    is_batch = len(_shape(given)) == width or "group_norm" in str(node.target)
+    return is_batch and _only(dims, node, given) and dims(given) == 0 and made == 0
+
+
+def _matmul(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    one, other = (value for value in named.values() if isinstance(value, fx.Node))
+    width = len(_shape(one))
+    if dims(other) is None and len(_shape(other)) == 2:  # noqa: PLR2004 - a matrix
+        return dims(one) == made and made is not None and made < width - 1
+    return len(_shape(other)) == width and dims(one) == dims(other) == made and made is not None and made < width - 2
+
+
+def _attention(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    width = len(_shape(node))
+    main = [named["query"], named["key"], named["value"]]
+    if made is None or made >= width - 2 or any(dims(one) != made or len(_shape(one)) != width for one in main):
+        return False
+    mask = named["attn_mask"]
+    return mask is None or _beside(dims, [named["query"], mask], width) == made
+
+
+def _embedding(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    given = named["indices"]  # a row's gradient may be divided by how often the batch has it
+    return _only(dims, node, given) and dims(given) == made and not named["scale_grad_by_freq"]
+
+
+def _recurrent(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    given, before = named["input"], named["hx"]
+    before = [before] if isinstance(before, fx.Node) else list(before)
+    own = 0 if named["batch_first"] else 1
+    is_batch = len(_shape(given)) == 3 and dims(given) == own and all(dims(one) == 1 for one in before)  # noqa: PLR2004
+    return is_batch and _only(dims, node, given, *before) and made == [own, *[1] * len(before)]
+
+
+_RULES: dict[Any, _Rule] = {
+    **dict.fromkeys([aten.zeros.default, aten.ones.default, aten.full.default], _alike),
+    **dict.fromkeys([aten.new_zeros.default, aten.new_ones.default], _alike),
+    **dict.fromkeys([aten.zeros_like.default, aten.ones_like.default], _alike),
+    aten.expand.default: _expand,
+    **dict.fromkeys([aten.to.dtype, aten._to_copy.default, aten.detach.default, aten.alias.default], _same),  # noqa: SLF001
+    **dict.fromkeys([aten.to.dtype_layout, aten.to.device, aten.contiguous.default, aten.dropout.default], _same),
+    aten.type_as.default: _type_as,
+    aten.copy_.default: _pointwise,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _permute,
+    **dict.fromkeys([aten.select.int, aten.unbind.int, aten.mean.dim, aten.sum.dim_IntList], _select),
+    **dict.fromkeys([aten.amax.default, aten.amin.default, aten.argmax.default, aten.max.dim], _select),
+    aten.logsumexp.default: _select,
+    **dict.fromkeys([aten.softmax.int, aten.log_softmax.int, aten.cumsum.default], _along),
+    **dict.fromkeys([aten.chunk.default, aten.split.Tensor], _along),
+    aten.slice.Tensor: _slice,
+    aten.cat.default: _cat,
+    aten.gather.default: _gather,
+    aten.broadcast_tensors.default: _broadcast,
+    aten.linear.default: _linear,
+    aten.layer_norm.default: _layer_norm,
+    **dict.fromkeys([aten.conv1d.default, aten.conv2d.default, aten.group_norm.default], _images),
+    **dict.fromkeys([aten.max_pool2d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default], _images),
+    **dict.fromkeys([aten.matmul.default, aten.bmm.default], _matmul),
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.embedding.default: _embedding,
+    **dict.fromkeys([aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input], _recurrent),
+}
+
+_Loss = Callable[[Dims, fx.Node], tuple[int, int, dict[str, Any]] | None]
+"""The dimension of what is reduced that has the samples, torch's number of the reduction, and other arguments; None: not so."""
+
+
+def _of_classes(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | None:
+    named = named_arguments(node)
+    scores, target = named["self"], named["target"]
+    is_known = named["weight"] is None and not named.get("label_smoothing") and named["reduction"] != _NONE
+    if not is_known or not isinstance(target, fx.Node) or target.meta["val"].is_floating_point():
+        return None
+    if len(_shape(scores)) != 2 or dims(scores) != 0 or dims(target) != 0 or len(_shape(target)) != 1:  # noqa: PLR2004
+        return None
+    return 0, named["reduction"], {"ignore_index": named["ignore_index"]}
+
+
+def _of_pairs(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | None:
+    named = named_arguments(node)
+    one, other = named.pop("self"), named.pop("target")
+    reduction = named.pop("reduction")
+    if reduction == _NONE or len(node.all_input_nodes) != 2 or _shape(one) != _shape(other):  # noqa: PLR2004
+        return None
+    if dims(one) is None or dims(one) != dims(other):
+        return None
+    return dims(one), reduction, {name: value for name, value in named.items() if value is not None}
+
+
+def _of_all(reduction: int) -> _Loss:
+    def found(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | None:
+        (given,) = node.all_input_nodes
+        if named_arguments(node)["dtype"] is not None or not given.meta["val"].is_floating_point():
+            return None
+        return dims(given), reduction, {}
+
+    return found
+
+
+LOSSES: dict[Any, _Loss] = {
+    **dict.fromkeys([aten.cross_entropy_loss.default, aten.nll_loss_nd.default], _of_classes),
+    **dict.fromkeys([aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default], _of_pairs),
+    **dict.fromkeys([aten.huber_loss.default, aten.binary_cross_entropy_with_logits.default], _of_pairs),
+    aten.mean.default: _of_all(1),
+    aten.sum.default: _of_all(2),
+}
