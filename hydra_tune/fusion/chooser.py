@@ -39,7 +39,14 @@ class UntracedPlans(GroupPlans):
     """Plans that run operator by operator: to trace a step takes longer than to time it."""
 
     @staticmethod
-    def trace(prepared: Prepared, state: dict[str, Tensor], inputs: tuple[Tensor, ...], count: int) -> None:
+    def trace(
+        prepared: Prepared,
+        state: dict[str, Tensor],
+        inputs: tuple[Tensor, ...],
+        count: int,
+        *,
+        may_compile: bool = True,
+    ) -> None:
         """Not done."""
 
 
