@@ -67,7 +67,10 @@ def test_a_trial_goes_on_from_its_last_checkpoint(devices, tmp_path, caplog):
     ) as pool:
         jobs = [pool.submit(long(seed), name=f"trial {seed}") for seed in (3, 4)]
         wait_for_units(pool, "cpu:1", 40)
-        pool._pool.checkpoints.flush()
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not all(pool.find_checkpoint(f"trial {seed}") for seed in (3, 4)):
+            assert time.monotonic() < until, "a trial has no checkpoint"
+            time.sleep(0.01)
         devices[1].lose_at(0)
         results = [job.result(PATIENCE_SECONDS) for job in jobs]
     assert sum(result.retries for result in results) == 1

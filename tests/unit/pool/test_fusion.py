@@ -243,7 +243,7 @@ def test_auto_fuses_what_gains_and_the_numbers_are_those_of_a_group_that_nobody_
 def test_auto_leaves_trials_alone_that_gain_too_little_with_the_bits_of_the_plain_loop(sizes, monkeypatch):
     """Groups are timed, and none is good enough."""
     monkeypatch.setattr(choice, "LEAST_GAIN", 1e6)
-    monkeypatch.setattr(choice, "COST_SHARE", 1.0)
+    monkeypatch.setattr(choice, "COST_SHARE", 1e6)  # however slow the machine is, they are timed
     tasks = [task(seed, epochs=40) for seed in range(4)]
     with running(fusion="auto") as pool:
         found = pool.run(tasks)
