@@ -121,12 +121,14 @@ class Fusion:
 
     def _carry(self, entry: Entry) -> None:
         """Give a job a carrier."""
+        with self._pool.changed:
+            ticket = entry.ticket = object()
         carrier = self._pool.submit(
             entry.job.task,
             entry.job.name,
             CarrierEvents(self, entry),
             priority=entry.priority,
-            make_trial=partial(self._make, entry),
+            make_trial=partial(self._make, entry, ticket),
             is_saved=False,
         )
         with self._pool.changed:
@@ -139,6 +141,7 @@ class Fusion:
     def _make(
         self,
         entry: Entry,
+        ticket: object,
         task: TrainTask,
         library: PlanLibrary,
         device: Device,
@@ -150,8 +153,10 @@ class Fusion:
     ) -> Trial:
         """A group's trial, or the job's own; on the preparer's thread."""
         with self._pool.changed:
-            self._pool.changed.wait_for(lambda: entry.carrier is not None and not entry.is_building)
-            if entry.is_taken or entry.job.key not in self._entries:
+            self._pool.changed.wait_for(
+                lambda: entry.ticket is not ticket or (entry.carrier is not None and not entry.is_building)
+            )
+            if entry.ticket is not ticket or entry.is_taken or entry.job.key not in self._entries:
                 return _Absent(task, library, device)
             entry.is_forming = True
             entry.job.enter("preparing")

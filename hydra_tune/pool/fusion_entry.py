@@ -23,6 +23,7 @@ class Entry:
 
     Attributes:
         carrier: the pool's job that runs it, by itself or in a group; None while there is none.
+        ticket: that of its carrier: one that was given another meanwhile carries nobody.
         stop: how the driver wants it to end, if it does.
         trial: its own, once built.
         key: its fusion key, once known.
@@ -45,6 +46,7 @@ class Entry:
         self.priority = priority
         self.max_retries = max_retries
         self.told = Told()
+        self.ticket: object = None
         self.faults: tuple[str, ...] = ()
         self.key: Hashable | None = None
         self.stop: str | None = None
