@@ -11,6 +11,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
+from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.fusion import choice, chooser
 from hydra_tune.fusion.group import GroupTrial
@@ -430,3 +431,18 @@ def test_a_member_that_is_paused_may_be_cancelled(sizes):
         assert result.units_saved > 0
         jobs[2].cancel()
         jobs[0].cancel()
+
+
+def test_a_carrier_whose_job_has_another_one_carries_nobody():
+    """One that is prepared late, after its job was sent back from a group that had ended: the job is the new carrier's."""
+    device = CpuDevice(0, 1 << 26)
+    with running(fusion="on") as pool:
+        job = pool.submit(task(epochs=200), "trial")
+        fusion = pool._fusion
+        entry = fusion._entries[job.key]
+        made = fusion._make(entry, object(), job.task, fusion._library, device, None, None, None, None)
+        made.advance()
+        assert made.outcome == "cancelled"
+        job.cancel()
+        assert job.result(PATIENCE_SECONDS).status == "cancelled"
+    device.close()
