@@ -233,7 +233,7 @@ class StackedGraph:
             if is_batched:
                 try:
                     return _mapped(target, found, given, stacked)
-                except (RuntimeError, NotImplementedError) as error:
+                except RuntimeError as error:
                     if isinstance(error, torch.OutOfMemoryError):
                         raise
                     is_batched = False
