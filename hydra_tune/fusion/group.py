@@ -185,6 +185,8 @@ class GroupTrial(Trial):
                 bucket, *self._prepared(own, _are_padded(bucket)), is_all=len(bucket) == len(wanting)
             )
             self._units_done = 0
+            for seat in bucket:
+                seat.most_together = max(seat.most_together, len(self._live))
             for _ in range(steps):
                 self.buckets.computed(len(bucket), len(wanting), len(self.seats))
                 self._sizes.computed(len(self.seats), len(self._live))

@@ -22,6 +22,7 @@ class Seat:
         is_ahead: whether it has gone on to that within a unit, and what comes of it has not been seen to.
         told_at: when the report that it waits with was passed on, by the monotonic clock; None if it was not.
         is_answered: whether that report has been answered.
+        most_together: the most members, itself counted, that its group had when it was computed.
         is_paused: whether the member is to leave, to come back later; may be set at any time, on any thread.
         is_handed_back: whether the group has ended without it, and its member can go on elsewhere from where it was.
         stop: how it is to end, "pruned" or "cancelled", if it is; may be set at any time, on any thread.
@@ -37,6 +38,7 @@ class Seat:
         self.is_ahead = False
         self.told_at: float | None = None
         self.is_answered = False
+        self.most_together = 1
         self.is_paused = False
         self.is_handed_back = False
         self.stop: str | None = None

@@ -557,7 +557,7 @@ class Fusion:
             error=seat.error,
             activations=trial.activations,
             optimizer_placement=trial.optimizer_placement,
-            group_size=len(trial.seats),
+            group_size=seat.most_together,
         )
         result.keep(seat.module, seat.optimizer)
         seat.module, seat.optimizer = None, None

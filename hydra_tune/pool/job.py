@@ -80,7 +80,8 @@ class Result:
         checkpoint: the folder of its checkpoints, if it has any.
         compute_seconds: time that its units computed, copies left out.
         faults: what has had it begin again, through no fault of its own; see docs/faults.md.
-        group_size: trials that it was computed together with, itself counted; 1: it ran by itself. See docs/fusion.md.
+        group_size: the most trials that its group had when it was computed, itself counted; 1: it ran by itself. See
+            docs/fusion.md.
     """
 
     status: str

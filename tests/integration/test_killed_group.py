@@ -42,7 +42,7 @@ def test_a_fused_search_that_is_killed_ends_as_plain_loops(tmp_path, fusion):
     kill_among_checkpoints(tmp_path)
     with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path, fusion=fusion) as pool:
         found = [pool.find_checkpoint(str(seed)) for seed in SEEDS]
-        assert all(0 < one.steps < 720 for one in found)
+        assert all(0 < one.steps < 1800 for one in found)
         jobs = [pool.submit(described(s), str(s), resume_from=one.path) for s, one in zip(SEEDS, found, strict=True)]
         results = [job.result(PATIENCE_SECONDS) for job in jobs]
     assert {result.group_size for result in results} == ({len(SEEDS)} if fusion == "on" else {1})

@@ -60,23 +60,31 @@ def test_without_retries_those_fail_by_name_whose_state_is_lost_and_the_others_g
 
 
 def test_a_trial_goes_on_from_its_last_checkpoint(devices, tmp_path, caplog):
-    described = long(accumulate=1)
+    described = {seed: long(seed) for seed in (3, 4)}
     log = tmp_path / "run.jsonl"
-    with running(
-        devices="cpu:2", max_concurrent=2, checkpoint_dir=tmp_path / "saved", checkpoint_every=1, event_log=log
-    ) as pool:
-        jobs = [pool.submit(long(seed), name=f"trial {seed}") for seed in (3, 4)]
-        wait_for_units(pool, "cpu:1", 40)
-        until = time.monotonic() + PATIENCE_SECONDS
-        while not all(pool.find_checkpoint(f"trial {seed}") for seed in (3, 4)):
-            assert time.monotonic() < until, "a trial has no checkpoint"
-            time.sleep(0.01)
+    with running(devices="cpu:2", max_concurrent=2, checkpoint_dir=tmp_path / "saved", event_log=log) as pool:
+        streams = [pool.events() for _ in described]
+        jobs = [
+            pool.submit(one, name=f"trial {seed}", events=stream)
+            for (seed, one), stream in zip(described.items(), streams, strict=True)
+        ]
+        for _ in range(2):
+            for stream, job in zip(streams, jobs, strict=True):
+                assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
+                job.proceed()
+        for stream, job in zip(streams, jobs, strict=True):  # both wait at their third report, and hold it for us
+            assert isinstance(stream.get(PATIENCE_SECONDS), Reported)
+            job.checkpoint(PATIENCE_SECONDS)
         devices[1].lose_at(0)
+        for stream, job in zip(streams, jobs, strict=True):
+            job.proceed()
+            while isinstance(stream.get(PATIENCE_SECONDS), Reported):
+                job.proceed()
         results = [job.result(PATIENCE_SECONDS) for job in jobs]
     assert sum(result.retries for result in results) == 1
     assert "begins again from its last checkpoint (retry 1 of 1)" in caplog.text
-    assert against_plain(described, results[0]) == []
-    assert against_plain(long(4), results[1]) == []
+    for one, result in zip(described.values(), results, strict=True):
+        assert against_plain(one, result) == []
     assert [event.what for event in read_log(log).jobs].count("begins again") == 1
 
 

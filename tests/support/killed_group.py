@@ -23,7 +23,7 @@ def model() -> nn.Module:
 
 
 def described(seed: int) -> TrainTask:
-    """60 epochs of twelve steps, with a report after every fifth step."""
+    """150 epochs of twelve steps, with a report after every fifth step."""
     return TrainTask(
         model=model,
         optimizer=partial(torch.optim.AdamW, lr=1e-3 * (seed + 1)),
@@ -32,7 +32,7 @@ def described(seed: int) -> TrainTask:
         validate=TensorDataset(X[:24], Y[:24]),
         batch_size=8,
         loss=functional.cross_entropy,
-        epochs=60,
+        epochs=150,
         report_every=5,
         seed=seed,
     )
