@@ -4,55 +4,37 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import psutil
-
-from hydra_tune import __version__
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.naming import folder_name
-from hydra_tune.devices.device import Device
-from hydra_tune.devices.discovery import open_device, open_devices, open_planned_devices, parse_bandwidth
+from hydra_tune.devices.discovery import open_device, parse_bandwidth
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
-from hydra_tune.fusion.chooser import Chooser
 from hydra_tune.interrupts import ends_in_order, is_interrupt
-from hydra_tune.memory.disk import Disk
-from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
-from hydra_tune.observe.eventlog import EventLog, check_log_path
 from hydra_tune.observe.snapshot import Goal
-from hydra_tune.pool.budgeting import budget_of
-from hydra_tune.pool.checkpoints import Checkpoints, Origin, check_saving
+from hydra_tune.pool.checkpoints import Origin
 from hydra_tune.pool.faults import check_retries
 from hydra_tune.pool.forecast import Forecast
 from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkpoint, remove_checkpoint, remove_or_log
 from hydra_tune.pool.fusion import Fusion
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
 from hydra_tune.pool.live import shown
-from hydra_tune.pool.loaders import check_loader_times
 from hydra_tune.pool.options import (
     check_count,
-    check_counts,
-    check_flag,
-    check_memory,
-    check_placement,
-    checked_backend,
-    members_of_group,
 )
 from hydra_tune.pool.pool import Pool
-from hydra_tune.pool.recorder import Recorder
+from hydra_tune.pool.settings import Settings
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.pool.suspending import suspend
 from hydra_tune.pool.watch import Watch
-from hydra_tune.quantities import parse_bytes, parse_seconds
-from hydra_tune.schedule import Policy, check_admission, make_policy
+from hydra_tune.quantities import parse_seconds
+from hydra_tune.schedule import Policy
 from hydra_tune.shapes_only import refuse_shapes_only
-from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.partition import NumShards
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
@@ -60,9 +42,6 @@ from hydra_tune.train.workers import is_worker_starting
 
 _HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
 _NO_CHECKPOINTS = "this executor has no checkpoints; make it with HydraExecutor(checkpoint_dir=...)"
-
-
-_NOT_STARTED: tuple[Pool | None, Fusion | None] = (None, None)
 
 
 class HydraExecutor:
@@ -162,41 +141,36 @@ class HydraExecutor:
                 "HydraExecutor is made while a new process imports the main script, as a DataLoader's workers do; put what "
                 "the script does under if __name__ == '__main__':"
             )
-        if not isinstance(devices, str):
-            raise ConfigError(f"devices must be a text such as 'auto', 'cuda' or 'cpu:2', not {devices!r}")
-        if buffer_fraction != "auto" and not (isinstance(buffer_fraction, int | float) and 0 <= buffer_fraction < 1):
-            raise ConfigError(f"buffer_fraction must be 'auto', or from 0 to below 1, not {buffer_fraction!r}")
-        check_counts(max_concurrent, num_shards)
-        check_admission(admission)
-        if instrument is not None and not callable(instrument):
-            raise ConfigError(f"instrument must be callable, not {instrument!r}")
-        check_memory(device_memory, link_bandwidth)
-        check_flag("record", record)
-        check_placement(optimizer_placement, spill_dir)
-        self._fusion_size = members_of_group(fusion, fusion_size)
-        self._fusion_compile = checked_backend("fusion_compile", fusion_compile)
-        self._probes_fusion, self._group_size = fusion == "auto", fusion_size
+        self._settings = Settings(
+            devices=devices,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            policy=policy,
+            buffer_fraction=buffer_fraction,
+            max_concurrent=max_concurrent,
+            num_shards=num_shards,
+            instrument=instrument,
+            admission=admission,
+            link_bandwidth=link_bandwidth,
+            record=record,
+            optimizer_placement=optimizer_placement,
+            spill_dir=spill_dir,
+            event_log=event_log,
+            plans_only=plans_only,
+            checkpoint_dir=checkpoint_dir,
+            checkpoint_every=checkpoint_every,
+            loader_warning=loader_warning,
+            loader_timeout=loader_timeout,
+            max_retries=max_retries,
+            fusion=fusion,
+            fusion_size=fusion_size,
+            fusion_compile=fusion_compile,
+        )
         self._stop_seconds = parse_seconds(stop_seconds, what="stop_seconds")
         self._signals = ExitStack()
-        self._plans_only, self._record = plans_only, record
-        self._optimizer_placement: Literal["device", "host", "auto"] = optimizer_placement
-        self._link_bandwidth = link_bandwidth
-        self._event_log = None if event_log is None else check_log_path(event_log)
-        self._saving = check_saving(checkpoint_dir, checkpoint_every)
-        self._loader_times = check_loader_times(loader_warning, loader_timeout)
-        self._max_retries = check_retries(max_retries)
-        self._devices = devices
-        self._device_memory = device_memory
-        self._host_bytes = None if host_memory is None else parse_bytes(host_memory, what="host_memory")
-        self._spill_dir = None if spill_dir is None else check_spill_dir(spill_dir)
-        self._policy = make_policy(policy)
-        self._policy_name = policy if isinstance(policy, str) else type(policy).__name__
-        self._buffer_fraction = buffer_fraction
-        self._max_concurrent, self._admission = max_concurrent, admission
-        self._num_shards: NumShards = num_shards
-        self._instrument = instrument
         self._lock = threading.Lock()
-        self._pool, self._fusion = _NOT_STARTED
+        self._pool: Pool | None = None
+        self._fusion: Fusion | None = None
         self._width = 0
         self._is_shut_down, self._watches = False, list[Watch]()
         self._only_way: str | None = None  # in which steps are split; set by tests and measurements before the start
@@ -206,7 +180,7 @@ class HydraExecutor:
         """Trials in flight that keep the devices busy: `max_concurrent`; or two for each device, or a group, if more."""
         if not self._width:
             self._started()
-        return self._max_concurrent or max(self._width, self._fusion_size * self._width // 2)
+        return self._settings.max_concurrent or max(self._width, self._settings.members * self._width // 2)
 
     @property
     def num_abreast(self) -> int:
@@ -214,14 +188,14 @@ class HydraExecutor:
 
         Members of a group advance together whatever the admission is.
         """
-        if self._admission == "eager" or self._fusion_size:
+        if self._settings.admission == "eager" or self._settings.members:
             return self.width
         return min(self.width, len(self.device_names))
 
     @property
     def fusion_size(self) -> int:
         """The most trials that are computed together; 0 with `fusion="off"`."""
-        return self._fusion_size
+        return self._settings.members
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -231,7 +205,7 @@ class HydraExecutor:
     @property
     def checkpoint_dir(self) -> Path | None:
         """The folder for checkpoints; None if nothing is saved."""
-        return self._saving[0]
+        return self._settings.saving[0]
 
     def submit(
         self,
@@ -279,7 +253,7 @@ class HydraExecutor:
             raise ConfigError(f"resume must be 'strict' or 'allow-changes', not {resume!r}")
         if resume_from is not None and warm_start is not None:
             raise ConfigError("resume_from goes on with a trial, and warm_start begins one; give one of the two")
-        retries = self._max_retries if max_retries is None else check_retries(max_retries)
+        retries = self._settings.max_retries if max_retries is None else check_retries(max_retries)
         pool, origin = self._started(), Origin()
         path = resume_from if warm_start is None else warm_start
         if path is not None:
@@ -299,7 +273,7 @@ class HydraExecutor:
         return self._watched(job)
 
     def _check_trains(self) -> None:
-        if self._plans_only:
+        if self._settings.plans_only:
             raise ConfigError("this HydraExecutor was made with plans_only=True and trains nothing; make one without")
 
     def _watched(self, job: Job) -> Job:
@@ -355,7 +329,7 @@ class HydraExecutor:
             origin = Origin(saved=(self._fusion or pool).copy(job).result(), allows_changes=True)
         return self._watched(
             (self._fusion or pool).submit(
-                task, name, events, priority=priority, origin=origin, max_retries=self._max_retries
+                task, name, events, priority=priority, origin=origin, max_retries=self._settings.max_retries
             )
         )
 
@@ -581,7 +555,7 @@ class HydraExecutor:
         named = {f"trial{number}": task for number, task in enumerate(tasks)}
         if not named:
             raise ConfigError("there is no task to plan; give at least one")
-        return self._started().plan(named, group_size=self._group_size, probe=probe)
+        return self._started().plan(named, group_size=self._settings.fusion_size, probe=probe)
 
     def add_device(self, name: str) -> None:
         """Have trials use one more device, from now on: one that was removed, or a new one.
@@ -597,7 +571,10 @@ class HydraExecutor:
         """
         pool = self._started()
         budget = pool.budget_bytes
-        pool.add_device(name, lambda: open_device(name, self._device_memory, self._link_bandwidth, cpu_budget=budget))
+        pool.add_device(
+            name,
+            lambda: open_device(name, self._settings.device_memory, self._settings.link_bandwidth, cpu_budget=budget),
+        )
 
     def remove_device(self, name: str) -> None:
         """Take a device from the pool; waits until the unit that runs there is over and its memory is given back.
@@ -649,53 +626,9 @@ class HydraExecutor:
             return self._pool
 
     def _start(self) -> Pool:
-        host_bytes = self._host_bytes or int(psutil.virtual_memory().available * _HOST_SHARE)
-        opening = open_planned_devices if self._plans_only else open_devices
-        devices = opening(self._devices, self._device_memory, self._link_bandwidth)
-        self._width = self._max_concurrent or 2 * len(devices)
-        library = PlanLibrary(
-            budget_of(
-                devices,
-                trials=self._width,
-                host_bytes=host_bytes,
-                buffer_fraction=self._buffer_fraction,
-                num_shards=self._num_shards,
-                optimizer_placement=self._optimizer_placement,
-            )
-        )
-        host = None
-        if self._spill_dir is not None:
-            host = HostTier(host_bytes, Disk(SpillFolder(check_spill_dir(self._spill_dir))), devices[0])
-        pool = Pool(
-            devices,
-            library,
-            self._policy,
-            max_concurrent=self._width,
-            host_bytes=host_bytes,
-            instrument=self._instrument,
-            admission=self._admission,
-            recorder=Recorder(devices, self._policy_name, self._width, self._admission) if self._record else None,
-            only_way=self._only_way,
-            host=host,
-            sends_ahead=self._buffer_fraction != 0,
-            log=None if self._event_log is None else self._log_to(self._event_log, devices),
-            checkpoints=Checkpoints(*self._saving, host),
-            loader_times=self._loader_times,
-        )
+        pool, self._fusion, self._width = self._settings.open_pool(self._only_way)
         _shut_down_at_exit(pool)
-        if self._fusion_size:
-            chooser = Chooser(library) if self._probes_fusion else None
-            self._fusion = Fusion(pool, library, self._fusion_size, chooser, self._fusion_compile)
         return pool
-
-    def _log_to(self, path: Path, devices: Sequence[Device]) -> EventLog:
-        facts = {
-            "hydra_tune": __version__,
-            "policy": self._policy_name,
-            "admission": self._admission,
-            "max_concurrent": self._width,
-        }
-        return EventLog(path, [(device.name, device.budget_bytes) for device in devices], facts)
 
 
 def _shut_down_at_exit(pool: Pool) -> None:

@@ -1,0 +1,175 @@
+"""`Settings`: what an executor is made with, checked; and the pool that is started from them."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from hydra_tune import __version__
+from hydra_tune.checkpoint.every import Every
+from hydra_tune.devices.device import Device
+from hydra_tune.devices.discovery import open_devices, open_planned_devices
+from hydra_tune.errors import ConfigError
+from hydra_tune.fusion.chooser import Chooser
+from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
+from hydra_tune.observe.eventlog import EventLog, check_log_path
+from hydra_tune.pool.budgeting import budget_of
+from hydra_tune.pool.checkpoints import Checkpoints, check_saving
+from hydra_tune.pool.faults import check_retries
+from hydra_tune.pool.fusion import Fusion
+from hydra_tune.pool.loaders import LoaderTimes, check_loader_times
+from hydra_tune.pool.options import (
+    check_counts,
+    check_flag,
+    check_memory,
+    check_placement,
+    checked_backend,
+    members_of_group,
+)
+from hydra_tune.pool.pool import Pool
+from hydra_tune.pool.recorder import Recorder
+from hydra_tune.quantities import parse_bytes
+from hydra_tune.schedule import Policy, check_admission, make_policy
+from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.partition import NumShards
+
+_HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
+
+
+@dataclass(slots=True, kw_only=True)
+class Settings:
+    """Options of `HydraExecutor`, by the names and with the meanings that they have there, and what they come to.
+
+    Attributes:
+        members: the most trials of a group; 0 where there are no groups.
+        saving: the folder for checkpoints and how often they are made.
+
+    Raises:
+        ConfigError: an option that makes no sense, by name.
+    """
+
+    devices: str
+    device_memory: str | int | None
+    host_memory: str | int | None
+    policy: str | Policy
+    buffer_fraction: float | Literal["auto"]
+    max_concurrent: int | None
+    num_shards: NumShards
+    instrument: Callable[[], AbstractContextManager[Any]] | None
+    admission: Literal["eager", "staggered"]
+    link_bandwidth: str | int | None
+    record: bool
+    optimizer_placement: Literal["device", "host", "auto"]
+    spill_dir: str | os.PathLike[str] | None
+    event_log: str | os.PathLike[str] | None
+    plans_only: bool
+    checkpoint_dir: str | os.PathLike[str] | None
+    checkpoint_every: str | int | None
+    loader_warning: str | float
+    loader_timeout: str | float | None
+    max_retries: int
+    fusion: Literal["off", "on", "auto"]
+    fusion_size: int
+    fusion_compile: str | None
+    members: int = field(init=False)
+    saving: tuple[Path | None, Every] = field(init=False)
+    _chosen: Policy = field(init=False)
+    _host_bytes: int | None = field(init=False)
+    _loader_times: LoaderTimes = field(init=False)
+    _log_path: Path | None = field(init=False)
+    _spill_path: Path | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.devices, str):
+            raise ConfigError(f"devices must be a text such as 'auto', 'cuda' or 'cpu:2', not {self.devices!r}")
+        buffer = self.buffer_fraction
+        if buffer != "auto" and not (isinstance(buffer, int | float) and 0 <= buffer < 1):
+            raise ConfigError(f"buffer_fraction must be 'auto', or from 0 to below 1, not {buffer!r}")
+        check_counts(self.max_concurrent, self.num_shards)
+        check_admission(self.admission)
+        if self.instrument is not None and not callable(self.instrument):
+            raise ConfigError(f"instrument must be callable, not {self.instrument!r}")
+        check_memory(self.device_memory, self.link_bandwidth)
+        check_flag("record", self.record)
+        check_placement(self.optimizer_placement, self.spill_dir)
+        self.members = members_of_group(self.fusion, self.fusion_size)
+        checked_backend("fusion_compile", self.fusion_compile)
+        self._log_path = None if self.event_log is None else check_log_path(self.event_log)
+        self.saving = check_saving(self.checkpoint_dir, self.checkpoint_every)
+        self._loader_times = check_loader_times(self.loader_warning, self.loader_timeout)
+        check_retries(self.max_retries)
+        self._host_bytes = None if self.host_memory is None else parse_bytes(self.host_memory, what="host_memory")
+        self._spill_path = None if self.spill_dir is None else check_spill_dir(self.spill_dir)
+        self._chosen = make_policy(self.policy)
+
+    def open_pool(self, only_way: str | None) -> tuple[Pool, Fusion | None, int]:
+        """Open the devices and start a pool on them.
+
+        Args:
+            only_way: the one in which steps are split; None: whichever is best.
+
+        Returns:
+            The pool; who forms groups, if anybody does; and how many trials, a group counted as one, are in flight.
+
+        Raises:
+            ConfigError: devices or folders that are not there.
+        """
+        opening = open_planned_devices if self.plans_only else open_devices
+        devices = opening(self.devices, self.device_memory, self.link_bandwidth)
+        width = self.max_concurrent or 2 * len(devices)
+        host_bytes = self._host_bytes or int(psutil.virtual_memory().available * _HOST_SHARE)
+        library = PlanLibrary(
+            budget_of(
+                devices,
+                trials=width,
+                host_bytes=host_bytes,
+                buffer_fraction=self.buffer_fraction,
+                num_shards=self.num_shards,
+                optimizer_placement=self.optimizer_placement,
+            )
+        )
+        host = None
+        if self._spill_path is not None:
+            host = HostTier(host_bytes, Disk(SpillFolder(check_spill_dir(self._spill_path))), devices[0])
+        pool = Pool(
+            devices,
+            library,
+            self._chosen,
+            max_concurrent=width,
+            host_bytes=host_bytes,
+            instrument=self.instrument,
+            admission=self.admission,
+            recorder=Recorder(devices, self._policy_name, width, self.admission) if self.record else None,
+            only_way=only_way,
+            host=host,
+            sends_ahead=self.buffer_fraction != 0,
+            log=None if self._log_path is None else self._log_to(self._log_path, devices, width),
+            checkpoints=Checkpoints(*self.saving, host),
+            loader_times=self._loader_times,
+        )
+        return pool, self._groups_of(pool, library), width
+
+    def _groups_of(self, pool: Pool, library: PlanLibrary) -> Fusion | None:
+        if not self.members:
+            return None
+        chooser = Chooser(library) if self.fusion == "auto" else None
+        return Fusion(pool, library, self.members, chooser, self.fusion_compile)
+
+    @property
+    def _policy_name(self) -> str:
+        return self.policy if isinstance(self.policy, str) else type(self.policy).__name__
+
+    def _log_to(self, path: Path, devices: Sequence[Device], width: int) -> EventLog:
+        facts = {
+            "hydra_tune": __version__,
+            "policy": self._policy_name,
+            "admission": self.admission,
+            "max_concurrent": width,
+        }
+        return EventLog(path, [(device.name, device.budget_bytes) for device in devices], facts)
