@@ -25,6 +25,7 @@ from hydra_tune.fusion.recording import recorded
 from hydra_tune.fusion.recurrent import RECURRENT
 from hydra_tune.fusion.rules import RULES, SHARED_INPUT, elementwise, is_elementwise
 from hydra_tune.fusion.tables import TABLES, embedding_bag
+from hydra_tune.shard.placing import moved, names_a_device
 from hydra_tune.shard.stochastic import draws_random_numbers
 
 _CHECKS = frozenset([torch.ops.aten._assert_tensor_metadata.default])  # noqa: SLF001 - of what holds for every batch of the kind
@@ -41,13 +42,14 @@ _Run = Callable[[int, Sequence[Any], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One node: what it runs, on which nodes' values, and whose values nobody needs afterwards."""
+    """One node: what it runs, on which nodes' values, whose values nobody needs afterwards, and whether it names a device."""
 
     node: fx.Node
     run: _Run
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     last_uses: tuple[fx.Node, ...]
+    is_placed: bool
 
 
 class StackedGraph:
@@ -79,11 +81,14 @@ class StackedGraph:
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         """The graph's outputs, all with the members in front."""
-        count = arguments[self._first].size(0)
+        count, place = arguments[self._first].size(0), arguments[self._first].device
         values: dict[fx.Node, Any] = dict(zip(self._arguments, arguments, strict=True))
         for call in self._calls:
-            found = [fx.node.map_arg(argument, values.__getitem__) for argument in call.arguments]
-            keywords = {name: fx.node.map_arg(value, values.__getitem__) for name, value in call.keywords.items()}
+            given = (call.arguments, call.keywords)
+            if call.is_placed and place.type != "cpu":
+                given = moved(given, place)
+            found = [fx.node.map_arg(argument, values.__getitem__) for argument in given[0]]
+            keywords = {name: fx.node.map_arg(value, values.__getitem__) for name, value in given[1].items()}
             values[call.node] = call.run(count, found, keywords)
             found.clear()
             for node in call.last_uses:
@@ -293,7 +298,14 @@ class StackedGraph:
             if node not in kept:
                 ends.setdefault(position, []).append(node)
         return [
-            _Call(node, run, tuple(arguments), keywords, tuple(ends.get(position, ())))
+            _Call(
+                node,
+                run,
+                tuple(arguments),
+                keywords,
+                tuple(ends.get(position, ())),
+                names_a_device((arguments, keywords)),
+            )
             for position, (node, run, arguments, keywords) in enumerate(self._planned)
         ]
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from hydra_tune.shard.analysis import Analysis
 from hydra_tune.shard.capture import Captured
+from hydra_tune.shard.placing import placed
 from hydra_tune.shard.precision import under_autocast
 
 
@@ -105,9 +106,11 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, bac
     written_state = tuple(
         dict.fromkeys(name for placeholder, name in captured.state.items() if placeholder in overwritten)
     )
-    run = module.forward
-    if backend is not None:
-        run = compiled(module, backend, [state.index(name) for name in written_state])
+    if backend is None:
+        run = placed(module)
+    else:
+        written = [state.index(name) for name in written_state]
+        run = placed(module, lambda one: compiled(one, backend, written))
     return ShardGraph(
         module=under_autocast(run, captured.precision),
         first=first,
