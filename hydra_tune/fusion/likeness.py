@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, fx
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.tails import Rows, arguments_of, operators_of, placeholders_of, tails_of
+from hydra_tune.fusion.parts import arguments_of, operators_of, placeholders_of
+from hydra_tune.fusion.tails import Rows, tails_of
 from hydra_tune.shard.plan import Plan
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.stochastic import named_arguments

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, fx
 
 from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.branches import StackedPrefix, with_results, with_tails
 from hydra_tune.fusion.compiling import compiled_trace
 from hydra_tune.fusion.counted import Counted, with_counts
 from hydra_tune.fusion.likeness import with_stand_ins
 from hydra_tune.fusion.stacking import StackedGraph
-from hydra_tune.fusion.tails import Rows, StackedPrefix, with_results, with_tails
+from hydra_tune.fusion.tails import Rows
 from hydra_tune.fusion.tracing import Traced, traced, traced_forward
 from hydra_tune.shard import compute
 from hydra_tune.shard.compute import Gradients, Incoming, Operands, Tape

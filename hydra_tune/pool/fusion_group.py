@@ -6,7 +6,8 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Protocol
 
-from hydra_tune.fusion.group import PATIENCE_SECONDS, GroupTrial
+from hydra_tune.fusion.attendance import PATIENCE_SECONDS
+from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.key import FusionKey
 from hydra_tune.fusion.seat import Seat
 from hydra_tune.pool.fusion_entry import Entry

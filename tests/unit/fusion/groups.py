@@ -9,10 +9,11 @@ from torch.optim import lr_scheduler
 
 from hydra_tune import TrainTask, train_plain
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.fusion.group import GroupTrial, Seat
+from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.key import fusion_key
 from hydra_tune.fusion.member import Member
 from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.fusion.seat import Seat
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.budget import Budget
 from hydra_tune.shard.library import PlanLibrary

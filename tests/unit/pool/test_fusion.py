@@ -439,8 +439,10 @@ def test_a_carrier_whose_job_has_another_one_carries_nobody():
     with running(fusion="on") as pool:
         job = pool.submit(task(epochs=200), "trial")
         fusion = pool._fusion
-        entry = fusion._entries[job.key]
-        made = fusion._make(entry, object(), job.task, fusion._library, device, None, None, None, None)
+        entry = fusion._table.entries[job.key]
+        made = fusion._carriers.make(
+            entry, object(), job.task, fusion._carriers._library, device, None, None, None, None
+        )
         made.advance()
         assert made.outcome == "cancelled"
         job.cancel()

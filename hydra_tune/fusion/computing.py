@@ -1,0 +1,139 @@
+"""How the batches that members of a group want are computed together: stacked, as units; each is given what comes of it."""
+
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import Any
+
+from hydra_tune.devices.device import Device
+from hydra_tune.fusion.attendance import go_on
+from hydra_tune.fusion.batches import StackedBatches
+from hydra_tune.fusion.kinds import wanted_of
+from hydra_tune.fusion.member import Wanted
+from hydra_tune.fusion.places import Places
+from hydra_tune.fusion.rounds import Round, Rules
+from hydra_tune.fusion.seat import Seat
+from hydra_tune.fusion.steps import GroupEvaluation, GroupStep
+from hydra_tune.fusion.tails import Rows
+from hydra_tune.train.state import ModelState
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.training_batch import Part
+
+
+class Computing:
+    """Computes for the members of one group.
+
+    Args:
+        places: theirs.
+        device: any device of the pool, for host memory.
+
+    Attributes:
+        rows: who has which results, of the plan that runs; None where all have all.
+        round: the one under way, if any.
+    """
+
+    def __init__(self, places: Places, device: Device) -> None:
+        self._places = places
+        self._device = device
+        self.rows: Rows | None = None
+        self.round: Round | None = None
+
+    def batches_of(self, bucket: Sequence[Seat], like: Wanted | None) -> StackedBatches:
+        """The members' batches; a member that rests computes on somebody else's."""
+        wanted = {id(seat): wanted_of(seat) for seat in bucket}
+        first = wanted_of(bucket[0])
+        return StackedBatches([wanted.get(id(seat), first) for seat in self._places.seats], like)
+
+    def go_round(
+        self,
+        bucket: Sequence[Seat],
+        part: Part,
+        batches: StackedBatches,
+        resting: Collection[int],
+        like: Wanted | None,
+    ) -> Generator[PendingUnit, None, int]:
+        """A unit of several steps, in which the members go on; returns how many."""
+        state = self._places.state
+        assert state is not None
+        alike = [wanted_of(bucket[0])] if like is None else [wanted_of(seat) for seat in bucket]
+        rules = Rules(
+            plan=part.plan,
+            times=part.times,
+            state=state,
+            streams=self._places.streams,
+            gradients=self._places.gradients,
+            resting=resting,
+        )
+
+        def next_batches() -> StackedBatches | None:
+            if any(seat.stop is not None or seat.is_paused for seat in bucket):
+                return None
+            for seat in bucket:
+                go_on(seat)
+                seat.is_ahead = True
+            if not all(any(_wants_alike(seat, one) for one in alike) for seat in bucket):
+                return None
+            for seat in bucket:
+                seat.is_ahead = False
+            return self.batches_of(bucket, like)
+
+        def settle(made: Sequence[Any]) -> None:
+            if part.plan.mode == "train":
+                self._take_losses(made, resting)
+            else:
+                self._take_values(made, resting)
+
+        self.round = going = Round(rules, batches, part.leaves, settle, next_batches)
+        try:
+            yield going.unit()
+        finally:
+            self.round = None
+        return going.steps
+
+    def step(self, part: Part, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
+        """A step of the members that do not rest."""
+        step = GroupStep(1, state, self._places.streams, self._device, self._places.gradients)
+        step.resting = tuple(resting)
+        try:
+            yield from step.batch(part)
+            yield from step.finish()
+            self._take_losses([step.member_losses], resting)
+        finally:
+            step.close()
+
+    def evaluated(self, part: Part, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
+        """An evaluated batch of each member that does not rest."""
+        evaluation = GroupEvaluation(part.plan, part.times, state, part.leaves, self._places.streams, self._device)
+        evaluation.resting = tuple(resting)
+        try:
+            yield from evaluation.units()
+        finally:
+            evaluation.close()
+        self._take_values([evaluation.values], resting)
+
+    def _take_losses(self, steps: Sequence[Sequence[float]], resting: Collection[int]) -> None:
+        for index, losses in enumerate(zip(*steps, strict=True)):
+            if index not in resting:
+                self._places.seats[index].member.results = losses
+
+    def _take_values(self, steps: Sequence[Mapping[str, Sequence[float]]], resting: Collection[int]) -> None:
+        for index, seat in enumerate(self._places.seats):
+            if index not in resting:
+                own = None if self.rows is None else self.rows.names(index)
+                seat.member.results = [
+                    {name: values[index] for name, values in step.items() if own is None or name in own}
+                    for step in steps
+                ]
+
+
+def are_padded(bucket: Sequence[Seat]) -> bool:
+    """Whether the batches of members that are computed together are of several sizes."""
+    first = wanted_of(bucket[0]).leaves
+    now = (wanted_of(seat).leaves for seat in bucket)
+    return any(leaves is not first and leaves.signature != first.signature for leaves in now)
+
+
+def _wants_alike(seat: Seat, first: Wanted) -> bool:
+    """Whether a member wants the next batch of the kind that the first wanted."""
+    now = seat.wants
+    if not isinstance(now, Wanted) or now.mode != first.mode:
+        return False
+    return now.leaves is first.leaves or now.leaves.signature == first.leaves.signature

@@ -1,0 +1,67 @@
+"""Parts of a shard's captured graph: what it takes, the operators that it runs, and some of them as a graph of their own."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, fx
+
+from hydra_tune.errors import UnfusableError
+from hydra_tune.shard.split import ShardGraph
+
+
+def arguments_of(graph: ShardGraph) -> list[tuple[str, str | int]]:
+    """What a shard's code takes, in order."""
+    return [
+        *(("state", name) for name in graph.state),
+        *(("constant", name) for name in graph.constants),
+        *(("input", index) for index in graph.inputs),
+    ]
+
+
+def placeholders_of(code: fx.GraphModule) -> list[fx.Node]:
+    """The arguments of a shard's code."""
+    return [node for node in code.graph.nodes if node.op == "placeholder"]
+
+
+def operators_of(code: fx.GraphModule) -> list[fx.Node]:
+    """What a shard's code runs, in order."""
+    return [node for node in code.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
+def value_of(node: fx.Node) -> Tensor:
+    """The one tensor that an operator makes, as it was captured.
+
+    Raises:
+        UnfusableError: it makes several.
+    """
+    made = node.meta.get("val")
+    if not isinstance(made, Tensor):
+        raise UnfusableError(
+            f"its graph differs from the others' right after {node.target}, which makes several tensors"
+        )
+    return made
+
+
+def part_of(
+    code: fx.GraphModule, begins: Sequence[fx.Node], nodes: Sequence[fx.Node], ends: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """Some operators of a graph as a graph.
+
+    Args:
+        code: the graph.
+        begins: what it takes.
+        nodes: its operators.
+        ends: what it gives.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in begins:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    used = {given for node in nodes for given in node.all_input_nodes}
+    for node in code.graph.nodes:
+        if node.op == "get_attr" and node in used:
+            copies[node] = graph.node_copy(node)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in ends))
+    return fx.GraphModule(code, graph)

@@ -1,0 +1,268 @@
+"""Carriers: the pool's jobs that run the jobs of a `Fusion`, one by itself or several as a group.
+
+Note: carriers. For each job that is submitted the pool is given one of its own, its carrier. When a carrier is prepared
+it takes along all jobs that wait and have the same fusion key; their carriers are stopped, and it runs the group. A carrier
+that finds nobody, or whose trial cannot be fused, runs its own job's trial as ever. Either way what becomes of a carrier is
+passed on to the jobs that it carries (`fusion_ends.py`).
+
+Note: late joiners. While a group has room, a job of its key needs no carrier: its trial is built and begun beside the group, on
+the preparer's thread or on one of ours, and comes to the group between two steps (`fusion_group.py`). One that is paused leaves
+the group with its state, and comes back as a joiner, or is given another carrier.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import HydraTuneError, UnfusableError
+from hydra_tune.fusion.chooser import Chooser
+from hydra_tune.fusion.group import GroupTrial
+from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.tenant import Tenant
+from hydra_tune.pool.fusion_ends import Ends
+from hydra_tune.pool.fusion_entry import CarrierEvents, Entry
+from hydra_tune.pool.fusion_finder import Finder
+from hydra_tune.pool.fusion_group import LiveGroup
+from hydra_tune.pool.fusion_table import FusionTable
+from hydra_tune.pool.job import Job, Result
+from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.task import TrainTask
+from hydra_tune.train.helpers import Helpers
+from hydra_tune.train.shared_times import SharedTimes
+from hydra_tune.train.trial import Trial
+
+_LOGGER = logging.getLogger("hydra_tune.fusion")
+
+
+class _Absent(Trial):
+    """In the place of a trial that a group has got meanwhile: nothing of it runs here."""
+
+    def advance(self) -> None:
+        """It is over."""
+        self.outcome = "cancelled"
+
+
+class Carriers:
+    """Gives jobs their carriers, and prepares these.
+
+    Args:
+        table: the jobs.
+        library: the pool's.
+        most: members of a group.
+        chooser: as of `Finder`.
+        backend: of `torch.compile`, which steps of groups are compiled with, if any.
+
+    Attributes:
+        ends: what becomes of them.
+    """
+
+    def __init__(
+        self, table: FusionTable, library: PlanLibrary, most: int, chooser: Chooser | None, backend: str | None
+    ) -> None:
+        self._table = table
+        self._library = library
+        self._plans = GroupPlans(library, backend)
+        self._finder = Finder(table, self._plans, library, most, chooser)
+        self.ends = Ends(table, self)
+
+    def carry(self, entry: Entry) -> None:
+        """Give a job a carrier."""
+        with self._table.pool.changed:
+            ticket = entry.ticket = object()
+        carrier = self._table.pool.submit(
+            entry.job.task,
+            entry.job.name,
+            CarrierEvents(self.ends, entry),
+            priority=entry.priority,
+            make_trial=partial(self.make, entry, ticket),
+            is_saved=False,
+        )
+        with self._table.pool.changed:
+            entry.carrier = entry.carrier or carrier
+            self._finder.last_submitted = time.monotonic()
+            self._table.pool.changed.notify_all()
+
+    def make(
+        self,
+        entry: Entry,
+        ticket: object,
+        task: TrainTask,
+        library: PlanLibrary,
+        device: Device,
+        helpers: Helpers | None,
+        host: HostTier | None,
+        tenant: Tenant | None,
+        times: SharedTimes | None,
+        **_: Any,
+    ) -> Trial:
+        """A group's trial, or the job's own; on the preparer's thread."""
+        with self._table.pool.changed:
+            self._table.pool.changed.wait_for(
+                lambda: entry.ticket is not ticket or (entry.carrier is not None and not entry.is_building)
+            )
+            if entry.ticket is not ticket or entry.is_taken or entry.job.key not in self._table.entries:
+                return _Absent(task, library, device)
+            entry.is_forming = True
+            entry.job.enter("preparing")
+        others: list[Entry] = []
+        is_absent = False
+        try:
+            if entry.trial is None:
+                entry.trial = self._finder.build(entry, device, helpers, host, tenant, times)
+            wanted = None
+            if not entry.most:
+                entry.most, wanted = self._finder.fusable(entry, entry.trial, device)
+            is_absent = self._joins(entry)
+            if not is_absent:
+                others = self._finder.others(entry, wanted, device)
+        except UnfusableError as error:
+            _LOGGER.info("%s is not fused: %s", entry.job.name, error)
+        except BaseException:
+            self._finder.forget(entry)
+            raise
+        finally:
+            with self._table.pool.changed:
+                entry.is_forming = False
+        if is_absent:
+            return _Absent(task, library, device)
+        assert entry.trial is not None
+        if entry.seat is None and not others:
+            return self._alone(entry, entry.trial)
+        return self._formed(entry, others, device, host, tenant, times)
+
+    def _alone(self, entry: Entry, member: Member) -> Trial:
+        with self._table.pool.changed:
+            entry.job.enter("running")
+            stop, carrier = entry.stop, entry.carrier
+        if stop is not None and carrier is not None:
+            self._table.pool.stop(carrier, stop)
+        return member
+
+    def _formed(
+        self,
+        entry: Entry,
+        others: Sequence[Entry],
+        device: Device,
+        host: HostTier | None,
+        tenant: Tenant | None,
+        times: SharedTimes | None,
+    ) -> GroupTrial:
+        """A group of those that a carrier has found."""
+        together = [entry, *others]
+        _LOGGER.info("%d trials are fused: %s", len(together), ", ".join(one.job.name for one in together))
+        with self._table.pool.changed:
+            assert entry.carrier is not None
+            pool, building, timer = self._table.pool, self._table.building, self._table.timer
+            group = LiveGroup(pool, entry.carrier, entry.key, entry.most, self.ends, building, timer)
+            group.entries = together
+            seats = [one.sit() for one in together]
+            own = [one.carrier for one in others]
+            for one in together:
+                one.carrier, one.is_seated = entry.carrier, True
+                if one.job.state != "waiting":
+                    one.job.enter("running")
+            group.trial = GroupTrial(
+                seats, self._plans, self._library, device, group, host, tenant, times, most=entry.most
+            )
+            group.trial.hands_back = True
+            self._table.groups[entry.carrier.key] = group
+        for carrier in own:
+            if carrier is not None:
+                carrier.cancel()
+        return group.trial
+
+    def _joins(self, entry: Entry) -> bool:
+        """Have a job that is being prepared come to a group that has room; False: there is none."""
+        with self._table.pool.changed:
+            grows = len(self._table.pool.device_names) <= len(self._table.groups)
+            if self._table.group_for(entry, grows=grows) is None:
+                return False
+        self._finder.begin(entry)
+        with self._table.pool.changed:
+            group = self._table.group_for(entry, grows=grows)
+            if group is not None:
+                group.come(entry)
+        return group is not None
+
+    def look_later(self) -> None:
+        """Look for somebody who could join a group."""
+        with self._table.pool.changed:
+            if any(one.has_room(grows=True) for one in self._table.groups.values()):
+                self._table.building.do(self._look)
+
+    def _look(self) -> None:
+        """Find somebody who waits for a group that has room; on a thread of ours."""
+        while True:
+            with self._table.pool.changed:
+                found = next(
+                    (
+                        (group, one)
+                        for group in self._table.groups.values()
+                        for one in self._table.entries.values()
+                        if one.is_free and group.has_room(grows=True) and group.admits(one)
+                    ),
+                    None,
+                )
+            if found is None:
+                return
+            group, entry = found
+            if self._finder.takes(entry, group.key, None, group.trial.any_device):
+                self._send_to(entry)
+
+    def _send_to(self, entry: Entry) -> None:
+        """Have a job that is taken come to a group; or back to its carrier, if there is none any more."""
+        own, error = entry.carrier, None
+        try:
+            self._finder.begin(entry)
+        except BaseException as raised:  # noqa: BLE001 - it ends the job, as it would where its carrier had begun it
+            error = raised
+        with self._table.pool.changed:
+            group = None if error is not None else self._table.group_for(entry, grows=True)
+            if group is not None:
+                group.come(entry)
+        if error is not None:
+            self._finder.forget(entry)
+            self._table.over(entry, Result(status="failed", error=error))
+        elif group is None:
+            self.carry_anew(entry)
+        if own is not None:
+            own.cancel()
+
+    def carry_anew(self, entry: Entry) -> None:
+        """Give a job another carrier, with what it has; or end it, if that is wanted."""
+        with self._table.pool.changed:
+            if entry.job.key not in self._table.entries:
+                return
+            entry.carrier, entry.is_taken = None, False
+            stop = entry.stop
+        if stop is not None:
+            self._table.over(entry, Result(status=stop))
+            return
+        try:
+            self.carry(entry)
+        except HydraTuneError:  # the pool ends
+            self._table.over(entry, Result(status="cancelled"))
+        if entry.job.paused:
+            self.pause(entry.job, paused=True)
+
+    def pause(self, job: Job, *, paused: bool) -> None:
+        """Hold a job back, or let it go on; one of a group leaves it meanwhile."""
+        with self._table.pool.changed:
+            entry = self._table.entries.get(job.key)
+            if entry is None:
+                return
+            job.hold(paused=paused)
+            group, carrier = self._table.group_of(entry), entry.carrier
+            if entry.seat is not None:
+                entry.seat.is_paused = paused
+        if group is not None:
+            group.wake()
+        elif carrier is not None:
+            self._table.pool.pause(carrier, paused=paused)
+        else:
+            self._table.timer.do(partial(self.ends.go_on, entry))

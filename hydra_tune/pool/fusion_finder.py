@@ -1,0 +1,192 @@
+"""Builds the trials of jobs that wait, and finds those that may be one group."""
+
+import logging
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.chooser import Chooser, steps_of
+from hydra_tune.fusion.key import fusion_key
+from hydra_tune.fusion.member import Member, Wanted
+from hydra_tune.fusion.plans import GroupPlans, layout_of, room_for
+from hydra_tune.pool.fusion_entry import Entry
+from hydra_tune.pool.fusion_table import FusionTable
+from hydra_tune.shard.library import PlanLibrary
+
+_LOGGER = logging.getLogger("hydra_tune.fusion")
+_SETTLED_SECONDS = 0.05  # without a new job, before a group is closed
+_PATIENCE_SECONDS = 1.0
+
+
+class Finder:
+    """Finds members for groups.
+
+    Args:
+        table: the jobs.
+        plans: makes the groups' plans.
+        library: the pool's.
+        most: members of a group.
+        chooser: says whether trials gain by it; None: all are fused that can be.
+
+    Attributes:
+        last_submitted: when a job was submitted last, by the monotonic clock.
+    """
+
+    def __init__(
+        self, table: FusionTable, plans: GroupPlans, library: PlanLibrary, most: int, chooser: Chooser | None
+    ) -> None:
+        self._table = table
+        self._plans = plans
+        self._library = library
+        self._most = most
+        self._chooser = chooser
+        self.last_submitted = 0.0
+
+    def build(self, entry: Entry, device: Device, *beside: Any) -> Member:
+        """A job's trial, built, with what it goes on from."""
+        keeper = entry.keeper
+        if keeper is not None:
+            keeper.open()
+        beginning = entry.begin()
+        if keeper is not None and beginning is not None:
+            keeper.goes_on_from(beginning.saved.path)
+        member = Member(entry.job.task, self._library, device, *beside, beginning=beginning, keeper=keeper)
+        try:
+            entry.key = key = fusion_key(entry.job.task, *member.built())
+            member.architecture = key.architecture
+        except UnfusableError as error:
+            entry.key = error
+        except BaseException:
+            member.close(keep=False)
+            raise
+        return member
+
+    @staticmethod
+    def forget(entry: Entry) -> None:
+        """Something has been raised while a job's trial was made."""
+        member, entry.trial = entry.trial, None
+        if member is not None:
+            member.close(keep=False)
+
+    def fusable(self, entry: Entry, member: Member, device: Device) -> tuple[int, Wanted]:
+        """How many like a trial a device has room for, and its first batch.
+
+        Raises:
+            UnfusableError: it cannot be fused.
+        """
+        if isinstance(entry.key, UnfusableError):
+            raise entry.key
+        wanted = member.peek()
+        prepared = self._plans.of_member(member, wanted["train"])
+        self._plans.stacked(prepared, self._most)
+        most = room_for(prepared, device, self._table.pool.budget_bytes, self._table.limits.get(entry.key, self._most))
+        if "evaluate" in wanted:
+            evaluated = self._plans.of_member(member, wanted["evaluate"], layout_of(prepared))
+            self._plans.stacked(evaluated, self._most)
+        return most, wanted["train"]
+
+    def others(self, entry: Entry, wanted: Wanted | None, device: Device) -> list[Entry]:
+        """Those that are computed together with a job.
+
+        Args:
+            entry: the job.
+            wanted: its first batch; None for one that has begun in a group.
+            device: any device of the pool.
+
+        Raises:
+            UnfusableError: nobody is.
+        """
+        member = entry.trial
+        assert member is not None
+        if self._chooser is None or wanted is None or entry.seat is not None:
+            return self._take(entry, device)
+        kind, steps = (entry.key, wanted.leaves.signature, device.torch_device.type), steps_of(member)
+        self._chooser.refuse(kind, steps * min(entry.most, 1 + len(self._table.free())))
+        taken = self._take(entry, device)
+        if not taken:
+            return taken
+        all_steps = [steps, *(steps_of(one.trial) for one in taken if one.trial is not None)]
+        choice = self._chooser.choose(kind, member, wanted, device, all_steps, entry.most)
+        self._leave(taken[choice.size - 1 :])
+        if choice.size == 1:
+            raise UnfusableError(choice.why)
+        if choice.size < min(len(all_steps), entry.most):
+            entry.most = choice.size  # more of them would gain less, those that come later as well
+        return taken[: choice.size - 1]
+
+    def _leave(self, taken: Sequence[Entry]) -> None:
+        """Have jobs that were taken wait again."""
+        for entry in taken:
+            with self._table.pool.changed:
+                entry.is_taken = False
+                stop, carrier = entry.stop, entry.carrier
+                has_begun = entry.seat is not None
+            if not has_begun:
+                self.forget(entry)
+            if stop is not None and carrier is not None:
+                self._table.pool.stop(carrier, stop)
+
+    def _take(self, entry: Entry, device: Device) -> list[Entry]:
+        """Jobs that wait and have the key of another, built; nobody else takes them any more."""
+        began = time.monotonic()
+        while (
+            time.monotonic() - self.last_submitted < _SETTLED_SECONDS and time.monotonic() - began < _PATIENCE_SECONDS
+        ):
+            time.sleep(_SETTLED_SECONDS / 10)
+        taken: list[Entry] = []
+        for one in self._table.free():
+            if len(taken) == entry.most - 1:
+                break
+            if one.key in (None, entry.key) and self.takes(one, entry.key, entry.trial, device):
+                taken.append(one)
+        return taken
+
+    def takes(self, entry: Entry, key: Hashable, first: Member | None, device: Device) -> bool:
+        """Build a job's trial, and take it if it has this key and is like the first, if that is not to be known already."""
+        with self._table.pool.changed:
+            if not entry.is_free:
+                return False
+            entry.is_building = True
+        member: Member | None = entry.trial
+        try:
+            if member is None:
+                member = self.build(entry, device)
+        except BaseException:  # noqa: BLE001 - it comes up again where the job's own carrier builds it
+            entry.key = object()
+        is_alike = entry.key == key and (first is None or self._is_alike(entry, first, member, device))
+        with self._table.pool.changed:
+            entry.is_building = False
+            is_taken = is_alike and entry.is_free
+            if is_taken:
+                entry.is_taken, entry.trial = True, member
+            self._table.pool.changed.notify_all()
+        if not is_taken and member is not None and entry.trial is None:
+            member.close(keep=False)
+        return is_taken
+
+    def _is_alike(self, entry: Entry, first: Member, member: Member | None, device: Device) -> bool:
+        """Whether a trial of the key of another may be of one group with it."""
+        if member is None:
+            return False
+        try:
+            self._plans.check_alike(first, member, may_draw=device.shares_generator)
+        except UnfusableError as error:
+            _LOGGER.info("%s is not computed with those of its kind: %s", entry.job.name, error)
+            return False
+        except Exception:  # noqa: BLE001 - it comes up again where the trial runs
+            return False
+        return True
+
+    @staticmethod
+    def begin(entry: Entry) -> None:
+        """Have a trial run its own code up to its first batch, which is what a group computes."""
+        if entry.seat is None:
+            seat = entry.sit()
+            seat.member.is_fused = True
+            try:
+                seat.go_on()
+            except BaseException:
+                entry.seat = None
+                raise
