@@ -6,6 +6,7 @@ Pure Python; `profiler.py` makes it of graphs, tests make it by hand.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +151,29 @@ class Array:
     def backward_ends(self) -> Mapping[int, tuple[str, ...]]:
         """Storages of the backward alone that end with each backward operator."""
         return _ends(self.backward, self.backward_uses, self.results)
+
+    @cached_property
+    def all_backward_ends(self) -> Mapping[int, tuple[str, ...]]:
+        """Storages that end with each backward operator, feature maps behind the others."""
+        ends: dict[int, list[str]] = {rank: list(names) for rank, names in self.backward_ends.items()}
+        for name, one in self.maps.items():
+            ends.setdefault(one.last_backward, []).append(name)
+        return {rank: tuple(names) for rank, names in ends.items()}
+
+    @cached_property
+    def order(self) -> Mapping[str, int]:
+        """The place of each feature map among them."""
+        return {name: place for place, name in enumerate(self.maps)}
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Of all its feature maps."""
+        return sum(one.num_bytes for one in self.maps.values())
+
+    @cached_property
+    def lowered(self) -> dict[int, dict[Any, Any]]:
+        """Instructions that have been made for it, by the side of a schedule that it is on (`lowering.py`)."""
+        return {}
 
 
 def _uses(ops: Iterable[Op]) -> dict[str, tuple[int, int]]:

@@ -4,14 +4,19 @@ Note: room. A swapped storage is freed when its copy to the host has ended, not 
 printed frees it at once). Where that is depends on time, so it is an instruction of its own: it is put where the copy
 will have ended, or sooner, before an operator for which there would be no room, which then waits. So the bytes on the
 device are a function of the list.
+
+Note: speed. Schedules are lowered thousands of times for one plan, and differ in a few decisions. Instructions do not
+depend on decisions, but for which of them there are and what sources of recomputations are freed late; each is made
+once for a sub-array (`Array.lowered`) and used again.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from hydra_tune.fusion.planner.arrays import Array, FeatureMap
+from hydra_tune.fusion.planner.arrays import Array, FeatureMap, Op
 from hydra_tune.fusion.planner.schedule import Decisions, Schedule, Segment
 
 
@@ -70,11 +75,8 @@ def lowered(schedule: Schedule, segment: Segment) -> list[Instruction]:
 
 def kept_bytes(array: Array, decisions: Decisions) -> int:
     """Bytes of the feature maps that stay on the device between a sub-array's forward and backward."""
-    return sum(
-        one.num_bytes
-        for name, one in array.maps.items()
-        if name not in decisions.swaps and name not in decisions.recomputes
-    )
+    gone = (array.maps[name].num_bytes for name in (*decisions.swaps, *decisions.recomputes))
+    return array.kept_bytes - sum(gone)
 
 
 def copied(storage: str, made_for: str) -> str:
@@ -83,201 +85,197 @@ def copied(storage: str, made_for: str) -> str:
 
 
 class _Side:
-    """What the lowering asks of one sub-array, looked up once."""
+    """What the lowering asks of one sub-array: what is the same for all schedules, and what decisions change of it."""
 
     def __init__(self, schedule: Schedule, side: int) -> None:
         self.array, self.decisions, self.side = schedule.arrays[side], schedule.decisions[side], side
+        self.known: dict[Any, Any] = self.array.lowered.setdefault(side, {})
+        self.forward = self._runs("forward", self.array.forward, self.array.forward_ends)
+        self.backward = self._runs("backward", self.array.backward, self.array.all_backward_ends)
+        self.changed: dict[int, Instruction] = {}
         self.prompts: dict[int, list[FeatureMap]] = {}
         self.arrivals: dict[int, list[FeatureMap]] = {}
         self.recomputed: dict[int, list[FeatureMap]] = {}
-        self.ends: dict[int, list[str]] = {}
         self.leaves: dict[int, list[FeatureMap]] = {}
-        needs = self.decisions.needs(self.array.maps)
-        for name, one in self.array.maps.items():
-            self._look_up(name, one, *needs[name])
+        maps, needs = self.array.maps, self.decisions.changed_needs(self.array.maps)
+        for name in sorted((*self.decisions.swaps, *self.decisions.recomputes), key=self.array.order.__getitem__):
+            self._look_up(name, maps[name], needs)
         for found in self.prompts.values():
-            found.sort(key=lambda one: (needs[one.name][0], one.made))
+            found.sort(key=lambda one: (_first(one, needs), one.made))
+        self._change_ends(needs)
 
-    def _look_up(self, name: str, one: FeatureMap, need: int, end: int) -> None:
+    def _runs(self, key: str, ops: Sequence[Op], ends: Mapping[int, tuple[str, ...]]) -> list[Instruction]:
+        if key not in self.known:
+            self.known[key] = [self._run(rank, op, ends.get(rank, ()), key) for rank, op in enumerate(ops)]
+        found: list[Instruction] = self.known[key]
+        return found
+
+    def _run(self, rank: int, op: Op, frees: tuple[str, ...], which: str) -> Instruction:
+        return Instruction(
+            kind=Kind.RUN,
+            side=self.side,
+            is_backward=which == "backward",
+            rank=rank,
+            seconds=op.seconds,
+            makes=op.makes,
+            frees=frees,
+            made_bytes=_bytes(self.array, op.makes),
+            freed_bytes=_bytes(self.array, frees),
+            workspace_bytes=op.workspace_bytes,
+        )
+
+    def _look_up(self, name: str, one: FeatureMap, needs: Mapping[str, tuple[int, int]]) -> None:
         decided = self.decisions
-        self.ends.setdefault(end, []).append(name)
+        self.leaves.setdefault(one.last_forward, []).append(one)
         if name in decided.swaps:
+            need = _first(one, needs)
             self.prompts.setdefault(min(decided.swaps[name], need), []).append(one)
             self.arrivals.setdefault(need, []).append(one)
-            self.leaves.setdefault(one.last_forward, []).append(one)
-        elif name in decided.recomputes:
+        else:
             self.recomputed.setdefault(one.first_backward, []).append(one)
-            self.leaves.setdefault(one.last_forward, []).append(one)
+
+    def _change_ends(self, needs: Mapping[str, tuple[int, int]]) -> None:
+        """Sources of recomputations are freed where the last of those has used them."""
+        maps, base = self.array.maps, self.array.all_backward_ends
+        later = {name: last for name, (_, last) in needs.items() if last != maps[name].last_backward}
+        if not later:
+            return
+        for rank in {*later.values(), *(maps[name].last_backward for name in later)}:
+            own = [name for name in base.get(rank, ()) if name not in maps]
+            left = [name for name in base.get(rank, ()) if name in maps and name not in later]
+            left += [name for name, last in later.items() if last == rank]
+            ends = (*own, *sorted(left, key=self.array.order.__getitem__))
+            key = ("ends", rank, ends)
+            if key not in self.known:
+                self.known[key] = self._run(rank, self.array.backward[rank], ends, "backward")
+            self.changed[rank] = self.known[key]
+
+    def move(self, kind: Kind, one: FeatureMap, rank: int) -> Instruction:
+        """A copy, its end, or a deletion, when so many operators have run."""
+        key = (kind, one.name, rank)
+        if key not in self.known:
+            freed = (one.name,) if kind in (Kind.DELETE, Kind.RELEASE) else ()
+            made = (one.name,) if kind is Kind.PREFETCH else ()
+            seconds = {Kind.PREFETCH: one.in_seconds, Kind.OFFLOAD: one.out_seconds}.get(kind, 0.0)
+            self.known[key] = Instruction(
+                kind=kind,
+                side=self.side,
+                is_backward=kind in (Kind.PREFETCH, Kind.ARRIVE),
+                rank=rank,
+                storage=one.name,
+                seconds=seconds,
+                makes=made,
+                frees=freed,
+                made_bytes=_bytes(self.array, made),
+                freed_bytes=_bytes(self.array, freed),
+            )
+        found: Instruction = self.known[key]
+        return found
+
+    def again(self, one: FeatureMap) -> tuple[Instruction, ...]:
+        """What recomputes a feature map."""
+        how = self.decisions.recomputes[one.name]
+        key = ("again", one.name, how.ops)
+        if key not in self.known:
+            self.known[key] = tuple(self._again(one, sorted(how.ops)))
+        found: tuple[Instruction, ...] = self.known[key]
+        return found
+
+    def _again(self, one: FeatureMap, ranks: list[int]) -> Iterator[Instruction]:
+        ops = self.array.forward
+        last = {storage: rank for rank in ranks for storage in (*ops[rank].reads, *ops[rank].makes)}
+        made: set[str] = set()
+        for rank in ranks:
+            op = ops[rank]
+            made.update(op.makes)
+            ended = sorted(storage for storage in made if last[storage] == rank and storage != one.name)
+            yield Instruction(
+                kind=Kind.RERUN,
+                side=self.side,
+                is_backward=True,
+                rank=rank,
+                storage=one.name,
+                seconds=op.seconds,
+                makes=tuple(name if name == one.name else copied(name, one.name) for name in op.makes),
+                frees=tuple(copied(name, one.name) for name in ended),
+                made_bytes=_bytes(self.array, op.makes),
+                freed_bytes=_bytes(self.array, ended),
+                workspace_bytes=op.workspace_bytes,
+            )
+            made.difference_update(ended)
 
 
 class _Lowering:
     def __init__(self, schedule: Schedule, segment: Segment) -> None:
-        self._schedule, self._segment = schedule, segment
+        self._schedule, self._segment, self._limit = schedule, segment, schedule.limit_bytes
         self._sides = {side: _Side(schedule, side) for side in (segment.backward, segment.forward) if side is not None}
         self._found: list[Instruction] = []
         self._live = start_bytes(schedule, segment)
         self._now = self._link_free = 0.0
-        self._leaving: deque[tuple[float, int, str]] = deque()  # end of the copy, side, storage
-        self._done = {True: 0, False: 0}
+        self._leaving: deque[tuple[float, int, FeatureMap]] = deque()  # end of the copy, side, map
+        self._num_forward = 0
 
     def instructions(self) -> list[Instruction]:
         segment = self._segment
         if segment.backward is not None:
             before = self._schedule.forward_before(segment)
             assert before is not None, "slots want more forward operators than there are"
-            for rank, num_forward in enumerate(before):
-                self._backward(self._sides[segment.backward], rank, num_forward)
+            self._backward(self._sides[segment.backward], before)
         if segment.forward is not None:
             self._forward_to(len(self._schedule.arrays[segment.forward].forward))
         while self._leaving:
             self._release()
         return self._found
 
-    def _backward(self, side: _Side, rank: int, num_forward: int) -> None:
-        for one in side.prompts.get(rank, ()):
-            self._move(Kind.PREFETCH, side, one, is_backward=True, seconds=one.in_seconds, makes=(one.name,))
-        self._forward_to(num_forward)
-        for one in side.arrivals.get(rank, ()):
-            self._move(Kind.ARRIVE, side, one, is_backward=True)
-        for one in sorted(side.recomputed.get(rank, ()), key=lambda one: one.made):
-            self._recompute(side, one)
-        ends = (*side.array.backward_ends.get(rank, ()), *side.ends.get(rank, ()))
-        self._run(Kind.RUN, side, rank, is_backward=True, makes=side.array.backward[rank].makes, frees=ends)
-        self._done[True] = rank + 1
+    def _backward(self, side: _Side, before: Sequence[int]) -> None:
+        for rank, one in enumerate(side.backward):
+            for sent in side.prompts.get(rank, ()):
+                self._run(side.move(Kind.PREFETCH, sent, rank))
+            if before[rank] > self._num_forward:
+                self._forward_to(before[rank])
+            for sent in side.arrivals.get(rank, ()):
+                self._run(side.move(Kind.ARRIVE, sent, rank))
+            if rank in side.recomputed:
+                for wanted in sorted(side.recomputed[rank], key=lambda one: one.made):
+                    for again in side.again(wanted):
+                        self._run(again)
+            self._run(side.changed.get(rank, one))
 
     def _forward_to(self, num_forward: int) -> None:
-        while self._done[False] < num_forward:
-            assert self._segment.forward is not None, "no forward"
-            side, rank = self._sides[self._segment.forward], self._done[False]
-            ends = side.array.forward_ends.get(rank, ())
-            self._run(Kind.RUN, side, rank, is_backward=False, makes=side.array.forward[rank].makes, frees=ends)
-            self._done[False] = rank + 1
+        assert self._segment.forward is not None, "no forward"
+        side = self._sides[self._segment.forward]
+        for rank in range(self._num_forward, num_forward):
+            self._run(side.forward[rank])
+            self._num_forward = rank + 1
             for one in side.leaves.get(rank, ()):
-                if one.name in side.decisions.swaps:
-                    self._move(Kind.OFFLOAD, side, one, is_backward=False, seconds=one.out_seconds)
-                    self._link_free = max(self._link_free, self._now) + one.out_seconds
-                    self._leaving.append((self._link_free, side.side, one.name))
-                else:
-                    self._move(Kind.DELETE, side, one, is_backward=False, frees=(one.name,))
+                self._leave(side, one)
 
-    def _recompute(self, side: _Side, one: FeatureMap) -> None:
-        how = side.decisions.recomputes[one.name]
-        ranks = sorted(how.ops)
-        last: dict[str, int] = {}
-        for rank in ranks:
-            op = side.array.forward[rank]
-            for storage in (*op.reads, *op.makes):
-                last[storage] = rank
-        made: set[str] = set()
-        for rank in ranks:
-            op = side.array.forward[rank]
-            made.update(op.makes)
-            ended = [storage for storage in made if last[storage] == rank and storage != one.name]
-            self._run(
-                Kind.RERUN,
-                side,
-                rank,
-                is_backward=True,
-                makes=[storage if storage == one.name else copied(storage, one.name) for storage in op.makes],
-                frees=[copied(storage, one.name) for storage in sorted(ended)],
-                storage=one.name,
-            )
-            made.difference_update(ended)
+    def _leave(self, side: _Side, one: FeatureMap) -> None:
+        if one.name not in side.decisions.swaps:
+            self._run(side.move(Kind.DELETE, one, self._num_forward))
+            return
+        self._run(side.move(Kind.OFFLOAD, one, self._num_forward))
+        self._link_free = max(self._link_free, self._now) + one.out_seconds
+        self._leaving.append((self._link_free, side.side, one))
 
-    def _run(
-        self,
-        kind: Kind,
-        side: _Side,
-        rank: int,
-        *,
-        is_backward: bool,
-        makes: Iterable[str],
-        frees: Iterable[str],
-        storage: str = "",
-    ) -> None:
-        ops = side.array.backward if kind is Kind.RUN and is_backward else side.array.forward
-        made = tuple(makes)
-        self._make_room(_bytes(side, made) + ops[rank].workspace_bytes)
-        self._now += ops[rank].seconds
-        self._add(
-            kind,
-            side,
-            rank,
-            is_backward=is_backward,
-            storage=storage,
-            seconds=ops[rank].seconds,
-            makes=made,
-            frees=tuple(frees),
-            workspace_bytes=ops[rank].workspace_bytes,
-        )
-        while self._leaving and self._leaving[0][0] <= self._now:
+    def _run(self, one: Instruction) -> None:
+        """Add an instruction: behind the ends of copies whose room it needs, before those of copies that have ended."""
+        leaving, kind = self._leaving, one.kind
+        while leaving and self._live + one.made_bytes + one.workspace_bytes > self._limit:
             self._release()
-
-    def _move(
-        self,
-        kind: Kind,
-        side: _Side,
-        one: FeatureMap,
-        *,
-        is_backward: bool,
-        seconds: float = 0.0,
-        makes: tuple[str, ...] = (),
-        frees: tuple[str, ...] = (),
-    ) -> None:
-        self._make_room(_bytes(side, makes))
-        rank = self._done[is_backward]
-        self._add(
-            kind, side, rank, is_backward=is_backward, storage=one.name, seconds=seconds, makes=makes, frees=frees
-        )
-
-    def _make_room(self, num_bytes: int) -> None:
-        while self._leaving and self._live + num_bytes > self._schedule.limit_bytes:
-            self._release()
+        self._live += one.made_bytes - one.freed_bytes
+        self._found.append(one)
+        if kind is Kind.RUN or kind is Kind.RERUN:
+            self._now += one.seconds
+            while leaving and leaving[0][0] <= self._now:
+                self._release()
 
     def _release(self) -> None:
-        end, number, storage = self._leaving.popleft()
+        end, side, one = self._leaving.popleft()
         self._now = max(self._now, end)
-        self._add(
-            Kind.RELEASE,
-            self._sides[number],
-            self._done[False],
-            is_backward=False,
-            storage=storage,
-            seconds=0.0,
-            makes=(),
-            frees=(storage,),
-        )
-
-    def _add(
-        self,
-        kind: Kind,
-        side: _Side,
-        rank: int,
-        *,
-        is_backward: bool,
-        storage: str,
-        seconds: float,
-        makes: tuple[str, ...],
-        frees: tuple[str, ...],
-        workspace_bytes: int = 0,
-    ) -> None:
-        made, freed = _bytes(side, makes), _bytes(side, frees)
-        self._live += made - freed
-        self._found.append(
-            Instruction(
-                kind=kind,
-                side=side.side,
-                is_backward=is_backward,
-                rank=rank,
-                storage=storage,
-                seconds=seconds,
-                makes=makes,
-                frees=frees,
-                made_bytes=made,
-                freed_bytes=freed,
-                workspace_bytes=workspace_bytes,
-            )
-        )
+        released = self._sides[side].move(Kind.RELEASE, one, self._num_forward)
+        self._live -= released.freed_bytes
+        self._found.append(released)
 
 
 def start_bytes(schedule: Schedule, segment: Segment) -> int:
@@ -286,6 +284,9 @@ def start_bytes(schedule: Schedule, segment: Segment) -> int:
     return schedule.static_bytes + (0 if side is None else kept_bytes(schedule.arrays[side], schedule.decisions[side]))
 
 
-def _bytes(side: _Side, names: tuple[str, ...]) -> int:
-    sizes = side.array.sizes
-    return sum([sizes[name.partition("@")[0]] for name in names]) if names else 0
+def _first(one: FeatureMap, needs: Mapping[str, tuple[int, int]]) -> int:
+    return needs[one.name][0] if one.name in needs else one.first_backward
+
+
+def _bytes(array: Array, names: Sequence[str]) -> int:
+    return sum(array.sizes[name] for name in names)

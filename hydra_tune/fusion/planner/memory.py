@@ -7,7 +7,7 @@ swapped storage is freed where its copy has ended (`lowering.py`), not where it 
 
 from dataclasses import dataclass
 
-from hydra_tune.fusion.planner.lowering import Instruction, lowered, start_bytes
+from hydra_tune.fusion.planner.lowering import Instruction, Kind, lowered, start_bytes
 from hydra_tune.fusion.planner.schedule import Schedule, Segment
 
 
@@ -47,25 +47,33 @@ def followed(instructions: list[Instruction], start: int) -> Memory:
         instructions: in order.
         start: bytes that are there before.
     """
-    live = peak = start
-    at = ranks = (0, 0)
-    by_rank = [start]
-    curve = []
+    live = peak = most = start
+    backward = forward = 0
+    at = (0, 0)
+    by_rank: list[int] = []
+    curve: list[int] = []
     for one in instructions:
+        kind, is_backward = one.kind, one.is_backward
         live += one.made_bytes
         now = live + one.workspace_bytes
-        ranks = (one.rank, ranks[1]) if one.is_backward and one.kind != "recompute" else ranks
-        ranks = (ranks[0], one.rank) if not one.is_backward else ranks
+        if not is_backward:
+            forward = one.rank
+        elif kind is not Kind.RERUN:
+            backward = one.rank
         curve.append(now)
-        by_rank[-1] = max(by_rank[-1], now)
-        if now > peak:
-            peak, at = now, ranks
+        if now > most:
+            most = now
+            if now > peak:
+                peak, at = now, (backward, forward)
         live -= one.freed_bytes
-        if one.is_backward and one.kind == "run":
-            ranks = (one.rank + 1, ranks[1])
-            by_rank.append(live)
-        elif one.kind == "run":
-            ranks = (ranks[0], one.rank + 1)
+        if kind is Kind.RUN:
+            if is_backward:
+                backward = one.rank + 1
+                by_rank.append(most)
+                most = live
+            else:
+                forward = one.rank + 1
+    by_rank.append(most)
     return Memory(peak_bytes=peak, peak_backward=at[0], peak_forward=at[1], by_rank=tuple(by_rank), curve=tuple(curve))
 
 

@@ -19,7 +19,7 @@ from math import inf
 
 from hydra_tune.fusion.planner.candidates import candidates_of, updated_candidates
 from hydra_tune.fusion.planner.lowering import lowered, start_bytes
-from hydra_tune.fusion.planner.memory import Memory, followed, peak_of
+from hydra_tune.fusion.planner.memory import Memory, followed, peak_of, simulated
 from hydra_tune.fusion.planner.recomputations import can_join, updated_recomputations
 from hydra_tune.fusion.planner.recompute_overhead import recompute_overhead
 from hydra_tune.fusion.planner.schedule import Candidate, Schedule, Segment
@@ -82,12 +82,14 @@ class _Search:
     def __init__(self, schedule: Schedule, policy: Policy) -> None:
         self.schedule, self._policy = schedule, policy
         self.decided: list[Decided] = []
+        self._memories: dict[Segment, Memory] = {}
         self._candidates = [candidates_of(array, side) for side, array in enumerate(schedule.arrays)]
 
     def run(self) -> None:
         """Lines 5 to 27."""
         while True:
-            segment, memory = peak_of(self.schedule)
+            self._memories = {segment: simulated(self.schedule, segment) for segment in self.schedule.segments}
+            segment, memory = max(self._memories.items(), key=lambda found: found[1].peak_bytes)
             if memory.peak_bytes <= self.schedule.limit_bytes:
                 return
             idle = self._idle(segment, memory)
@@ -191,7 +193,8 @@ class _Search:
         )
 
     def _proposal(self, one: Candidate) -> Proposal:
-        return swap_overhead(self.schedule, one, is_interleaved=self._policy.interleaves)
+        before = self._memories[self.schedule.segment_of(one.side)]
+        return swap_overhead(self.schedule, one, is_interleaved=self._policy.interleaves, before=before)
 
     def _swap(self, one: Candidate, proposal: Proposal) -> None:
         decisions = self.schedule.decisions[one.side]

@@ -70,13 +70,13 @@ class Decisions:
         """Rank of the first backward operator that needs a feature map, itself or for a recomputation."""
         return min([one.first_backward, *self._recomputed_from(one)])
 
-    def needs(self, maps: Mapping[str, FeatureMap]) -> dict[str, tuple[int, int]]:
-        """First and last need of all feature maps."""
-        found = {name: (one.first_backward, one.last_backward) for name, one in maps.items()}
+    def changed_needs(self, maps: Mapping[str, FeatureMap]) -> dict[str, tuple[int, int]]:
+        """First and last need of the feature maps that others are recomputed from."""
+        found: dict[str, tuple[int, int]] = {}
         for other in self.recomputes.values():
             at = other.map.first_backward
             for name in other.sources:
-                first, last = found[name]
+                first, last = found.get(name) or (maps[name].first_backward, maps[name].last_backward)
                 found[name] = min(first, at), max(last, at)
         return found
 

@@ -54,19 +54,22 @@ class Proposal:
     case: Case
 
 
-def swap_overhead(schedule: Schedule, candidate: Candidate, *, is_interleaved: bool = True) -> Proposal:
+def swap_overhead(
+    schedule: Schedule, candidate: Candidate, *, is_interleaved: bool = True, before: Memory | None = None
+) -> Proposal:
     """What swapping a candidate would cost.
 
     Args:
         schedule: what has been decided before; left as it is.
         candidate: of it.
         is_interleaved: whether forward operators may be multiplexed.
+        before: the memory of the segment with the candidate's backward as it is, if that is known.
     """
-    return _Search(schedule, candidate).proposal(is_interleaved=is_interleaved)
+    return _Search(schedule, candidate, before).proposal(is_interleaved=is_interleaved)
 
 
 class _Search:
-    def __init__(self, schedule: Schedule, candidate: Candidate) -> None:
+    def __init__(self, schedule: Schedule, candidate: Candidate, before: Memory | None) -> None:
         self._candidate = candidate
         self._trial = schedule.copy()
         self._decided = self._trial.decisions[candidate.side]
@@ -79,13 +82,15 @@ class _Search:
             if name != candidate.name
         )
         self._flights = [(prompt, self._decided.first_need(self._array.maps[name]), name) for prompt, name in others]
-        self._before = simulated(schedule, self._segment)
+        self._known = before
+        self._schedule = schedule
         self._decided.swaps[candidate.name] = self._access
+        self._now = simulated(self._trial, self._segment)
 
     def proposal(self, *, is_interleaved: bool) -> Proposal:
         rest = self._candidate.map.in_seconds - self._decided.recompute_seconds(self._access)
-        whole, memory = rest, self._memory()
-        if memory.by_rank[self._access] > self._trial.limit_bytes:
+        whole = rest
+        if self._now.by_rank[self._access] > self._trial.limit_bytes:
             return self._without_overlap(rest)
         if is_interleaved:
             rest = self._add_forward(rest)
@@ -98,8 +103,11 @@ class _Search:
                 return self._without_overlap(rest)
         return Proposal(seconds=max(rest, 0.0), prompt=prompt, slots=self._decided.slots, case=case)
 
-    def _memory(self) -> Memory:
-        return simulated(self._trial, self._segment)
+    @property
+    def _before(self) -> Memory:
+        if self._known is None:
+            self._known = simulated(self._schedule, self._segment)
+        return self._known
 
     def _without_overlap(self, rest: float) -> Proposal:
         """Case 1: the copy begins when the map is needed, or when another that is on its way has come."""
@@ -143,17 +151,19 @@ class _Search:
     def _is_safe(self) -> bool:
         if self._trial.forward_before(self._segment) is None:
             return False
-        limit, memory = self._trial.limit_bytes, self._memory()
+        limit, memory = self._trial.limit_bytes, simulated(self._trial, self._segment)
         if memory.peak_bytes > limit and memory.peak_bytes >= self._before.peak_bytes:
             return False
         pairs = zip(memory.by_rank, self._before.by_rank, strict=True)
-        return all(now <= max(limit, before) for now, before in pairs)
+        if not all(now <= max(limit, before) for now, before in pairs):
+            return False
+        self._now = memory
+        return True
 
     def _walk_back(self, rest: float) -> tuple[float, int]:
         """Begin the copy earlier, as long as there is room for the map; what is left then, and where it begins."""
-        memory = self._memory()
         prompt = self._access
-        while rest > _EPSILON and prompt > 0 and self._has_room(memory, prompt - 1):
+        while rest > _EPSILON and prompt > 0 and self._has_room(self._now, prompt - 1):
             prompt -= 1
             if not any(begin <= prompt < need for begin, need, _ in self._flights):
                 rest -= self._array.backward[prompt].seconds + self._decided.recompute_seconds(prompt)
