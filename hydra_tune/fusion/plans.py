@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.counted import Counted
 from hydra_tune.fusion.likeness import Likeness, likeness
@@ -102,13 +101,12 @@ class GroupPlans:
             self._likenesses[key] = found
         return found
 
-    def check_alike(self, first: Member, other: Member, *, may_draw: bool) -> None:
+    def check_alike(self, first: Member, other: Member) -> None:
         """Refuse two trials that cannot be of one group, though their families are the same.
 
         Args:
             first: built; only read.
             other: likewise.
-            may_draw: whether groups can draw random numbers on the device that they are for.
 
         Raises:
             UnfusableError: with what they differ in.
@@ -121,7 +119,7 @@ class GroupPlans:
         if pair in self._unlike:
             raise UnfusableError(self._unlike[pair])
         try:
-            self._check_plans(first, other, may_draw=may_draw)
+            self._check_plans(first, other)
         except UnfusableError as error:
             self._unlike[pair] = str(error)
             raise
@@ -131,11 +129,9 @@ class GroupPlans:
         """Whether trials of two architectures are known to be alike."""
         return first == other or (first, other) in self._alike
 
-    def _check_plans(self, first: Member, other: Member, *, may_draw: bool) -> None:
+    def _check_plans(self, first: Member, other: Member) -> None:
         for wanted in _compared(first, other):
             prepared, found = self.of_members([first, other], wanted)
-            if found.drops and not may_draw:
-                raise UnfusableError("its probabilities of dropout are others, and groups draw on CPU devices only")
             self.stacked(prepared, 2, slots=found.drops, rows=found.rows)
 
     def stacked(
@@ -228,20 +224,17 @@ def check_updates(prepared: Prepared) -> None:
         raise UnfusableError("its updates are made on the host (optimizer_placement), and a group's on the device")
 
 
-def room_for(prepared: Prepared, device: Device, budget_bytes: int, most: int) -> int:
+def room_for(prepared: Prepared, budget_bytes: int, most: int) -> int:
     """How many members a device has room for, up to a number.
 
     Args:
         prepared: the plan of one.
-        device: any device of the pool.
         budget_bytes: memory of each.
         most: members of a group.
 
     Raises:
-        UnfusableError: not even for two, or not on such a device.
+        UnfusableError: not even for two.
     """
-    if prepared.plan.is_stochastic and not device.shares_generator:
-        raise UnfusableError("it draws random numbers, and those of several trials are told apart on CPU devices only")
     room = min(most, budget_bytes // prepared.plan.peak_bytes)
     if room < 2:  # noqa: PLR2004 - a group
         raise UnfusableError("a device has no room for two of its kind at once")

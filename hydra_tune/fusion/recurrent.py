@@ -146,7 +146,8 @@ def _dropped(x: Tensor, p: float) -> Tensor:
     """As `torch.dropout` in training, each member's mask its own; alone a member has it without gaps, moments first."""
     if p == 1.0:
         return x * 0.0
-    noise = drawn(aten.bernoulli_.float, (torch.empty_like(x.detach()), 1 - p), {}, (True, False), x.size(0))
+    empty = torch.empty_like(x.detach())
+    noise = drawn(aten.bernoulli_.float, (empty, 1 - p), {}, (True, False), x.size(0), is_dropout=True)
     return x * (noise / (1 - p))
 
 

@@ -35,6 +35,9 @@ _APART = frozenset(
     for name in ("embedding_bag", "ctc_loss", "lstm", "gru", "rnn_tanh", "rnn_relu", "multilabel_margin_loss")
 )
 _ALL_RULES = RULES | RECURRENT | TABLES
+_DROPOUT = frozenset([torch.ops.aten.dropout.default, torch.ops.aten.scaled_dot_product_attention.default])
+"""What draws masks by the kernel that GPUs have for dropout; the whole channels, and what overwrites, by another one."""
+_IS_DROPOUT = "is dropout"
 _OWN_DRAWS = frozenset(RECURRENT)  # rules that draw by themselves
 _Run = Callable[[int, Sequence[Any], dict[str, Any]], Any]
 """Number of members, arguments and keywords of a node -> its value."""
@@ -143,9 +146,10 @@ class StackedGraph:
             elif node.name in self._slots and "generator" in one.kwargs:
                 placed[one] = one
                 self._stacked.add(one)
+                is_dropout = node.target in _DROPOUT
                 (like,) = fx.node.map_arg(one.args[:1], placed.__getitem__)
                 self._planned.append(
-                    (one, _masks(node.name, one.meta["val"].stride(), like in self._stacked), (like,), {})
+                    (one, _masks(node.name, one.meta["val"].stride(), is_dropout, like in self._stacked), (like,), {})
                 )
             elif node.name in self._slots and one.target is torch.ops.aten.div_.Scalar:
                 placed[one] = placed[one.args[0]]  # masks are scaled
@@ -153,6 +157,7 @@ class StackedGraph:
                 arguments = fx.node.map_arg(one.args, placed.__getitem__)
                 keywords = {key: fx.node.map_arg(value, placed.__getitem__) for key, value in one.kwargs.items()}
                 placed[one] = one
+                one.meta[_IS_DROPOUT] = node.target in _DROPOUT
                 self._add_call(one, arguments, keywords)
 
     def _add_region(self, node: fx.Node, enabled: bool, body: fx.GraphModule, *operands: fx.Node) -> None:
@@ -202,7 +207,8 @@ class StackedGraph:
             keywords = {key: value for key, value in keywords.items() if key != "generator"}
             self._stacked.add(node)
             is_stacked = [self._is_stacked(argument) for argument in arguments]
-            run = _drawing(target, is_stacked, node.meta["val"].stride())
+            is_dropout = node.meta.get(_IS_DROPOUT, False)
+            run = _drawing(target, is_stacked, node.meta["val"].stride(), is_dropout=is_dropout)
         elif self._is_stacked((arguments, keywords)):
             self._stacked.add(node)
             self._check_overwritten(node, arguments)
@@ -319,9 +325,9 @@ def _nothing(*_arguments: Any, **_keywords: Any) -> None:
     return None
 
 
-def _masks(slot: str, strides: Sequence[int], is_stacked: bool) -> _Run:
+def _masks(slot: str, strides: Sequence[int], is_dropout: bool, is_stacked: bool) -> _Run:
     def run(count: int, found: Sequence[Any], _keywords: dict[str, Any]) -> Tensor:
-        return masks(slot, found[0] if is_stacked else _expanded(found[0], count), strides)
+        return masks(slot, found[0] if is_stacked else _expanded(found[0], count), strides, is_dropout=is_dropout)
 
     return run
 
@@ -360,8 +366,10 @@ def _takes_first_only(node: fx.Node) -> bool:
     return all(user.target is operator.getitem and (user.args[1] == 0 or not user.users) for user in node.users)
 
 
-def _drawing(target: Any, is_stacked: Sequence[bool], strides: Sequence[int]) -> _Run:
-    return lambda count, found, keywords: drawn(target, tuple(found), keywords, is_stacked, count, strides)
+def _drawing(target: Any, is_stacked: Sequence[bool], strides: Sequence[int], *, is_dropout: bool) -> _Run:
+    return lambda count, found, keywords: drawn(
+        target, tuple(found), keywords, is_stacked, count, strides, is_dropout=is_dropout
+    )
 
 
 def _mapped(target: Any, found: Sequence[Any], keywords: dict[str, Any], stacked: Sequence[bool]) -> Any:

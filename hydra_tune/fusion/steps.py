@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hydra_tune.devices.device import Device
+from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.fusion.optimizers import StackedOptimizer
+from hydra_tune.fusion.streams import GroupStreams
 from hydra_tune.shard.steps import Objective
 from hydra_tune.task import TrainTask
 from hydra_tune.train.gradients import Gradients
@@ -64,8 +65,11 @@ class GroupGradients(Gradients):
         self._member_norms.clear()
 
     def _take_norms(self, gradients: Mapping[str, Tensor]) -> None:
-        for name, gradient in gradients.items():
-            self._member_norms[name] = torch.linalg.vector_norm(gradient.flatten(1), dim=1).double().cpu()
+        if not gradients:
+            return
+        norms = [torch.linalg.vector_norm(gradient.flatten(1), dim=1).double() for gradient in gradients.values()]
+        for name, own in zip(gradients, torch.stack(norms).cpu(), strict=True):  # which a GPU is waited for once
+            self._member_norms[name] = own
 
 
 def leave_out_bad(optimizer: Optimizer, losses: Sequence[float]) -> None:
@@ -84,6 +88,10 @@ class _Masked(Step):
     """Units that leave the buffers of members alone that take no part."""
 
     resting: Sequence[int] = ()
+
+    def _generator(self, device: Device) -> RandomGenerator:
+        assert isinstance(self._streams, GroupStreams), "not a group's streams"
+        return self._streams.generator_on(device)
 
     def _shard_unit(self, kind: str, index: int, compute: Callable[[Device], None]) -> PendingUnit:
         def run(device: Device) -> None:

@@ -1,13 +1,15 @@
 """The random streams of a group: those of its members, each of which draws its own numbers."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from hydra_tune.devices.device import Device
+from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.devices.own_generator import drawing_from
-from hydra_tune.fusion.drawing import GroupGenerator
+from hydra_tune.fusion.drawing import GroupGenerator, TurnsGenerator
 from hydra_tune.train.streams import RandomStreams
 
 
@@ -27,6 +29,7 @@ class GroupStreams(RandomStreams):
         self._members = list(members)
         self.active = [True] * len(self._members)
         self.probabilities: Mapping[str, Sequence[float]] = {}
+        self._turns: TurnsGenerator | None = None  # while they draw on a GPU
 
     def replace(self, index: int, member: RandomStreams) -> None:
         """A place is another member's from now on."""
@@ -36,18 +39,22 @@ class GroupStreams(RandomStreams):
     def _group(self) -> GroupGenerator:
         return GroupGenerator([member.generator for member in self._members], self.active, self.probabilities)
 
-    def mark(self) -> tuple[Tensor, Tensor | None]:
+    def mark(self) -> Any:
         """Where they all stand, for `go_back`."""
-        return self._group.get_state(), None
+        return [member.mark() for member in self._members]
 
-    def go_back(self, mark: tuple[Tensor, Tensor | None]) -> None:
+    def go_back(self, mark: Any) -> None:
         """Have them stand where they stood."""
-        self._group.set_state(mark[0])
+        for member, own in zip(self._members, mark, strict=True):
+            member.go_back(own)
+
+    def generator_on(self, device: Device) -> RandomGenerator:
+        """What a unit's recompute is to start from, while they draw on a device."""
+        return device.generator if self._turns is None else _Rewound(self._turns)
 
     def drawing(self, device: Device, *, keep: bool) -> AbstractContextManager[None]:
-        """As of `RandomStreams`, on a device that shares the host's generator."""
-        assert device.shares_generator, "groups that draw run on CPU devices"
-        return self._drawing(keep=keep)
+        """As of `RandomStreams`."""
+        return self._drawing(keep=keep) if device.shares_generator else self._drawing_in_turns(device, keep=keep)
 
     @contextmanager
     def _drawing(self, *, keep: bool) -> Iterator[None]:
@@ -59,3 +66,37 @@ class GroupStreams(RandomStreams):
             finally:
                 if before is not None:
                     group.set_state(before)
+
+    @contextmanager
+    def _drawing_in_turns(self, device: Device, *, keep: bool) -> Iterator[None]:
+        """On a GPU, whose default generator is nobody else's meanwhile."""
+        states = [member.gpu_state(device) for member in self._members]
+        with device.generator.in_turn():
+            group = self._turns = TurnsGenerator(states, device.generator, self.active, self.probabilities)
+            try:
+                with drawing_from(group):
+                    yield
+            finally:
+                self._turns = None
+                if keep:
+                    for member, state in zip(self._members, group.states, strict=True):
+                        member.keep_gpu_state(state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rewound:
+    """The members' streams as a device's generator, to note where they stand and have them stand there again."""
+
+    group: TurnsGenerator
+
+    def get_state(self) -> Tensor:
+        """All states."""
+        return self.group.get_state()
+
+    def set_state(self, state: Tensor) -> None:
+        """Set them."""
+        self.group.set_state(state)
+
+    def in_turn(self) -> AbstractContextManager[object]:
+        """It is theirs already."""
+        return nullcontext()

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hydra_tune.devices.own_generator import own_generator
-from hydra_tune.fusion.drawing import GroupGenerator, Noise, given, noting
+from hydra_tune.fusion.drawing import GroupGenerator, Noise, draw_all, given, noting
 from hydra_tune.fusion.flat import Layout, runs
 from hydra_tune.fusion.tidying import call_directly, overwrite, tidy, write_in_place
 from hydra_tune.shard.compute import Gradients, Operands
@@ -57,7 +57,7 @@ class Traced:
             return []
         group = own_generator()
         assert isinstance(group, GroupGenerator), "stacked members draw from generators of their own"
-        return [one.draw(group, device) for one in self.noise]
+        return draw_all(self.noise, group, device)
 
     def run(self, operands: Operands, noise: Sequence[Tensor] | None = None, *, is_laid_out: bool = False) -> Gradients:
         """The gradients of each member's loss, and the losses.

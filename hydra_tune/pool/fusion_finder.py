@@ -81,7 +81,7 @@ class Finder:
         wanted = member.peek()
         prepared = self._plans.of_member(member, wanted["train"])
         self._plans.stacked(prepared, self._most)
-        most = room_for(prepared, device, self._table.pool.budget_bytes, self._table.limits.get(entry.key, self._most))
+        most = room_for(prepared, self._table.pool.budget_bytes, self._table.limits.get(entry.key, self._most))
         if "evaluate" in wanted:
             evaluated = self._plans.of_member(member, wanted["evaluate"], layout_of(prepared))
             self._plans.stacked(evaluated, self._most)
@@ -171,7 +171,7 @@ class Finder:
         if member is None:
             return False
         try:
-            self._plans.check_alike(first, member, may_draw=device.shares_generator)
+            self._plans.check_alike(first, member)
         except UnfusableError as error:
             _LOGGER.info("%s is not computed with those of its kind: %s", entry.job.name, error)
             return False

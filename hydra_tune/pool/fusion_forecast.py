@@ -92,7 +92,7 @@ class FusionForecasts:
         try:
             key = (fusion_key(task, module, optimizer), leaves.signature)
             check_updates(prepared)
-            room = room_for(prepared, device, self._budget_bytes, most)
+            room = room_for(prepared, self._budget_bytes, most)
             GroupPlans(library).stacked(prepared, room)
         except UnfusableError as error:
             return FusionForecast(group=None, why_alone=str(error))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hydra_tune.devices.device import Device
+from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.home import bring_home
 from hydra_tune.memory.lease import Lease
@@ -248,6 +248,10 @@ class Step:
 
         return self._unit(kind, index, run, lambda: self._blocks(kind, index), self._workspace(kind, index))
 
+    def _generator(self, device: Device) -> RandomGenerator:
+        """What a recompute has to start from, while a unit runs."""
+        return device.generator
+
     def _undo(self, index: int, *, is_first: bool) -> Undo:
         graph, eager = self._plan.shards[index].graph, self._plan.eager
         return Undo(graph, index, self._chain, self._store, self._streams, is_first=is_first, is_own_code=eager)
@@ -312,7 +316,7 @@ class EvaluationStep(Step):
         return [self._expected_batch(kind)]
 
     def _forward(self, index: int, device: Device) -> None:
-        self._chain.forward(index, device.generator)
+        self._chain.forward(index, self._generator(device))
         for metric, name in zip(self._plan.names, self._plan.outputs, strict=True):
             if self._plan.birth[name] == index:
                 value = self._store.get(name)

@@ -93,11 +93,21 @@ class RandomStreams:
         """Where the torch CPU stream stands."""
         return self._torch.get_state()
 
-    def mark(self) -> tuple[Tensor, Tensor | None]:
+    def gpu_state(self, device: Device) -> Tensor:
+        """Where the stream stands that captured units on GPUs draw from, as a GPU's default generator gives it."""
+        if self._gpu_state is None:
+            self._gpu_state = torch.Generator(device.torch_device).manual_seed(self._seed).get_state()
+        return self._gpu_state
+
+    def keep_gpu_state(self, state: Tensor) -> None:
+        """That stream stands here from now on."""
+        self._gpu_state = state
+
+    def mark(self) -> Any:
         """Where the streams stand that captured units draw from, for `go_back`."""
         return self._torch.get_state(), self._gpu_state
 
-    def go_back(self, mark: tuple[Tensor, Tensor | None]) -> None:
+    def go_back(self, mark: Any) -> None:
         """Have these streams stand where they stood; not while anything draws."""
         self._torch.set_state(mark[0])
         self._gpu_state = mark[1]
@@ -174,10 +184,9 @@ class RandomStreams:
 
     @contextmanager
     def _drawing_on_gpu(self, device: Device, *, keep: bool) -> Iterator[None]:
-        if self._gpu_state is None:
-            self._gpu_state = torch.Generator(device.torch_device).manual_seed(self._seed).get_state()
+        state = self.gpu_state(device)
         with device.generator.in_turn():
-            device.generator.set_state(self._gpu_state)
+            device.generator.set_state(state)
             try:
                 yield
             finally:

@@ -87,7 +87,7 @@ class TrainingBatch(Step):
 
     def forward_unit(self, index: int) -> PendingUnit:
         """The forward of a shard; the last one has none."""
-        return self._shard_unit("forward", index, lambda device: self._chain.forward(index, device.generator))
+        return self._shard_unit("forward", index, lambda device: self._chain.forward(index, self._generator(device)))
 
     def backward_units(self, index: int, *, is_last: bool) -> Iterator[PendingUnit]:
         """The backward of a shard, if it has one, and its update, if it may be updated now.
@@ -259,7 +259,7 @@ class TrainingBatch(Step):
 
     def _backward(self, index: int, device: Device, completes: bool) -> None:
         shard = self._plan.shards[index]
-        self._chain.backward(index, device.generator)
+        self._chain.backward(index, self._generator(device))
         for name in shard.trained:
             # Autograd may give a parameter and a value one gradient in one piece of memory. The parameter's is changed from
             # here on, by sums, scaling or the optimizer, and an earlier shard has yet to read the value's.

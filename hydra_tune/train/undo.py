@@ -24,7 +24,6 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch
-from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hydra_tune.memory.pressure import NotRepeatableError, is_out_of_memory
@@ -69,7 +68,7 @@ class Undo:
         self._streams = streams
         self._is_first = is_first
         self._is_own_code = is_own_code
-        self._mark: tuple[Tensor, Tensor | None] | None = None
+        self._mark: object | None = None
         self._versions: AbstractContextManager[None] | None = (
             None  # gives the buffers the versions they had before the unit
         )

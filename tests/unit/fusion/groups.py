@@ -66,8 +66,9 @@ class Run:
         most=None,
         seats=None,
         back=None,
+        device=None,
     ):
-        self.device = CpuDevice(0, 1 << 30)
+        self.device = device or CpuDevice(0, 1 << 30)
         budget = Budget(
             budget_bytes=1 << 30, buffer_fraction=0.0, alignment=self.device.alignment, num_shards=num_shards
         )
