@@ -116,7 +116,7 @@ class Carriers:
                 entry.trial = self._finder.build(entry, device, helpers, host, tenant, times)
             wanted = None
             if not entry.most:
-                entry.most, wanted = self._finder.fusable(entry, entry.trial, device)
+                entry.most, wanted = self._finder.fusable(entry, entry.trial)
             is_absent = self._joins(entry)
             if not is_absent:
                 others = self._finder.others(entry, wanted, device)

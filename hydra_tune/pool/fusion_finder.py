@@ -70,7 +70,7 @@ class Finder:
         if member is not None:
             member.close(keep=False)
 
-    def fusable(self, entry: Entry, member: Member, device: Device) -> tuple[int, Wanted]:
+    def fusable(self, entry: Entry, member: Member) -> tuple[int, Wanted]:
         """How many like a trial a device has room for, and its first batch.
 
         Raises:
@@ -155,7 +155,7 @@ class Finder:
                 member = self.build(entry, device)
         except BaseException:  # noqa: BLE001 - it comes up again where the job's own carrier builds it
             entry.key = object()
-        is_alike = entry.key == key and (first is None or self._is_alike(entry, first, member, device))
+        is_alike = entry.key == key and (first is None or self._is_alike(entry, first, member))
         with self._table.pool.changed:
             entry.is_building = False
             is_taken = is_alike and entry.is_free
@@ -166,7 +166,7 @@ class Finder:
             member.close(keep=False)
         return is_taken
 
-    def _is_alike(self, entry: Entry, first: Member, member: Member | None, device: Device) -> bool:
+    def _is_alike(self, entry: Entry, first: Member, member: Member | None) -> bool:
         """Whether a trial of the key of another may be of one group with it."""
         if member is None:
             return False
