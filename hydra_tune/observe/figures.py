@@ -74,6 +74,8 @@ class RunFigures:
         trials: how many came to which end; "unknown" where the log ends before.
         devices: figures of each.
         disk_read_bytes, disk_written_bytes, disk_seconds: of `spill_dir`.
+        fusion: what `fusion="auto"` has chosen, in order, as the log has it: which job asked, of how many `trials` that waited
+            how many are computed together (`size`, 1 for none), `why`, and what was timed.
         is_whole: whether the log was closed, and has lost nothing: then these are the figures of the whole run.
         lost: events that the log had no room for.
     """
@@ -90,6 +92,7 @@ class RunFigures:
     disk_read_bytes: int
     disk_written_bytes: int
     disk_seconds: float
+    fusion: tuple[Mapping[str, Any], ...]
     is_whole: bool
     lost: int
 
@@ -123,6 +126,7 @@ def run_figures(log: RunLog) -> RunFigures:
         disk_read_bytes=sum(use.nbytes for use in log.disk if use.what == "read"),
         disk_written_bytes=sum(use.nbytes for use in log.disk if use.what == "write"),
         disk_seconds=sum(use.end_ns - use.start_ns for use in log.disk) / _SECOND,
+        fusion=tuple({"job": event.job, **event.more} for event in log.jobs if event.what == "fusion"),
         is_whole=log.end_ns is not None and not log.lost,
         lost=log.lost,
     )

@@ -10,6 +10,7 @@ from hydra_tune.observe.figures import DeviceFigures, RunFigures
 from hydra_tune.quantities import format_bytes, format_seconds
 
 _ENDS = ("completed", "pruned", "failed", "cancelled", "unknown")
+_MOST_CHOICES = 6  # of fusion, that are shown
 _WAYS = (("in", "bytes_in_by_kind"), ("out", "bytes_out_by_kind"), ("across", "bytes_across_by_kind"))
 
 
@@ -83,6 +84,11 @@ def _totals(figures: RunFigures) -> Iterator[tuple[str, str]]:
     if figures.disk_seconds:
         read, written = format_bytes(figures.disk_read_bytes), format_bytes(figures.disk_written_bytes)
         yield "disk", f"{read} read, {written} written, busy for {format_seconds(figures.disk_seconds)}"
+    whys = list(dict.fromkeys(str(choice["why"]) for choice in figures.fusion))
+    for why in whys[:_MOST_CHOICES]:
+        yield "fusion", why
+    if len(whys) > _MOST_CHOICES:
+        yield "fusion", f"and {len(whys) - _MOST_CHOICES} more choices, which --json has"
 
 
 def _unfinished(figures: RunFigures) -> str:

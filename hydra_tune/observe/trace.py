@@ -151,6 +151,8 @@ def _stories(log: RunLog) -> Iterator[dict[str, Any]]:
         for event in events:
             if event.what == "report":
                 yield mark("n", f"report {event.more['step']}", _TRIALS, number, event.at_ns, dict(event.more))
+            elif event.what == "fusion":
+                yield mark("n", f"{event.more['size']} together", _TRIALS, number, event.at_ns, dict(event.more))
         if last.what == "over":
             yield mark("n", last.more["status"], _TRIALS, number, end_ns, dict(last.more))
         yield mark("e", job, _TRIALS, number, end_ns, {})

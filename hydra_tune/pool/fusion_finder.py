@@ -13,6 +13,7 @@ from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plans import GroupPlans, layout_of, room_for
 from hydra_tune.pool.fusion_entry import Entry
 from hydra_tune.pool.fusion_table import FusionTable
+from hydra_tune.pool.lifecycle import log_fusion
 from hydra_tune.shard.library import PlanLibrary
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
@@ -109,6 +110,10 @@ class Finder:
             return taken
         all_steps = [steps, *(steps_of(one.trial) for one in taken if one.trial is not None)]
         choice = self._chooser.choose(kind, member, wanted, device, all_steps, entry.most)
+        with self._table.pool.changed:
+            carrier = entry.carrier
+        if carrier is not None:
+            log_fusion(self._table.pool.log, carrier.key, choice, len(all_steps))
         self._leave(taken[choice.size - 1 :])
         if choice.size == 1:
             raise UnfusableError(choice.why)

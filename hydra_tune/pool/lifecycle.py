@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from hydra_tune.fusion.chooser import Choice
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.schedule import (
@@ -48,6 +49,23 @@ def log_retry(log: EventLog | None, job: str, error: BaseException) -> None:
     """A job has failed, and begins again under another name."""
     if log is not None:
         log.job(job, "begins again", error=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def log_fusion(log: EventLog | None, job: str, choice: Choice, trials: int) -> None:
+    """It was chosen how many trials that wait are computed together; `job` runs them."""
+    if log is None:
+        return
+    timing = choice.timing
+    log.job(
+        job,
+        "fusion",
+        size=choice.size,
+        trials=trials,
+        why=choice.why,
+        alone_seconds=None if timing is None else timing.alone_seconds,
+        drawing_seconds=None if timing is None else timing.drawing_seconds,
+        group_seconds={} if timing is None else dict(timing.group_seconds),
+    )
 
 
 def log_end(log: EventLog, job: Job, result: Result) -> None:

@@ -107,7 +107,7 @@ class Pool:
     ) -> None:
         self._host, self._host_bytes = host, host_bytes
         self.checkpoints = checkpoints or Checkpoints(None, Every(), host)
-        self._log = log
+        self.log = log
         self._recorder = recorder
         self._library = library
         self._policy, self._max_concurrent, self._admission = policy, max_concurrent, admission
@@ -169,7 +169,7 @@ class Pool:
 
     def _pager(self, device: Device) -> Pager:
         pager = Pager(device, self._host)
-        pager.log = self._log
+        pager.log = self.log
         return pager
 
     def _worker(self, device: Device) -> Worker:
@@ -322,8 +322,8 @@ class Pool:
             )
 
     def _tell_of(self, name: str, what: str) -> None:
-        if self._log is not None:
-            self._log.device(name, self._devices[name].budget_bytes, what)
+        if self.log is not None:
+            self.log.device(name, self._devices[name].budget_bytes, what)
 
     @property
     def _all_threads(self) -> list[threading.Thread]:
@@ -358,7 +358,7 @@ class Pool:
             self._records[key] = record = Record(
                 job,
                 core.failure(key),
-                self._log,
+                self.log,
                 keeper=keeper,
                 begin=origin.beginning,
                 max_retries=max_retries,
@@ -592,8 +592,8 @@ class Pool:
             self._host.close()
         for device in self._devices.values():
             device.close()
-        if self._log is not None:
-            self._log.close()
+        if self.log is not None:
+            self.log.close()
         torch.set_num_threads(self._intraop_threads)
 
 

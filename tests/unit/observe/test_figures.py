@@ -1,11 +1,14 @@
 """What a log says of a run, on logs made by hand: times are in milliseconds here."""
 
 import json
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from hydra_tune.observe.figures import computing, run_figures
 from hydra_tune.observe.log_lines import FORMAT, KEY
+from hydra_tune.observe.run_table import print_run
 from hydra_tune.observe.runlog import read_log
 
 HEADER = {
@@ -115,6 +118,7 @@ def test_units_bytes_and_ends(log):
         over("0:a", "completed"),
         over("1:b", "pruned", units_saved=12),
     )
+    assert run_figures(found).fusion == ()
     figures, here, there = run_figures(found), device_of(found), device_of(found, "cpu:1")
     assert (figures.units_run, figures.units_saved) == (2, 12)
     assert figures.trials == {"completed": 1, "pruned": 1, "unknown": 1}
@@ -127,3 +131,19 @@ def test_units_bytes_and_ends(log):
     assert (figures.disk_written_bytes, figures.disk_read_bytes, figures.disk_seconds) == (9, 0, pytest.approx(0.002))
     assert not figures.is_whole
     assert json.loads(json.dumps(figures.to_json()))["devices"][0]["units"] == 1
+
+
+def test_what_fusion_chose_is_shown_with_its_numbers(log):
+    chosen = {"size": 8, "trials": 9, "why": "8 of 9 are computed together", "group_seconds": {"8": 0.001}}
+    alone = {"size": 1, "trials": 3, "why": "computed together they would not gain 1.2x"}
+    events = [
+        {"event": "job", "job": job, "what": "fusion", "at_ns": 0, **facts}
+        for job, facts in (("0:a", chosen), ("1:b", alone), ("2:c", alone))
+    ]
+    figures = run_figures(log(unit(0, 0, 40), *events))
+    assert [choice["size"] for choice in figures.fusion] == [8, 1, 1]
+    assert figures.to_json()["fusion"][0] == {"job": "0:a", **chosen}
+    console = Console(file=StringIO(), width=120)
+    print_run(console, figures)
+    shown = [line for line in console.file.getvalue().splitlines() if line.startswith("fusion")]
+    assert shown == [f"fusion       {choice['why']}" for choice in (chosen, alone)]

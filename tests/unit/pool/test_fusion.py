@@ -15,6 +15,8 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.fusion import choice, chooser
 from hydra_tune.fusion.group import GroupTrial
+from hydra_tune.observe.figures import run_figures
+from hydra_tune.observe.runlog import read_log
 from hydra_tune.pool.job import OVER, Failed, Finished, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 
@@ -224,15 +226,22 @@ def test_a_task_that_cannot_be_built_fails_alone(sizes):
     assert sizes == [2]
 
 
-def test_auto_fuses_what_gains_and_the_numbers_are_those_of_a_group_that_nobody_has_timed(sizes, caplog, monkeypatch):
+def test_auto_fuses_what_gains_and_the_numbers_are_those_of_a_group_that_nobody_has_timed(
+    sizes, caplog, monkeypatch, tmp_path
+):
     monkeypatch.setattr(choice, "COST_SHARE", 1.0)
     monkeypatch.setattr(choice, "LEAST_GAIN", 1.0)  # they gain twice and more; what is timed may be off
     tasks = [task(seed, epochs=40) for seed in range(8)]
     with running(fusion="on") as pool:
         expected = pool.run(tasks)
     sizes.clear()
-    with running(fusion="auto") as pool, caplog.at_level("INFO", "hydra_tune.fusion"):
+    path = tmp_path / "run.jsonl"
+    with running(fusion="auto", event_log=path) as pool, caplog.at_level("INFO", "hydra_tune.fusion"):
         found = pool.run(tasks)
+    (chosen,) = run_figures(read_log(path)).fusion
+    assert (chosen["size"], chosen["trials"]) == (8, 8)
+    assert chosen["why"] in caplog.text
+    assert chosen["alone_seconds"] > 0 < chosen["group_seconds"]["8"]
     assert "8 of 8 are computed together" in caplog.text
     assert sizes[-1] == 8  # after those that were timed
     assert {result.group_size for result in found} == {8}
