@@ -1,11 +1,16 @@
 """CPU seconds of whole runs through the pool, of the same trials with fusion off, and left to the pool; ratios within one run.
 
-    python benchmarks/fusion_auto.py [mlp] [cnn] [transformer] [wide] [images] [resnet]
+    python benchmarks/fusion_auto.py [mlp] [cnn] [transformer] [wide] [images] [resnet] [--pairs 2]
 
 One CPU device, one intra-op thread. Each run is of a pool of its own, so that building, capturing and the steps that "auto"
-times are counted. The two take turns: off, auto, auto, off.
+times are counted. The two take turns, each of them first in every other pair, and the ratio is the median of those of the
+pairs. Where nothing is computed together both run the same units, which take no longer in one than in the other but for what
+the machine does meanwhile; so "units" is that ratio of the seconds of units alone, which shows how far to trust the other one,
+and "beside" are the seconds of all else, where "auto" can be told from "off" exactly.
 """
 
+import argparse
+import statistics
 import sys
 import time
 from functools import partial
@@ -17,8 +22,9 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune.pool.worker import Worker
 
-ORDER = ("off", "auto", "auto", "off")
+IN_UNITS = []  # CPU seconds, one for each unit
 
 
 class Residual(nn.Module):
@@ -68,7 +74,7 @@ CASES = {  # model, inputs of so many samples, batch size, trials, steps of each
 
 
 def run(name, fusion):
-    """CPU seconds of a run, and with how many others its trials were computed."""
+    """CPU seconds of a run, those of its units, and with how many others its trials were computed."""
     build, inputs, batch_size, count, steps = CASES[name]
     torch.manual_seed(0)
     x = inputs(8 * batch_size)
@@ -85,33 +91,70 @@ def run(name, fusion):
         )
         for number in range(count)
     ]
+    IN_UNITS.clear()
     start = time.process_time()
     with HydraExecutor(devices="cpu:1", device_memory="2GiB", fusion=fusion) as pool:
         results = pool.run(tasks)
     seconds = time.process_time() - start
     assert all(result.status == "completed" for result in results), results[0].error
-    return seconds, max(result.group_size for result in results)
+    return seconds, sum(IN_UNITS), max(result.group_size for result in results)
+
+
+def time_units():
+    """Have it noted what each unit takes."""
+    run_unit = Worker._run_pending  # noqa: SLF001
+
+    def noted(*args):
+        start = time.thread_time()
+        try:
+            return run_unit(*args)
+        finally:
+            IN_UNITS.append(time.thread_time() - start)
+
+    Worker._run_pending = noted  # noqa: SLF001
+
+
+def pairs_of(name, count):
+    """Runs of a case by turns: for each way of running it (seconds, seconds of units), and how many were computed together."""
+    found = {"off": [], "auto": []}
+    sizes = set()
+    for pair in range(count):
+        for fusion in ("auto", "off") if pair % 2 else ("off", "auto"):
+            seconds, units, size = run(name, fusion)
+            print(f"    {fusion} {seconds:.2f} s, {units:.2f} s of it in units", file=sys.stderr)
+            found[fusion].append((seconds, units))
+            sizes |= {size} if fusion == "auto" else set()
+    return found, " and ".join(map(str, sorted(sizes)))
+
+
+def shown(name, count):
+    """A row of the table."""
+    found, together = pairs_of(name, count)
+    pairs = list(zip(found["off"], found["auto"], strict=True))
+    ratios = [off / auto for (off, _), (auto, _) in pairs]
+    units = statistics.median(off / auto for (_, off), (_, auto) in pairs)
+    off, auto = (statistics.median(seconds for seconds, _ in found[fusion]) for fusion in ("off", "auto"))
+    beside = [statistics.median(seconds - units for seconds, units in found[fusion]) for fusion in ("off", "auto")]
+    _, _, _, trials, steps = CASES[name]
+    return (
+        f"{name:12} {trials:6} {steps:6} {off:7.2f} s {auto:7.2f} s {statistics.median(ratios):9.2f}x "
+        f"({min(ratios):.2f} to {max(ratios):.2f}) {units:6.2f}x {beside[0]:7.2f} s {beside[1]:7.2f} s {together:>9}"
+    )
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []])
+    parser.add_argument("--pairs", type=int, default=2)
+    options = parser.parse_args()
     torch.set_num_threads(1)
+    time_units()
     run("mlp", "on")  # whatever is done once in a process
-    print("model        trials  steps       off      auto  off / auto  together")
-    for name in sys.argv[1:] or CASES:
-        seconds = {"off": 0.0, "auto": 0.0}
-        sizes = set()
-        for fusion in ORDER:
-            taken, size = run(name, fusion)
-            print(f"    {fusion} {taken:.2f} s", file=sys.stderr)
-            seconds[fusion] += taken / 2
-            sizes |= {size} if fusion == "auto" else set()
-        ratio = seconds["off"] / seconds["auto"]
-        shown = " and ".join(map(str, sorted(sizes)))
-        _, _, _, count, steps = CASES[name]
-        print(
-            f"{name:12} {count:6} {steps:6} {seconds['off']:7.2f} s {seconds['auto']:7.2f} s {ratio:10.2f}x {shown:>9}",
-            flush=True,
-        )
+    print(
+        "model        trials  steps       off      auto  off / auto     (of pairs)   units  beside: off       auto  together"
+    )
+    for name in options.cases or CASES:
+        print(shown(name, options.pairs), flush=True)
 
 
 if __name__ == "__main__":

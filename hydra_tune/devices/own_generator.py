@@ -62,16 +62,17 @@ def _register() -> None:
 
 def _drawing_operators() -> Iterator[OpOverload[..., Any]]:
     """All of torch's operators that take a generator and a tensor; those without a tensor are made of such."""
-    for name in torch._C._dispatch_get_all_op_names():  # noqa: SLF001
-        namespace, _, rest = name.partition("::")
-        packet, _, overload = rest.partition(".")
-        if namespace != "aten" or not hasattr(torch.ops.aten, packet):
+    dispatched = set(torch._C._dispatch_get_all_op_names())  # noqa: SLF001
+    for schema in torch._C._jit_get_all_schemas():  # noqa: SLF001 - to look each operator up by its name takes far longer
+        namespace, _, packet = schema.name.partition("::")
+        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+        if namespace != "aten" or name not in dispatched:
             continue
-        operator = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
-        if operator is None:
+        kinds = {argument.name: str(argument.type) for argument in schema.arguments}
+        if _ARGUMENT not in kinds or "Tensor" not in kinds.values() or not hasattr(torch.ops.aten, packet):
             continue
-        kinds = {argument.name: str(argument.type) for argument in operator._schema.arguments}  # noqa: SLF001
-        if _ARGUMENT in kinds and "Tensor" in kinds.values():
+        operator = getattr(getattr(torch.ops.aten, packet), schema.overload_name or "default", None)
+        if operator is not None:
             yield operator
 
 

@@ -7,7 +7,7 @@ takes runs as any other trial does.
 import math
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -69,7 +69,10 @@ class Wanted:
         """Some of them; None where there are none."""
         if not isinstance(self.drawn, Picks):
             return self if begin == 0 else None
-        return replace(self, drawn=self.drawn.part(begin, end)) if begin < len(self.drawn) else None
+        if begin >= len(self.drawn):
+            return None
+        part = self.drawn.part(begin, end)
+        return self if part is self.drawn else Wanted(self.mode, part, self.leaves)
 
 
 class Member(Trial):
@@ -157,11 +160,12 @@ class Member(Trial):
             while wanted is not None:
                 yield wanted.part(0, self._steps_alone)
                 losses = self.results  # those of an evaluation take their place
+                samples = wanted.num_samples
                 for number, loss in enumerate(losses):
                     count += 1
                     if not math.isfinite(loss):
                         raise BadLossError(f"the training loss is {loss}")
-                    self._interval.add(loss, wanted.num_samples)
+                    self._interval.add(loss, samples)
                     if number < len(losses) - 1:
                         self.progress.steps += 1  # all that there is to be done after it
                 yield from self._after_step(Place(epoch=place.epoch, batches=count))
@@ -180,9 +184,10 @@ class Member(Trial):
             wanted: Wanted | None = Wanted.of("evaluate", drawn)
             while wanted is not None:
                 yield wanted
+                samples = wanted.num_samples
                 for values in self.results:
                     for name, value in values.items():
-                        means.setdefault(name, Mean()).add(value, wanted.num_samples)
+                        means.setdefault(name, Mean()).add(value, samples)
                 count += len(self.results)
                 self.progress.evaluated_batches += len(self.results)
                 wanted = wanted.part(len(self.results))

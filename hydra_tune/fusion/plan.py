@@ -136,7 +136,8 @@ def trace_step(
         computing.forwards[graph.first] = traced_forward(graph.module, operands)
         return True
     trained = [tensor.requires_grad for tensor in state]
-    trace = traced(graph.module, graph.state, operands, trained, plan.outputs[0], count)
+    draws = graph.stochastic
+    trace = traced(graph.module, graph.state, operands, trained, plan.outputs[0], count, draws=draws)
     if trace is not None:
         if backend is not None:
             written = [graph.state.index(name) for name in graph.written_state]

@@ -128,7 +128,14 @@ def traced_forward(run: Any, operands: Operands) -> fx.GraphModule:
 
 
 def traced(
-    run: Any, names: Sequence[str], operands: Operands, trains: Sequence[bool], loss: str, count: int
+    run: Any,
+    names: Sequence[str],
+    operands: Operands,
+    trains: Sequence[bool],
+    loss: str,
+    count: int,
+    *,
+    draws: bool = True,
 ) -> Traced | None:
     """Trace a shard that makes nothing but the loss; None where it draws numbers that depend on values.
 
@@ -139,15 +146,15 @@ def traced(
         trains: for each of the names, whether its gradient is wanted.
         loss: what the shard's output is called.
         count: members.
+        draws: whether it may draw random numbers.
     """
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(tensor.detach()) for tensor in operands.all]
-    with mode, torch.no_grad(), noting() as noted:
-        run(*fakes)
-    if not noted.is_hoistable:
+    drawn: Sequence[Noise] | None = _drawn(run, fakes, mode) if draws else ()
+    if drawn is None:
         return None
     with mode:
-        noise = [n.room(count, fakes[0].device) for n in noted.found]
+        noise = [n.room(count, fakes[0].device) for n in drawn]
     places = [place for place, one in enumerate(trains) if one]
     reached: list[int] = []
 
@@ -171,4 +178,11 @@ def traced(
     with mode, torch.no_grad():  # once, so that what does not run is not taken for a trace
         module(*fakes, *noise, *[torch.empty_like(fakes[reached[index]]) for index in written])
     trained = tuple(names[place] for place in reached)
-    return Traced(module, trained, tuple(reached), written, tuple(noted.found), loss, pure)
+    return Traced(module, trained, tuple(reached), written, tuple(drawn), loss, pure)
+
+
+def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[Noise] | None:
+    """What a shard draws; None where that depends on values."""
+    with mode, torch.no_grad(), noting() as noted:
+        run(*fakes)
+    return noted.found if noted.is_hoistable else None

@@ -21,7 +21,7 @@ from hydra_tune.errors import TaskError
 from hydra_tune.task import Batch, DataHandle
 from hydra_tune.train import workers
 from hydra_tune.train.drawing import DrawClock
-from hydra_tune.train.gathering import Pass, Picks, source_of
+from hydra_tune.train.gathering import Pass, Picks, is_plain, source_of
 from hydra_tune.train.own import OwnCopies
 
 
@@ -45,6 +45,8 @@ class Feed:
         batch_size: samples per batch, for a handle that is a `Dataset`.
         own_code: returns the context manager in which the user's code runs: with the trial's own random streams.
         mark: another value whenever these streams have moved.
+        torch_alone: returns what is entered in place of `own_code` where none of the user's runs: only torch's stream is the
+            trial's own; None: `own_code`.
 
     Attributes:
         may_skip: whether batches of the last pass that was begun, as far as it has come, may be skipped by another.
@@ -57,6 +59,7 @@ class Feed:
         batch_size: int | None,
         own_code: Callable[[], AbstractContextManager[object]],
         mark: Callable[[], Hashable] = int,
+        torch_alone: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.may_skip = True
         self.gives_picks = False
@@ -64,6 +67,7 @@ class Feed:
         self._mark = mark
         self._batch_size = batch_size
         self._own_code = own_code
+        self._torch_alone = torch_alone or own_code
         self._own = OwnCopies()
         self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # iterators whose workers may run
 
@@ -98,11 +102,11 @@ class Feed:
             TaskError: data that cannot be iterated, or workers that cannot be started; or fewer batches than are to be skipped.
         """
         self.may_skip = True
-        with self._drawing_here(handle):
+        with self._torch_alone() if is_plain(handle) else self._drawing_here(handle):
             batches = self._own.batches(handle, self._batch_size, shuffle=shuffle)
             known = self._begun(batches, skip)
         if known is not None:
-            yield from self._gathered(known, self._drawing(handle, in_process=True), skip)
+            yield from self._gathered(known, self._torch_alone, skip)
             return
         if isinstance(batches, DataLoader) and batches.num_workers > 0:
             yield from self._draw_from_workers(handle, batches, skip)

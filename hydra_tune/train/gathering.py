@@ -98,6 +98,8 @@ class Picks:
 
     def part(self, begin: int, end: int | None = None) -> "Picks":
         """Some of them."""
+        if not begin and (end is None or end >= len(self)):
+            return self
         return Picks(self.source, self.indices[begin:end])
 
 
@@ -107,16 +109,34 @@ def source_of(loader: DataLoader[Any]) -> Source | None:
     Args:
         loader: a trial's own.
     """
+    sampler = _known_sampler(loader)
+    source = None if sampler is None else _source(loader.dataset)
+    return source if sampler is not None and source is not None and len(sampler.data_source) == len(source) else None
+
+
+def is_plain(handle: object) -> bool:
+    """Whether a pass over a data handle can be begun without any code of the user's, so that only torch's stream is drawn from.
+
+    Args:
+        handle: of a task.
+    """
+    if isinstance(handle, DataLoader):
+        sampler = _known_sampler(handle)
+        return sampler is not None and id(sampler.data_source) == id(handle.dataset) and is_plain(handle.dataset)
+    if type(handle) is Subset:
+        return is_plain(handle.dataset)
+    return type(handle) is TensorDataset or type(handle) is Tensor
+
+
+def _known_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler | None:
+    """That of a loader which is torch's own but for its data, and draws here; None of others."""
     if type(loader) is not DataLoader or loader.num_workers or loader.pin_memory:
         return None
     is_collated = loader.collate_fn is default_collate and default_collate_fn_map.get(Tensor) is collate_tensor_fn
     if not is_collated or type(loader.batch_sampler) is not BatchSampler:
         return None
     sampler = loader.batch_sampler.sampler
-    if type(sampler) is not RandomSampler and type(sampler) is not SequentialSampler:
-        return None
-    source = _source(loader.dataset)
-    return source if source is not None and len(sampler.data_source) == len(source) else None
+    return sampler if type(sampler) is RandomSampler or type(sampler) is SequentialSampler else None
 
 
 class Pass:

@@ -161,6 +161,10 @@ class RandomStreams:
                     self._save()
                     restore()
 
+    def torch_alone(self) -> AbstractContextManager[None]:
+        """The torch CPU stream is the trial's; for code that is known to draw from no other, and need not wait for its turn."""
+        return drawing_from(self._torch)
+
     def drawing(self, device: Device, *, keep: bool) -> AbstractContextManager[None]:
         """The device's generator is the trial's, for a captured unit that draws.
 

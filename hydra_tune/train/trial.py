@@ -7,8 +7,8 @@ pool runs the unit on a device of its choice and lets the generator go on. Knows
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -126,7 +126,7 @@ class Trial:
         self._tenant = tenant
         self._streams = RandomStreams(task.seed)
         self._gradients = Gradients(task)
-        self._feed = Feed(task.batch_size, self._own_code, self._streams.mark_of_all)
+        self._feed = Feed(task.batch_size, self._own_code, self._streams.mark_of_all, self._torch_alone)
         self._scheduler: Any = None
         self._beginning = beginning
         self._keeper = keeper
@@ -714,6 +714,12 @@ class Trial:
         stack.enter_context(self._streams.everything())
         stack.enter_context(GATE.shared())
         return stack
+
+    @contextmanager
+    def _torch_alone(self) -> Iterator[None]:
+        """Around what draws from torch's stream alone, and is not the user's code."""
+        with self._streams.torch_alone(), GATE.shared():
+            yield
 
     def _reading(self) -> AbstractContextManager[object]:
         """Around code that may read the trial's tensors between units."""

@@ -65,6 +65,14 @@ class Own(TensorDataset):
         return tuple(tensor[index] + torch.rand(()) for tensor in self.tensors)
 
 
+class Counted(TensorDataset):
+    """Somebody's own, which draws when it is asked how long it is."""
+
+    def __len__(self):
+        numbers()
+        return super().__len__()
+
+
 def with_getitems() -> Dataset:
     data = TensorDataset(X, Y)
     data.__getitems__ = lambda indices: [data[index] for index in reversed(indices)]
@@ -73,6 +81,8 @@ def with_getitems() -> Dataset:
 
 UNKNOWN = {
     "a class of one's own": lambda: DataLoader(Own(X), 4, shuffle=True),
+    "a length that draws": lambda: Counted(X, Y),
+    "a part of a length that draws": lambda: DataLoader(Subset(Counted(X), [3, 1, 2, 5, 8]), 4, shuffle=True),
     "samples taken together": lambda: DataLoader(with_getitems(), 4, shuffle=True),
     "a collation of one's own": lambda: DataLoader(DATA, 4, collate_fn=lambda rows: [row[0] for row in rows]),
     "another sampler": lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * 23, 9)),
@@ -105,7 +115,7 @@ def by_feed(make, passes=3, *, gives_picks=False):
     streams, found = RandomStreams(7), []
     with streams.everything():
         handle = make()
-    drawn = Feed(4, streams.everything, streams.mark_of_all)
+    drawn = Feed(4, streams.everything, streams.mark_of_all, streams.torch_alone)
     drawn.gives_picks = gives_picks
     for _ in range(passes):
         for given in drawn.draw(handle, shuffle=True):
