@@ -39,6 +39,7 @@ from hydra_tune.schedule import (
     UnitFailed,
     UnitFinished,
 )
+from hydra_tune.train.drawing import DrawClock
 from hydra_tune.train.trial import Report
 
 
@@ -296,19 +297,19 @@ class Core:
             record.outcome = trial.outcome
         self.decide(JobStopped(job=job.key))
 
-    def abandon(self, record: Record, error: BaseException, *, is_preparing: bool) -> bool:
+    def abandon(self, record: Record, clock: DrawClock, error: BaseException, *, is_preparing: bool) -> bool:
         """Wait no longer for a detached job's thread, or one that prepares it. Under the lock, as `decide`.
 
         Args:
             record: the job.
+            clock: of the draw that is waited for.
             error: what it fails with, unless it is over already.
             is_preparing: whether it has not run yet.
 
         Returns:
             Whether that was in time; False: the thread is back.
         """
-        assert record.trial is not None
-        if not record.trial.clock.abandon():
+        if not clock.abandon():
             return False
         record.is_abandoned = True
         record.fail(error)

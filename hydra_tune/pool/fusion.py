@@ -17,6 +17,7 @@ from hydra_tune.fusion.chooser import Chooser
 from hydra_tune.pool.checkpoints import Origin, TrialKeeper
 from hydra_tune.pool.fusion_carriers import Carriers
 from hydra_tune.pool.fusion_entry import Entry
+from hydra_tune.pool.fusion_loaders import MemberLoaders
 from hydra_tune.pool.fusion_table import FusionTable
 from hydra_tune.pool.job import OVER, EventStream, Job, Progress
 from hydra_tune.pool.pool import Pool, paused_within_a_step
@@ -43,6 +44,7 @@ class Fusion:
         self._table = FusionTable(pool)
         self._carriers = Carriers(self._table, library, most, chooser, backend)
         self._numbers = 0
+        pool.loaders.members = MemberLoaders(self._table, self._carriers)
         pool.at_close.append(self._table.close)
 
     def submit(

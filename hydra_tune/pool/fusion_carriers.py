@@ -221,6 +221,8 @@ class Carriers:
             self._finder.begin(entry)
         except BaseException as raised:  # noqa: BLE001 - it ends the job, as it would where its carrier had begun it
             error = raised
+        if entry.job.key not in self._table.entries:
+            return  # its loader has been given up on (`fusion_loaders.py`)
         with self._table.pool.changed:
             group = None if error is not None else self._table.group_for(entry, grows=True)
             if group is not None:

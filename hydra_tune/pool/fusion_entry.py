@@ -35,6 +35,8 @@ class Entry:
         most: how many like it may be a group; 0: it has not been looked at.
         told: the last report that the driver has been told of.
         faults: those that it has had.
+        candidate: its trial while it is compared with another job's.
+        loader_error: what it fails with if its loader is interrupted.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Entry:
         self.carrier: Job | None = None
         self.most = 0
         self.trial: Member | None = None
+        self.candidate: Member | None = None
+        self.loader_error: BaseException | None = None
         self.seat: Seat | None = None
         self.is_seated = False
         self.is_taken = False

@@ -15,6 +15,7 @@ from hydra_tune.pool.fusion_entry import Entry
 from hydra_tune.pool.fusion_table import FusionTable
 from hydra_tune.pool.lifecycle import log_fusion
 from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.train.drawing import GivenUp
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _SETTLED_SECONDS = 0.05  # without a new job, before a group is closed
@@ -160,7 +161,9 @@ class Finder:
                 member = self.build(entry, device)
         except BaseException:  # noqa: BLE001 - it comes up again where the job's own carrier builds it
             entry.key = object()
+        entry.candidate = member
         is_alike = entry.key == key and (first is None or self._is_alike(entry, first, member))
+        entry.candidate = None
         with self._table.pool.changed:
             entry.is_building = False
             is_taken = is_alike and entry.is_free
@@ -180,7 +183,7 @@ class Finder:
         except UnfusableError as error:
             _LOGGER.info("%s is not computed with those of its kind: %s", entry.job.name, error)
             return False
-        except Exception:  # noqa: BLE001 - it comes up again where the trial runs
+        except (Exception, GivenUp):  # noqa: BLE001 - it comes up again where the trial runs
             return False
         return True
 

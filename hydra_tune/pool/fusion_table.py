@@ -10,6 +10,7 @@ from hydra_tune.pool.fusion_group import LiveGroup
 from hydra_tune.pool.job import Failed, Finished, Result
 from hydra_tune.pool.later import Later
 from hydra_tune.pool.pool import Pool
+from hydra_tune.train.drawing import GivenUp
 
 
 class FusionTable:
@@ -53,12 +54,13 @@ class FusionTable:
         with self.pool.changed:
             if self.entries.pop(job.key, None) is None:
                 return
+        if isinstance(result.error, GivenUp) and entry.loader_error is not None:
+            result.error = entry.loader_error
         member = entry.trial
-        if entry.seat is not None and entry.seat.status is None and member is not None:
-            planned_by = entry.result(result)
+        planned_by = entry.result(result)
+        if member is not None and (member.clock.is_abandoned or (entry.seat is not None and entry.seat.status is None)):
             member.close(keep=False)
-        else:
-            planned_by = entry.result(result)
+            member.clock.released()
         with self.pool.changed:
             job.end(planned_by)
             self.pool.changed.notify_all()

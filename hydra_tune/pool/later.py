@@ -39,6 +39,17 @@ class Later:
                 self._thread.start()
             self._changed.notify_all()
 
+    def is_at_work_on(self, thread: int) -> bool:
+        """Whether calls are made on this thread."""
+        return self._thread is not None and self._thread.ident == thread
+
+    def replace(self, thread: int) -> None:
+        """A thread here hangs in its call: another makes the next ones, and it ends should it come back."""
+        with self._changed:
+            if self.is_at_work_on(thread) and not self._is_closed:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+
     def close(self) -> None:
         """Make no more calls, and wait for the one under way, though not for ever."""
         with self._changed:
@@ -57,6 +68,8 @@ class Later:
             except Exception:
                 _LOGGER.exception("%s: a call has failed", self._name)
             del call
+            if threading.current_thread() is not self._thread:
+                return
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:

@@ -156,14 +156,14 @@ class Pool:
             self._start_worker(name)
         self._threads: list[threading.Thread] = []  # beside the devices' present workers
         self._start_preparer()
-        self._loaders = LoaderWatch(
+        self.loaders = LoaderWatch(
             core,
             loader_times or LoaderTimes(),
             self._replace_worker,
             self._replace_preparer,
             leaves_devices=recorder is None,
         )
-        self._watching = threading.Thread(target=self._loaders.work, name="hydra-loaders", daemon=True)
+        self._watching = threading.Thread(target=self.loaders.work, name="hydra-loaders", daemon=True)
         self._watching.start()
         core.tell(*(DeviceAdded(device=name) for name in self._devices))
 
@@ -574,9 +574,9 @@ class Pool:
         for inbox in core.inboxes.values():
             inbox.put(None)
         core.to_prepare.put(None)
-        self._loaders.close()
+        self.loaders.close()
         for thread in (*self._all_threads, *core.failing):
-            if not self._loaders.is_left_behind(thread):
+            if not self.loaders.is_left_behind(thread):
                 thread.join()
         with hold_interrupts(), self._changed:
             if not self._ended:

@@ -264,8 +264,14 @@ class Record:
         self.told[shard] = place
         return shard, place
 
+    def fails_with(self, error: BaseException) -> None:
+        """Its loader is about to be interrupted, which is what it fails with then."""
+        self.loader_error = error
+
     def fail(self, error: BaseException) -> None:
         """The job's own code, or a unit of it, has raised."""
+        if isinstance(error, GivenUp) and self.loader_error is not None:
+            error = self.loader_error
         forget_locals(error)
         if self.outcome in (None, "completed"):
             self.outcome, self.error = "failed", error

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import hydra_tune_optuna as optuna
 from hydra_tune import train_plain
@@ -82,3 +83,38 @@ def test_a_pruner_that_groups_make_useless_is_told_without_staggering_which_woul
     assert "MedianPruner can prune none of 8 trials" in caplog.text
     assert "staggered" not in caplog.text
     assert "max_concurrent" in caplog.text
+
+
+def test_the_best_of_fused_trials_are_kept_also_of_late_ones_whose_group_lies_on_disk(tmp_path):
+    """Two places, so that the others join; the groups' states are beyond host memory."""
+    described, jobs = {}, []
+
+    def wide():
+        return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).double()
+
+    def objective(trial):
+        rate = trial.suggest_float("lr", 1e-3, 1e-1, log=True)
+        optimizer = partial(torch.optim.AdamW, lr=rate)
+        described[trial.number] = task(trial.number, model=wide, optimizer=optimizer, epochs=1 + trial.number % 3)
+        return described[trial.number]
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    (tmp_path / "spill").mkdir()
+    options = {"device_memory": "400KiB", "host_memory": "250KiB", "spill_dir": tmp_path / "spill", "num_shards": 3}
+    with running(fusion="on", fusion_size=2, **options) as pool:
+        submit = pool.submit
+        pool.submit = lambda *given, **options: jobs.append(submit(*given, **options)) or jobs[-1]
+        sampler = optuna.samplers.RandomSampler(seed=0)
+        study = optuna.create_study(sampler=sampler, executor=pool, keep_best=2, weights_dir=tmp_path / "weights")
+        study.optimize(objective, n_trials=6)
+        assert pool.stats().disk.bytes_written > 0 < pool.stats().disk.bytes_read
+    best = [trial.number for trial in sorted(study.trials, key=lambda trial: trial.value)[:2]]
+    assert list(optuna.kept_weights(study)) == best
+    assert sum(job.result().group_size == 2 for job in jobs) >= 4
+    assert jobs[0].result().num_shards == 3
+    for number in best:
+        expected = train_plain(described[number]).module.state_dict()
+        found = study.load_module(number).state_dict()
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hydra_tune import Failed, Reported
 from hydra_tune.errors import ConfigError, LoaderTimeoutError
 from hydra_tune.pool import loaders
+from hydra_tune.pool.job import OVER
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, one_batch, running, task
 
 pytestmark = pytest.mark.timeout(120)
@@ -271,3 +272,80 @@ def test_batches_side_by_side_that_come_late_change_no_bit(way):
 def test_what_is_no_time_is_refused(option, value):
     with pytest.raises(ConfigError, match=f"{option} must be a time above 0"), running(**{option: value}):
         pass
+
+
+def hung_in(gate, number=1, after=1, **changes):
+    """A task like `drawing()`'s whose loader hangs at a batch, once it has been begun so often."""
+    passes = []
+
+    def drawn():
+        passes.append(1)
+        for at in range(3):
+            if len(passes) > after and at == number:
+                gate.hang()
+            yield X[:8] + torch.rand(8, 8) + random.random(), Y[:8]
+
+    return drawing(train=drawn, **changes)
+
+
+def fused(**options):
+    arguments = {"devices": "cpu:1", "fusion": "on", "fusion_size": 4, "loader_warning": 0.2, "loader_timeout": 0.5}
+    return running(**(arguments | options))
+
+
+def running_group(pool, count=2, **changes):
+    jobs = [pool.submit(drawing(seed=seed, epochs=100_000, **changes), name=f"member {seed}") for seed in range(count)]
+    until(lambda: all(job.progress.group_size == count for job in jobs))
+    return jobs
+
+
+def test_a_joiner_that_hangs_fails_alone_and_the_next_one_joins(gate, caplog):
+    """It hangs in the system, on the thread that has members begin."""
+    with fused() as pool:
+        members = running_group(pool)
+        hung = pool.submit(hung_in(gate, number=0, after=0), name="hung")
+        assert gate.reached.wait(PATIENCE_SECONDS)
+        error = hung.result(PATIENCE_SECONDS).error
+        assert isinstance(error, LoaderTimeoutError)
+        assert "loader_timeout is 0.5s" in str(error)
+        next_one = pool.submit(drawing(seed=7, epochs=2), name="next")
+        assert next_one.result(PATIENCE_SECONDS).group_size == 3
+        gate.opened.set()
+        late = pool.submit(drawing(seed=8, epochs=2), name="late")
+        assert late.result(PATIENCE_SECONDS).group_size == 3
+        for job in members:
+            assert job.state not in OVER
+            job.cancel()
+        assert not gate.after, "it must not have drawn from another's streams"
+    assert any("'hung' has been waiting for" in record.getMessage() for record in caplog.records)
+    assert any("left behind" in record.getMessage() for record in caplog.records)
+
+
+def test_a_member_of_a_group_that_hangs_in_python_is_interrupted_and_the_others_go_on(caplog):
+    def drawn():
+        yield X[:8], Y[:8]
+        if begun:
+            while True:
+                time.sleep(0.01)
+        begun.append(1)
+        yield X[:8], Y[:8]
+
+    begun = []
+    with fused(loader_timeout=1.0) as pool:
+        jobs = [pool.submit(drawing(seed=seed, epochs=40), name=f"member {seed}") for seed in range(2)]
+        hung = pool.submit(drawing(train=drawn, epochs=40), name="hung")
+        assert isinstance(hung.result(PATIENCE_SECONDS).error, LoaderTimeoutError)
+        assert {job.result(PATIENCE_SECONDS).status for job in jobs} == {"completed"}
+        assert {job.result(0).group_size for job in jobs} == {3}
+    assert any("'hung' has been waiting for" in record.getMessage() for record in caplog.records)
+
+
+def test_one_that_hangs_before_anybody_is_fused_with_it_does_not_keep_others_from_beginning(gate):
+    with fused() as pool:
+        hung = pool.submit(hung_in(gate, number=0, after=0), name="hung")
+        assert gate.reached.wait(PATIENCE_SECONDS)
+        others = [pool.submit(drawing(seed=seed)) for seed in (1, 2)]
+        assert isinstance(hung.result(PATIENCE_SECONDS).error, LoaderTimeoutError)
+        assert {other.result(PATIENCE_SECONDS).status for other in others} == {"completed"}
+        gate.opened.set()
+    assert not gate.after

@@ -1,0 +1,91 @@
+"""Members whose data loaders are waited for: what `LoaderWatch` is told of them, and how they are given up on.
+
+Note: where members draw. A job that is being prepared draws its first batch on the preparer's thread: it is watched as any
+trial that is prepared. One that joins a group draws it on a thread of ours, which is replaced if the loader does not come back.
+A member of a group draws where its group goes on: its loader is named, and interrupted in the end; one that hangs in the system
+holds up its group for as long as it does.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from hydra_tune.pool.fusion_entry import Entry
+from hydra_tune.pool.fusion_table import FusionTable
+from hydra_tune.pool.job import Job, Result
+from hydra_tune.pool.loaders import Drawing, Members
+from hydra_tune.pool.record import Record
+from hydra_tune.train.drawing import DrawClock
+
+
+class Looking(Protocol):
+    """Who finds others for groups."""
+
+    def look_later(self) -> None:
+        """Look for somebody who could join a group."""
+
+
+class MemberLoaders(Members):
+    """Those of the jobs of a `Fusion`.
+
+    Args:
+        table: the jobs.
+        looking: told when a thread that looked for members was given up on.
+    """
+
+    def __init__(self, table: FusionTable, looking: Looking) -> None:
+        self._table = table
+        self._looking = looking
+
+    def clock(self, record: Record) -> DrawClock | None:
+        """As of `Members`."""
+        with self._table.pool.changed:
+            for entry in self._table.entries.values():
+                if entry.carrier is record.job and entry.is_forming and entry.trial is not None:
+                    return entry.trial.clock
+        return None
+
+    def drawing(self) -> Iterable[Drawing]:
+        """As of `Members`."""
+        with self._table.pool.changed:
+            entries = [one for one in self._table.entries.values() if not one.is_forming]
+        return [_Member(one, self._table, self._looking) for one in entries if one.seat or one.candidate]
+
+
+class _Member(Drawing):
+    """One that draws elsewhere."""
+
+    def __init__(self, entry: Entry, table: FusionTable, looking: Looking) -> None:
+        self.job: Job = entry.job
+        self._entry = entry
+        self._table = table
+        self._looking = looking
+
+    def fails_with(self, error: BaseException) -> None:
+        """As of `Drawing`."""
+        self._entry.loader_error = error
+
+    @property
+    def clock(self) -> DrawClock | None:
+        """As of `Drawing`."""
+        member = self._entry.candidate or self._entry.trial
+        return None if member is None else member.clock
+
+    @property
+    def is_stopped(self) -> bool:
+        """As of `Drawing`."""
+        return self._entry.stop is not None
+
+    def abandon(self) -> bool:
+        """As of `Drawing`; a joiner that hangs is over, and another thread looks after the other ones."""
+        entry, table, clock = self._entry, self._table, self.clock
+        with table.pool.changed:
+            is_joining = entry.seat is not None and entry.is_taken and not entry.is_seated and entry.candidate is None
+            if clock is None or not is_joining or not table.building.is_at_work_on(clock.thread) or not clock.abandon():
+                return False
+            own = entry.carrier
+        table.building.replace(clock.thread)
+        table.over(entry, Result(status=entry.stop or "failed", error=None if entry.stop else entry.loader_error))
+        if own is not None:
+            own.cancel()
+        self._looking.look_later()
+        return True
