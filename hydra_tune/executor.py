@@ -349,7 +349,8 @@ class HydraExecutor:
                 hold; or another trial has the folder.
             FileError: the system refuses.
         """
-        saved = self._started().copy(job).result()
+        pool = self._started()
+        saved = (self._fusion or pool).copy(job).result()
         kept = CheckpointFolder(Path(folder).absolute())
         try:
             kept.write(saved)

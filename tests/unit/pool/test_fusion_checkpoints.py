@@ -94,6 +94,23 @@ def test_a_member_that_waits_at_a_report_is_saved_while_others_go_on_and_while_a
         assert_as_plain(clone.result(PATIENCE_SECONDS), described(0, report_every=2, epochs=5))
 
 
+def test_a_member_that_waits_is_saved_to_any_folder_without_others_being_kept(tmp_path, sizes):  # noqa: F811
+    tasks = [described(seed) for seed in range(2)]
+    with running(fusion="on") as pool:
+        events = pool.events()
+        jobs = [pool.submit(one, events=events) for one in tasks]
+        waiting = {events.get(PATIENCE_SECONDS).job.key for _ in jobs}
+        assert waiting == {job.key for job in jobs}
+        path = pool.save_to(jobs[0], tmp_path / "saved")
+        for job in jobs:
+            job.cancel()
+    assert sizes == [2]
+    with running() as pool:
+        again = pool.submit(tasks[0], resume_from=path)
+        assert again.result(PATIENCE_SECONDS).status == "completed"
+        assert_as_plain(again.result(), tasks[0])
+
+
 def test_one_begins_among_others_with_the_weights_of_a_member(tmp_path, sizes):  # noqa: F811
     with running(checkpoint_dir=tmp_path, fusion="on") as pool:
         jobs = [pool.submit(described(seed), f"trial {seed}") for seed in range(2)]
