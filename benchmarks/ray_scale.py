@@ -1,14 +1,18 @@
 """A cluster on a virtual clock: 10,000 trials under ASHA on 64 nodes of 8 devices, spread by `hydra_tune_ray.balance`.
 
-python benchmarks/ray_scale.py [--nodes 64] [--devices 8] [--trials 10000] [--driver-ms 0,1,2,5,10,20] [--epoch 60]
+python benchmarks/ray_scale.py [--nodes 64] [--devices 8] [--trials 10000] [--spread 4] [--abreast 2,8,20] [--driver-ms 0,5,50]
 
 Simulated, not measured. A trial's epochs follow one another on one device at a time; a node's free device takes, of the
 trials that wait there, the one that has the most left. Each report is handled by one driver, one after the other, each for
 `--driver-ms`, and by ASHA; its trial waits meanwhile. Trials are admitted as others end, as many as `--abreast` times the
-devices. Every ten seconds the directory moves trials, as in a cluster, at their next report, for `--move` seconds each.
+devices; pools know how long a trial's epochs are when it comes. Every ten seconds the directory moves trials, as in a cluster,
+at their next report, for `--move` seconds each.
+
+"At most": utilisation, if the longest trial began at once and all devices were busy until it ended, or longer.
 """
 
 import argparse
+import bisect
 import heapq
 import random
 import sys
@@ -41,6 +45,7 @@ class Node:
     free: int
     waiting: list[tuple[float, str]] = field(default_factory=list)
     trials: set[str] = field(default_factory=set)
+    left: float = 0.0
 
 
 class Simulation:
@@ -50,7 +55,7 @@ class Simulation:
         self.options, self.driver_seconds, self.balances = options, driver_seconds, balances
         draw = random.Random(0)
         self.trials = {
-            f"t{number}": Trial(f"t{number}", options.epoch * 2 ** draw.uniform(-1.5, 1.5), draw.random())
+            f"t{number}": Trial(f"t{number}", options.epoch * options.spread ** draw.uniform(-0.5, 0.5), draw.random())
             for number in range(options.trials)
         }
         self.pending = list(reversed(self.trials))
@@ -93,20 +98,17 @@ class Simulation:
             self.tail = self.tail or (self.now, self.busy)
             return
         trial = self.trials[self.pending.pop()]
-        # As the directory: the fewest seconds for each device; summed up here, not anew from 64 dictionaries each time.
+        # As the directory: the fewest seconds for each device; kept as sums here, not added up for each trial.
         loads = {
-            name: Work(num_devices=self.options.devices, trials={"all": self._load(node)})
-            for name, node in self.nodes.items()
+            name: Work(num_devices=self.options.devices, trials={"all": node.left}) for name, node in self.nodes.items()
         }
         self._arrive(trial, least_busy(loads, self._left(trial)))
-
-    def _load(self, node):
-        return sum(self._left(self.trials[key]) for key in node.trials)
 
     def _arrive(self, trial, name):
         node = self.nodes[name]
         trial.node, trial.target = name, None
         node.trials.add(trial.key)
+        node.left += self._left(trial)
         heapq.heappush(node.waiting, (-self._left(trial), trial.key))
         self._start(node)
 
@@ -121,6 +123,7 @@ class Simulation:
         node = self.nodes[trial.node]
         self.busy += trial.epoch_seconds
         trial.done += 1
+        node.left -= trial.epoch_seconds
         node.free += 1
         self._start(node)
         begin = max(self.now, self.driver_free)
@@ -131,15 +134,19 @@ class Simulation:
     def _decide(self, trial):
         node = self.nodes[trial.node]
         if self._ends(trial):
-            node.trials.discard(trial.key)
+            self._leave(trial, node)
             self._admit()
         elif trial.target is not None:
-            node.trials.discard(trial.key)
+            self._leave(trial, node)
             self.moved += 1
             self._at(self.now + self.options.move, self._arrive, trial, trial.target)
         else:
             heapq.heappush(node.waiting, (-self._left(trial), trial.key))
             self._start(node)
+
+    def _leave(self, trial, node):
+        node.trials.discard(trial.key)
+        node.left -= self._left(trial)
 
     def _ends(self, trial):
         if trial.done >= self.options.epochs:
@@ -147,8 +154,8 @@ class Simulation:
         rung = self.rungs.get(trial.done)
         if rung is None:
             return False
-        rung.append(trial.quality)
-        return trial.quality < sorted(rung, reverse=True)[max(0, len(rung) // FACTOR - 1)]
+        bisect.insort(rung, trial.quality)
+        return trial.quality < rung[-max(1, len(rung) // FACTOR)]
 
     def _balance(self):
         if self.balances:
@@ -158,32 +165,44 @@ class Simulation:
             self._at(self.now + BALANCE_SECONDS, self._balance)
 
 
+def shown(done, options, label):
+    """A line of the table."""
+    num_devices = options.nodes * options.devices
+    tail_at, tail_busy = done.tail or (done.now, done.busy)
+    before = tail_busy / (tail_at * num_devices) if tail_at else 0.0
+    longest = max(trial.done * trial.epoch_seconds for trial in done.trials.values())
+    bound = max(longest, done.busy / num_devices)
+    print(
+        f"{label:>9}  {done.now / 3600:5.2f}  {done.busy / done.now / num_devices:11.1%}  "
+        f"{done.busy / bound / num_devices:7.1%}  {before:27.1%}  {done.driver_busy / done.now:11.1%}  "
+        f"{int(done.moved):5}",
+        flush=True,
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("nodes", 64), ("devices", 8), ("trials", 10_000), ("epochs", 27)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--epoch", type=float, default=60.0, help="seconds of a typical epoch")
-    parser.add_argument("--abreast", type=float, default=2.0, help="trials in flight for each device")
+    parser.add_argument("--spread", type=float, default=4.0, help="the longest epochs, in shortest ones")
+    parser.add_argument("--abreast", default="2,8,20", help="trials in flight for each device")
     parser.add_argument("--move", type=float, default=5.0, help="seconds that moving a trial takes")
     parser.add_argument("--driver-ms", default="0,2,5,10,20,50,100")
     options = parser.parse_args()
-    num_devices = options.nodes * options.devices
     print(
-        f"{options.trials} trials, {options.nodes} nodes x {options.devices} devices, epochs of about {options.epoch:g} s"
+        f"{options.trials} trials, {options.nodes} nodes x {options.devices} devices, epochs of about {options.epoch:g} s, "
+        f"the longest {options.spread:g} times the shortest"
     )
-    print("driver ms  hours  utilisation  until the last trial began  driver busy  moved")
+    heads = "  hours  utilisation  at most  until the last trial began  driver busy  moved"
+    *fewer, widest = [float(text) for text in options.abreast.split(",")]
+    print(f"in flight{heads}")
+    for options.abreast in [*fewer, widest]:
+        shown(Simulation(options, 0.005).run(), options, f"{options.abreast:g}")
+    shown(Simulation(options, 0.005, balances=False).run(), options, "unmoved")
+    print(f"driver ms{heads}")
     for text in options.driver_ms.split(","):
-        done = Simulation(options, float(text) / 1000).run()
-        tail_at, tail_busy = done.tail or (done.now, done.busy)
-        before = tail_busy / (tail_at * num_devices) if tail_at else 0.0
-        print(
-            f"{text:>9}  {done.now / 3600:5.2f}  {done.busy / done.now / num_devices:11.1%}  {before:27.1%}  "
-            f"{done.driver_busy / done.now:11.1%}  {int(done.moved):5}"
-        )
-    fixed = Simulation(options, 0.005, balances=False).run()
-    print(
-        f"without moves, at 5 ms: {fixed.now / 3600:.2f} hours, utilisation {fixed.busy / fixed.now / num_devices:.1%}"
-    )
+        shown(Simulation(options, float(text) / 1000).run(), options, text)
 
 
 if __name__ == "__main__":
