@@ -26,7 +26,8 @@ from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.fusion.member import Member
 from hydra_tune.fusion.planner.memory import peak_of
 from hydra_tune.fusion.planner.portfolio import MARGIN, Planner
-from hydra_tune.fusion.planner.profiler import Profiles, made_up
+from hydra_tune.fusion.planner.profiled_run import made_up
+from hydra_tune.fusion.planner.profiler import Profiles
 from hydra_tune.fusion.planner.run import PlannedRun
 from hydra_tune.fusion.planner.schedule import undecided
 from hydra_tune.fusion.planner.step_graph import step_graph

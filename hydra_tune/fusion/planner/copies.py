@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hydra_tune.fusion.planner.heap import keep_freed_memory
 from hydra_tune.fusion.planner.nodes import view_of
 
 
@@ -45,7 +46,10 @@ def copies_for(device: torch.device, sizes: Mapping[str, int]) -> Copies:
         device: of the computing.
         sizes: bytes of each storage that will be offloaded, by the name that its node gives it.
     """
-    return CudaCopies(device, sizes) if device.type == "cuda" else ThreadCopies(sizes)
+    if device.type == "cuda":
+        return CudaCopies(device, sizes)
+    keep_freed_memory()
+    return ThreadCopies(sizes)
 
 
 @dataclass(slots=True)

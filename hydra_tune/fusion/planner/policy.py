@@ -14,6 +14,7 @@ Differs from the algorithm as printed:
   needless is undone.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from math import inf
 
@@ -78,6 +79,20 @@ def planned(schedule: Schedule, policy: Policy | None = None) -> tuple[Schedule,
     return search.schedule, search.decided
 
 
+def recomputed(schedule: Schedule, wanted: Container[tuple[int, str]]) -> Schedule:
+    """Recompute what others have chosen, as far as it can be, and undo what is not needed.
+
+    Args:
+        schedule: to begin with; left as it is.
+        wanted: sides and feature maps.
+    """
+    search = _Search(schedule.copy(), Policy(swaps=False, interleaves=False))
+    search.recompute(wanted)
+    if peak_of(search.schedule)[1].peak_bytes <= schedule.limit_bytes:
+        search.polish()
+    return search.schedule
+
+
 class _Search:
     def __init__(self, schedule: Schedule, policy: Policy) -> None:
         self.schedule, self._policy = schedule, policy
@@ -111,6 +126,13 @@ class _Search:
             else:
                 assert again is not None, "either of them"
                 self._recompute(again)
+
+    def recompute(self, wanted: Container[tuple[int, str]]) -> None:
+        """Recompute these, in the order in which they are made."""
+        for candidates in self._candidates:
+            for one in list(candidates.values()):
+                if (one.side, one.name) in wanted and self._may_recompute(one):
+                    self._recompute(one)
 
     def polish(self) -> None:
         """Time swaps again, and undo what is not needed; each change is kept if the step is not slower and memory suffices."""

@@ -6,8 +6,8 @@ the same passes:
 
 * `fits, one after another`: sub-arrays as large as fit with everything kept, each by itself (what HFTA does);
 * `full fusion`: all trials in one sub-array, with swaps and recomputations (Capuchin on HFTA);
-* for all pairs of a partition: `kept`, `no interleaving`, `swaps alone`, `recomputations alone`, and `interleaved`,
-  the paper's;
+* for all pairs of a partition: `kept`, `no interleaving`, `swaps alone`, `recomputations alone`, `min-cut` (these by
+  a minimum cut with a budget), and `interleaved`, the paper's;
 * `each pair's best` of these.
 
 Sub-arrays that do not run are not on the device: their static tensors are spilled, and what that takes is not in the
@@ -21,6 +21,7 @@ from functools import partial
 from hydra_tune.errors import BudgetError
 from hydra_tune.fusion.planner.arrays import Array
 from hydra_tune.fusion.planner.memory import peak_of
+from hydra_tune.fusion.planner.min_cut import min_cut_planned
 from hydra_tune.fusion.planner.policy import Policy, planned
 from hydra_tune.fusion.planner.schedule import Schedule, undecided
 from hydra_tune.fusion.planner.sub_arrays import Pair, SubArray, pairs, within
@@ -173,7 +174,7 @@ class Planner:
             sub_arrays = [SubArray("", size) for size in sizes]
             grouped = pairs(sub_arrays, lambda one: self._of(one.size).seconds)
             ways = [self._pair(pair) for pair in grouped]
-            made = [self._member(way, [each[way] for each in ways]) for way in ("kept", *_WAYS)]
+            made = [self._member(way, [each[way] for each in ways]) for way in ("kept", *_WAYS, "min-cut")]
             made.append(self._member("each pair's best", [self._best(each) for each in ways]))
             found += made
             best += [member.seconds for member in made if member.fits]
@@ -197,6 +198,7 @@ class Planner:
             )
             schedule, _ = planned(kept, own)
             found[way] = self._part(sizes, way, schedule)
+        found["min-cut"] = self._part(sizes, "min-cut", min_cut_planned(kept))
         return found
 
     def _alone(self, size: int) -> Part:

@@ -5,6 +5,10 @@ feature map goes to the host after its last use in the forward and comes back be
 1 and 3), so that the graph of a sub-array which does not fit the device can be profiled; only what one node needs has
 to fit beside the static tensors. On CUDA a node's time is that of its kernels: they are launched behind a pause that
 is longer than the launching.
+
+Differs: where the host computes, looking at the clock takes as long as a small node, and nodes that follow each other at
+once find more in its caches. So each run is followed by passes in which only whole stretches between copies are timed,
+and the nodes' times are made to add up to those.
 """
 
 import statistics
@@ -12,34 +16,23 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
+from torch import fx
 
-from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.fusion.planner.arrays import Array, Op
-from hydra_tune.fusion.planner.filling import filled, located
-from hydra_tune.fusion.planner.nodes import draw, view_of
+from hydra_tune.fusion.planner.heap import keep_freed_memory
+from hydra_tune.fusion.planner.nodes import draw
+from hydra_tune.fusion.planner.profiled_run import Clock, ProfiledRun
 from hydra_tune.fusion.planner.step_graph import StepGraph
 from hydra_tune.fusion.planner.storages import overwritten
 
 WARM_UPS, RUNS = 1, 3
+WHOLE_PASSES = 2
+"""After each run, where the host's time counts."""
 
-
-class Clock(Protocol):
-    """Times what is done on a device."""
-
-    def timed(self, name: str, action: Callable[[], Any]) -> Any:
-        """Do something and note how long the device takes; gives what it gives."""
-
-    def seconds(self) -> dict[str, float]:
-        """What was noted since the last call."""
-
-    def peak_beyond(self, made_bytes: int) -> int:
-        """Bytes that the last action needed at once beyond what it has left and so many."""
+_LOOKS = 31
 
 
 class CpuClock:
@@ -64,6 +57,10 @@ class CpuClock:
         """As of `Clock`."""
         found, self._found = self._found, {}
         return found
+
+    def whole(self) -> float | None:
+        """As of `Clock`."""
+        return self._now()
 
     def peak_beyond(self, made_bytes: int) -> int:
         """Nothing tells on a CPU."""
@@ -103,6 +100,10 @@ class CudaClock:
         found = {name: begin.elapsed_time(end) / 1000 for name, (begin, end) in self._events.items()}
         self._events = {}
         return found
+
+    def whole(self) -> float | None:
+        """As of `Clock`."""
+        return None
 
     def peak_beyond(self, made_bytes: int) -> int:
         """As of `Clock`."""
@@ -161,15 +162,23 @@ def measured(step: StepGraph, device: torch.device, clock: Clock) -> Profile:
         device: where it runs.
         clock: of that device.
     """
-    run = _Run(step, device, clock)
+    if device.type == "cpu":
+        keep_freed_memory()  # as those who run what is planned do
+    run = ProfiledRun(step, array_of("", step, Profile()).maps, device, clock)
     workspace: dict[str, int] = {}
     each: list[dict[str, float]] = []
+    whole: list[float] = []
     for number in range(WARM_UPS + RUNS):
         run.once(workspace)
         found = clock.seconds()
+        passes = [seconds for _ in range(WHOLE_PASSES) if (seconds := run.whole()) is not None]
+        clock.seconds()
         if number >= WARM_UPS:
             each.append(found)
+            whole += passes
     medians = {name: statistics.median(one[name] for one in each) for name in each[0]}
+    if whole:
+        medians |= _scaled({node.name: medians[node.name] for node in step.ops}, clock, statistics.median(whole))
     nodes = {node.name for node in step.ops}
     free = {node.name for node in step.ops if _is_view(step, node)} if device.type == "cuda" else set()
     return Profile(
@@ -231,10 +240,20 @@ def copied_at(array: Array, bytes_per_second: float, seconds: float = 0.0) -> Ar
     return Array(**changed, out_seconds=times, in_seconds=times)
 
 
-def made_up(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor of some geometry with numbers that no operator minds: small ones, and the first of each table."""
-    made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
-    return made.uniform_(0.25, 0.75) if like.is_floating_point() else made.zero_()
+def _scaled(seconds: dict[str, float], clock: Clock, whole: float) -> dict[str, float]:
+    """Nodes' times without that of looking at the clock, so that they add up to what all of them take."""
+    looks: list[float] = []
+    for _ in range(_LOOKS):
+        clock.timed("nothing", _nothing)
+        looks.append(clock.seconds()["nothing"])
+    look = statistics.median(looks)
+    own = {name: max(one - look, one / 4) for name, one in seconds.items()}
+    ratio = whole / sum(own.values())
+    return {name: one * ratio for name, one in own.items()}
+
+
+def _nothing() -> None:
+    pass
 
 
 def _is_view(step: StepGraph, node: fx.Node) -> bool:
@@ -245,91 +264,6 @@ def _is_view(step: StepGraph, node: fx.Node) -> bool:
 def _text_of(step: StepGraph) -> str:
     shapes = {name: (one.dtype, tuple(one.shape), one.stride()) for name, one in step.geometry.items()}
     return f"{step.graph}{shapes}"
-
-
-class _Run:
-    def __init__(self, step: StepGraph, device: torch.device, clock: Clock) -> None:
-        self._step, self._device, self._clock = step, device, clock
-        self._array = array_of("", step, Profile())
-        self._host: dict[str, Tensor] = {}
-        self._last = {argument: node for node in step.graph.nodes for argument in (node, *node.all_input_nodes)}
-        self._generators = GroupGenerator([torch.Generator(device) for _ in range(self._count())])
-        self._arguments = {name: made_up(like, device) for name, like in step.geometry.items()}
-        self._values: dict[fx.Node, Any] = {}
-
-    def _count(self) -> int:
-        return next(iter(self._step.geometry.values())).size(0)
-
-    def once(self, workspace: dict[str, int]) -> None:
-        """Run the graph; note the most that each node has needed."""
-        rank = 0
-        with torch.no_grad():
-            for node in self._step.graph.nodes:
-                if node.op == "placeholder":
-                    self._values[node] = self._arguments[node.name]
-                elif node.op == "get_attr":
-                    self._values[node] = getattr(self._step.owner, str(node.target))
-                elif node.op == "call_function":
-                    self._run(node, rank, workspace)
-                    rank += 1
-        self._values.clear()
-
-    def _run(self, node: fx.Node, rank: int, workspace: dict[str, int]) -> None:
-        step, is_forward = self._step, rank < self._step.num_forward
-        if not is_forward:
-            for storage in step.seen.reads[node.name]:
-                found = self._array.maps.get(storage)
-                if found is not None and found.first_backward == rank - step.num_forward:
-                    self._back(storage)
-        values = [self._values[one] for one in node.all_input_nodes]
-        places = {one: place for place, one in enumerate(node.all_input_nodes)}
-        given = located(tuple(node.args), places), located(dict(node.kwargs), places)
-        self._values[node] = self._clock.timed(node.name, partial(self._call, node, *given, values))
-        made = sum(step.seen.sizes[storage] for storage in step.seen.makes[node.name])
-        workspace[node.name] = max(workspace.get(node.name, 0), self._clock.peak_beyond(made))
-        del values
-        for storage in (*step.seen.reads[node.name], *step.seen.makes[node.name]) if is_forward else ():
-            found = self._array.maps.get(storage)
-            if found is not None and found.last_forward == rank:
-                self._away(storage)
-        for argument in (node, *node.all_input_nodes):
-            if self._last[argument] is node and argument.op == "call_function":
-                self._values.pop(argument, None)
-
-    def _call(self, node: fx.Node, args: Any, kwargs: Any, values: list[Any]) -> Any:
-        args, kwargs = filled(args, values), filled(kwargs, values)  # which takes an interpreter's time, too
-        if node.target is draw:
-            return self._step.noise[args[0]].draw(self._generators, self._device)
-        assert callable(node.target), "an operator"
-        return node.target(*args, **kwargs)
-
-    def _away(self, storage: str) -> None:
-        """Stage 3."""
-        among = [node for node in self._values if storage in self._step.seen.storages.get(node.name, ())]
-        tensor = next(
-            leaf
-            for node in among
-            for leaf in tree_leaves(self._values[node])
-            if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() == self._step.seen.sizes[storage]
-        )
-        if storage not in self._host:
-            pins = self._device.type == "cuda"
-            size = self._step.seen.sizes[storage]
-            self._host[storage] = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
-        flat = view_of(tensor, torch.uint8, [self._step.seen.sizes[storage]], [1], 0)
-        self._clock.timed(f"out {storage}", lambda: self._host[storage].copy_(flat, non_blocking=True))
-        for node in among:
-            if node.name in self._step.seen.places:
-                self._values[node] = None
-
-    def _back(self, storage: str) -> None:
-        """Stage 1."""
-        flat = torch.empty(self._step.seen.sizes[storage], dtype=torch.uint8, device=self._device)
-        self._clock.timed(f"in {storage}", lambda: flat.copy_(self._host[storage], non_blocking=True))
-        for node, value in self._values.items():
-            place = self._step.seen.places.get(node.name)
-            if value is None and place is not None and place.storage == storage:
-                self._values[node] = view_of(flat, place.dtype, list(place.size), list(place.stride), place.offset)
 
 
 def _event() -> torch.cuda.Event:

@@ -15,6 +15,7 @@ NAMES = {
     "no interleaving",
     "swaps alone",
     "recomputations alone",
+    "min-cut",
     "interleaved",
     "each pair's best",
 }

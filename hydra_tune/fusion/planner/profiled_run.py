@@ -1,0 +1,210 @@
+"""A step's graph run node by node for its profile (Algorithm A), its feature maps away between forward and backward."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from hydra_tune.fusion.drawing import GroupGenerator
+from hydra_tune.fusion.planner.arrays import FeatureMap
+from hydra_tune.fusion.planner.filling import filled, located
+from hydra_tune.fusion.planner.nodes import draw, view_of
+from hydra_tune.fusion.planner.step_graph import StepGraph
+
+
+class Clock(Protocol):
+    """Times what is done on a device."""
+
+    def timed(self, name: str, action: Callable[[], Any]) -> Any:
+        """Do something and note how long the device takes; gives what it gives."""
+
+    def seconds(self) -> dict[str, float]:
+        """What was noted since the last call."""
+
+    def whole(self) -> float | None:
+        """The host's time in seconds, if that is what nodes take; None where they are timed on the device."""
+
+    def peak_beyond(self, made_bytes: int) -> int:
+        """Bytes that the last action needed at once beyond what it has left and so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A node as it runs.
+
+    Attributes:
+        node: it.
+        place: of its value.
+        run: what it calls.
+        args: located.
+        kwargs: located.
+        ends: places of values that nobody needs afterwards.
+        back: feature maps that come back before it.
+        away: feature maps that go to the host after it.
+    """
+
+    node: fx.Node
+    place: int
+    run: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    ends: tuple[int, ...]
+    back: tuple[str, ...]
+    away: tuple[str, ...]
+
+
+class ProfiledRun:
+    """Runs a graph on numbers made up.
+
+    Args:
+        step: the graph.
+        maps: its feature maps.
+        device: where it runs.
+        clock: of that device.
+    """
+
+    def __init__(self, step: StepGraph, maps: Mapping[str, FeatureMap], device: torch.device, clock: Clock) -> None:
+        self._step, self._device, self._clock = step, device, clock
+        self._host: dict[str, Tensor] = {}
+        count = next(iter(step.geometry.values())).size(0)
+        self._generators = GroupGenerator([torch.Generator(device) for _ in range(count)])
+        self._nodes = [node for node in step.graph.nodes if node.op != "output"]
+        self._places = {node: place for place, node in enumerate(self._nodes)}
+        self._given = {
+            self._places[node]: made_up(step.geometry[node.name], device)
+            if node.op == "placeholder"
+            else getattr(step.owner, str(node.target))
+            for node in self._nodes
+            if node.op in ("placeholder", "get_attr")
+        }
+        self._holders = {
+            storage: [node for node in step.ops[: step.num_forward] if storage in step.seen.storages[node.name]]
+            for storage in maps
+        }
+        self._backward = set(step.ops[step.num_forward :])
+        self._values: list[Any] = []
+        self._calls = self._made(maps)
+
+    def once(self, workspace: dict[str, int]) -> None:
+        """Run the graph node by node; note the most that each has needed."""
+        self._begin()
+        sizes, makes = self._step.seen.sizes, self._step.seen.makes
+        with torch.no_grad():
+            for call in self._calls:
+                name = call.node.name
+                for storage in call.back:
+                    self._back(storage)
+                self._values[call.place] = self._clock.timed(name, partial(self._call, call))
+                made = sum(sizes[storage] for storage in makes[name])
+                workspace[name] = max(workspace.get(name, 0), self._clock.peak_beyond(made))
+                for storage in call.away:
+                    self._away(storage)
+                for place in call.ends:
+                    self._values[place] = None
+        self._values.clear()
+
+    def whole(self) -> float | None:
+        """Run the graph, timing what is between copies alone; the host's seconds, None where they do not count."""
+        begin = self._clock.whole()
+        if begin is None:
+            return None
+        self._begin()
+        seconds = 0.0
+        with torch.no_grad():
+            begin = self._read()
+            for call in self._calls:
+                if call.back:
+                    seconds += self._read() - begin
+                    for storage in call.back:
+                        self._back(storage)
+                    begin = self._read()
+                self._values[call.place] = self._call(call)
+                if call.away:
+                    seconds += self._read() - begin
+                    for storage in call.away:
+                        self._away(storage)
+                    begin = self._read()
+                for place in call.ends:
+                    self._values[place] = None
+        seconds += self._read() - begin
+        self._values.clear()
+        return seconds
+
+    def _read(self) -> float:
+        now = self._clock.whole()
+        assert now is not None, "asked before"
+        return now
+
+    def _begin(self) -> None:
+        self._values = [None] * len(self._nodes)
+        for place, value in self._given.items():
+            self._values[place] = value
+
+    def _call(self, call: _Call) -> Any:
+        return call.run(*filled(call.args, self._values), **filled(call.kwargs, self._values))  # as an interpreter does
+
+    def _made(self, maps: Mapping[str, FeatureMap]) -> list[_Call]:
+        step, forward = self._step, self._step.num_forward
+        last = {argument: node for node in self._nodes for argument in (node, *node.all_input_nodes)}
+        ends: dict[fx.Node, list[int]] = {}
+        for argument, node in last.items():
+            if argument.op == "call_function":
+                ends.setdefault(node, []).append(self._places[argument])
+        return [
+            _Call(
+                node=node,
+                place=self._places[node],
+                run=self._meaning(node),
+                args=located(tuple(node.args), self._places),
+                kwargs=located(dict(node.kwargs), self._places),
+                ends=tuple(ends.get(node, ())),
+                back=tuple(name for name, one in maps.items() if one.first_backward == rank - forward),
+                away=tuple(name for name, one in maps.items() if one.last_forward == rank),
+            )
+            for rank, node in enumerate(step.ops)
+        ]
+
+    def _meaning(self, node: fx.Node) -> Callable[..., Any]:
+        if node.target is draw:
+            return lambda number: self._step.noise[number].draw(self._generators, self._device)
+        assert callable(node.target), "an operator"
+        return node.target
+
+    def _away(self, storage: str) -> None:
+        """Stage 3."""
+        size = self._step.seen.sizes[storage]
+        tensor = next(
+            leaf
+            for node in self._holders[storage]
+            for leaf in tree_leaves(self._values[self._places[node]])
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() == size
+        )
+        if storage not in self._host:
+            pins = self._device.type == "cuda"
+            self._host[storage] = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
+        flat = view_of(tensor, torch.uint8, [size], [1], 0)
+        self._clock.timed(f"out {storage}", lambda: self._host[storage].copy_(flat, non_blocking=True))
+        for node in self._holders[storage]:
+            if node.name in self._step.seen.places:
+                self._values[self._places[node]] = None
+
+    def _back(self, storage: str) -> None:
+        """Stage 1."""
+        flat = torch.empty(self._step.seen.sizes[storage], dtype=torch.uint8, device=self._device)
+        self._clock.timed(f"in {storage}", lambda: flat.copy_(self._host[storage], non_blocking=True))
+        for node in self._holders[storage]:
+            place = self._step.seen.places.get(node.name)
+            is_needed = not set(node.users).isdisjoint(self._backward)
+            if is_needed and place is not None and place.storage == storage:
+                made = view_of(flat, place.dtype, list(place.size), list(place.stride), place.offset)
+                self._values[self._places[node]] = made
+
+
+def made_up(like: Tensor, device: torch.device) -> Tensor:
+    """A tensor of some geometry with numbers that no operator minds: small ones, and the first of each table."""
+    made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
+    return made.uniform_(0.25, 0.75) if like.is_floating_point() else made.zero_()
