@@ -74,11 +74,16 @@ class Chooser:
             num_steps: the most optimizer steps that trials of this kind may have to go together.
 
         Raises:
-            UnfusableError: as many steps have been found to be too few before.
+            UnfusableError: as many steps have been found to be too few before, or are too few to find out.
         """
         with self._lock:
             if num_steps <= self._refused.get(kind, -1):
                 raise UnfusableError("trials of its kind do not gain by being computed together, as was found before")
+            if self._are_few(kind, num_steps):
+                raise UnfusableError(_too_few(num_steps))
+
+    def _are_few(self, kind: Hashable, num_steps: float) -> bool:
+        return kind not in self._timings and num_steps < _LEAST_STEPS
 
     def choose(
         self, kind: Hashable, member: Member, wanted: Wanted, device: Device, num_steps: Sequence[float], most: int
@@ -108,10 +113,8 @@ class Chooser:
         self, kind: Hashable, member: Member, wanted: Wanted, device: Device, num_steps: float, most: int
     ) -> Choice:
         timing = self._timings.get(kind)
-        if timing is None and num_steps < _LEAST_STEPS:
-            return Choice(
-                size=1, why=f"{num_steps:.0f} optimizer steps in all are too few to find out what fusion would gain"
-            )
+        if self._are_few(kind, num_steps):
+            return Choice(size=1, why=_too_few(num_steps))
         bench = Bench(member.task, member.built()[0], wanted.batch, self._library, device)
         began = bench.now()
         try:
@@ -126,6 +129,10 @@ class Chooser:
         self._timings[kind] = timing
         size = chosen_size(timing, most, num_steps)
         return Choice(size=size, why=why(timing, size, most), timing=timing)
+
+
+def _too_few(num_steps: float) -> str:
+    return f"{num_steps:.0f} optimizer steps in all are too few to find out what fusion would gain"
 
 
 def timed_alone(bench: Bench) -> Timing:

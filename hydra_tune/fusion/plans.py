@@ -130,9 +130,11 @@ class GroupPlans:
         return first == other or (first, other) in self._alike
 
     def _check_plans(self, first: Member, other: Member) -> None:
-        for wanted in _compared(first, other):
-            prepared, found = self.of_members([first, other], wanted)
+        like: Layout | None = None
+        for wanted in _compared(first, other):  # the training first, by whose plan the state is cut
+            prepared, found = self.of_members([first, other], wanted, like)
             self.stacked(prepared, 2, slots=found.drops, rows=found.rows)
+            like = like or layout_of(prepared)
 
     def stacked(
         self,
@@ -199,6 +201,7 @@ class GroupPlans:
 def _compared(first: Member, other: Member) -> list[Wanted]:
     """Batches for which two trials are compared; an evaluated one too, if metrics may differ: who comes later may evaluate."""
     found = other.peek() | first.peek()
+    found = {"train": found.pop("train"), **found}
     if (first.task.loss, first.task.evaluate) != (other.task.loss, other.task.evaluate):
         found.setdefault("evaluate", replace(found["train"], mode="evaluate"))
     return list(found.values())

@@ -103,13 +103,13 @@ class Finder:
         member = entry.trial
         assert member is not None
         if self._chooser is None or wanted is None or entry.seat is not None:
-            return self._take(entry, device)
+            return self._take(entry, member, entry.most - 1, device)
         kind, steps = (entry.key, wanted.leaves.signature, device.torch_device.type), steps_of(member)
         self._chooser.refuse(kind, steps * min(entry.most, 1 + len(self._table.free())))
-        taken = self._take(entry, device)
+        taken = self._take_for(kind, entry, device, self._chooser)
         if not taken:
             return taken
-        all_steps = [steps, *(steps_of(one.trial) for one in taken if one.trial is not None)]
+        all_steps = _steps([entry, *taken])
         choice = self._chooser.choose(kind, member, wanted, device, all_steps, entry.most)
         with self._table.pool.changed:
             carrier = entry.carrier
@@ -121,6 +121,21 @@ class Finder:
         if choice.size < min(len(all_steps), entry.most):
             entry.most = choice.size  # more of them would gain less, those that come later as well
         return taken[: choice.size - 1]
+
+    def _take_for(self, kind: Hashable, entry: Entry, device: Device, chooser: Chooser) -> list[Entry]:
+        """Those of a job's family that are like it; none is compared with it, which is dear, where they are too few anyway."""
+        first = entry.trial
+        taken = self._take(entry, None, entry.most - 1, device)
+        try:
+            chooser.refuse(kind, sum(_steps([entry, *taken])))
+        except UnfusableError:
+            self._leave(taken)
+            raise
+        alike = [one for one in taken if first is not None and self._is_alike(one, first, one.trial)]
+        if len(alike) < len(taken):
+            self._leave([one for one in taken if one not in alike])
+            alike += self._take(entry, first, entry.most - 1 - len(alike), device)
+        return alike
 
     def _leave(self, taken: Sequence[Entry]) -> None:
         """Have jobs that were taken wait again."""
@@ -134,8 +149,15 @@ class Finder:
             if stop is not None and carrier is not None:
                 self._table.pool.stop(carrier, stop)
 
-    def _take(self, entry: Entry, device: Device) -> list[Entry]:
-        """Jobs that wait and have the key of another, built; nobody else takes them any more."""
+    def _take(self, entry: Entry, first: Member | None, most: int, device: Device) -> list[Entry]:
+        """Jobs that wait and have the key of another, built; nobody else takes them any more.
+
+        Args:
+            entry: the other.
+            first: its trial, which they are to be like; None: they need not be.
+            most: of them.
+            device: any device of the pool.
+        """
         began = time.monotonic()
         while (
             time.monotonic() - self.last_submitted < _SETTLED_SECONDS and time.monotonic() - began < _PATIENCE_SECONDS
@@ -143,9 +165,9 @@ class Finder:
             time.sleep(_SETTLED_SECONDS / 10)
         taken: list[Entry] = []
         for one in self._table.free():
-            if len(taken) == entry.most - 1:
+            if len(taken) == most:
                 break
-            if one.key in (None, entry.key) and self.takes(one, entry.key, entry.trial, device):
+            if one.key in (None, entry.key) and self.takes(one, entry.key, first, device):
                 taken.append(one)
         return taken
 
@@ -198,3 +220,8 @@ class Finder:
             except BaseException:
                 entry.seat = None
                 raise
+
+
+def _steps(entries: Sequence[Entry]) -> list[float]:
+    """Optimizer steps that each of some jobs has to go, which are built."""
+    return [steps_of(one.trial) for one in entries if one.trial is not None]

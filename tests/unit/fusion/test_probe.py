@@ -128,7 +128,9 @@ def test_what_is_known_is_not_timed_again_and_a_refusal_is_remembered(monkeypatc
         with pytest.raises(UnfusableError, match="found before"):
             chooser.refuse(key, 120_000)
         chooser.refuse(key, 120_001)
-        chooser.refuse("another", 1)
+        chooser.refuse("another", 400)
+        with pytest.raises(UnfusableError, match="399 optimizer steps in all are too few"):
+            chooser.refuse("another", 399)
     assert "1e+03 ms alone" in caplog.text
 
 

@@ -18,7 +18,8 @@ from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.observe.figures import run_figures
 from hydra_tune.observe.runlog import read_log
 from hydra_tune.pool.job import OVER, Failed, Finished, Reported
-from tests.unit.pool.tasks import PATIENCE_SECONDS, running
+from hydra_tune.shard import library
+from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -265,6 +266,24 @@ def test_auto_leaves_trials_alone_that_gain_too_little_with_the_bits_of_the_plai
         assert [h["val_loss"] for h in result.history] == [h["val_loss"] for h in plain.history]
 
 
+def test_auto_captures_nothing_more_where_there_are_too_few_steps_to_find_out(monkeypatch):
+    """Trials of one family and of different dropout, which would have to be compared; waits until all are there."""
+    captured = []
+    capture = library.capture
+    monkeypatch.setattr(library, "capture", lambda *given, **named: captured.append(1) or capture(*given, **named))
+    described = [task(seed, model=partial(dropping, p=0.1 * seed)) for seed in range(1, 4)]
+    counts = {}
+    for fusion in ("off", "auto"):
+        captured.clear()
+        with running(fusion=fusion) as pool:
+            results = pool.run(described)
+        assert {result.group_size for result in results} == {1}
+        for one, result in zip(described, results, strict=True):
+            assert against_plain(one, result) == []
+        counts[fusion] = len(captured)
+    assert counts["auto"] == counts["off"] > 0
+
+
 def test_auto_leaves_trials_alone_whose_steps_are_arithmetic(caplog, monkeypatch):
     monkeypatch.setattr(choice, "LEAST_GAIN", 1.5)  # they gain nothing; what is timed may be off
 
@@ -302,6 +321,7 @@ def test_one_that_was_taken_and_is_left_again_can_be_pruned_meanwhile(monkeypatc
             return chooser.Choice(size=2, why="so it is said")
 
         monkeypatch.setattr(chooser.Chooser, "choose", choose)
+        monkeypatch.setattr(chooser, "_LEAST_STEPS", 0)
         events = pool.events()
         jobs = [pool.submit(task(seed), None, events) for seed in range(3)]
         while any(job.state not in OVER for job in jobs):
