@@ -229,7 +229,7 @@ class Carriers:
                 group.come(entry)
         if error is not None:
             self._finder.forget(entry)
-            self._table.over(entry, Result(status="failed", error=error))
+            self._table.over(entry, Result(status=entry.stop or "failed", error=None if entry.stop else error))
         elif group is None:
             self.carry_anew(entry)
         if own is not None:

@@ -349,3 +349,23 @@ def test_one_that_hangs_before_anybody_is_fused_with_it_does_not_keep_others_fro
         assert {other.result(PATIENCE_SECONDS).status for other in others} == {"completed"}
         gate.opened.set()
     assert not gate.after
+
+
+def test_a_joiner_that_is_cancelled_waits_for_its_loader_no_longer_than_until_its_warning():
+    reached = threading.Event()
+
+    def drawn():
+        reached.set()
+        while True:
+            time.sleep(0.01)
+        yield X[:8], Y[:8]
+
+    with fused(loader_warning=0.4, loader_timeout=None) as pool:
+        members = running_group(pool)
+        hung = pool.submit(drawing(train=drawn), name="hung")
+        assert reached.wait(PATIENCE_SECONDS)
+        hung.cancel()
+        result = hung.result(PATIENCE_SECONDS)
+        assert (result.status, result.error) == ("cancelled", None)
+        for job in members:
+            job.cancel()
