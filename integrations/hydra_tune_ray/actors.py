@@ -4,16 +4,20 @@ A pool is an actor with one method, `call`, which hands on to `hydra_tune_ray.po
 to one, imports no torch.
 """
 
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hydra_tune_ray.nodes import DeviceNode
 
 NAMESPACE = "hydra_tune"
+_WATCH_SECONDS = 5.0
 _ABREAST = 10_000  # calls under way at once; nearly all of them wait
 
 
@@ -40,6 +44,7 @@ class PoolActor:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._pool: Any = None
+        threading.Thread(target=self._watch, name="hydra-watch", daemon=True).start()
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the `NodePool`."""
@@ -48,6 +53,17 @@ class PoolActor:
 
             self._pool = self._pool or NodePool(self._place)
         return await getattr(self._pool, method)(*args, **options)
+
+    def _watch(self) -> None:
+        """End with the directory, before the pool is open and does so itself: Ray starts pools again that nobody may want."""
+        while self._pool is None or not self._pool.is_open:
+            time.sleep(_WATCH_SECONDS)
+            try:
+                find_actor(self._place.directory)
+            except ValueError:
+                ray.kill(ray.get_runtime_context().current_actor)
+            except RayError:  # it does not answer now
+                continue
 
 
 def start_pool(place: Place) -> Any:

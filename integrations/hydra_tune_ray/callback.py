@@ -1,10 +1,12 @@
 """A second way for pools to learn that Ray is done with a trial: the driver says so, whatever has become of its process."""
 
+import contextlib
 from typing import Any
 
 from ray.tune import Callback
 from ray.tune.experiment import Trial
 
+from hydra_tune_ray.errors import PoolError
 from hydra_tune_ray.pools import Pools, pools_of
 
 
@@ -28,7 +30,7 @@ class PoolCallback(Callback):
         **info: Any,  # noqa: ARG002
     ) -> None:
         """Ray has stopped a trial, or it has done all of its steps."""
-        self._pools.end_trial(trial.trial_id)
+        self._end(trial)
 
     def on_trial_error(
         self,
@@ -38,4 +40,12 @@ class PoolCallback(Callback):
         **info: Any,  # noqa: ARG002
     ) -> None:
         """A trial has failed for good."""
-        self._pools.end_trial(trial.trial_id)
+        self._end(trial)
+
+    def _end(self, trial: Trial) -> None:
+        # A search that is restored has its callbacks of before, and its trials other pools.
+        trained = trial.get_trainable_cls()  # type: ignore[no-untyped-call]
+        name = getattr(trained, "pools", self._pools.name)
+        pools = self._pools if name == self._pools.name else Pools(name)
+        with contextlib.suppress(PoolError):  # pools that are gone have nothing to end
+            pools.end_trial(trial.trial_id)

@@ -68,8 +68,8 @@ class Client:
                 self._pool_name, self._pool = ticket.pool, find_actor(ticket.pool)
         if self._pool is None:
             self._go_to(self._placed())
-        self._begin(ticket)
         threading.Thread(target=self._renew, name="hydra-lease", daemon=True).start()
+        self._begin(ticket)  # which may take longer than the lease
 
     def next_report(self) -> Report | Over:
         """Answer the last report, and wait for the next; `Over` only if the trial has completed.
@@ -91,6 +91,7 @@ class Client:
                 self._check(outcome)
                 return outcome
             self._number, self._is_last = outcome.number, outcome.is_last
+            self._request = replace(self._request, files=None)  # or the object store would keep them as long
             return outcome
 
     def save(self, folder: Path) -> Ticket:
@@ -114,6 +115,8 @@ class Client:
     def leave(self) -> None:
         """It is not wanted any more; or if it was saved at its last report, perhaps by another process, soon."""
         self._left.set()
+        if self._pool is None:
+            return
         parks = self._saved == self._number and not self._is_last
         with contextlib.suppress(RayError):  # a pool that is dead has dropped it
             ray.get(self._pool.call.remote("end", self._request.key, parks=parks), timeout=_LEAVE_SECONDS)

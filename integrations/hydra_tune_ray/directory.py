@@ -78,7 +78,8 @@ class Directory:
         self._sent: dict[str, float] = {}
         self._watching: asyncio.Task[None] | None = None
         self._busy = time.monotonic()
-        self._starting = asyncio.Lock()
+        self._starting: dict[str, asyncio.Task[str]] = {}
+        self._wrong: dict[str, str] = {}
 
     async def open(self) -> str:
         """Start a pool on each node that has devices; asked again, on those that lack one.
@@ -86,9 +87,10 @@ class Directory:
         Returns:
             What is wrong with one, or nothing.
         """
-        error = await self._start_pools()
+        await self._start_missing()
+        errors = await asyncio.gather(*self._starting.values())
         self._watch_nodes()
-        return error
+        return next(filter(None, errors), "")
 
     async def options(self) -> Mapping[str, Any]:
         """Those of the pools."""
@@ -133,26 +135,31 @@ class Directory:
 
     async def end_trial(self, trial_id: str) -> None:
         """Ray is done with a trial."""
-        calls = [known.actor.call.remote("end_trial", trial_id) for known in self._pools.values()]
-        for call in calls:
-            with contextlib.suppress(RayError, TimeoutError):
-                await asyncio.wait_for(call, _CALL_SECONDS)
+        await self._asked_all("end_trial", trial_id)
 
     async def figures(self) -> tuple[PoolFigures, ...]:
         """What the pools have done; those that do not answer are left out."""
-        found = []
-        for known in list(self._pools.values()):
-            with contextlib.suppress(RayError, TimeoutError):
-                found.append(await asyncio.wait_for(known.actor.call.remote("figures"), _CALL_SECONDS))
-        return tuple(found)
+        return tuple(await self._asked_all("figures"))
 
     async def close(self) -> None:
         """End all pools; for the directory to be killed then."""
         if self._watching is not None and self._watching is not asyncio.current_task():
             self._watching.cancel()
-        async with self._starting:
-            pools, self._pools = self._pools, {}
-            await asyncio.gather(*(_closed(known.actor) for known in pools.values()))
+        starting = tuple(self._starting.values())
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        pools, self._pools = self._pools, {}
+        await asyncio.gather(*(_closed(known.actor) for known in pools.values()))
+
+    async def _asked_all(self, method: str, *args: Any) -> list[Any]:
+        """What all pools answer, but for those that do not in time."""
+
+        async def asked(known: _Known) -> Any:
+            return await asyncio.wait_for(known.actor.call.remote(method, *args), _CALL_SECONDS)
+
+        found = await asyncio.gather(*map(asked, self._pools.values()), return_exceptions=True)
+        return [each for each in found if not isinstance(each, BaseException)]
 
     def _works(self) -> dict[str, Work]:
         """What each pool that lives has to do, as far as is known."""
@@ -189,27 +196,40 @@ class Directory:
                 self._pools[target].placed[key] = now
         return found
 
-    async def _start_pools(self) -> str:
-        """Start those that are missing; returns what is wrong with one, or nothing."""
-        async with self._starting:
-            nodes = device_nodes(self._plan.options)
-            there = {node.node_id for node in nodes}
-            now = time.monotonic()
-            for name, known in list(self._pools.items()):
-                if known.load.node.node_id not in there or now - known.seen > _SEEN_SECONDS:
-                    del self._pools[name]  # the node has left, or the pool has died and Ray has started it again
-            missing = {f"{self._plan.name}:{node.node_id}": node for node in nodes}
-            missing = {name: node for name, node in missing.items() if name not in self._pools}
-            started = {name: start_pool(self._place(name, node)) for name, node in missing.items()}
-            error = ""
-            for name, actor in started.items():
-                said = await self._opened(missing[name], actor)
-                if said:
-                    ray.kill(actor)
-                    error = said
-                else:
-                    self._pools.setdefault(name, _Known(actor, Load(node=missing[name]), time.monotonic()))
-            return error
+    async def _start_missing(self) -> None:
+        """Have pools started on nodes that have none; each by itself, for it may take minutes."""
+        found = await asyncio.to_thread(device_nodes, self._plan.options)  # Ray may not answer now
+        nodes = {f"{self._plan.name}:{node.node_id}": node for node in found}
+        now = time.monotonic()
+        for name, known in list(self._pools.items()):
+            if name not in nodes or now - known.seen > _SEEN_SECONDS:
+                del self._pools[name]  # the node has left, or the pool has died and Ray has started it again
+        for name, node in nodes.items():
+            if name not in self._pools and name not in self._starting:
+                self._starting[name] = asyncio.create_task(self._start(name, node))
+
+    async def _start(self, name: str, node: DeviceNode) -> str:
+        """Start a pool; returns what is wrong with it, or nothing."""
+        actor = None
+        try:
+            actor = start_pool(self._place(name, node))
+            error = await self._opened(node, actor)
+        except asyncio.CancelledError:
+            if actor is not None:
+                ray.kill(actor)
+            raise
+        except (RayError, ValueError) as raised:  # the node has left at this very moment
+            error = str(raised)
+        finally:
+            self._starting.pop(name, None)
+        if not error:
+            self._pools.setdefault(name, _Known(actor, Load(node=node), time.monotonic()))
+        elif actor is not None:
+            ray.kill(actor)
+        if error and error != self._wrong.get(name):
+            _LOGGER.warning("%s", error)
+        self._wrong[name] = error
+        return error
 
     def _place(self, name: str, node: DeviceNode) -> Place:
         return Place(name=name, directory=self._plan.name, node=node, options=self._plan.options)
@@ -226,19 +246,15 @@ class Directory:
             return f"the pool on node {node.node_id[:8]} could not be started: {error}"
 
     def _watch_nodes(self) -> None:
-        if self._watching is None:
+        if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         """Nodes join and leave, pools are started again, and in the end nobody wants them any more."""
         while True:
             await asyncio.sleep(_NODES_SECONDS)
-            try:
-                error = await self._start_pools()
-            except (RayError, ValueError) as raised:  # a node has left at this very moment
-                error = str(raised)
-            if error:
-                _LOGGER.warning("%s", error)
+            with contextlib.suppress(RayError):  # Ray does not answer now
+                await self._start_missing()
             idle = self._plan.idle_seconds
             if idle is not None and time.monotonic() - self._busy > idle:
                 await self.close()

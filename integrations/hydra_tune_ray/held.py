@@ -15,7 +15,7 @@ from functools import partial
 
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.pool.job import EventStream, Job, PoolEvent, Reported, Result
-from hydra_tune_ray.messages import Begin, Load, Over, Report, Waiting
+from hydra_tune_ray.messages import Begin, Load, Moved, Outcome, Over, Report, Waiting
 from hydra_tune_ray.nodes import DeviceNode
 
 _NOT_BEGUN = ("queued", "preparing")
@@ -32,6 +32,7 @@ class Held:
         job: of the pool; None: it is being made.
         said: what it has said last; None: nothing since its last report was answered.
         target: the name of the pool that it is to leave for.
+        leaving: copies it, to leave for `target`.
         changed: set when it says something, or is to leave.
     """
 
@@ -41,6 +42,7 @@ class Held:
     job: Job | None = None
     said: Report | Over | None = None
     target: str | None = None
+    leaving: asyncio.Task[Outcome] | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -87,6 +89,7 @@ class HeldTrials:
     def __init__(self, answer_seconds: float) -> None:
         self._answer_seconds = answer_seconds
         self._by_key: dict[str, Held] = {}
+        self._moved: dict[str, tuple[Moved, float]] = {}
 
     def __iter__(self) -> Iterator[Held]:
         return iter(tuple(self._by_key.values()))
@@ -116,13 +119,31 @@ class HeldTrials:
         if self._by_key.get(held.request.key) is held:
             del self._by_key[held.request.key]
 
+    def leave(self, held: Held, moved: Moved, seconds: float) -> Moved:
+        """It goes to another pool. Its client is told so as often as it asks within so many seconds: answers get lost."""
+        self.remove(held)
+        self._moved[held.request.key] = moved, time.monotonic() + seconds
+        return moved
+
+    def moved(self, key: str) -> Moved | None:
+        """Where a trial has gone, if that was just now."""
+        found = self._moved.get(key)
+        return None if found is None else found[0]
+
     def renew(self, held: Held) -> None:
         """Its client lives."""
         held.expires = time.monotonic() + held.request.lease_seconds
 
-    def expired(self) -> list[Held]:
-        """Those whose clients have not been heard of."""
+    def expired(self, stopped_seconds: float = 0.0) -> list[Held]:
+        """Those whose clients have not been heard of; and forgets where those have gone that have left long ago.
+
+        Args:
+            stopped_seconds: in which this process heard nobody, because it did not run; they do not count.
+        """
         now = time.monotonic()
+        for held in self:
+            held.expires += stopped_seconds
+        self._moved = {key: (moved, until) for key, (moved, until) in self._moved.items() if until > now}
         return [held for held in self if held.expires < now]
 
     async def next_of(self, held: Held) -> Report | Over | Waiting | None:

@@ -2,37 +2,38 @@
 
 Runs in an actor of Ray. Its event loop only passes on; tasks are built, copied and written in threads of their own, and devices
 work in those of the pool.
+
+Note: waits. Each call is answered within `_ANSWER_SECONDS`, if only by saying that there is nothing yet, but for those that
+build, copy or write a trial, for which their callers allow minutes. The pulse waits for no trial.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import ray
 from ray.exceptions import RayError
 
-from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import TaskError
-from hydra_tune.pool.job import EventStream, Job
 from hydra_tune_ray.actors import Place, find_actor
-from hydra_tune_ray.building import built
-from hydra_tune_ray.files import read_files, write_files
+from hydra_tune_ray.errors import PoolError
 from hydra_tune_ray.held import Held, HeldTrials, told
-from hydra_tune_ray.messages import Begin, Files, Moved, Outcome, Over, PoolFigures, Report, Ticket
+from hydra_tune_ray.messages import Begin, Files, Moved, Outcome, Over, PoolFigures, Report, Ticket, Waiting
+from hydra_tune_ray.training import Training
 
 _LOGGER = logging.getLogger("hydra_tune.ray")
 _ANSWER_SECONDS = 10.0
 _PULSE_SECONDS = 0.5
 _LOST_SECONDS = 30.0
 _END_SECONDS = 30.0
+_FETCH_SECONDS = 240.0
+_THREADS = 64  # nearly all of them wait; a build that hangs keeps one
 
 
 class NodePool:
@@ -44,12 +45,19 @@ class NodePool:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._executor: HydraExecutor | None = None
+        self._training: Training | None = None
         self._trials = HeldTrials(_ANSWER_SECONDS)
-        self._scratch = Path(tempfile.mkdtemp(prefix="hydra-tune-ray-"))
         self._opening = asyncio.Lock()
         self._pulse: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
         self._num_moved = 0
+        self._directory: Any = None
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "hydra-ray"))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has devices, and so tells the directory what it does."""
+        return self._training is not None
 
     async def open(self) -> str:
         """Open the devices; asked again, nothing more happens.
@@ -58,11 +66,10 @@ class NodePool:
             What is wrong with the options, or nothing.
         """
         async with self._opening:
-            if self._executor is None:
+            if self._training is None:
+                options = {**self._place.options, "devices": self._place.node.devices}
                 try:
-                    self._executor = await asyncio.to_thread(
-                        _opened, {**self._place.options, "devices": self._place.node.devices}
-                    )
+                    self._training = await asyncio.to_thread(Training, options)
                 except Exception as error:  # noqa: BLE001 - whatever it is, whoever has started the pool is to see it
                     return told(error)
                 self._pulse = asyncio.create_task(self._beat())
@@ -92,8 +99,8 @@ class NodePool:
         await self._end([held for held in self._trials if held.request.trial_id == request.trial_id])
         held, events = self._trials.add(request)
         try:
-            files = await request.files if isinstance(request.files, ray.ObjectRef) else request.files
-            held.job = await asyncio.to_thread(self._submitted, request, files, events)
+            assert self._training is not None
+            held.job = await asyncio.to_thread(self._training.submit, request, await _fetched(request.files), events)
         except Exception as error:  # noqa: BLE001 - a trial's own code may raise anything; it fails alone
             held.said = Over(status="failed", error=told(error))
             return held.said
@@ -110,7 +117,7 @@ class NodePool:
         """
         held = self._trials.get(key)
         if held is None:
-            return Over(status="unknown")
+            return self._trials.moved(key) or Over(status="unknown")
         self._trials.renew(held)
         if isinstance(held.said, Report) and held.said.number == answered:
             if held.leaves:
@@ -134,13 +141,13 @@ class NodePool:
             HydraTuneError: as `HydraExecutor.save_to`.
         """
         held = self._trials.get(key)
-        if held is None or held.job is None or self._executor is None:
+        if held is None or held.job is None or self._training is None:
             raise TaskError("there is no such trial in this pool any more")
         self._trials.renew(held)
         if folder is not None:
-            await asyncio.to_thread(self._executor.save_to, held.job, folder)
+            await asyncio.to_thread(self._training.save, held.job, folder)
             return None
-        return await asyncio.to_thread(self._read_saved, held.job)
+        return await asyncio.to_thread(self._training.read_saved, held.job)
 
     async def end(self, key: str, *, parks: bool = False) -> None:
         """A client does not want a trial any more.
@@ -170,13 +177,13 @@ class NodePool:
 
     async def figures(self) -> PoolFigures:
         """What it has done."""
-        stats = None if self._executor is None else await asyncio.to_thread(self._executor.stats)
+        stats = None if self._training is None else await asyncio.to_thread(self._training.executor.stats)
         return PoolFigures(
             name=self._place.name,
             node_id=self._place.node.node_id,
             pid=os.getpid(),
             trials=tuple(held.request.name for held in self._trials),
-            devices=() if self._executor is None else self._executor.device_names,
+            devices=() if self._training is None else self._training.device_names,
             busy_seconds=0.0 if stats is None else sum(each.busy_seconds for each in stats.devices.values()),
             units_run=0 if stats is None else stats.units_run,
             moved=self._num_moved,
@@ -186,93 +193,74 @@ class NodePool:
         """End all trials and give the devices back; for the actor to be killed then."""
         if self._pulse is not None and self._pulse is not asyncio.current_task():
             self._pulse.cancel()
-        if self._executor is not None:
+        if self._training is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.to_thread(self._executor.shutdown), _END_SECONDS)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+                await asyncio.wait_for(asyncio.to_thread(self._training.close), _END_SECONDS)
 
     def _waits_at(self, held: Held, ticket: Ticket) -> bool:
         return isinstance(held.said, Report) and held.said.number == ticket.number and not held.said.is_last
 
-    def _submitted(self, request: Begin, files: Files | None, events: EventStream) -> Job:
-        build = ray.cloudpickle.loads(request.build)
-        task = built(build, request.config)
-        if not isinstance(task, TrainTask):
-            raise TaskError(f"build must return a TrainTask, not {type(task).__name__}")
-        assert self._executor is not None
-        if files is None:
-            return self._executor.submit(task, request.name, events)
-        folder = self._scratch / request.key
-        try:
-            write_files(files, folder)
-            return self._executor.submit(
-                task,
-                request.name,
-                events,
-                resume_from=folder,
-                resume="allow-changes" if request.is_changed else "strict",
-            )
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-
-    def _read_saved(self, job: Job) -> Files:
-        assert self._executor is not None
-        folder = Path(tempfile.mkdtemp(dir=self._scratch))
-        try:
-            self._executor.save_to(job, folder)
-            return read_files(folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
     async def _end(self, trials: list[Held]) -> None:
         """Drop trials, and wait until their memory is given back."""
-        jobs = []
         for held in trials:
             self._trials.remove(held)
-            if held.job is not None:
-                if isinstance(held.said, Report) and held.said.is_last:
-                    held.job.proceed()  # it has nothing to do any more, and completes
-                else:
-                    held.job.cancel()
-                jobs.append(held.job)
-        for job in jobs:
+            if held.job is not None and isinstance(held.said, Report) and held.said.is_last:
+                held.job.proceed()  # it has nothing to do any more, and completes
+            elif held.job is not None:
+                held.job.cancel()
+        await asyncio.gather(*map(self._ended, trials))
+
+    async def _ended(self, held: Held) -> None:
+        assert self._training is not None
+        if held.job is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.to_thread(job.result, _END_SECONDS)
-        for held in trials:
-            shutil.rmtree(self._scratch / held.request.key, ignore_errors=True)
+                await asyncio.to_thread(held.job.result, _END_SECONDS)
+        await asyncio.to_thread(self._training.forget, held.request.key)
 
     async def _moved(self, held: Held) -> Outcome:
-        """Have a trial leave; its client takes it to the other pool."""
-        target = held.target
-        assert target is not None
+        """Have a trial leave; its client takes it to the other pool, when it has been copied."""
+        if held.leaving is None:
+            held.leaving = asyncio.create_task(self._leave(held))
+        leaving = held.leaving
+        done, _ = await asyncio.wait([leaving], timeout=_ANSWER_SECONDS)
+        return leaving.result() if done else Waiting()
+
+    async def _leave(self, held: Held) -> Outcome:
+        assert held.target is not None
         assert held.job is not None
+        assert self._training is not None
         files = held.request.files
         if isinstance(held.said, Report):
             try:
-                files = ray.put(await asyncio.to_thread(self._read_saved, held.job))
+                copying = asyncio.to_thread(self._training.read_saved, held.job)
+                files = ray.put(await asyncio.wait_for(copying, _FETCH_SECONDS))
             except Exception as error:  # noqa: BLE001 - whatever it is, the trial stays and goes on here
-                _LOGGER.warning("%s stays where it is, for it cannot be copied: %s", held.request.name, told(error))
-                held.target, held.said = None, None
-                held.job.proceed()
-                said = await self._trials.next_of(held)
-                assert said is not None
-                return said
+                held.target = held.leaving = None
+                if self._trials.get(held.request.key) is held:  # else it was ended meanwhile
+                    _LOGGER.warning("%s stays where it is, for it cannot be copied: %s", held.request.name, told(error))
+                    held.said = None
+                    held.job.proceed()
+                return Waiting()
+        if self._trials.get(held.request.key) is not held:
+            return Waiting()
         self._num_moved += 1
+        found = self._trials.leave(held, Moved(pool=held.target, files=files), _LOST_SECONDS)
         await self._end([held])
-        return Moved(pool=target, files=files)
+        return found
 
     async def _beat(self) -> None:
         """Tell the directory what there is to do, hear what is to leave, and end what nobody wants."""
         heard = time.monotonic()
         while True:
+            slept = time.monotonic()
             await asyncio.sleep(_PULSE_SECONDS)
-            late = self._trials.expired()
+            late = self._trials.expired(time.monotonic() - slept - _PULSE_SECONDS)
             for held in late:
                 _LOGGER.warning(
                     "%s ends: nobody has asked for it for %g s", held.request.name, held.request.lease_seconds
                 )
-            await self._end(late)
+            if late:
+                self._in_background(self._end(late))
             try:
                 await self._tell_directory()
                 heard = time.monotonic()
@@ -282,18 +270,39 @@ class NodePool:
                     await self.close()
                     ray.kill(ray.get_runtime_context().current_actor)
 
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
     async def _tell_directory(self) -> None:
-        assert self._executor is not None
-        directory = find_actor(self._place.directory)
-        load = self._trials.load(self._place.node)
-        moves = await asyncio.wait_for(directory.pulse.remote(self._place.name, load), _ANSWER_SECONDS)
+        if self._directory is None:  # not in the event loop, for Ray may not answer
+            self._directory = await asyncio.to_thread(find_actor, self._place.directory)
+        call = self._directory.pulse.remote(self._place.name, self._trials.load(self._place.node))
+        try:
+            moves = await asyncio.wait_for(call, _ANSWER_SECONDS)
+        except (RayError, TimeoutError):
+            self._directory = None
+            raise
         for key, target in cast("Mapping[str, str]", moves).items():
             held = self._trials.get(key)
             if held is not None:
                 held.send_to(target)
 
 
-def _opened(options: Mapping[str, Any]) -> HydraExecutor:
-    executor = HydraExecutor(**options)
-    executor.device_names  # noqa: B018 - opens the devices, which may not be there
-    return executor
+async def _fetched(files: Any) -> Files | None:
+    """A checkpoint's files, which may have to come from elsewhere."""
+    if not isinstance(files, ray.ObjectRef):
+        return cast("Files | None", files)
+
+    async def fetch() -> Files:
+        return cast("Files", await files)
+
+    try:
+        return await asyncio.wait_for(fetch(), _FETCH_SECONDS)
+    except (RayError, TimeoutError) as error:
+        raise PoolError(
+            "the state that it goes on from has not come from the process that had it, which is gone or does not answer "
+            f"({type(error).__name__}); Ray tries again, from the last checkpoint, with "
+            "tune.FailureConfig(max_failures=...)"
+        ) from error

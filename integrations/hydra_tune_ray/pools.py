@@ -34,14 +34,33 @@ _KEPT: dict[str, "Pools"] = {}
 class Pools:
     """Pools on the nodes of a cluster. Made by `start_pools`.
 
+    Pickled, they are their name: Ray stores a search with its callbacks, to be restored when these pools, or the whole cluster,
+    may be gone.
+
     Attributes:
         name: of them all, for `start_pools(name=...)` in another program.
-        directory: the actor that knows them.
     """
 
-    def __init__(self, name: str, directory: Any) -> None:
+    def __init__(self, name: str, directory: Any = None) -> None:
         self.name = name
-        self.directory = directory
+        self._directory = directory
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str]]:
+        return type(self), (self.name,)
+
+    @property
+    def directory(self) -> Any:
+        """The actor that knows them.
+
+        Raises:
+            PoolError: it is gone.
+        """
+        if self._directory is None:
+            try:
+                self._directory = find_actor(f"pools-{self.name}")
+            except ValueError as error:
+                raise PoolError(f"the pools {self.name!r} are gone; start them again") from error
+        return self._directory
 
     def figures(self) -> tuple[PoolFigures, ...]:
         """What each pool has done and has to do; pools that do not answer are left out.
@@ -66,9 +85,13 @@ class Pools:
         _KEPT.pop(self.name, None)
         if not ray.is_initialized():
             return
+        try:
+            directory = self.directory
+        except PoolError:
+            return
         with contextlib.suppress(RayError):
-            ray.get(self.directory.close.remote(), timeout=_ANSWER_SECONDS)
-        ray.kill(self.directory)
+            ray.get(directory.close.remote(), timeout=_ANSWER_SECONDS)
+        ray.kill(directory)
 
     def end_trial(self, trial_id: str) -> None:
         """Have no pool train a trial of Ray any more; does not wait."""

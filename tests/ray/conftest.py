@@ -36,9 +36,13 @@ def ray_environment(tmp_path_factory):
 def one_ray(ray_environment):
     """Ends whatever Ray this process has at the end."""
     import ray  # noqa: PLC0415 - takes seconds
+    from ray._private import services  # noqa: PLC0415
 
-    yield ray
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray takes the machine's own address for 127.0.0.1.
+        patch.setattr(services, "resolve_ip_for_localhost", lambda host: host)
+        yield ray
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

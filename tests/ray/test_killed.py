@@ -2,13 +2,8 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -16,6 +11,8 @@ pytest.importorskip("ray")
 from ray import tune
 
 import hydra_tune_ray
+from hydra_tune_ray.actors import Place, find_actor, start_pool
+from hydra_tune_ray.nodes import device_nodes
 from hydra_tune_ray.pools import pools_of
 from tests.ray.searches import DEVICES, EACH, RATES, build, empty_pools, same, searched, trained_by_itself
 
@@ -101,60 +98,31 @@ def test_the_lease_ends_the_work_of_a_process_that_has_vanished(trained, tmp_pat
     assert second.units_run == first.units_run
 
 
-DRIVER = """
-    import ray, sys
-    from ray import tune
-    import hydra_tune_ray
-    from tests.ray.searches import DEVICES, EACH, build, searched
-    from tests.ray.test_killed import SPACE
-
-    if __name__ == "__main__":
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=100 * 2**20,
-            log_to_driver=False,
-            _node_ip_address="127.0.0.1",
-        )
-        searched(hydra_tune_ray.trainable(build, **DEVICES), sys.argv[1], space=SPACE, checkpoints=EACH)
-"""
+def slowly(config):
+    time.sleep(6)
+    return build(config)
 
 
-def test_the_driver(trained, ray_environment, tmp_path):
-    program = tmp_path / "driver.py"
-    program.write_text(textwrap.dedent(DRIVER))
-    driver = subprocess.Popen(
-        [sys.executable, str(program), str(tmp_path)],
-        env={**os.environ, "RAY_ADDRESS": ""},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
+def test_a_build_may_take_longer_than_a_lease(trained, tmp_path):
+    made = hydra_tune_ray.trainable(slowly, pools=pools_of(trained), lease_seconds=2.0)
+    (result,) = searched(made, tmp_path, space={"lr": 0.01, "epochs": 2})
+    assert result.error is None
+    assert result.metrics["training_iteration"] == 2
+
+
+def test_a_pool_that_nobody_knows_ends(ray_cluster):
+    """As when Ray starts a pool again whose driver has died."""
+    (node,) = device_nodes(DEVICES)
+    start_pool(Place(name="lonely", directory="nobody", node=node, options=DEVICES))
+    deadline = time.monotonic() + 60
+    while is_there("lonely"):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def is_there(actor):
     try:
-        deadline = time.monotonic() + 100
-        while not is_under_way(tmp_path / "search"):
-            assert driver.poll() is None, driver.stderr.read().decode()[-2000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert not any((tmp_path / "search").glob("*/checkpoint_000029")), "a trial is over already"
-        family = psutil.Process(driver.pid).children(recursive=True)
-    finally:
-        driver.kill()
-        driver.wait()
-        driver.stderr.close()
-    _, alive = psutil.wait_procs(family, timeout=15)
-    left = [process for process in alive if not process.name().endswith("Agent")]
-    for process in alive:  # Ray's agents notice later that there is nobody any more
-        process.kill()
-    assert not left
-    tuner = tune.Tuner.restore(str(tmp_path / "search"), trained, resume_errored=True)
-    check(tuner.fit())
-    empty_pools(trained, seconds=40)
-
-
-def is_under_way(folder):
-    """Whether there is a snapshot of the search that was written after a trial's third checkpoint."""
-    snapshots = [path.stat().st_mtime for path in folder.glob("experiment_state-*.json")]
-    saved = [path.stat().st_mtime for path in folder.glob("*/checkpoint_000002")]
-    return bool(snapshots and saved) and max(snapshots) > min(saved)
+        find_actor(actor)
+    except ValueError:
+        return False
+    return True

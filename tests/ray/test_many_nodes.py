@@ -40,11 +40,7 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(one_ray, monkeypatch):
-    from ray._private import services  # noqa: PLC0415
-
-    # Ray takes the machine's own address for 127.0.0.1, where these nodes do not listen.
-    monkeypatch.setattr(services, "resolve_ip_for_localhost", lambda host: host)
+def nodes(one_ray):
     one_ray.shutdown()
     made = Nodes()
     one_ray.init(address=made.cluster.address, log_to_driver=False, logging_level="ERROR", _node_ip_address="127.0.0.1")
@@ -84,6 +80,30 @@ def test_work_is_spread(nodes, tmp_path, count):
     assert max(pool.units_run for pool in pools) <= 1.1 * ideal, [
         (pool.units_run / ideal, pool.moved) for pool in pools
     ]
+    pools_of(trained).close()
+
+
+class Join(tune.Callback):
+    """Adds a node once there has been some work; from the main thread, which Ray asks for."""
+
+    def __init__(self, nodes, trained):
+        self.nodes, self.trained = nodes, trained
+
+    def __reduce__(self):
+        return tune.Callback, ()  # Ray stores callbacks with the search
+
+    def on_trial_result(self, iteration, trials, trial, result, **info):
+        if not self.nodes.others and any(pool.units_run > 2000 for pool in pools_of(self.trained).figures()):
+            self.nodes.add()
+
+
+def test_a_node_that_joins_takes_work(nodes, tmp_path):
+    trained = hydra_tune_ray.trainable(build_numbered, **ONE_DEVICE)
+    check(run(trained, tmp_path, callbacks=[Join(nodes, trained)]))
+    assert nodes.others
+    first, second = sorted(empty_pools(trained), key=lambda pool: pool.moved, reverse=True)
+    assert first.moved >= 1
+    assert second.units_run > 1000, (first, second)
     pools_of(trained).close()
 
 

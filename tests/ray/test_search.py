@@ -1,5 +1,6 @@
 """Ray's schedulers on the pool: they decide, the pool does as it is told, and the numbers are those of hydra-tune alone."""
 
+import pickle
 import sys
 
 import pytest
@@ -69,3 +70,11 @@ def test_the_processes_of_trials_import_no_torch(trained, tmp_path):
 
     (result,) = searched(Looking, tmp_path, space={"lr": 0.01, "epochs": 2})
     assert not result.metrics["has_torch"]
+
+
+def test_what_ray_stores_of_a_search_holds_names_and_no_handles(trained):
+    """Or it could not be restored on another cluster."""
+    stored = pickle.dumps(hydra_tune_ray.PoolCallback(trained))
+    assert pools_of(trained).name.encode() in stored
+    assert b"ActorHandle" not in stored
+    assert b"_actor_handle" not in stored

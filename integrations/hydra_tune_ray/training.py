@@ -1,0 +1,95 @@
+"""What a pool trains with: the executor of its node's devices, and folders of its own. Everything here blocks."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune.errors import TaskError
+from hydra_tune.pool.job import EventStream, Job
+from hydra_tune_ray.building import built
+from hydra_tune_ray.files import read_files, write_files
+from hydra_tune_ray.messages import Begin, Files
+
+
+class Training:
+    """See the module.
+
+    Args:
+        options: of the `HydraExecutor`.
+
+    Raises:
+        HydraTuneError: as of `HydraExecutor`; or its devices cannot be opened.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.executor = HydraExecutor(**options)
+        self.device_names = self.executor.device_names  # opens the devices, which may not be there
+        self._scratch = Path(tempfile.mkdtemp(prefix="hydra-tune-ray-"))
+
+    def submit(self, request: Begin, files: Files | None, events: EventStream) -> Job:
+        """Build a trial's task and have it trained.
+
+        Args:
+            request: the trial.
+            files: the checkpoint that it goes on from.
+            events: what it says.
+
+        Raises:
+            Exception: whatever `build` raises; `TaskError` if it returns no task.
+        """
+        build = ray.cloudpickle.loads(request.build)
+        task = built(build, request.config)
+        if not isinstance(task, TrainTask):
+            raise TaskError(f"build must return a TrainTask, not {type(task).__name__}")
+        if files is None:
+            return self.executor.submit(task, request.name, events)
+        folder = self._scratch / request.key
+        try:
+            write_files(files, folder)
+            return self.executor.submit(
+                task,
+                request.name,
+                events,
+                resume_from=folder,
+                resume="allow-changes" if request.is_changed else "strict",
+            )
+        except BaseException:
+            self.forget(request.key)
+            raise
+
+    def save(self, job: Job, folder: str) -> None:
+        """Write the state of a job to a folder of this node.
+
+        Raises:
+            HydraTuneError: as `HydraExecutor.save_to`.
+        """
+        self.executor.save_to(job, folder)
+
+    def read_saved(self, job: Job) -> Files:
+        """The state of a job, as files.
+
+        Raises:
+            HydraTuneError: as `HydraExecutor.save_to`.
+        """
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        try:
+            self.executor.save_to(job, folder)
+            return read_files(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def forget(self, key: str) -> None:
+        """Remove what a trial went on from."""
+        shutil.rmtree(self._scratch / key, ignore_errors=True)
+
+    def close(self) -> None:
+        """End all jobs and give the devices back."""
+        try:
+            self.executor.shutdown()
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
