@@ -55,10 +55,18 @@ def lineage(array: Array, name: str) -> Lineage | None:
 
 
 def holds(array: Array, ops: frozenset[int], at_rank: int) -> bool:
-    """Whether operators can be run again before the backward operator at a rank: what they read is as it was."""
-    return all(
-        array.backward_writes.get(read, at_rank) >= at_rank for rank in ops for read in array.forward[rank].reads
-    )
+    """Whether operators can be run again before the backward operator at a rank: what they read is as it was.
+
+    What one of them makes again for another is so only with all that was written to it in between.
+    """
+    for rank in ops:
+        for read in array.forward[rank].reads:
+            if array.backward_writes.get(read, at_rank) < at_rank:
+                return False
+            before = {writer for writer in array.forward_writers.get(read, ()) if writer < rank}
+            if before & ops and not before <= ops:
+                return False
+    return True
 
 
 def _overwritten_after(array: Array, storage: str, rank: int) -> bool:

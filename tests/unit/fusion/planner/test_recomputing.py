@@ -129,6 +129,20 @@ def test_what_cannot_be_recomputed_where_others_need_it_is_not():
     assert not can_join(made, Decisions(recomputes={"b": candidates["b"]}), candidates["a"])
 
 
+def test_what_is_made_again_beside_a_source_is_not_taken_for_the_source_which_was_overwritten_since():
+    """One operator makes `a` and `b`, and `b` is rectified. With `a` swapped, `c` would be made of both as they were first."""
+    forward = [op("a", makes=("a", "b")), op("b_", reads=["b"], makes=(), writes=["b"]), op("c", reads=["a", "b"])]
+    backward = [op("d0", reads=["c"]), op("d1", reads=["a", "b"])]
+    made = array(forward, backward, {"a": 4, "b": 4, "c": 4}, copy={"a": 1.0, "b": 1.0, "c": 1.0})
+    candidates = candidates_of(made, 0)
+    assert candidates["c"].sources == frozenset(["a", "b"])
+    swapped = candidates.pop("a")
+    updated_candidates(made, Decisions(swaps={"a": 0}), swapped, 0, candidates)
+    assert (candidates["c"].sources, candidates["c"].ops) == (frozenset(["a", "b"]), frozenset([2]))
+    assert not holds(made, frozenset([0, 2]), 0)
+    assert holds(made, frozenset([0, 1, 2]), 0)
+
+
 def test_what_is_small_and_what_the_step_leaves_behind_are_no_candidates():
     made = array(
         [op("a"), op("b"), op("c")], [op("d", reads=["a", "b", "c"])], {"a": 10_000, "b": 1, "c": 10_000}, results=["c"]
