@@ -41,6 +41,7 @@ from hydra_tune.task import TrainTask
 from hydra_tune.train.workers import is_worker_starting
 
 _HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
+_MOST_PROFILED = 8  # trials, where nobody says how many
 _NO_CHECKPOINTS = "this executor has no checkpoints; make it with HydraExecutor(checkpoint_dir=...)"
 
 
@@ -528,7 +529,7 @@ class HydraExecutor:
         loads = parse_bandwidth(bandwidth, what="bandwidth")
         return self._started().profile(named, bandwidth=loads, steps=steps, max_concurrent=self.width)
 
-    def plan(self, tasks: Iterable[TrainTask], *, probe: bool = False) -> Forecast:
+    def plan(self, tasks: Iterable[TrainTask], *, probe: bool = False, profile: bool | int = False) -> Forecast:
         """What these tasks would do in the pool together: shards, units, memory, and bytes moved in a step by kind.
 
         Each model is built, captured, cut and checked on the host with its first batch, as `submit` would have it; one that
@@ -543,6 +544,9 @@ class HydraExecutor:
             tasks: the trials; at least one.
             probe: time a few steps of those that could be computed together, alone and stacked, on copies, as `fusion="auto"`
                 does; see docs/fusion.md.
+            profile: run the step of each kind of trial operator by operator, alone and for up to so many trials fused, and tell
+                where its memory is and what less would cost: `forecast.trials[0].fusion.figures`, or why not
+                (`why_no_figures`); see docs/planner.md. True: for as many as fill a group, up to 8.
 
         Returns:
             The figures.
@@ -556,7 +560,11 @@ class HydraExecutor:
         named = {f"trial{number}": task for number, task in enumerate(tasks)}
         if not named:
             raise ConfigError("there is no task to plan; give at least one")
-        return self._started().plan(named, group_size=self._settings.fusion_size, probe=probe)
+        size = self._settings.fusion_size
+        if not isinstance(profile, bool):
+            check_count("profile", profile)
+        profiled = min(size, _MOST_PROFILED) if profile is True else int(profile)
+        return self._started().plan(named, group_size=size, probe=probe, profiled=profiled)
 
     def add_device(self, name: str) -> None:
         """Have trials use one more device, from now on: one that was removed, or a new one.

@@ -49,6 +49,10 @@ def _count(spec: SweepSpec) -> int:
 @click.option("--device-memory", metavar="SIZE", callback=check_size, help="Bytes to use on each device, e.g. 11GiB.")
 @click.option("--fuse", type=click.Choice(("auto", "on", "off")), help="Show who would be computed together.")
 @click.option("--probe", is_flag=True, help="Time a few steps alone and together, where --fuse auto would do so.")
+@click.option("--profile", is_flag=True, help="Show where a step's memory is, and what planned groups would cost.")
+@click.option(
+    "--profile-trials", type=click.IntRange(min=1), metavar="N", help="For so many trials.  [a group's, at most 8]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 def plan(
     *,
@@ -60,6 +64,8 @@ def plan(
     device_memory: str | None,
     fuse: str | None,
     probe: bool,
+    profile: bool,
+    profile_trials: int | None,
     as_json: bool,
 ) -> None:
     """Show what trials of the sweep that FILE describes would do, without training.
@@ -78,4 +84,6 @@ def plan(
     count = trials or _count(spec)
     given = {"devices": devices, "device_memory": device_memory, "fusion": fuse}
     drawn = spec.seed or 0 if seed is None else seed
-    sys.exit(run_plan(spec, given, count=count, seed=drawn, as_json=as_json, probe=probe))
+    sys.exit(
+        run_plan(spec, given, count=count, seed=drawn, as_json=as_json, probe=probe, profile=profile_trials or profile)
+    )

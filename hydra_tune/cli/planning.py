@@ -3,7 +3,7 @@
 import json
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from hydra_tune.cli.build import TaskBuilder
 from hydra_tune.cli.domains import Domain, Scalar, grid_size
 from hydra_tune.cli.options import Display
 from hydra_tune.cli.output import Output
+from hydra_tune.cli.plan_figures import print_figures
 from hydra_tune.cli.plan_table import Planned, print_planned
 from hydra_tune.cli.run import DONE, FAILED, INTERRUPTED, USAGE, opened
 from hydra_tune.cli.sampling import grid, sample
@@ -20,11 +21,20 @@ from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.task_ref import load_task
 from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, SweepFileError
 from hydra_tune.executor import HydraExecutor
+from hydra_tune.pool.forecast import Forecast
 from hydra_tune.shapes_only import has_shapes_only
+from hydra_tune.task import TrainTask
 
 
 def run_plan(
-    spec: SweepSpec, given: Mapping[str, str | None], *, count: int, seed: int, as_json: bool, probe: bool = False
+    spec: SweepSpec,
+    given: Mapping[str, str | None],
+    *,
+    count: int,
+    seed: int,
+    as_json: bool,
+    probe: bool = False,
+    profile: bool | int = False,
 ) -> int:
     """Plan some configurations of a sweep and show what was found.
 
@@ -35,6 +45,7 @@ def run_plan(
         seed: of the draws.
         as_json: one JSON object on standard output, and nothing else.
         probe: whether steps of those that could be computed together are timed.
+        profile: whether steps are profiled, or for how many trials; as of `HydraExecutor.plan`.
 
     Returns:
         The exit code of the program.
@@ -48,7 +59,8 @@ def run_plan(
             overridden = _overridden(spec, given)
             with opened(overridden, partial(HydraExecutor, plans_only=True)) as pool:
                 points = _points(spec, parameters, count, seed)
-                found = [_planned(number, params, build, pool, probe=probe) for number, params in enumerate(points)]
+                plan = partial(pool.plan, probe=probe, profile=profile)
+                found = [_planned(number, params, build, plan) for number, params in enumerate(points)]
                 notes = [*_stood_for(str(overridden.engine.get("devices", "auto")), pool), *_made_up(found)]
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
@@ -61,7 +73,9 @@ def run_plan(
         stdout.write("\n")
     else:
         shows_fusion = probe or overridden.engine.get("fusion", "off") != "off"
-        print_planned(Console(file=stdout, highlight=False), found, notes, shows_fusion=shows_fusion)
+        console = Console(file=stdout, highlight=False)
+        print_planned(console, found, notes, shows_fusion=shows_fusion)
+        print_figures(console, [(one.number, one.forecast) for one in found if one.forecast is not None])
     return FAILED if any(one.forecast is None for one in found) else DONE
 
 
@@ -107,13 +121,13 @@ def _overridden(spec: SweepSpec, given: Mapping[str, str | None]) -> SweepSpec:
 
 
 def _planned(
-    number: int, params: dict[str, Scalar], build: TaskBuilder, pool: HydraExecutor, *, probe: bool
+    number: int, params: dict[str, Scalar], build: TaskBuilder, plan: Callable[[list[TrainTask]], Forecast]
 ) -> Planned:
     forecast, error, enough, shapes_only = None, None, None, False
     try:
         task = build(**params)
         shapes_only = has_shapes_only(task)
-        forecast = pool.plan([task], probe=probe)
+        forecast = plan([task])
     except BudgetError as refusal:
         error, enough = str(refusal), refusal.enough_bytes
     except HydraTuneError as refusal:

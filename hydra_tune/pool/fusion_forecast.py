@@ -1,7 +1,7 @@
 """Which tasks could be computed together, and what they would gain by it, before anything is trained."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -11,8 +11,10 @@ from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.choice import Timing, chosen_size, next_size, sizes, why
 from hydra_tune.fusion.chooser import UntracedPlans, timed_alone
 from hydra_tune.fusion.key import check_task, fusion_key
+from hydra_tune.fusion.planner.figures import StepFigures
 from hydra_tune.fusion.plans import GroupPlans, check_updates, room_for
 from hydra_tune.fusion.probe import Bench
+from hydra_tune.pool.step_profiles import StepProfiles
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.library import PlanLibrary, Prepared
 from hydra_tune.task import TrainTask
@@ -40,6 +42,8 @@ class FusionForecast:
         size: members that `fusion="auto"` would take, were there enough of them with many steps to go; 1: it would run by
             itself; None where nothing was timed.
         told: that in words, with the numbers; or why it cannot be timed.
+        figures: where its steps' memory is, and what less memory would cost, where that was asked for and can be told.
+        why_no_figures: why it cannot; None where it can, or nobody has asked.
     """
 
     group: int | None
@@ -50,6 +54,8 @@ class FusionForecast:
     group_seconds: dict[int, float] = field(default_factory=dict)
     size: int | None = None
     told: str | None = None
+    figures: StepFigures | None = None
+    why_no_figures: str | None = None
 
 
 class FusionForecasts:
@@ -63,6 +69,7 @@ class FusionForecasts:
         self._budget_bytes = budget_bytes
         self._numbers: dict[Hashable, int] = {}
         self._timings: dict[Hashable, Timing] = {}
+        self._figures = StepProfiles(budget_bytes)
 
     def of(
         self,
@@ -75,6 +82,7 @@ class FusionForecasts:
         *,
         most: int,
         probes: bool,
+        profiled: int = 0,
     ) -> FusionForecast:
         """Whether a task could be computed together with others like it.
 
@@ -87,7 +95,29 @@ class FusionForecasts:
             device: where steps are timed.
             most: members of a group.
             probes: whether steps are timed.
+            profiled: trials that its step is profiled for; 0: it is not.
         """
+        found = self._joined(task, built, prepared, leaves, library, device, most=most, probes=probes)
+        if not profiled:
+            return found
+        try:
+            figures = self._figures.of(task, built, prepared, leaves, library, device, profiled)
+        except UnfusableError as error:
+            return replace(found, why_no_figures=str(error))
+        return replace(found, figures=figures)
+
+    def _joined(
+        self,
+        task: TrainTask,
+        built: tuple[nn.Module, torch.optim.Optimizer],
+        prepared: Prepared,
+        leaves: Leaves,
+        library: PlanLibrary,
+        device: Device,
+        *,
+        most: int,
+        probes: bool,
+    ) -> FusionForecast:
         module, optimizer = built
         try:
             key = (fusion_key(task, module, optimizer), leaves.signature)
@@ -131,5 +161,5 @@ def refused(task: TrainTask) -> FusionForecast | None:
     try:
         check_task(task)
     except UnfusableError as error:
-        return FusionForecast(group=None, why_alone=str(error))
+        return FusionForecast(group=None, why_alone=str(error), why_no_figures=str(error))
     return None

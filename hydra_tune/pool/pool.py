@@ -538,14 +538,14 @@ class Pool:
             steps=steps,
         )
 
-    def plan(self, tasks: Mapping[str, TrainTask], *, group_size: int, probe: bool) -> Forecast:
+    def plan(self, tasks: Mapping[str, TrainTask], *, group_size: int, probe: bool, profiled: int = 0) -> Forecast:
         """What tasks would do together; see `forecast`. They are no jobs of the pool."""
         return forecast(
             tasks,
             self._library,
             self._architectures,
             self._forecasts,
-            functools.partial(self._fusions.of, most=group_size, probes=probe),
+            functools.partial(self._fusions.of, most=group_size, probes=probe, profiled=profiled),
             list(self._devices.values()),
             self._policy,
             max_concurrent=self._max_concurrent,

@@ -1,0 +1,192 @@
+"""What `hydra-tune plan --profile` has found, as lines of text: the paper's Figures 3 and 9, for a terminal or a file."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.text import Text
+
+from hydra_tune.fusion.planner.figures import FusedPeak, IdleMap, Moment, StepFigures, System
+from hydra_tune.pool.forecast import Forecast
+from hydra_tune.quantities import format_bytes
+
+_MOST_MAPS = 12
+_ROWS = 8  # of the curve
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_NOTHING = "-"
+_ASCII = str.maketrans(
+    {**dict.fromkeys("▁▂▃▄", "."), **dict.fromkeys("▅▆▇", ":"), "█": "#", "│": "|", "─": "-", "μ": "u"}
+)
+
+
+def print_figures(console: Console, found: Sequence[tuple[int, Forecast]]) -> None:
+    """Print the profile of each kind of trial once, and of which trials there is none and why.
+
+    Args:
+        console: where to.
+        found: numbers of trials, and their forecasts.
+    """
+    kinds: dict[int, tuple[StepFigures, list[int]]] = {}
+    without: dict[str, list[int]] = {}
+    for number, forecast in found:
+        fusion = forecast.trials[0].fusion
+        if fusion.figures is not None:
+            kinds.setdefault(id(fusion.figures), (fusion.figures, []))[1].append(number)
+        elif fusion.why_no_figures is not None:
+            without.setdefault(fusion.why_no_figures, []).append(number)
+    lines: list[str] = []
+    for figures, numbers in kinds.values():
+        lines += ["", f"profile of trial {_numbers(numbers)}", *figure_lines(figures, console.width)]
+    lines += [
+        f"\ntrial {_numbers(numbers)} cannot be planned in less memory: {why}" for why, numbers in without.items()
+    ]
+    for line in lines:
+        shown = line.translate(_ASCII) if console.options.ascii_only else line
+        console.print(Text(shown), soft_wrap=True)
+
+
+def figure_lines(figures: StepFigures, width: int) -> list[str]:
+    """All of a profile.
+
+    Args:
+        figures: of it.
+        width: characters that a line may have; at least 60.
+    """
+    return [
+        "",
+        f"how long feature maps lie idle in a step of one trial ({_ms(figures.curve[-1].seconds)} ms)",
+        *_idle(figures.maps, width),
+        "",
+        f"memory over that step, beside {format_bytes(figures.static_bytes)} of static tensors",
+        *_curve(figures.curve, figures.static_bytes, width),
+        "",
+        f"most memory that a step needs, by trials fused; the device has {format_bytes(figures.device_bytes)}",
+        *_peaks(figures.peaks, figures.device_bytes, width),
+        "",
+        *_limit(figures),
+        *_systems(figures.systems),
+    ]
+
+
+def _limit(figures: StepFigures) -> list[str]:
+    count, limit = figures.num_trials, format_bytes(figures.limit_bytes)
+    if not figures.fits:
+        return [f"{count} trials on the device's {limit}, milliseconds of a step of all of them"]
+    return [
+        f"all {count} fit; had the device only {limit}, milliseconds of a step of all of them:",
+    ]
+
+
+def _idle(maps: Sequence[IdleMap], width: int) -> list[str]:
+    if not maps:
+        return ["  none: its backward uses nothing that its forward makes"]
+    shown = maps[:_MOST_MAPS]
+    rows = [("feature map", "size", "idle ms", "copy ms", "again ms")]
+    rows += [
+        (
+            _cut(one.name, 28),
+            format_bytes(one.num_bytes),
+            _ms(one.inactive_seconds),
+            _NOTHING if one.in_seconds is None else _ms(one.in_seconds),
+            _NOTHING if one.recompute_seconds is None else _ms(one.recompute_seconds),
+        )
+        for one in shown
+    ]
+    lines = _table(rows)
+    room, longest = width - len(lines[0]) - 2, maps[0].inactive_seconds
+    bars = ["", *(_bar(one.inactive_seconds, longest, room) for one in shown)]
+    found = [f"{line}  {bar}".rstrip() for line, bar in zip(lines, bars, strict=True)]
+    left = maps[_MOST_MAPS:]
+    more = format_bytes(sum(one.num_bytes for one in left))
+    return [*found, *([f"  and {len(left)} more, {more} together"] if left else [])]
+
+
+def _curve(curve: Sequence[Moment], static_bytes: int, width: int) -> list[str]:
+    """Time to the right, bytes upwards; of what falls into one column, the most."""
+    whole, margin = curve[-1].seconds, 12
+    columns = width - margin - 1
+    heights, backwards, at = [0] * columns, columns, 0
+    for one in curve:
+        end = columns if not whole else max(at, round(one.seconds / whole * columns))
+        if one.is_backward:
+            backwards = min(backwards, at)
+        for column in range(min(at, columns - 1), max(end, min(at + 1, columns))):
+            heights[column] = max(heights[column], one.num_bytes - static_bytes)
+        at = end
+    most = max(heights)
+    lines = []
+    for row in range(_ROWS - 1, -1, -1):
+        label = format_bytes(most) if row == _ROWS - 1 else ""
+        cells = "".join(_cell(height, most, row) for height in heights)
+        lines.append(f"{label:>{margin - 1}} │{cells}".rstrip())
+    lines.append(f"{'0 B':>{margin - 1}} │{'─' * columns}")
+    lines.append(
+        " " * margin + " " + "forward".ljust(backwards)[:backwards] + "backward and updates"[: columns - backwards]
+    )
+    return [line.rstrip() for line in lines]
+
+
+def _cell(height: int, most: int, row: int) -> str:
+    eighths = round(height / most * _ROWS * 8) if most else 0
+    return _EIGHTHS[max(0, min(8, eighths - row * 8))]
+
+
+def _peaks(peaks: Sequence[FusedPeak], device_bytes: int, width: int) -> list[str]:
+    rows = [("trials", "static", "peak", "ms")]
+    rows += [
+        (str(one.num_trials), format_bytes(one.static_bytes), format_bytes(one.peak_bytes), _ms(one.seconds))
+        for one in peaks
+    ]
+    lines = _table(rows)
+    room, most = width - len(lines[0]) - 2 - len("  too much"), peaks[-1].peak_bytes
+    found = [lines[0]]
+    for line, one in zip(lines[1:], peaks, strict=True):
+        over = "  too much" if one.peak_bytes > device_bytes else ""
+        found.append(f"{line}  {_bar(one.peak_bytes, most, room)}{over}".rstrip())
+    return found
+
+
+def _systems(systems: Sequence[System]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("", "all", "compute", "again", "stall", "hidden", "peak", "")]
+    for one in systems:
+        hidden = _NOTHING if not one.copy_seconds else f"{one.overlapped_seconds / one.copy_seconds:.0%}"
+        times = map(_ms, (one.seconds, one.compute_seconds, one.recompute_seconds, one.stall_seconds))
+        said = "chosen" if one.is_chosen else "" if one.fits else "too much"
+        rows.append((_cut(one.name, 24), *times, hidden, format_bytes(one.peak_bytes), said))
+    lines = _table(rows)
+    names = [f"  {one.name}: {_parts(one)}" + (f" ({one.stands_for})" if one.stands_for else "") for one in systems]
+    return [*lines, "", *names]
+
+
+def _parts(system: System) -> str:
+    """Sub-arrays, and equal ones once: `3 x (1, 1)`."""
+    each = [(sizes, len(list(same))) for sizes, same in groupby(system.sub_arrays)]
+    return " + ".join(
+        f"{count} x ({', '.join(map(str, sizes))})" if count > 1 else f"({', '.join(map(str, sizes))})"
+        for sizes, count in each
+    )
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The first column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+
+
+def _bar(value: float, most: float, room: int) -> str:
+    return "█" * max(1, round(value / most * room)) if most > 0 and room > 0 else ""
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

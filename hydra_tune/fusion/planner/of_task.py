@@ -1,0 +1,128 @@
+"""Sub-arrays of trials that are all like one task: traced and profiled from that one's own plan, and nothing of it is trained.
+
+What no plan is made of is refused here, with the reason.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.key import check_task
+from hydra_tune.fusion.planner.arrays import Array
+from hydra_tune.fusion.planner.profiler import Profiles
+from hydra_tune.fusion.planner.step_graph import StepGraph, step_graph
+from hydra_tune.fusion.planner.updates import UpdateTracer
+from hydra_tune.fusion.plans import GroupPlans, check_updates
+from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.task import TrainTask
+
+
+def check_plannable(task: TrainTask, prepared: Prepared) -> None:
+    """Refuse a task of whose steps no plan is made.
+
+    Args:
+        task: the trial's.
+        prepared: its plan.
+
+    Raises:
+        UnfusableError: with the reason, and what is done instead.
+    """
+    check_task(task)
+    plan = prepared.plan
+    if plan.eager:
+        raise UnfusableError("its model runs whole: there is no graph of it that could be planned; it runs unplanned")
+    check_updates(prepared)
+    if len(plan.shards) > 1:
+        raise UnfusableError(
+            f"its step is cut into {len(plan.shards)} shards, and plans are made of steps in one; it runs unplanned. "
+            "Where the device has room for one trial in one shard, it can be planned"
+        )
+    if task.max_grad_norm is not None:
+        raise UnfusableError(
+            f"it clips gradients (max_grad_norm={task.max_grad_norm:g}) by the norm of all of them, and in a planned step "
+            "they are never there together; it runs unplanned"
+        )
+
+
+class TaskArrays:
+    """The sub-arrays of one task's kind, by size; each is traced and profiled once, when it is first asked for.
+
+    Args:
+        task: any trial's of the kind.
+        built: its module and optimizer; only read.
+        prepared: its plan.
+        leaves: its first batch; only its geometry is read.
+        library: where the plan is from.
+        profiles: measures graphs.
+        device: where they would run.
+
+    Raises:
+        UnfusableError: no plan is made of it; with the reason.
+    """
+
+    def __init__(
+        self,
+        task: TrainTask,
+        built: tuple[nn.Module, Optimizer],
+        prepared: Prepared,
+        leaves: Leaves,
+        library: PlanLibrary,
+        profiles: Profiles,
+        device: torch.device,
+    ) -> None:
+        check_plannable(task, prepared)
+        module, self._optimizer = built
+        self._prepared, self._inputs = prepared, leaves.tensors
+        self._plans, self._profiles, self._device = GroupPlans(library), profiles, device
+        self._state = dict(named_state(module))
+        names = {id(tensor): name for name, tensor in self._state.items()}
+        self._groups = {
+            names[id(parameter)]: number
+            for number, group in enumerate(self._optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self._steps: dict[int, StepGraph] = {}
+
+    def step(self, size: int) -> StepGraph:
+        """The graph of a step of so many trials.
+
+        Raises:
+            UnfusableError: it cannot be traced; the message names what is in the way.
+        """
+        if size not in self._steps:
+            with GATE.exclusive():
+                self._steps[size] = self._traced(size)
+        return self._steps[size]
+
+    def array(self, size: int) -> Array:
+        """The profiled sub-array of so many trials.
+
+        Raises:
+            UnfusableError: as `step`.
+        """
+        return self._profiles.array(f"{size} trials", self.step(size), self._device)
+
+    def _traced(self, size: int) -> StepGraph:
+        plan = self._plans.stacked(self._prepared, size).plan
+        (shard,) = plan.shards
+        graph = shard.graph
+        operands = Operands(
+            state=self._stacked(size, [self._state[name] for name in graph.state]),
+            constants=[plan.constants[name].to(self._device) for name in graph.constants],
+            inputs=self._stacked(size, [self._inputs[place] for place in graph.inputs]),
+            live_in=(),
+        )
+        trains = [self._state[name].requires_grad for name in graph.state]
+        tracer = UpdateTracer([self._optimizer] * size)
+        return step_graph(graph.module, list(graph.state), operands, trains, size, tracer, self._groups)
+
+    def _stacked(self, size: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of the geometry that so many stacked have; nobody writes to their bytes, so they take no memory."""
+        return [torch.empty((size, *one.shape), dtype=one.dtype, device=self._device) for one in tensors]

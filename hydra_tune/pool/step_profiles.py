@@ -1,0 +1,69 @@
+"""Profiles steps of trials of one kind, as they would be planned on a device of the pool; each kind once."""
+
+import time
+from collections.abc import Hashable
+
+import torch
+from torch import nn
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.key import fusion_key
+from hydra_tune.fusion.planner.figures import StepFigures, figures_of
+from hydra_tune.fusion.planner.of_task import TaskArrays
+from hydra_tune.fusion.planner.profiler import Clock, CpuClock, CudaClock, Profiles
+from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.task import TrainTask
+
+
+class StepProfiles:
+    """Makes and keeps them, for one pool; from one thread, which computes as a device's worker does.
+
+    Args:
+        budget_bytes: memory of each device.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._profiles = Profiles(_clock)
+        self._known: dict[Hashable, StepFigures] = {}
+
+    def of(
+        self,
+        task: TrainTask,
+        built: tuple[nn.Module, torch.optim.Optimizer],
+        prepared: Prepared,
+        leaves: Leaves,
+        library: PlanLibrary,
+        device: Device,
+        num_trials: int,
+    ) -> StepFigures:
+        """Where the memory of such trials' steps is, and what less would cost.
+
+        Args:
+            task: one of them.
+            built: its module and optimizer; only read.
+            prepared: its plan.
+            leaves: its first batch; only its geometry is read.
+            library: where the plan is.
+            device: where its step is run.
+            num_trials: that a device would train.
+
+        Raises:
+            UnfusableError: its steps cannot be planned; with the reason.
+        """
+        key = (fusion_key(task, *built), leaves.signature, task.max_grad_norm is None, num_trials)
+        if key not in self._known:
+            if not prepared.is_checked:
+                raise UnfusableError("it is too large to be built and run here, and so its step cannot be timed")
+            where = device.torch_device
+            arrays = TaskArrays(task, built, prepared, leaves, library, self._profiles, where)
+            is_duplex = where.type == "cuda"  # a CPU device has one thread that copies
+            self._known[key] = figures_of(arrays.array, num_trials, self._budget_bytes, is_duplex=is_duplex)
+        return self._known[key]
+
+
+def _clock(device: torch.device) -> Clock:
+    """On a CPU device the CPU time of the calling thread, which does not run on while others have the core."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock(time.thread_time)
