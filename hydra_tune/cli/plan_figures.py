@@ -155,7 +155,7 @@ def _systems(systems: Sequence[System]) -> list[str]:
         rows.append((_cut(one.name, 24), *times, hidden, format_bytes(one.peak_bytes), said))
     lines = _table(rows)
     names = [f"  {one.name}: {_parts(one)}" + (f" ({one.stands_for})" if one.stands_for else "") for one in systems]
-    return [*lines, "", *names]
+    return [*(line.rstrip() for line in lines), "", *names]
 
 
 def _parts(system: System) -> str:
@@ -185,7 +185,8 @@ def _cut(text: str, most: int) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}"
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.3f}" if milliseconds < 100 else f"{milliseconds:.0f}"  # noqa: PLR2004 - digits that count
 
 
 def _numbers(numbers: Sequence[int]) -> str:

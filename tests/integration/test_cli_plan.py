@@ -243,3 +243,29 @@ def test_gpus_that_are_not_here_are_stood_for_and_it_is_said(folder):
     assert found["notes"] == ["cuda:98,99: not here; 2 CPU devices of the same memory stand for them"]
     assert [device["budget_bytes"] for device in found["trials"][0]["devices"].values()] == [2000 << 10] * 2
     assert found["trials"][0]["shapes_only"] is False
+
+
+def test_profile_shows_where_a_steps_memory_is_and_what_less_would_cost(folder):
+    (folder / "space.yaml").write_text(SPACE.replace("values: [16, 256]", "value: 16"))
+    given = ("--trials", "2", "--profile-trials", "3")
+    shown = run(folder, *given).output
+    assert shown.count("profile of trial 0, 1\n") == 1
+    for part in ("how long feature maps lie idle", "memory over that step", "by trials fused", "full fusion", "HFTA"):
+        assert part in shown
+    done = run(folder, *given, "--json")
+    assert done.exit_code == 0
+    first, second = (trial["fusion"]["figures"] for trial in json.loads(done.stdout)["trials"])
+    assert first == second
+    assert [one["num_trials"] for one in first["peaks"]] == [1, 2, 3]
+    peaks = [one["peak_bytes"] for one in first["peaks"]]
+    assert peaks == sorted(peaks)
+    assert peaks[0] == max(one["num_bytes"] for one in first["curve"])
+    assert all(one["inactive_seconds"] >= 0 for one in first["maps"])
+    assert sum(one["is_chosen"] for one in first["systems"]) <= 1
+
+
+def test_a_model_that_cannot_be_planned_says_why(folder):
+    (folder / "space.yaml").write_text(SPACE.replace("values: [16, 256]", "value: 256"))
+    shown = run(folder, "--trials", "1", "--profile")
+    assert shown.exit_code == 0
+    assert "cannot be planned in less memory: its step is cut into" in shown.output

@@ -2,7 +2,6 @@
 
 from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,7 +91,7 @@ def left_over(machine, arrays):
     return sum(a.sizes["loss"] for a in arrays)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=200)
 @given(st.integers(0, 1 << 30))
 def test_plans_of_random_steps_compute_the_same_within_their_memory(seed):
     check(seed)
