@@ -11,7 +11,8 @@ from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.key import fusion_key
 from hydra_tune.fusion.planner.figures import StepFigures, figures_of
 from hydra_tune.fusion.planner.of_task import TaskArrays
-from hydra_tune.fusion.planner.profiler import Clock, CpuClock, CudaClock, Profiles
+from hydra_tune.fusion.planner.profiled_run import Clock
+from hydra_tune.fusion.planner.profiler import CpuClock, CudaClock, Profiles
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.library import PlanLibrary, Prepared
 from hydra_tune.task import TrainTask
