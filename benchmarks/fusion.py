@@ -86,21 +86,20 @@ def sequential(build, optimizer, count, x, y):
     return run
 
 
-def stacked(build, optimizer, count, x, y, *, is_shared=False, backend=None):
-    """The step of a group, and the seconds it takes to trace it; with a batch of each member's own, or one for all."""
+def stacked(build, optimizer, count, x, y, *, backend=None):
+    """The step of a group, and the seconds it takes to trace it."""
     device = CpuDevice(0, 1 << 33)
     library = PlanLibrary(Budget(budget_bytes=1 << 33, buffer_fraction=0.0, alignment=device.alignment))
     arguments = {"model": build, "optimizer": optimizer, "train": lambda: [(x, y)], "loss": functional.cross_entropy}
     members = [Member(TrainTask(**arguments, seed=seed), library, device) for seed in range(count)]
     built = [member.built() for member in members]
     plans, wanted = GroupPlans(library, backend), members[0].peek()["train"]
-    shared = frozenset({0, 1}) if is_shared else frozenset()
-    plan = plans.stacked(plans.of_member(members[0], wanted), count, shared)
+    plan = plans.stacked(plans.of_member(members[0], wanted), count)
     module = StackedModule([module for module, _ in built])
     stepped = stacked_optimizer([one for _, one in built], built[0][0], module)
     held = ModelState(module, stepped, plan.plan, device)
     state = held.tensors
-    inputs = tuple(tensor if is_shared else torch.stack([tensor] * count) for tensor in wanted.leaves.tensors)
+    inputs = tuple(torch.stack([tensor] * count) for tensor in wanted.leaves.tensors)
     start = time.perf_counter() if backend else time.process_time()  # compilers work in processes of their own
     plans.trace(plan, state, inputs, count)
     seconds = (time.perf_counter() if backend else time.process_time()) - start
@@ -126,7 +125,7 @@ def stacked(build, optimizer, count, x, y, *, is_shared=False, backend=None):
 
 def main():
     torch.set_num_threads(1)
-    print("model        N  optimizer  one after the other  stacked  ratio  tracing  one batch for all  ratio")
+    print("model        N  optimizer  one after the other  stacked  ratio  tracing")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help=f"of {', '.join(CASES)}; all unless given")
     parser.add_argument(
@@ -142,10 +141,9 @@ def main():
             before = milliseconds(sequential(build, optimizer, count, x, y))
             run, seconds = stacked(build, optimizer, count, x, y, backend=options.compile)
             after = milliseconds(run)
-            shared = milliseconds(stacked(build, optimizer, count, x, y, is_shared=True, backend=options.compile)[0])
             print(
                 f"{name:12} {count:2} {kind:9} {before:16.2f} ms {after:8.2f} ms {before / after:5.1f}x "
-                f"{seconds:6.2f} s {shared:8.2f} ms {before / shared:5.1f}x"
+                f"{seconds:6.2f} s"
             )
 
 

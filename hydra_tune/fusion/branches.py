@@ -17,13 +17,12 @@ from hydra_tune.shard.split import ShardGraph
 _RESULT = "result:"
 
 
-def with_tails(shard: Shard, rows: Rows, shared: frozenset[int], prefix: "StackedPrefix") -> Shard:
+def with_tails(shard: Shard, rows: Rows, prefix: "StackedPrefix") -> Shard:
     """The shard of a group whose members have tails of their own.
 
     Args:
         shard: of the first plan, for one member.
         rows: who has which.
-        shared: as of `stacked_plan`.
         prefix: what all members run.
     """
     used = [tail for number, tail in enumerate(rows.tails.tails) if number in rows.of]
@@ -36,7 +35,7 @@ def with_tails(shard: Shard, rows: Rows, shared: frozenset[int], prefix: "Stacke
         *(("constant", name) for name in constants),
         *(("input", index) for index in inputs),
     ]
-    module = _Branched(prefix, rows, names, {what: number for number, what in enumerate(places)}, shared)
+    module = _Branched(prefix, rows, names, {what: number for number, what in enumerate(places)})
     live_out = tuple(_RESULT + name for name in names)
     graph = replace(graph, module=module, constants=constants, inputs=inputs, live_out=live_out)
     is_training = rows.tails.plans[0].mode == "train"
@@ -78,7 +77,6 @@ class StackedPrefix:
         graph: the first plan's shard.
         code: its code, or one like it.
         rows: who has which tail.
-        shared: as of `stacked_plan`.
         slots: as of `stacked_plan`.
 
     Attributes:
@@ -88,9 +86,7 @@ class StackedPrefix:
         made_bytes: what these take for one member.
     """
 
-    def __init__(
-        self, graph: ShardGraph, code: fx.GraphModule, rows: Rows, shared: frozenset[int], slots: frozenset[str]
-    ) -> None:
+    def __init__(self, graph: ShardGraph, code: fx.GraphModule, rows: Rows, slots: frozenset[str]) -> None:
         tails = rows.tails
         used = [tail for number, tail in enumerate(tails.tails) if number in rows.of]
         self.made = tuple(sorted({number for tail in used for number in tail.made}))
@@ -104,7 +100,7 @@ class StackedPrefix:
         self.made_bytes = sum(value_of(node).nbytes for node in wanted)
         begins = [node for node, what in own.items() if what in self.takes]
         part = part_of(code, begins, operators[: tails.length], wanted)
-        is_stacked = [kind != "constant" and not (kind == "input" and index in shared) for kind, index in self.takes]
+        is_stacked = [kind != "constant" for kind, _ in self.takes]
         if not any(is_stacked):
             raise UnfusableError("one of its shards depends on nothing of the trial")
         self.run = StackedGraph(part, is_stacked, slots)
@@ -119,13 +115,12 @@ class _Branched:
         rows: Rows,
         names: Sequence[str],
         places: dict[tuple[str, str | int], int],
-        shared: frozenset[int],
     ) -> None:
         self._prefix = prefix
         self._takes = [places[what] for what in prefix.takes]
         self._names = names
         self._branches = [
-            _Branch(tail, [index for index, own in enumerate(rows.of) if own == number], prefix.made, places, shared)
+            _Branch(tail, [index for index, own in enumerate(rows.of) if own == number], prefix.made, places)
             for number, tail in enumerate(rows.tails.tails)
             if number in rows.of
         ]
@@ -159,13 +154,12 @@ class _Branch:
         rows: list[int],
         made: Sequence[int],
         places: dict[tuple[str, str | int], int],
-        shared: frozenset[int],
     ) -> None:
         self.rows = rows
         self._results = tail.results
         self._made = [made.index(number) for number in tail.made]
         given: list[tuple[tuple[str, str | int], bool]] = [
-            *((("input", index), index not in shared) for index in tail.inputs),
+            *((("input", index), True) for index in tail.inputs),
             *((("constant", name), False) for name in tail.constants),
         ]
         self._given = [(places[what], is_stacked) for what, is_stacked in given]

@@ -98,27 +98,6 @@ def convolution(spatial: int, *, transposed: bool = False) -> Callable[..., Tens
     return turned if transposed else plain
 
 
-def convolution_of_one(operator: Any) -> Callable[..., Tensor | None]:
-    """The same on an input that all members share: they are so many more channels of what it makes."""
-
-    def run(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Sequence[int] = (1,),
-        padding: Sequence[int] | str = (0,),
-        dilation: Sequence[int] = (1,),
-        groups: int = 1,
-    ) -> Tensor | None:
-        if groups > 1 or x.dim() != weight.dim() - 1:
-            return None
-        own = None if bias is None else bias.flatten()
-        made = operator(wide(x.unsqueeze(0)), weight.flatten(0, 1), own, stride, padding, dilation, groups)
-        return narrow(made, weight.size(0))
-
-    return run
-
-
 def batch_norm(
     x: Tensor,
     weight: Tensor | None,

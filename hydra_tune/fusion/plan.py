@@ -71,7 +71,6 @@ class StackedComputing:
 def stacked_plan(
     plan: Plan,
     count: int,
-    shared: frozenset[int] = frozenset(),
     slots: frozenset[str] = frozenset(),
     rows: Rows | None = None,
     counted: Mapping[str, Counted] | None = None,
@@ -81,7 +80,6 @@ def stacked_plan(
     Args:
         plan: of one member.
         count: members.
-        shared: which of the batch's tensors are the same for all members; they come once, without a dimension of members.
         slots: names of nodes that drop with a probability of each member's own.
         rows: which member has which loss, or metrics, if they are not the same; the plan is the first of its plans.
         counted: what reduces over samples, by the names of the nodes, for batches of which each member has some samples
@@ -93,11 +91,11 @@ def stacked_plan(
     if plan.eager:
         raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
     if rows is None:
-        shards = tuple(_stacked_shard(shard, count, shared, slots, counted) for shard in plan.shards)
+        shards = tuple(_stacked_shard(shard, count, slots, counted) for shard in plan.shards)
         return replace(plan, shards=shards, computing=StackedComputing())
     assert counted is None, "members with other losses have batches of one size"
     (shard,) = plan.shards
-    shards = (_tailed_shard(shard, count, shared, slots, rows),)
+    shards = (_tailed_shard(shard, count, slots, rows),)
     return with_results(replace(plan, shards=shards, computing=StackedComputing()), rows)
 
 
@@ -114,7 +112,7 @@ def trace_step(
     Args:
         plan: the group's.
         state: the stacked parameters and buffers of its shard, in its order.
-        inputs: the stacked batch, all its tensors; those that are shared once.
+        inputs: the stacked batch, all its tensors.
         count: members.
         backend: of `torch.compile`, which the step of training is compiled with; None: it is not.
     """
@@ -146,9 +144,7 @@ def trace_step(
     return trace is not None
 
 
-def _stacked_shard(
-    shard: Shard, count: int, shared: frozenset[int], slots: frozenset[str], counted: Mapping[str, Counted] | None
-) -> Shard:
+def _stacked_shard(shard: Shard, count: int, slots: frozenset[str], counted: Mapping[str, Counted] | None) -> Shard:
     graph = shard.graph
     if graph.code is None:
         raise UnfusableError("its shards are compiled (compile=), and a compiler's code is for one trial")
@@ -159,7 +155,7 @@ def _stacked_shard(
     is_stacked = [
         *[True] * len(graph.state),
         *[False] * len(graph.constants),
-        *[index not in shared for index in graph.inputs],
+        *[True] * len(graph.inputs),
         *[True] * len(graph.live_in),
     ]
     if not any(is_stacked):
@@ -170,15 +166,13 @@ def _stacked_shard(
     return replace(shard, graph=graph, cost=_multiplied(shard.cost, count))
 
 
-def _tailed_shard(shard: Shard, count: int, shared: frozenset[int], slots: frozenset[str], rows: Rows) -> Shard:
+def _tailed_shard(shard: Shard, count: int, slots: frozenset[str], rows: Rows) -> Shard:
     graph = shard.graph
     assert graph.code is not None, "compared before"
     own = slots & {node.name for node in graph.code.graph.nodes}
     code = with_stand_ins(graph.code, own) if own else graph.code
-    prefix = StackedPrefix(graph, code, rows, shared, own)
-    made = with_tails(
-        replace(shard, graph=replace(graph, stochastic=graph.stochastic or bool(own))), rows, shared, prefix
-    )
+    prefix = StackedPrefix(graph, code, rows, own)
+    made = with_tails(replace(shard, graph=replace(graph, stochastic=graph.stochastic or bool(own))), rows, prefix)
     return replace(made, cost=_multiplied(made.cost, count))
 
 

@@ -140,7 +140,6 @@ class GroupPlans:
         self,
         prepared: Prepared,
         count: int,
-        shared: frozenset[int] = frozenset(),
         slots: Iterable[str] = (),
         rows: Rows | None = None,
         counted: Mapping[str, Counted] | None = None,
@@ -150,7 +149,6 @@ class GroupPlans:
         Args:
             prepared: of one member.
             count: members.
-            shared: as of `stacked_plan`.
             slots: names of nodes that drop with a probability of each member's own.
             rows: as of `stacked_plan`.
             counted: as of `stacked_plan`.
@@ -161,11 +159,11 @@ class GroupPlans:
         own = frozenset(slots)
         with self._lock:
             known = self._stacked.setdefault(prepared, {})
-            key = (count, shared, own, rows, counted is not None)
+            key = (count, own, rows, counted is not None)
             if key not in known:
                 if len(known) >= _MAX_KEPT:
                     known.clear()
-                known[key] = replace(prepared, plan=stacked_plan(prepared.plan, count, shared, own, rows, counted))
+                known[key] = replace(prepared, plan=stacked_plan(prepared.plan, count, own, rows, counted))
             return known[key]
 
     def trace(

@@ -30,12 +30,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.view(*x.shape[:-1], weight.size(1))
 
 
-def linear_of_one(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`(..., in)`, the same for all members, and `(N, out, in)` to `(N, ..., out)`: members are so many more outputs."""
-    made: Tensor = aten.linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
-    return made.view(*x.shape[:-1], *weight.shape[:2]).movedim(-2, 0)
-
-
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -163,12 +157,4 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.reshape.default: view,
     aten.flatten.using_ints: flatten,
     **images.RULES,
-}
-
-SHARED_INPUT: dict[Any, Callable[..., Tensor | None]] = {
-    # Operators on an input that all members share, and weights of their own.
-    aten.linear.default: linear_of_one,
-    aten.conv1d.default: images.convolution_of_one(aten.conv1d.default),
-    aten.conv2d.default: images.convolution_of_one(aten.conv2d.default),
-    aten.conv2d.padding: images.convolution_of_one(aten.conv2d.padding),
 }

@@ -23,7 +23,7 @@ from hydra_tune.fusion.counted import LOSS, Counted, counted_loss
 from hydra_tune.fusion.drawing import drawn, masks
 from hydra_tune.fusion.recording import recorded
 from hydra_tune.fusion.recurrent import RECURRENT
-from hydra_tune.fusion.rules import RULES, SHARED_INPUT, elementwise, is_elementwise
+from hydra_tune.fusion.rules import RULES, elementwise, is_elementwise
 from hydra_tune.fusion.tables import TABLES, embedding_bag
 from hydra_tune.shard.placing import moved, names_a_device
 from hydra_tune.shard.stochastic import draws_random_numbers
@@ -227,20 +227,18 @@ class StackedGraph:
             return by_itself
         stacked = self._stacked_leaves(arguments, keywords)
         rule = self._rule_of(node)
-        of_one = _of_one(target, stacked)
         is_batched = has_batched_form(target) and target._schema.name not in _APART  # noqa: SLF001
 
         def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:
             nonlocal is_batched
-            made = of_one(*found, **given)
-            if made is None and rule is not None:
+            if rule is not None:
                 flags = iter(stacked)
                 wide = pytree.tree_map_only(
                     Tensor, lambda t: t if next(flags) else _expanded(t, count), (tuple(found), given)
                 )
                 made = rule(*wide[0], **wide[1])
-            if made is not None:
-                return made
+                if made is not None:
+                    return made
             if is_batched:
                 try:
                     return _mapped(target, found, given, stacked)
@@ -314,15 +312,6 @@ class StackedGraph:
             )
             for position, (node, run, arguments, keywords) in enumerate(self._planned)
         ]
-
-
-def _of_one(target: Any, stacked: Sequence[bool]) -> Callable[..., Tensor | None]:
-    """What runs an operator on an input that all members share, with weights of their own; else None comes of it."""
-    return SHARED_INPUT.get(target, _nothing) if not stacked[0] and all(stacked[1:]) else _nothing
-
-
-def _nothing(*_arguments: Any, **_keywords: Any) -> None:
-    return None
 
 
 def _masks(slot: str, strides: Sequence[int], is_dropout: bool, is_stacked: bool) -> _Run:

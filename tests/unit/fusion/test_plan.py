@@ -24,27 +24,19 @@ MEMBERS = 3
 
 
 class Norms(nn.Module):
-    """What other models of searches are made of: depthwise convolutions, group norms, embeddings."""
+    """What other models of searches are made of: depthwise convolutions, group norms, embeddings, layers of a constant."""
 
     def __init__(self):
         super().__init__()
         self.deep = nn.Conv2d(4, 8, 3, groups=4, padding="same", bias=False)
         self.norm, self.table = nn.GroupNorm(2, 8), nn.Embedding(5, 8)
-        self.head = nn.Linear(8, 3)
+        self.places, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, x):
         ids = (x[:, 0, 0].abs() * 7).long() % 5
         y = functional.max_pool2d(functional.silu(self.norm(self.deep(x))), 2).mean((2, 3))
+        y = y + self.places(torch.linspace(0, 1, 8, dtype=y.dtype))
         return self.head(y * torch.sigmoid(self.table(ids).mean(1)))
-
-
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(4, 6, 3, stride=2), nn.Linear(54, 3)
-
-    def forward(self, x):
-        return self.head(self.conv(x).relu().flatten(1))
 
 
 def member_values(made, plan, index):
@@ -78,20 +70,15 @@ def run(plan, state, inputs, generator, objective):
     return store.values[plan.outputs[0]], gradients, {n: t for n, t in state.items() if not t.requires_grad}
 
 
-def compare(made, cuts=(), *, is_traced=False, shared=frozenset()):
+def compare(made, cuts=(), *, is_traced=False):
     plan = made.plan(*cuts)
-    group = stacked_plan(plan, MEMBERS, shared)
+    group = stacked_plan(plan, MEMBERS)
     members = [member_values(made, plan, index) for index in range(MEMBERS)]
     state = {
         name: torch.stack([own[name].detach() for own, _ in members]).requires_grad_(members[0][0][name].requires_grad)
         for name in plan.used_state()
     }
-    members = [
-        (own, tuple(members[0][1][i] if i in shared else tensor for i, tensor in enumerate(batch)))
-        for own, batch in members
-    ]
-    batches = enumerate(zip(*(batch for _, batch in members), strict=True))
-    inputs = tuple(tensors[0] if index in shared else torch.stack(tensors) for index, tensors in batches)
+    inputs = tuple(torch.stack(tensors) for tensors in zip(*(batch for _, batch in members), strict=True))
     if is_traced:
         assert trace_step(group, [state[name] for name in group.shards[0].graph.state], inputs, MEMBERS)
     generators = [torch.Generator().manual_seed(index) for index in range(MEMBERS)]
@@ -163,20 +150,6 @@ def test_a_step_of_several_shards_is_each_members_own(name):
 def test_other_operators_are_each_members_own():
     task = task_of(Norms().double(), train=lambda: [images()], loss=functional.cross_entropy)
     compare(bench(task), is_traced=True)
-
-
-@pytest.mark.parametrize("is_traced", [False, True])
-@pytest.mark.parametrize("shared", [{0}, {1}, {0, 1}])
-@pytest.mark.parametrize("name", ["mlp", pytest.param("cnn", marks=pytest.mark.slow)])
-def test_a_batch_that_members_share_comes_once(name, shared, is_traced):
-    compare(parity_bench(name), is_traced=is_traced, shared=frozenset(shared))
-
-
-def test_convolutions_of_a_shared_batch_are_each_members_own():
-    task = task_of(Norms().double(), train=lambda: [images()], loss=functional.cross_entropy)
-    compare(bench(task), is_traced=True, shared=frozenset({0, 1}))
-    task = task_of(Plain().double(), train=lambda: [images()], loss=functional.cross_entropy)
-    compare(bench(task), shared=frozenset({0}))
 
 
 def test_a_member_that_rests_draws_nothing():
