@@ -1,7 +1,14 @@
 """Algorithm F: the candidates, and what a decision changes for those that are left.
 
-Differs: a candidate whose source has been swapped, and which cannot be computed from that one's own sources (they are
-random, or overwritten by then), keeps it as its source, and the swapped map comes back sooner.
+Differs from the algorithm as printed:
+* Not every feature map is a candidate: those of less than a 512th of the largest one's bytes are kept.
+* A candidate whose source has been swapped, and which cannot be computed from that one's own sources (they are
+  random, or overwritten by then), keeps it as its source, and the swapped map comes back sooner.
+* Line 8: a candidate takes over the operators of what was its source, and one that both need counts once; the times
+  are not added up.
+* Lines 17 and 18: how often a source of what was decided on would be computed is counted over all recomputations, as
+  lines 9 to 14 do: once for itself and once for each that has it as a source and needs it while it is not there. The
+  `recomp_cnt` of what was decided on leaves out the source's own recomputation, and others that have it as a source.
 """
 
 from hydra_tune.fusion.planner.arrays import Array

@@ -2,6 +2,10 @@
 
 A random operator is never run again. Nor is one that overwrites what others see, but for running statistics, which it
 leaves alone the second time; and nothing is computed from a storage that has been overwritten since.
+
+Differs from Table B: `recomp_graph` is not extracted, but the ranks of its operators, which `lowering.py` and `rewrite.py`
+look up in the forward; and there is no `recomp_memory`, for what a recomputation makes and frees on the way is in
+the instructions whose memory is simulated.
 """
 
 from dataclasses import dataclass

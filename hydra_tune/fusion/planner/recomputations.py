@@ -2,8 +2,8 @@
 
 Where the map that is now recomputed is a source of them, its own sources and operators take its place, and it is
 computed once more for each. Differs: not where it is on the device anyhow, between its own first and last use in the
-backward (what Algorithm F asks in its line 3). Recomputations are not changed by a swap: the swapped source comes
-back before the first of them.
+backward (what Algorithm F asks in its line 3). An operator that both need is run once (line 6 adds up their times).
+Recomputations are not changed by a swap: the swapped source comes back before the first of them.
 """
 
 from hydra_tune.fusion.planner.arrays import Array

@@ -14,6 +14,9 @@ Differs from the algorithm as printed:
   operators behind, and where there are none left the addition is unsafe.
 * Whether the peak interval is reached is read off the simulated memory, not off a flag (line 7 of Algorithm B forgets
   to pass it).
+* There is no `last_prompt` (lines 8 and 33 to 37): candidates do not come in the order of their uses, so the last
+  swap's prompt need not be the first. A conflict is a swap that is on its way at the access, whichever that is; what
+  remains of it (line 13) is its copy without the backward operators and recomputations that it has had beside it.
 * The link may be busy with several other swaps: an operator hides this copy only where no other swap is on its way.
 """
 
@@ -119,7 +122,8 @@ class _Search:
         """What is left at this map's first use of a swap that has begun before."""
         if not prompt <= self._access < need:
             return 0.0
-        done = sum(op.seconds for op in self._array.backward[prompt : self._access])
+        ranks = range(prompt, self._access)
+        done = sum(self._array.backward[rank].seconds + self._decided.recompute_seconds(rank) for rank in ranks)
         return max(0.0, self._array.maps[name].in_seconds - done)
 
     def _add_forward(self, rest: float) -> float:
