@@ -133,7 +133,19 @@ class Carriers:
         assert entry.trial is not None
         if entry.seat is None and not others:
             return self._alone(entry, entry.trial)
-        return self._formed(entry, others, device, host, tenant, times)
+        try:
+            return self._formed(entry, others, device, host, tenant, times)
+        except BaseException as error:
+            self._not_formed(others, error)  # the job's own carrier ends with it, and nobody else would tell them
+            raise
+
+    def _not_formed(self, others: Sequence[Entry], error: BaseException) -> None:
+        for one in others:
+            with self._table.pool.changed:
+                own, one.seat = one.carrier, None
+            self.ends.carrier_over(one, Result(status="failed", error=error))
+            if own is not None:
+                own.cancel()
 
     def _alone(self, entry: Entry, member: Member) -> Trial:
         with self._table.pool.changed:
@@ -161,15 +173,15 @@ class Carriers:
             group = LiveGroup(pool, entry.carrier, entry.key, entry.most, self.ends, building, timer)
             group.entries = together
             seats = [one.sit() for one in together]
+            group.trial = GroupTrial(
+                seats, self._plans, self._library, device, group, host, tenant, times, most=entry.most
+            )
+            group.trial.hands_back = True
             own = [one.carrier for one in others]
             for one in together:
                 one.carrier, one.is_seated = entry.carrier, True
                 if one.job.state != "waiting":
                     one.job.enter("running")
-            group.trial = GroupTrial(
-                seats, self._plans, self._library, device, group, host, tenant, times, most=entry.most
-            )
-            group.trial.hands_back = True
             self._table.groups[entry.carrier.key] = group
         for carrier in own:
             if carrier is not None:

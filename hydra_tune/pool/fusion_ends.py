@@ -64,12 +64,12 @@ class Ends(Carried, Keeping):
             self._ran_out(group, together, event.result.error)
             together = []
         for one in together:
-            self._carrier_over(one, event.result)
+            self.carrier_over(one, event.result)
         if late:
             self._table.timer.do(partial(self.send_back, late))
 
-    def _carrier_over(self, entry: Entry, result: Result) -> None:
-        """The carrier of a job has ended with it."""
+    def carrier_over(self, entry: Entry, result: Result) -> None:
+        """The carrier of a job has ended with it, or has failed to take it."""
         error = result.error
         if result.status == "failed" and is_not_its_own(error) and entry.stop is None:
             assert error is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.chooser import Chooser, steps_of
+from hydra_tune.fusion.chooser import Choice, Chooser, steps_of
 from hydra_tune.fusion.key import fusion_key
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.plans import GroupPlans, layout_of, room_for
@@ -109,18 +109,31 @@ class Finder:
         taken = self._take_for(kind, entry, device, self._chooser)
         if not taken:
             return taken
+        try:
+            choice = self._chosen(kind, entry, wanted, device, taken, self._chooser)
+        except BaseException:
+            self._leave(taken)
+            raise
+        self._leave(taken[choice.size - 1 :])
+        if choice.size == 1:
+            raise UnfusableError(choice.why)
+        if choice.size < min(1 + len(taken), entry.most):
+            entry.most = choice.size  # more of them would gain less, those that come later as well
+        return taken[: choice.size - 1]
+
+    def _chosen(
+        self, kind: Hashable, entry: Entry, wanted: Wanted, device: Device, taken: Sequence[Entry], chooser: Chooser
+    ) -> Choice:
+        """How many of some jobs are computed together, which the log is told."""
+        member = entry.trial
+        assert member is not None
         all_steps = _steps([entry, *taken])
-        choice = self._chooser.choose(kind, member, wanted, device, all_steps, entry.most)
+        choice = chooser.choose(kind, member, wanted, device, all_steps, entry.most)
         with self._table.pool.changed:
             carrier = entry.carrier
         if carrier is not None:
             log_fusion(self._table.pool.log, carrier.key, choice, len(all_steps))
-        self._leave(taken[choice.size - 1 :])
-        if choice.size == 1:
-            raise UnfusableError(choice.why)
-        if choice.size < min(len(all_steps), entry.most):
-            entry.most = choice.size  # more of them would gain less, those that come later as well
-        return taken[: choice.size - 1]
+        return choice
 
     def _take_for(self, kind: Hashable, entry: Entry, device: Device, chooser: Chooser) -> list[Entry]:
         """Those of a job's family that are like it; none is compared with it, which is dear, where they are too few anyway."""

@@ -2,6 +2,8 @@
 
 import pytest
 
+from hydra_tune.fusion import chooser
+from hydra_tune.pool import fusion_carriers
 from hydra_tune.pool.job import OVER, Reported
 from tests.support.losable import losable
 from tests.support.shortage import Shortage
@@ -68,3 +70,36 @@ def test_members_of_a_group_whose_device_is_lost_begin_again(sizes, monkeypatch,
             raise result.error
         assert result.retries == 1
         assert_as_plain(result, one)
+
+
+def test_a_group_that_cannot_be_made_fails_all_whom_it_was_made_for(monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("no group today")
+
+    with running(fusion="on", fusion_size=3) as pool:
+        monkeypatch.setattr(fusion_carriers, "GroupTrial", broken)
+        jobs = [pool.submit(task(seed)) for seed in range(3)]
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+        monkeypatch.undo()
+        assert [result.status for result in results] == ["failed"] * 3
+        assert {str(result.error) for result in results} == {"no group today"}
+        assert_as_plain(pool.submit(task(7)).result(PATIENCE_SECONDS), task(7))
+
+
+def test_trials_whose_timing_breaks_are_left_to_themselves(monkeypatch):
+    """What is raised fails the one that looked; those that it had taken run."""
+    asked = []
+
+    def choose(*_):
+        asked.append(1)
+        raise RuntimeError("the log is full")
+
+    monkeypatch.setattr(chooser, "_LEAST_STEPS", 0)
+    with running(fusion="auto", max_concurrent=1) as pool:
+        monkeypatch.setattr(chooser.Chooser, "choose", choose)
+        jobs = [pool.submit(task(seed)) for seed in range(3)]
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    assert 1 <= len(asked) <= 2  # the last has nobody left to look for
+    statuses = [result.status for result in results]
+    assert statuses.count("failed") == len(asked)
+    assert statuses.count("completed") == 3 - len(asked)
