@@ -5,6 +5,7 @@ import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hydra_tune.devices.device import Device
@@ -46,6 +47,7 @@ class UntracedPlans(GroupPlans):
         count: int,
         *,
         may_compile: bool = True,
+        place: torch.device | None = None,
     ) -> None:
         """Not done."""
 

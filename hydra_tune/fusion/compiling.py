@@ -34,7 +34,7 @@ def compiled_trace(trace: Traced, backend: str, operands: Operands, written: Seq
     made = compiled(trace.pure, backend, written)
     start = time.perf_counter()
     try:
-        error = _difference(trace.pure(*_filled(trace, operands, count)), made(*_filled(trace, operands, count)))
+        error = difference(trace.pure(*_filled(trace, operands, count)), made(*_filled(trace, operands, count)))
     except Exception as raised:  # noqa: BLE001 - compilers fail in many ways, and the step can do without
         error = f"the compiler fails: {describe(raised)}"
     if error:
@@ -57,7 +57,7 @@ def _filled(trace: Traced, operands: Operands, count: int) -> list[Tensor]:
     return found
 
 
-def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
+def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
     """What is wrong with what a compiler's code gives; nothing, if nothing is."""
     for one, other in zip(expected, found, strict=True):
         largest = one.abs().max().item() if one.numel() else 0.0

@@ -2,15 +2,18 @@
 
 from collections.abc import Generator, Hashable, Sequence
 
+from hydra_tune.devices.cuda_graphs import CudaRecorder
 from hydra_tune.devices.device import Device
 from hydra_tune.fusion.attendance import Attendance
 from hydra_tune.fusion.buckets import Buckets
+from hydra_tune.fusion.captures import Captures
 from hydra_tune.fusion.computing import Computing, are_padded
 from hydra_tune.fusion.kinds import Kinds, wanted_of
 from hydra_tune.fusion.likeness import Likeness
 from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.places import Places
+from hydra_tune.fusion.plan import is_traced
 from hydra_tune.fusion.plans import GroupPlans
 from hydra_tune.fusion.rounds import may_go_round
 from hydra_tune.fusion.seat import Desk, Seat
@@ -43,6 +46,10 @@ class GroupTrial(Trial):
 
     Attributes:
         buckets: says what was computed together.
+        captures: the recorded steps, where steps are recorded.
+        records: whether they are.
+        captures: the recorded steps, where steps are recorded.
+        records: whether they are.
         hands_back: whether members that are not over when the group is closed are wanted by somebody.
     """
 
@@ -70,6 +77,8 @@ class GroupTrial(Trial):
         self._places = Places(seats, device)
         self._attendance = Attendance(self._places, desk, self._resize)
         self._computing = Computing(self._places, device)
+        self.captures = Captures(CudaRecorder())
+        self.records = plans.records and device.torch_device.type == "cuda"
         self._units_done = 0  # of the present step
         for seat in seats:
             self._places.welcome(seat)
@@ -137,6 +146,7 @@ class GroupTrial(Trial):
                     self._places.hand_out(seat)
         except RuntimeError:  # of a device that is lost, or has no memory
             is_whole = False
+        self.captures.close()
         super().close(keep=False)
         self._places.state = None
         for seat in live:
@@ -184,6 +194,7 @@ class GroupTrial(Trial):
         size = self._sizes.wanted(len(self.seats), len(self._places.live), self._desk.waiting())
         if size == len(self.seats) or not self._desk.make_ready(size):
             return
+        self.captures.close()
         self._places.resize(size)
         self._sizes.changed()
         if self.state is not None:
@@ -196,8 +207,8 @@ class GroupTrial(Trial):
         Args:
             size: places.
         """
-        if self.state is not None and self._device.torch_device.type == "cpu":
-            self._kinds.make_ready(size, self.state.tensors)
+        if self.state is not None:
+            self._kinds.make_ready(size, self.state.tensors, self._device.torch_device)
 
     def _compute(
         self, bucket: Sequence[Seat], prepared: Prepared, likeness: Likeness, *, is_all: bool
@@ -206,7 +217,9 @@ class GroupTrial(Trial):
         first = wanted_of(bucket[0])  # none is larger
         like = first if are_padded(bucket) else None
         batches = self._computing.batches_of(bucket, like)
-        part = Part(plan=prepared.plan, times=self._times.of(prepared), leaves=batches.leaves())
+        records = self.records and first.mode == "train" and is_traced(prepared.plan)
+        plan = self.captures.of(prepared.plan) if records else prepared.plan
+        part = Part(plan=plan, times=self._times.of(prepared), leaves=batches.leaves())
         taking_part = {id(seat) for seat in bucket}
         self._places.streams.active = active = [id(seat) in taking_part for seat in self.seats]
         resting = frozenset(index for index, one in enumerate(active) if not one)
@@ -253,8 +266,7 @@ class GroupTrial(Trial):
             found = self._group_plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows, counted=counted)
             assert self.state is not None
             self.state.adopt_state(list(found.plan.used_state()), self._device)
-            if self._device.torch_device.type == "cpu":
-                self._kinds.trace(own, size, self.state.tensors, likeness, counted)
+            self._kinds.trace(own, size, self.state.tensors, self._device.torch_device, likeness, counted)
             if len(self._places.stacked) > _MAX_STACKED:
                 self._places.stacked.clear()
             self._places.stacked[own, is_padded] = found, likeness

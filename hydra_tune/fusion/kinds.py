@@ -181,22 +181,24 @@ class Kinds:
         """Those of members with one kind of batch that a plan serves."""
         return [seat for seat in seats if _serves(own, wanted_of(seat))]
 
-    def make_ready(self, size: int, state: Mapping[str, Tensor]) -> None:
+    def make_ready(self, size: int, state: Mapping[str, Tensor], place: torch.device) -> None:
         """Stack and trace all plans for a number of members; on any thread.
 
         Args:
             size: members.
             state: the group's parameters and buffers, of which only the geometry counts.
+            place: the device to trace for.
         """
         for known in list(self._known.values()):
             for own, _ in list(known):
-                self.trace(own, size, state)
+                self.trace(own, size, state, place)
 
     def trace(
         self,
         own: Prepared,
         size: int,
         state: Mapping[str, Tensor],
+        place: torch.device,
         likeness: Likeness | None = None,
         counted: Mapping[str, Counted] | None = None,
     ) -> Prepared:
@@ -215,6 +217,7 @@ class Kinds:
             tuple(_of_size(tensor, size, tensor.shape) for tensor in inputs),
             size,
             may_compile=counted is None,
+            place=place,
         )
         return stacked
 

@@ -46,6 +46,11 @@ class StackedComputing:
                 return dict(zip(shard.live_out, trace(*operands.all), strict=True))
         return compute.forward(shard, operands, needs_gradient)
 
+    def trace_on(self, shard: ShardGraph, operands: Operands) -> Traced | None:
+        """The trace of a shard's forward and backward for the device of its operands, if there is one."""
+        trace = self.traces.get(shard.first)
+        return None if trace is None or trace.place.type != operands.state[0].device.type else trace
+
     def taped_forward(
         self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]
     ) -> tuple[dict[str, Tensor], Tape]:
@@ -62,7 +67,7 @@ class StackedComputing:
         objective: Objective = loss_itself,
     ) -> Gradients:
         """As `compute.backward`; the objective is the sum of the members' losses."""
-        trace = self.traces.get(shard.first)
+        trace = self.trace_on(shard, operands)
         if trace is not None:
             return trace.run(operands)
         return compute.backward(shard, operands, needs_gradient=needs_gradient, incoming=incoming, objective=objective)
@@ -105,7 +110,12 @@ def is_traced(plan: Plan) -> bool:
 
 
 def trace_step(
-    plan: Plan, state: Sequence[Tensor], inputs: Sequence[Tensor], count: int, backend: str | None = None
+    plan: Plan,
+    state: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    count: int,
+    backend: str | None = None,
+    place: torch.device | None = None,
 ) -> bool:
     """Trace the step of a group's plan, or its evaluation, where one unit is the whole of it; returns whether it is traced now.
 
@@ -115,6 +125,7 @@ def trace_step(
         inputs: the stacked batch, all its tensors.
         count: members.
         backend: of `torch.compile`, which the step of training is compiled with; None: it is not.
+        place: as of `traced`; beside the CPU only steps of training are traced.
     """
     computing = plan.computing
     assert isinstance(computing, StackedComputing), "not a group's plan"
@@ -122,7 +133,8 @@ def trace_step(
         return False
     (shard,) = plan.shards
     graph = shard.graph
-    if plan.mode != "train" and (graph.stochastic or graph.written_state):
+    elsewhere = place is not None and place.type != "cpu"
+    if plan.mode != "train" and (graph.stochastic or graph.written_state or elsewhere):
         return False
     operands = Operands(
         state=state,
@@ -135,7 +147,7 @@ def trace_step(
         return True
     trained = [tensor.requires_grad for tensor in state]
     draws = graph.stochastic
-    trace = traced(graph.module, graph.state, operands, trained, plan.outputs[0], count, draws=draws)
+    trace = traced(graph.module, graph.state, operands, trained, plan.outputs[0], count, draws=draws, place=place)
     if trace is not None:
         if backend is not None:
             written = [graph.state.index(name) for name in graph.written_state]

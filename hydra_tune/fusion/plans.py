@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from hydra_tune.errors import UnfusableError
@@ -18,7 +19,9 @@ from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary, Prepared
 from hydra_tune.shard.request import Layout
 
-_LOGGER = logging.getLogger(__name__)
+_LOGGER = logging.getLogger("hydra_tune.fusion")
+CUDA_GRAPHS = "cudagraphs"
+"""For `backend`: steps are recorded as CUDA graphs by hydra-tune itself (`captures.py`)."""
 _MAX_KEPT = 64  # stacked plans of one kind of batch, and comparisons
 
 
@@ -27,11 +30,17 @@ class GroupPlans:
 
     Args:
         library: where the plans of single members come from.
-        backend: of `torch.compile`, which traced steps are compiled with; None: they are not.
+        backend: of `torch.compile`, which traced steps are compiled with; None: they are not; `CUDA_GRAPHS`: they are
+            recorded, on GPUs.
+
+    Attributes:
+        records: whether they are recorded.
     """
 
     def __init__(self, library: PlanLibrary, backend: str | None = None) -> None:
-        self._backend = backend
+        self.records = backend == CUDA_GRAPHS
+        self._backend = None if self.records else backend
+        self._told: set[str] = set()
         self._library = library
         self._lock = threading.Lock()
         self._alike: set[Hashable] = set()
@@ -174,8 +183,9 @@ class GroupPlans:
         count: int,
         *,
         may_compile: bool = True,
+        place: torch.device | None = None,
     ) -> None:
-        """Trace a group's plan, if that has not been done and can be; on CPU devices only, whose constants it bakes in.
+        """Trace a group's plan, if that has not been done and can be; on GPUs only where it is to be recorded.
 
         Args:
             prepared: the group's.
@@ -184,16 +194,33 @@ class GroupPlans:
             count: members.
             may_compile: whether it is compiled where steps are; not where members have batches of several sizes, whose
                 counts a compiler's code would be tried without.
+            place: the device to trace for; None: the CPU.
         """
         plan = prepared.plan
-        if len(plan.shards) > 1 or is_traced(plan):
+        is_on_gpu = place is not None and place.type != "cpu"
+        if is_on_gpu != self.records:
+            self._tell(is_on_gpu=is_on_gpu)
+        if len(plan.shards) > 1 or is_traced(plan) or (is_on_gpu and not self.records):
             return
         with GATE.exclusive():
             try:
                 own = [state[name] for name in plan.shards[0].graph.state]
-                trace_step(plan, own, inputs, count, self._backend if may_compile else None)
+                trace_step(plan, own, inputs, count, self._backend if may_compile else None, place)
             except Exception as error:  # noqa: BLE001 - what cannot be traced runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
+
+    def _tell(self, *, is_on_gpu: bool) -> None:
+        """Say once that what was asked for is for other devices."""
+        why = ""
+        if self.records:
+            why = (
+                f"fusion_compile={CUDA_GRAPHS!r} is for GPUs: on CPU devices the steps of groups run as they are traced"
+            )
+        elif is_on_gpu and self._backend is not None:
+            why = f"fusion_compile={self._backend!r} is for CPU devices: on GPUs the steps of groups run operator by operator"
+        if why and why not in self._told:
+            self._told.add(why)
+            _LOGGER.warning("%s", why)
 
 
 def _compared(first: Member, other: Member) -> list[Wanted]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hydra_tune.devices.device import Device, RandomGenerator
+from hydra_tune.fusion.captures import CapturedComputing
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.streams import GroupStreams
 from hydra_tune.shard.steps import Objective
@@ -116,6 +117,12 @@ class GroupBatch(_Masked, TrainingBatch):
     """A batch of each member. After its units have run, `losses` has their training losses."""
 
     losses: list[float]
+
+    def _backward(self, index: int, device: Device, completes: bool) -> None:
+        computing = self._plan.computing
+        if isinstance(computing, CapturedComputing):
+            computing.lease = self._store.lease
+        super()._backward(index, device, completes)
 
     def _take_loss(self, loss: Tensor) -> None:
         """A member whose loss is not finite does not take the step."""

@@ -20,6 +20,7 @@ from hydra_tune.fusion.drawing import GroupGenerator, Noise, draw_all, given, no
 from hydra_tune.fusion.flat import Layout, runs
 from hydra_tune.fusion.tidying import call_directly, overwrite, tidy, write_in_place
 from hydra_tune.shard.compute import Gradients, Operands
+from hydra_tune.shard.placing import placed
 
 _MAX_REMEMBERED = 64
 _Layouts = list[tuple[Layout, list[int]]]
@@ -38,6 +39,8 @@ class Traced:
         noise: what it draws.
         loss: the name of the losses.
         pure: the module before it was given room: it makes all gradients itself.
+        place: the device that it was traced for; it runs on all of that kind.
+        forward: runs the module.
         code: compiled code of that, which runs in the place of the module, if there is any.
     """
 
@@ -48,6 +51,8 @@ class Traced:
     noise: tuple[Noise, ...]
     loss: str
     pure: fx.GraphModule
+    place: torch.device
+    forward: Callable[..., Sequence[Tensor]]
     code: Callable[..., Sequence[Tensor]] | None = None
     _layouts: dict[tuple[int, ...], _Layouts] = field(default_factory=dict)
 
@@ -77,7 +82,7 @@ class Traced:
                 losses, *gradients = self.code(*operands.all, *noise)
             else:
                 written = self.written
-                losses, *gradients = self.module.forward(*operands.all, *noise, *[room[index] for index in written])
+                losses, *gradients = self.forward(*operands.all, *noise, *[room[index] for index in written])
             if is_laid_out and len(written) < len(room):
                 rest = [index for index in range(len(room)) if index not in written]
                 torch._foreach_copy_([room[index] for index in rest], [gradients[index] for index in rest])
@@ -136,6 +141,7 @@ def traced(
     count: int,
     *,
     draws: bool = True,
+    place: torch.device | None = None,
 ) -> Traced | None:
     """Trace a shard that makes nothing but the loss; None where it draws numbers that depend on values.
 
@@ -147,26 +153,27 @@ def traced(
         loss: what the shard's output is called.
         count: members.
         draws: whether it may draw random numbers.
+        place: the device to trace for, unless it is the operands': kernels, and what there is a choice of, are its own.
     """
     mode = FakeTensorMode()
-    fakes = [mode.from_tensor(tensor.detach()) for tensor in operands.all]
+    fakes = [_fake(mode, tensor.detach(), place) for tensor in operands.all]
     drawn: Sequence[Noise] | None = _drawn(run, fakes, mode) if draws else ()
     if drawn is None:
         return None
     with mode:
         noise = [n.room(count, fakes[0].device) for n in drawn]
-    places = [place for place, one in enumerate(trains) if one]
+    trained_at = [index for index, one in enumerate(trains) if one]
     reached: list[int] = []
 
     def joint(*tensors: Tensor) -> list[Tensor]:
         own = list(tensors[: len(fakes)])
-        for place in places:
-            own[place] = own[place].detach().requires_grad_()
+        for index in trained_at:
+            own[index] = own[index].detach().requires_grad_()
         with given(tensors[len(fakes) :]), torch.enable_grad():
             (losses,) = run(*own)
-            wanted = [own[place] for place in places]
+            wanted = [own[index] for index in trained_at]
             gradients = torch.autograd.grad(losses, wanted, torch.ones_like(losses), allow_unused=True)
-        reached[:] = [place for place, g in zip(places, gradients, strict=True) if g is not None]
+        reached[:] = [index for index, g in zip(trained_at, gradients, strict=True) if g is not None]
         return [losses, *(gradient for gradient in gradients if gradient is not None)]
 
     module = make_fx(joint, tracing_mode="fake")(*fakes, *noise)
@@ -178,7 +185,17 @@ def traced(
     with mode, torch.no_grad():  # once, so that what does not run is not taken for a trace
         module(*fakes, *noise, *[torch.empty_like(fakes[reached[index]]) for index in written])
     trained = tuple(names[place] for place in reached)
-    return Traced(module, trained, tuple(reached), written, tuple(drawn), loss, pure)
+    home = fakes[0].device
+    forward = placed(module, home=home)
+    return Traced(module, trained, tuple(reached), written, tuple(drawn), loss, pure, home, forward)
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> Tensor:
+    """A tensor like another one, without bytes."""
+    if place is None or place == tensor.device:
+        return mode.from_tensor(tensor)
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
 
 
 def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[Noise] | None:

@@ -1,7 +1,7 @@
 """`Lease`: what a unit holds of a device's memory while it runs."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -15,7 +15,7 @@ from hydra_tune.memory.states import State
 from hydra_tune.observe.turns import note
 
 if TYPE_CHECKING:
-    from hydra_tune.memory.pager import Pager
+    from hydra_tune.memory.pager import Held, Pager
 
 
 class Lease:
@@ -112,6 +112,15 @@ class Lease:
         note("grow", nbytes=nbytes)
         self._pager.make_room(nbytes, self._blocks, self._workspace_bytes)
         self._workspace_bytes += nbytes
+
+    @property
+    def place(self) -> str:
+        """The name of the device."""
+        return self._pager.device.name
+
+    def hold(self, nbytes: int, let_go: Callable[[], None]) -> "Held | None":
+        """Take room beyond the unit, as of `Pager.hold`."""
+        return self._pager.hold(nbytes, let_go)
 
     @contextmanager
     def spilling_activations(self) -> Iterator[None]:

@@ -58,6 +58,25 @@ _SHORT_LEASES = 64  # units for which a device that had to make room is taken to
 _LEFT_OF, _LEFT_IN = 7, 8  # what is held on of the bytes that a device had no room for
 
 
+class Held:
+    """Room on a device for what is kept there to go faster, and can be made again; it goes before any block is spilled.
+
+    Args:
+        pager: of the device.
+        nbytes: taken on its ledger.
+        let_go: called on the device's worker, between units or before one computes: what is kept there goes.
+    """
+
+    def __init__(self, pager: "Pager", nbytes: int, let_go: Callable[[], None]) -> None:
+        self.nbytes = nbytes
+        self.let_go = let_go
+        self._pager = pager
+
+    def release(self) -> None:
+        """It has gone; may be said more than once."""
+        self._pager.part_with_held(self)
+
+
 class Pager:
     """Loads to and spills from one device.
 
@@ -100,6 +119,7 @@ class Pager:
         self.owner: int | None = None
         self._reaches: dict[str, Reach] = {}  # by name: how blocks come from other devices
         self._resident: OrderedDict[int, Block] = OrderedDict()  # least recently used first
+        self._held: list[Held] = []
         self._lock = threading.Lock()
 
     @property
@@ -477,6 +497,8 @@ class Pager:
             )
         victims: Iterator[Block] = iter(())
         while not self.ledger.try_take(nbytes):
+            if self._let_go():
+                continue
             self.last_short = self.num_leases
             if self._spill_one(victims):
                 continue
@@ -489,8 +511,42 @@ class Pager:
                 # What is left here is being fetched by other devices' units at this moment.
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
+    def hold(self, nbytes: int, let_go: Callable[[], None]) -> Held | None:
+        """Take room, as far as nothing has to leave for it, for what can be let go of; None if there is none.
+
+        Args:
+            nbytes: to take.
+            let_go: as of `Held`.
+        """
+        if not self.ledger.try_take(nbytes):
+            return None
+        held = Held(self, nbytes, let_go)
+        with self._lock:
+            self._held.append(held)
+        return held
+
+    def part_with_held(self, held: Held) -> None:
+        """Its room is free again, if it was not before."""
+        with self._lock:
+            if held not in self._held:
+                return
+            self._held.remove(held)
+        self.ledger.give_back(held.nbytes)
+
+    def _let_go(self) -> bool:
+        """Have the first go of what is held; False if there is nothing."""
+        with self._lock:
+            held = next(iter(self._held), None)
+        if held is None:
+            return False
+        held.let_go()
+        held.release()
+        return True
+
     def relieve(self) -> None:
         """Have everything leave that is not pinned, what is on its way here included. On the worker's thread, between units."""
+        while self._let_go():
+            pass
         residents = self.victims()
         clean = [block for block in residents if not block.dirty]
         for block in (*clean, *residents):  # to write back may take host memory first

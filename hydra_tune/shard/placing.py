@@ -15,13 +15,16 @@ from torch import Tensor, fx
 
 
 def placed(
-    module: fx.GraphModule, make: Callable[[fx.GraphModule], Callable[..., Any]] = lambda module: module.forward
+    module: fx.GraphModule,
+    make: Callable[[fx.GraphModule], Callable[..., Any]] = lambda module: module.forward,
+    home: torch.device = torch.device("cpu"),  # noqa: B008 - a value
 ) -> Callable[..., Any]:
     """What runs a graph on the device of its operands.
 
     Args:
-        module: the graph, which may name the CPU.
+        module: the graph, which may name a device.
         make: makes what runs a graph; called once for each device that there are operands on.
+        home: the device that it names.
     """
     here = make(module)
     if not any(_names_a_device(body) for body in _bodies(module)):
@@ -31,7 +34,7 @@ def placed(
 
     def run(*arguments: Tensor) -> Any:
         place = arguments[0].device if arguments else None
-        if place is None or place.type == "cpu":
+        if place is None or place == home:
             return here(*arguments)
         with lock:
             if place not in others:
