@@ -40,6 +40,7 @@ from hydra_tune.shard.steps import Objective, loss_itself
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _STEADY_STEPS = 2  # for which the state has to have been where it is, before a step is recorded
 _MOST_RECORDINGS = 8  # of one kind of step, until it is given up
+_NO_ROOM = "its device has no room for what a graph keeps for itself"
 _MOST_KINDS = 4  # of steps that are kept recorded; each has memory of its own
 _RECORDING = threading.Lock()  # only one at a time in a process
 
@@ -205,7 +206,7 @@ class Captures:
         own_bytes = 2 * sum(tensor.nbytes for tensor in given)
         kept.held = lease.hold(room_bytes + own_bytes, kept.let_go)
         if kept.held is None:
-            kept.course.give_up("its device has no room for what a graph keeps for itself")
+            kept.course.give_up(_NO_ROOM)
             return kept.trace.run(operands, noise)
         written = [operands.state[shard.state.index(name)].detach() for name in shard.written_state]
         before = [tensor.clone() for tensor in written]
@@ -215,8 +216,11 @@ class Captures:
         try:
             with _RECORDING:
                 kept.recording = self._recorder.record(lambda: _flat(kept.trace, operands, kept.given))
-            if kept.recording.nbytes + own_bytes > kept.held.nbytes:
-                why = f"it keeps {kept.recording.nbytes} bytes for itself, and {room_bytes} were expected"
+            needed_bytes = kept.recording.nbytes + own_bytes
+            if needed_bytes > kept.held.nbytes:  # an allocator gives a graph's pool whole segments
+                kept.held.release()
+                kept.held = lease.hold(needed_bytes, kept.let_go)
+                why = "" if kept.held is not None else f"{_NO_ROOM}: {needed_bytes} bytes"
         except Exception as error:  # noqa: BLE001 - many things cannot be captured, and the step can do without
             why = f"it cannot be recorded: {describe(error)}"
         _put(written, before)

@@ -130,7 +130,7 @@ def test_state_that_moves_all_the_time_is_not_recorded():
     [
         ("fails", "it cannot be recorded: RuntimeError"),
         ("wrong", "its numbers are off by"),
-        ("large", "bytes for itself"),
+        ("large", "no room for what a graph keeps for itself"),
     ],
 )
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(spoil, why, caplog):
