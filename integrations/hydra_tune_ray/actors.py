@@ -17,7 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hydra_tune_ray.nodes import DeviceNode
 
 NAMESPACE = "hydra_tune"
-_WATCH_SECONDS = 5.0
+GONE_TIMES = 6
+"""How often in a row Ray has to say that there is no such actor: it also does when it cannot tell."""
+
+_WATCH_SECONDS = 2.0
 _ABREAST = 10_000  # calls under way at once; nearly all of them wait
 
 
@@ -56,14 +59,19 @@ class PoolActor:
 
     def _watch(self) -> None:
         """End with the directory, before the pool is open and does so itself: Ray starts pools again that nobody may want."""
+        num_missing = 0
         while self._pool is None or not self._pool.is_open:
             time.sleep(_WATCH_SECONDS)
             try:
                 find_actor(self._place.directory)
             except ValueError:
-                ray.kill(ray.get_runtime_context().current_actor)
+                num_missing += 1
+                if num_missing == GONE_TIMES:
+                    ray.kill(ray.get_runtime_context().current_actor)
             except RayError:  # it does not answer now
                 continue
+            else:
+                num_missing = 0
 
 
 def start_pool(place: Place) -> Any:

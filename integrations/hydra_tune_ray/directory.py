@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from hydra_tune_ray.actors import Place, find_actor, start_pool
+from hydra_tune_ray.actors import Place, start_pool
 from hydra_tune_ray.balance import Work, least_busy, moves
 from hydra_tune_ray.messages import Load, PoolFigures
 from hydra_tune_ray.nodes import DeviceNode, device_nodes
@@ -119,11 +119,9 @@ class Directory:
         self._pools[found].placed[key] = time.monotonic()
         return found
 
-    async def pulse(self, name: str, load: Load) -> Mapping[str, str]:
-        """A pool says what it has to do, and is told which of its trials are to go where."""
-        known = self._pools.get(name)
-        if known is None:
-            known = self._pools[name] = _Known(find_actor(name), load, 0.0)
+    async def pulse(self, name: str, load: Load, actor: Any) -> Mapping[str, str]:
+        """A pool says what it has to do, and who it is, and is told which of its trials are to go where."""
+        known = self._pools.setdefault(name, _Known(actor, load, 0.0))
         known.load, known.seen = load, time.monotonic()
         known.placed = {
             key: at for key, at in known.placed.items() if key not in load.trials and known.seen - at < _PLACED_SECONDS
@@ -212,7 +210,7 @@ class Directory:
         """Start a pool; returns what is wrong with it, or nothing."""
         actor = None
         try:
-            actor = start_pool(self._place(name, node))
+            actor = await asyncio.to_thread(start_pool, self._place(name, node))  # Ray may not answer now
             error = await self._opened(node, actor)
         except asyncio.CancelledError:
             if actor is not None:

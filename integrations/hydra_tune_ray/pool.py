@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
@@ -21,16 +21,18 @@ import ray
 from ray.exceptions import RayError
 
 from hydra_tune.errors import TaskError
-from hydra_tune_ray.actors import Place, find_actor
+from hydra_tune.pool.job import Job
+from hydra_tune_ray.actors import Place
 from hydra_tune_ray.errors import PoolError
 from hydra_tune_ray.held import Held, HeldTrials, told
 from hydra_tune_ray.messages import Begin, Files, Moved, Outcome, Over, PoolFigures, Report, Ticket, Waiting
+from hydra_tune_ray.telling import Telling
 from hydra_tune_ray.training import Training
 
 _LOGGER = logging.getLogger("hydra_tune.ray")
 _ANSWER_SECONDS = 10.0
 _PULSE_SECONDS = 0.5
-_LOST_SECONDS = 30.0
+_MOVED_SECONDS = 30.0
 _END_SECONDS = 30.0
 _FETCH_SECONDS = 240.0
 _THREADS = 64  # nearly all of them wait; a build that hangs keeps one
@@ -51,7 +53,7 @@ class NodePool:
         self._pulse: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self._num_moved = 0
-        self._directory: Any = None
+        self._telling = Telling(place.name, place.directory)
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "hydra-ray"))
 
     @property
@@ -232,8 +234,8 @@ class NodePool:
         files = held.request.files
         if isinstance(held.said, Report):
             try:
-                copying = asyncio.to_thread(self._training.read_saved, held.job)
-                files = ray.put(await asyncio.wait_for(copying, _FETCH_SECONDS))
+                copying = asyncio.to_thread(self._copied, held.job)
+                files = await asyncio.wait_for(copying, _FETCH_SECONDS)
             except Exception as error:  # noqa: BLE001 - whatever it is, the trial stays and goes on here
                 held.target = held.leaving = None
                 if self._trials.get(held.request.key) is held:  # else it was ended meanwhile
@@ -244,13 +246,17 @@ class NodePool:
         if self._trials.get(held.request.key) is not held:
             return Waiting()
         self._num_moved += 1
-        found = self._trials.leave(held, Moved(pool=held.target, files=files), _LOST_SECONDS)
+        found = self._trials.leave(held, Moved(pool=held.target, files=files), _MOVED_SECONDS)
         await self._end([held])
         return found
 
+    def _copied(self, job: Job) -> Any:
+        """The state of a job, in Ray's object store; blocks."""
+        assert self._training is not None
+        return ray.put(self._training.read_saved(job))
+
     async def _beat(self) -> None:
         """Tell the directory what there is to do, hear what is to leave, and end what nobody wants."""
-        heard = time.monotonic()
         while True:
             slept = time.monotonic()
             await asyncio.sleep(_PULSE_SECONDS)
@@ -262,32 +268,21 @@ class NodePool:
             if late:
                 self._in_background(self._end(late))
             try:
-                await self._tell_directory()
-                heard = time.monotonic()
-            except (RayError, ValueError, TimeoutError) as error:
-                if time.monotonic() - heard > _LOST_SECONDS or isinstance(error, ValueError):
-                    _LOGGER.warning("The pool %s ends: %s", self._place.name, error)
-                    await self.close()
-                    ray.kill(ray.get_runtime_context().current_actor)
+                moves = await self._telling.tell(self._trials.load(self._place.node))
+            except PoolError as error:
+                _LOGGER.warning("The pool %s ends: %s", self._place.name, error)
+                await self.close()
+                ray.kill(ray.get_runtime_context().current_actor)
+                return
+            for key, target in moves.items():
+                leaving = self._trials.get(key)
+                if leaving is not None:
+                    leaving.send_to(target)
 
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-
-    async def _tell_directory(self) -> None:
-        if self._directory is None:  # not in the event loop, for Ray may not answer
-            self._directory = await asyncio.to_thread(find_actor, self._place.directory)
-        call = self._directory.pulse.remote(self._place.name, self._trials.load(self._place.node))
-        try:
-            moves = await asyncio.wait_for(call, _ANSWER_SECONDS)
-        except (RayError, TimeoutError):
-            self._directory = None
-            raise
-        for key, target in cast("Mapping[str, str]", moves).items():
-            held = self._trials.get(key)
-            if held is not None:
-                held.send_to(target)
 
 
 async def _fetched(files: Any) -> Files | None:

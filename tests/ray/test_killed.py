@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -96,6 +97,42 @@ def test_the_lease_ends_the_work_of_a_process_that_has_vanished(trained, tmp_pat
     time.sleep(1)
     (second,) = pools_of(trained).figures()
     assert second.units_run == first.units_run
+
+
+class Stopping(tune.Callback):
+    """Stops a process once, at a third report, for longer than it takes to tell that it does not answer."""
+
+    def __init__(self, pid):
+        self.pid = pid
+        self.has_stopped = False
+
+    def on_trial_result(self, iteration, trials, trial, result, **info):
+        if result["training_iteration"] == 3 and not self.has_stopped:
+            self.has_stopped = True
+            os.kill(self.pid, signal.SIGSTOP)
+            time.sleep(45)
+            os.kill(self.pid, signal.SIGCONT)
+
+
+def directories():
+    """The ids of this Ray's processes with a directory."""
+    ours = psutil.Process().children(recursive=True)
+    return {process.pid for process in ours if (process.cmdline() or [""])[0].startswith("ray::Directory")}
+
+
+def test_a_directory_that_does_not_answer(ray_cluster, tmp_path):
+    """As on a machine that has no time for it: the pool goes on with all trials, and nothing is tried again."""
+    others = directories()
+    made = hydra_tune_ray.trainable(build, **DEVICES)
+    (own,) = directories() - others
+    (before,) = pools_of(made).figures()
+    stopping = Stopping(own)
+    last = tune.CheckpointConfig(checkpoint_at_end=True)
+    check(searched(made, tmp_path, space=SPACE, checkpoints=last, callbacks=[stopping]))
+    assert stopping.has_stopped
+    (after,) = empty_pools(made)
+    assert after.pid == before.pid
+    pools_of(made).close()
 
 
 def slowly(config):
