@@ -8,24 +8,25 @@ from torch import nn
 from hydra_tune import TrainTask
 
 
-def network(width):
-    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, 1))
+def network(width, dtype=torch.float32):
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, 1)).to(dtype)
 
 
-def batches(count=4):
+def batches(count=4, dtype=torch.float32):
     generator = torch.Generator().manual_seed(3)
-    inputs = torch.randn(8 * count, 6, generator=generator)
+    inputs = torch.randn(8 * count, 6, generator=generator).to(dtype)
     targets = inputs[:, :2].sum(1, keepdim=True)
     return [(inputs[at : at + 8], targets[at : at + 8]) for at in range(0, 8 * count, 8)]
 
 
 def build(config):
     """A small network; `epochs` reports."""
+    dtype = getattr(torch, config.get("dtype", "float32"))
     return TrainTask(
-        model=partial(network, config.get("width", 16)),
+        model=partial(network, config.get("width", 16), dtype),
         optimizer=partial(torch.optim.AdamW, lr=config["lr"]),
         loss=nn.functional.mse_loss,
-        train=partial(batches, config.get("batches", 4)),
+        train=partial(batches, config.get("batches", 4), dtype),
         epochs=config.get("epochs", 8),
         seed=config.get("seed", 0),
     )
