@@ -1,232 +1,290 @@
-"""μ-TWO's comparison at the scale of a CPU: fusing what fits, fusing everything in less memory, and planned pairs.
+"""μ-TWO's comparison (Figures 7 and 8): fusing what fits, fusing everything in less memory, and planned pairs.
 
-    python benchmarks/mutwo.py [cnn] [resnet] [transformer] [dlrm] [--trials 4 8] [--demand 2]
+    python benchmarks/mutwo.py [vit] [mobilenet] ... [--count 2 4 8] [--demand 2 6]
+    python benchmarks/mutwo.py --device cuda            # ViT and BERT of the paper's sizes, in less than 8 minutes
+    python benchmarks/mutwo.py --smallest               # the least memory that any plan of a pair needs
 
 For each model and number of trials a limit is set that full fusion with everything kept would need `demand` times.
-All members of the portfolio are planned for it, and those that fit are run, in turn, so that all find the machine as it
-is: `fits, one after another` is as HFTA, `full fusion` as Capuchin on HFTA. Milliseconds of a step of all trials, predicted
-and measured (median of 10 after 3), one intra-op thread and one thread that copies; speedups are over these two, and
-hours of 10,000 steps at this pace. Static tensors of sub-arrays that do not run stay in memory here, outside of the limit.
+All members of the portfolio are planned for it, and those that fit are run: `fits, one after another` is as HFTA, `full
+fusion` as Capuchin on HFTA. Milliseconds of a step of all trials, predicted and measured; pairs are measured at their pace,
+without the first forward and the last backward. Speedups are over these two; hours are of 10,000 steps.
+
+On a CPU the members take turns, so that all find the machine as it is, on one intra-op thread and one thread that copies. On a
+GPU, where their tensors would not fit together, only the chosen one and those two are run, one after the other, in memory that
+is theirs alone; what they allocate at most is printed beside what was planned. Static tensors of sub-arrays that do not run are
+not counted, and nothing is spilled between parts that run one after the other.
 """
 
 import argparse
+import gc
 import statistics
 import time
-from functools import partial
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
-from torch import nn
-from torch.nn import functional
+from mutwo_models import MODELS, SCALES, model
 
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.fusion.member import Member
 from hydra_tune.fusion.planner.memory import peak_of
+from hydra_tune.fusion.planner.of_task import TaskArrays
 from hydra_tune.fusion.planner.portfolio import MARGIN, Planner
 from hydra_tune.fusion.planner.profiled_run import made_up
 from hydra_tune.fusion.planner.profiler import Profiles
 from hydra_tune.fusion.planner.run import PlannedRun
-from hydra_tune.fusion.planner.schedule import undecided
-from hydra_tune.fusion.planner.step_graph import step_graph
-from hydra_tune.fusion.planner.updates import UpdateTracer
+from hydra_tune.fusion.planner.schedule import Segment, undecided
 from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.budget import Budget
-from hydra_tune.shard.compute import Operands
 from hydra_tune.shard.library import PlanLibrary
 
-CPU = torch.device("cpu")
-WARM, STEPS = 3, 10
-
-
-class CNN(nn.Module):
-    """Four convolutions with batch norm."""
-
-    def __init__(self):
-        super().__init__()
-        widths = [3, 16, 16, 32, 32]
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1, bias=False) for a, b in pairwise(widths))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(b) for b in widths[1:])
-        self.head = nn.Linear(32, 10)
-
-    def forward(self, x):
-        """Class scores."""
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = functional.relu(norm(conv(x)))
-        return self.head(x.mean((2, 3)))
-
-
-class Residual(nn.Module):
-    """Two convolutions with batch norm, and what came in."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
-
-    def forward(self, x):
-        """`(batch, width, height, width of the image)`, as it comes."""
-        y = functional.relu(self.norms[0](self.convs[0](x)))
-        return functional.relu(x + self.norms[1](self.convs[1](y)))
-
-
-class ResNet(nn.Module):
-    """Three residual blocks of width 16."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.blocks, self.head = nn.Sequential(*(Residual(16) for _ in range(3))), nn.Linear(16, 10)
-
-    def forward(self, x):
-        """Class scores."""
-        return self.head(self.blocks(functional.relu(self.norm(self.stem(x)))).mean((2, 3)))
-
-
-class Transformer(nn.Module):
-    """Three layers of width 64."""
-
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-        self.embedding, self.head = nn.Embedding(64, 64), nn.Linear(64, 10)
-        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-
-    def forward(self, ids):
-        """Class scores."""
-        return self.head(self.layers(self.embedding(ids)).mean(1))
-
-
-class DLRM(nn.Module):
-    """Six tables, two MLPs and the products between."""
-
-    def __init__(self):
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(100, 16) for _ in range(6))
-        self.bottom = nn.Sequential(nn.Linear(13, 128), nn.ReLU(), nn.Linear(128, 16), nn.ReLU())
-        self.top = nn.Sequential(nn.Linear(16 + 21, 128), nn.ReLU(), nn.Linear(128, 10))
-
-    def forward(self, x):
-        """Class scores."""
-        dense, ids = self.bottom(x), (x[:, :6].abs() * 30).long() % 100
-        rows = torch.stack([dense, *(table(ids[:, i]) for i, table in enumerate(self.tables))], 1)
-        crossed = (rows @ rows.transpose(1, 2)).flatten(1)
-        return self.top(torch.cat([dense, crossed[:, :21]], 1))
-
-
-FAMILIES = {
-    "cnn": (CNN, lambda: torch.randn(16, 3, 16, 16)),
-    "resnet": (ResNet, lambda: torch.randn(8, 3, 16, 16)),
-    "transformer": (Transformer, lambda: torch.randint(64, (8, 32))),
-    "dlrm": (DLRM, lambda: torch.randn(256, 13)),
-}
+HFTA, CAPUCHIN = "fits, one after another", "full fusion"
+ENDLESS = 1 << 60
+OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, lr=1e-3), "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9)}
+ON_GPU = ((4, 2.0, None), (6, 6.0, 2))  # trials, demand, the most trials in a sub-array: what there is time to plan
 
 
 class Family:
     """The sub-arrays of one model: graphs, profiles and arguments by size."""
 
-    def __init__(self, name):
-        build, draw = FAMILIES[name]
-        x = draw()
-        self._name, self._batch = name, (x, torch.randint(10, (len(x),)))
-        self._device = CpuDevice(0, 1 << 33)
-        self._library = PlanLibrary(Budget(budget_bytes=1 << 33, buffer_fraction=0.0, alignment=self._device.alignment))
-        arguments = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "loss": functional.cross_entropy}
-        self._task = partial(TrainTask, model=build, train=lambda: [self._batch], **arguments)
-        self._profiles, self.steps = Profiles(), {}
+    def __init__(self, name, scale, device, optimizer):
+        made = model(name, scale)
+        batch = made.draw()
+        self.name, self.device = name, device
+        host = CpuDevice(0, 1 << 40)
+        library = PlanLibrary(Budget(budget_bytes=1 << 40, buffer_fraction=0.0, alignment=host.alignment))
+        task = TrainTask(model=made.build, train=lambda: [batch], optimizer=OPTIMIZERS[optimizer], loss=made.loss)
+        member = Member(task, library, host)
+        wanted = member.peek()["train"]
+        prepared = GroupPlans(library).of_member(member, wanted)
+        self._arrays = TaskArrays(task, member.built(), prepared, wanted.leaves, library, Profiles(), device)
+        self.array = cache(self._arrays.array)
+        host.close()
 
-    def array(self, size):
-        """The profiled sub-array of so many trials."""
-        members = [Member(self._task(seed=seed), self._library, self._device) for seed in range(size)]
-        built = [member.built() for member in members]
-        plans, wanted = GroupPlans(self._library), members[0].peek()["train"]
-        plan = plans.stacked(plans.of_member(members[0], wanted), size).plan
-        (shard,) = plan.shards
-        named = dict(built[0][0].named_parameters())
-        own = named | dict(built[0][0].named_buffers())
-        state = {name: torch.stack([own[name].detach()] * size) for name in shard.graph.state}
-        operands = Operands(
-            state=list(state.values()),
-            constants=[plan.constants[name] for name in shard.graph.constants],
-            inputs=[torch.stack([wanted.leaves.tensors[i]] * size) for i in shard.graph.inputs],
-            live_in=(),
-        )
-        trains = [name in named for name in state]
-        tracer = UpdateTracer([optimizer for _, optimizer in built])
-        self.steps[size] = step_graph(
-            shard.graph.module, list(state), operands, trains, size, tracer, dict.fromkeys(named, 0)
-        )
-        return self._profiles.array(f"{self._name} x {size}", self.steps[size], CPU)
+    def needs(self, size):
+        """Bytes of so many trials in one sub-array with everything kept."""
+        return peak_of(undecided((self.array(size),), ENDLESS))[1].peak_bytes
 
-    def runner(self, part):
-        """Makes so many steps of a part; on numbers made up, for they decide nothing."""
-        steps = [self.steps[size] for size in part.sizes]
-        given = [{name: made_up(like, CPU) for name, like in step.geometry.items()} for step in steps]
-        groups = [GroupGenerator([torch.Generator() for _ in range(size)]) for size in part.sizes]
-        arguments = [lambda _number, own=own: own for own in given]
-        run = PlannedRun(
-            part.schedule, steps, CPU, arguments, lambda side, n: steps[side].noise[n].draw(groups[side], CPU)
-        )
-        return run, lambda count: run.run([count] * len(steps))
+    def planner(self, limit_bytes, max_size=None):
+        """Of a limit that its plans may use to the last byte."""
+        limit = int(limit_bytes / (1 - MARGIN)) + 1
+        is_duplex = self.device.type == "cuda"
+        return Planner(array=self.array, limit_bytes=limit, is_duplex=is_duplex, max_size=max_size)
+
+    def runner(self, part, arguments):
+        """Makes one step of a part; on numbers made up, for they decide nothing."""
+        steps = [self._arrays.step(size) for size in part.sizes]
+        groups = [GroupGenerator([torch.Generator(self.device) for _ in range(size)]) for size in part.sizes]
+        own = [arguments(side, size, step) for side, (size, step) in enumerate(zip(part.sizes, steps, strict=True))]
+        given = [lambda _number, found=found: found for found in own]
+
+        def draw(side, number):
+            return steps[side].noise[number].draw(groups[side], self.device)
+
+        run = PlannedRun(part.schedule, steps, self.device, given, draw)
+        if len(steps) > 1:
+            run.segment(Segment(None, 0))
+        return run, part.schedule.segments
 
 
-def milliseconds(family, members):
+class Runners:
+    """What members run; on a GPU parts that run one after the other have tensors in common."""
+
+    def __init__(self, family, members):
+        self._family, self._known = family, {}
+        self._parts = {one.name: [family.runner(part, self._arguments) for part in one.parts] for one in members}
+
+    def step(self, name):
+        """Milliseconds of a step of all trials."""
+        self._settle()
+        start = time.perf_counter()
+        for run, segments in self._parts[name]:
+            for segment in segments:
+                run.segment(segment)
+        self._settle()
+        return (time.perf_counter() - start) * 1e3
+
+    def close(self):
+        """Give back what they have."""
+        for parts in self._parts.values():
+            for run, _ in parts:
+                run.close()
+
+    def _settle(self):
+        if self._family.device.type == "cuda":
+            torch.cuda.synchronize(self._family.device)
+
+    def _arguments(self, side, size, step):
+        key = (side, size)
+        if self._family.device.type != "cuda" or key not in self._known:
+            self._known[key] = {name: made_up(like, self._family.device) for name, like in step.geometry.items()}
+        return self._known[key]
+
+
+@dataclass
+class Measured:
+    """Milliseconds of a step, and on a GPU the most bytes that were allocated."""
+
+    milliseconds: float
+    peak_bytes: int | None = None
+
+
+def in_turn(family, members, options):
     """What a step of each takes, by its name; they take turns."""
-    runs = {member.name: [family.runner(part) for part in member.parts] for member in members}
-    found = {name: [] for name in runs}
-    for number in range(WARM + STEPS):
-        for name, parts in runs.items():
-            start = time.perf_counter()
-            for _, steps in parts:
-                steps(1)
-            if number >= WARM:
-                found[name].append((time.perf_counter() - start) * 1e3)
-    for parts in runs.values():
-        for run, _ in parts:
-            run.close()
-    return {name: statistics.median(times) for name, times in found.items()}
+    runners = Runners(family, members)
+    found = {one.name: [] for one in members}
+    for number in range(options.warm_up + options.steps):
+        for name, times in found.items():
+            took = runners.step(name)
+            if number >= options.warm_up:
+                times.append(took)
+    runners.close()
+    return {name: Measured(statistics.median(times)) for name, times in found.items()}
 
 
-def compare(name, num_trials, demand):
-    family = Family(name)
-    whole = undecided((family.array(num_trials),), 1 << 60)
-    limit = int(peak_of(whole)[1].peak_bytes / demand)
-    planner = Planner(array=family.array, limit_bytes=int(limit / (1 - MARGIN)), is_duplex=False)
+def one_by_one(family, members, options):
+    """What a step of each takes, each with the GPU's memory to itself; no more than some seconds of warming up."""
+    found = {}
+    for one in members:
+        gc.collect()
+        before = torch.cuda.memory_allocated(family.device)
+        runners = Runners(family, [one])
+        start = time.perf_counter()
+        for number in range(options.warm_up):
+            runners.step(one.name)
+            if time.perf_counter() - start > options.warm_seconds:
+                print(f"{one.name}: {number + 1} steps of warming up, not {options.warm_up}", flush=True)
+                break
+        torch.cuda.reset_peak_memory_stats(family.device)
+        times = [runners.step(one.name) for _ in range(options.steps)]
+        peak = torch.cuda.max_memory_allocated(family.device) - before
+        found[one.name] = Measured(statistics.median(times), peak)
+        runners.close()
+        del runners
+    return found
+
+
+def compare(family, num_trials, demand, max_size, options):
+    limit = int(family.needs(num_trials) / demand)
     start = time.process_time()
-    portfolio = planner.portfolio(num_trials)
+    portfolio = family.planner(limit, max_size).portfolio(num_trials)
     seconds = time.process_time() - start
-    print(f"\n{name}, {num_trials} trials, {limit / 2**20:.2f} MiB; planned in {seconds:.1f} s of CPU time", flush=True)
+    print(
+        f"\n{family.name}, {num_trials} trials, demand {demand:g} x {format_bytes(limit)}; "
+        f"planned in {seconds:.1f} s of CPU time"
+    )
     print(portfolio.table(), flush=True)
-    members = [member for member in portfolio.members if member.fits]
-    measured = milliseconds(family, members)
-    print(f"{'':34} predicted  measured  ratio  over HFTA  over Capuchin  hours of 10,000")
-    for member in members:
-        took, chosen = measured[member.name], " (chosen)" if member is members[0] else ""
-        over = [measured.get(name, float("nan")) / took for name in ("fits, one after another", "full fusion")]
+    members = [one for one in portfolio.members if one.fits]
+    if not members:
+        print(f"no plan fits: the smallest needs {format_bytes(min(one.peak_bytes for one in portfolio.members))}")
+        return
+    held = max(sum(part.sizes) for one in members for part in one.parts)
+    kept = max((size for size in range(1, num_trials + 1) if family.needs(size) <= limit), default=0)
+    print(f"trials on the device at once: {kept} fused with everything kept, up to {held} in these plans")
+    if family.device.type == "cuda":
+        measured = one_by_one(
+            family, [one for one in members if one is members[0] or one.name in (HFTA, CAPUCHIN)], options
+        )
+    else:
+        measured = in_turn(family, members, options)
+    report(members, measured)
+
+
+def report(members, measured):
+    print(f"{'':34} predicted  measured  ratio  over HFTA  over Capuchin  hours of 10,000  allocated/planned")
+    for one in members:
+        if one.name not in measured:
+            continue
+        found, chosen = measured[one.name], " (chosen)" if one is members[0] else ""
+        over = [
+            f"{measured[name].milliseconds / found.milliseconds:.2f}" if name in measured else "-"
+            for name in (HFTA, CAPUCHIN)
+        ]
+        peak = "-" if found.peak_bytes is None else f"{found.peak_bytes / one.peak_bytes:.2f}"
+        predicted = one.seconds * 1e3
         print(
-            f"{member.name + chosen:34} {member.seconds * 1e3:9.2f} {took:9.2f} {member.seconds * 1e3 / took:6.2f} "
-            f"{over[0]:10.2f} {over[1]:14.2f} {took / 360:15.3f}",
+            f"{one.name + chosen:34} {predicted:9.2f} {found.milliseconds:9.2f} {predicted / found.milliseconds:6.2f} "
+            f"{over[0]:>10} {over[1]:>14} {found.milliseconds / 360:15.3f} {peak:>18}",
             flush=True,
         )
-    if members:
-        slower = measured[members[0].name] / min(measured.values())
-        print(f"the one chosen takes {slower:.2f} times what the fastest takes")
-    if "fits, one after another" not in measured:
+    fastest = min(found.milliseconds for found in measured.values())
+    print(f"the one chosen takes {measured[members[0].name].milliseconds / fastest:.2f} times what the fastest takes")
+    if HFTA not in measured:
         print("not even one trial at a time fits with everything kept")
 
 
-def main():
+def smallest(family):
+    """The least that any plan of two sub-arrays of one trial needs, and whether it is found when that is the limit."""
+    array = family.array(1)
+    whole = undecided((array, array), ENDLESS)
+    kept = peak_of(whole)[1].peak_bytes
+    least = min(one.peak_bytes for one in pairs_of_two(family, 1))
+    found = min(one.peak_bytes for one in pairs_of_two(family, least))
+    share = (least - whole.static_bytes) / (kept - whole.static_bytes)
+    met = "yes" if found <= least else f"no: {format_bytes(found)}"
+    row = (family.name, *map(format_bytes, (whole.static_bytes, kept, least)), f"{share:.0%}", met)
+    print(("{:10} " + "{:>11} " * 3 + "{:>24}  {}").format(*row), flush=True)
+
+
+def pairs_of_two(family, limit_bytes):
+    """Parts of two trials that are run in turn, planned for a limit."""
+    members = family.planner(limit_bytes).portfolio(2).members
+    return [part for one in members for part in one.parts if part.sizes == (1, 1)]
+
+
+def cases(options, *, on_gpu):
+    """Numbers of trials, demands, and how many a sub-array may have."""
+    if on_gpu and not options.count and not options.demand:
+        return ON_GPU
+    counts, demands = options.count or [2, 4, 8], options.demand or [2.0, 6.0]
+    return [(count, demand, options.max_size) for count in counts for demand in demands]
+
+
+def asked():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", default=list(FAMILIES), help="of " + ", ".join(FAMILIES))
-    parser.add_argument("--trials", nargs="*", type=int, default=[4], help="numbers of trials")
-    parser.add_argument("--demand", type=float, default=2.0, help="what all would need, over what there is")
-    options = parser.parse_args()
+    parser.add_argument("models", nargs="*", help="of " + ", ".join(MODELS) + "; all, on a GPU vit and bert")
+    parser.add_argument("--count", nargs="+", type=int, help="numbers of trials: 2 4 8; on a GPU 4 and 6")
+    parser.add_argument("--demand", nargs="+", type=float, help="what all need, over what there is: 2 6")
+    parser.add_argument("--max-size", type=int, help="the most trials in a sub-array")
+    parser.add_argument("--device", type=torch.device, default="cpu")
+    parser.add_argument("--scale", choices=SCALES, help="table on a GPU, else cpu")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="sgd on a GPU, whose plans take less time, else adamw")
+    parser.add_argument("--warm-up", type=int, help="steps that are not measured: 100 on a GPU, else 3")
+    parser.add_argument("--warm-seconds", type=float, default=8.0, help="on a GPU no more of them than this takes")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--minutes", type=float, default=6.0, help="on a GPU nothing is begun after these")
+    parser.add_argument("--smallest", action="store_true", help="only tell the smallest limits")
+    return parser.parse_args()
+
+
+def main():
+    options, begun = asked(), time.monotonic()
+    on_gpu = options.device.type == "cuda"
+    scale = options.scale or ("table" if on_gpu else "cpu")
+    optimizer = options.optimizer or ("sgd" if on_gpu else "adamw")
+    options.warm_up = options.warm_up if options.warm_up is not None else 100 if on_gpu else 3
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    for name in options.models:
-        for num_trials in options.trials:
-            compare(name, num_trials, options.demand)
+    on = torch.cuda.get_device_name(options.device) if on_gpu else "cpu"
+    print(f"device: {on}, torch {torch.__version__}, {scale}, {optimizer}", flush=True)
+    if options.smallest:
+        print("pair of one trial each: static, with everything kept, smallest, its share beside static, met")
+    names = ["vit", "bert"] if on_gpu else [name for name in MODELS if scale in MODELS[name]]
+    for name in options.models or names:
+        family = Family(name, scale, options.device, optimizer)
+        if options.smallest:
+            smallest(family)
+            continue
+        for num_trials, demand, max_size in cases(options, on_gpu=on_gpu):
+            if on_gpu and time.monotonic() - begun > options.minutes * 60:
+                print(
+                    f"\n{name}, {num_trials} trials, demand {demand:g}: not run, {options.minutes:g} minutes are over"
+                )
+            else:
+                compare(family, num_trials, demand, max_size, options)
 
 
 if __name__ == "__main__":

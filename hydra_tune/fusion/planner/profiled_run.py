@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.fusion.planner.arrays import FeatureMap
 from hydra_tune.fusion.planner.filling import filled, located
@@ -90,7 +91,11 @@ class ProfiledRun:
         self._calls = self._made(maps)
 
     def once(self, workspace: dict[str, int]) -> None:
-        """Run the graph node by node; note the most that each has needed."""
+        """Run the graph node by node; note the most that each has needed.
+
+        Raises:
+            UnfusableError: an operator's result lies in memory otherwise than its trace says.
+        """
         self._begin()
         sizes, makes = self._step.seen.sizes, self._step.seen.makes
         with torch.no_grad():
@@ -99,6 +104,7 @@ class ProfiledRun:
                 for storage in call.back:
                     self._back(storage)
                 self._values[call.place] = self._clock.timed(name, partial(self._call, call))
+                self._check_layout(call)
                 made = sum(sizes[storage] for storage in makes[name])
                 workspace[name] = max(workspace.get(name, 0), self._clock.peak_beyond(made))
                 for storage in call.away:
@@ -106,6 +112,19 @@ class ProfiledRun:
                 for place in call.ends:
                     self._values[place] = None
         self._values.clear()
+
+    def _check_layout(self, call: _Call) -> None:
+        """Refuse a value that lies otherwise than traced: what has come back from the host would be read wrong."""
+        place, value = self._step.seen.places.get(call.node.name), self._values[call.place]
+        if place is None or not isinstance(value, Tensor):
+            return
+        found = [stride for stride, size in zip(value.stride(), value.size(), strict=True) if size > 1]
+        traced = [stride for stride, size in zip(place.stride, place.size, strict=True) if size > 1]
+        if value.numel() and found != traced:
+            raise UnfusableError(
+                f"{call.node.target} gives strides {tuple(value.stride())} on {self._device}, and {place.stride} when it is "
+                "traced without bytes; it runs unplanned. An equivalent that is written out may be planned"
+            )
 
     def whole(self) -> float | None:
         """Run the graph, timing what is between copies alone; the host's seconds, None where they do not count."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.planner.profiler import CpuClock, Profiles, copied_at, measured
 from tests.support.tracker import StorageTracker
 from tests.unit.fusion.planner.made import sub_array
@@ -115,3 +116,12 @@ def test_maps_that_lie_longest_are_those_made_first():
     array = Profiles(lambda _: Ticks(list(itertools.repeat(1.0, 4)))).array("", sub_array("transformer").step, CPU)
     (first, *_, last) = array.maps.values()
     assert first.inactive_seconds > last.inactive_seconds
+
+
+def test_what_lies_otherwise_than_traced_is_refused(monkeypatch):
+    """Bytes that come back from the host are read by the traced strides."""
+    step = sub_array("cnn").step
+    name, place = next((name, one) for name, one in step.seen.places.items() if "relu" in name)
+    monkeypatch.setitem(step.seen.places, name, replace(place, stride=place.stride[::-1]))
+    with pytest.raises(UnfusableError, match=r"relu.* gives strides .* runs unplanned"):
+        measured(step, CPU, CpuClock())
