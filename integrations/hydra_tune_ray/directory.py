@@ -87,6 +87,7 @@ class Directory:
         Returns:
             What is wrong with one, or nothing.
         """
+        self._busy = time.monotonic()  # a program that has found these pools is about to use them
         await self._start_missing()
         errors = await asyncio.gather(*self._starting.values())
         self._watch_nodes()
