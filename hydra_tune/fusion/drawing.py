@@ -11,7 +11,7 @@ torch's plain kernels do, but not those that the fused kernels would draw.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -222,6 +222,7 @@ class _Noted:
     found: list[Noise]
     given: Iterator[Tensor] | None
     is_hoistable: bool = True
+    refused: list[str] = field(default_factory=list)
 
 
 _NOTED: ContextVar[_Noted | None] = ContextVar("noise of a traced run", default=None)
@@ -361,7 +362,9 @@ def _noted(
         return next(noted.given)
     like: Tensor = arguments[0]
     one = like[0] if is_stacked[0] else like
-    noted.is_hoistable = noted.is_hoistable and target in _HOISTABLE
+    if target not in _HOISTABLE:
+        noted.is_hoistable = False
+        noted.refused.append(str(target))
     lies = one.stride() if strides is None else strides
     noted.found.append(_noise(target, one.shape, lies, one.dtype, arguments[1:], is_dropout=is_dropout))
     return like if is_stacked[0] else like.expand(count, *like.shape).clone()

@@ -69,6 +69,7 @@ class Plan:
         operators: the graph's operators in order; equal ones make the same cuts possible for another batch size.
         eager: whether the one shard runs the user's own code instead of a graph.
         computing: runs its shards.
+        why_eager: why there is no graph of it, in a line; "" where there is.
     """
 
     mode: str
@@ -82,6 +83,7 @@ class Plan:
     operators: tuple[str, ...] = ()
     eager: bool = False
     computing: Computing = compute
+    why_eager: str = ""
 
     @property
     def cuts(self) -> tuple[int, ...]:

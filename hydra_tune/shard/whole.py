@@ -112,6 +112,7 @@ def whole_plan(
         first_use={},
         last_use={},
         eager=True,
+        why_eager=next(iter(str(reason).splitlines()), ""),
     )
 
 

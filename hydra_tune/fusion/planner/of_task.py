@@ -37,7 +37,10 @@ def check_plannable(task: TrainTask, prepared: Prepared) -> None:
     check_task(task)
     plan = prepared.plan
     if plan.eager:
-        raise UnfusableError("its model runs whole: there is no graph of it that could be planned; it runs unplanned")
+        why = f" ({plan.why_eager})" if plan.why_eager else ""
+        raise UnfusableError(
+            f"its model runs whole{why}: there is no graph of it that could be planned; it runs unplanned"
+        )
     check_updates(prepared)
     if len(plan.shards) > 1:
         raise UnfusableError(

@@ -84,6 +84,11 @@ class Member:
         return max(part.peak_bytes for part in self.parts)
 
     @property
+    def static_bytes(self) -> int:
+        """Of parameters, buffers, optimizer state and batches of the part that needs most memory."""
+        return max(self.parts, key=lambda part: part.peak_bytes).schedule.static_bytes
+
+    @property
     def fits(self) -> bool:
         """Whether it is within the limit."""
         return self.peak_bytes <= self.limit_bytes
@@ -111,7 +116,8 @@ class Portfolio:
         least = min(self.members, key=lambda member: member.peak_bytes)
         raise BudgetError(
             f"no plan of {sum(sum(part.sizes) for part in least.parts)} fused trials needs less than "
-            f"{format_bytes(least.peak_bytes)} at once ({least.name}), and the limit is "
+            f"{format_bytes(least.peak_bytes)} at once ({least.name}), of which {format_bytes(least.static_bytes)} are "
+            f"static tensors, which no plan moves, and the limit is "
             f"{format_bytes(least.limit_bytes)}; give the device {format_bytes(least.peak_bytes)} or more, or fuse fewer",
             enough_bytes=least.peak_bytes,
         )

@@ -93,8 +93,11 @@ class ProfiledRun:
     def once(self, workspace: dict[str, int]) -> None:
         """Run the graph node by node; note the most that each has needed.
 
+        Args:
+            workspace: bytes by node, taken up where a node needs more.
+
         Raises:
-            UnfusableError: an operator's result lies in memory otherwise than its trace says.
+            UnfusableError: an operator fails on numbers made up, or its result lies in memory otherwise than its trace says.
         """
         self._begin()
         sizes, makes = self._step.seen.sizes, self._step.seen.makes
@@ -164,7 +167,16 @@ class ProfiledRun:
             self._values[place] = value
 
     def _call(self, call: _Call) -> Any:
-        return call.run(*filled(call.args, self._values), **filled(call.kwargs, self._values))  # as an interpreter does
+        """As an interpreter does it; the handler costs no time where nothing is raised."""
+        try:
+            return call.run(*filled(call.args, self._values), **filled(call.kwargs, self._values))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise UnfusableError(
+                f"its operator {call.node.target} fails on the numbers that profiles are made with "
+                f"({type(error).__name__}: {error}); it runs unplanned"
+            ) from error
 
     def _made(self, maps: Mapping[str, FeatureMap]) -> list[_Call]:
         step, forward = self._step, self._step.num_forward

@@ -7,15 +7,17 @@ puts the halves of two together.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.drawing import Noise
+from hydra_tune.fusion.drawing import Noise, noting
 from hydra_tune.fusion.planner.nodes import draw
 from hydra_tune.fusion.planner.storages import Seen, seen
 from hydra_tune.fusion.planner.updates import TracedUpdate, UpdateTracer
@@ -101,15 +103,63 @@ def step_graph(
         UnfusableError: the step has an operator that cannot be planned, or tensors on several devices; the message
             names it.
     """
-    devices = {tensor.device for tensor in operands.all}
-    if len(devices) > 1:
-        raise UnfusableError(f"its tensors are on several devices, {sorted(map(str, devices))}; it runs unplanned")
-    joint = traced(run, names, operands, trains, "loss", count)
+    _check_devices(names, operands)
+    try:
+        joint = traced(run, names, operands, trains, "loss", count)
+    except Exception as error:
+        calls = _Calls()
+        with suppress(Exception), calls:
+            traced(run, names, operands, trains, "loss", count)
+        raise UnfusableError(
+            f"its operator {calls.last} cannot be traced on tensors without bytes ({_told(error)}); it runs unplanned"
+        ) from error
     if joint is None:
         raise UnfusableError(
-            "it draws random numbers that depend on values, which no graph can draw ahead; it runs unplanned"
+            f"it draws random numbers that depend on values ({', '.join(_value_draws(run, operands))}), which no graph can "
+            "draw ahead; it runs unplanned"
         )
     return _Builder(joint, names, operands, tracer, groups).built()
+
+
+def _value_draws(run: Any, operands: Operands) -> list[str]:
+    """The operators whose random numbers depend on values."""
+    mode, calls = FakeTensorMode(), _Calls()
+    fakes = [mode.from_tensor(tensor.detach()) for tensor in operands.all]
+    with mode, torch.no_grad(), noting() as noted, calls:
+        run(*fakes)
+    return sorted(calls.random | set(noted.refused))
+
+
+def _told(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which operators are called, where something is wrong with one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.last = "(none)"
+        self.random: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.last = str(func)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random.add(self.last)
+        return func(*args, **(kwargs or {}))
+
+
+def _check_devices(names: Sequence[str], operands: Operands) -> None:
+    kinds = {"constant": operands.constants, "tensor of the batch": operands.inputs}
+    each = [*zip(names, operands.state, strict=True)]
+    each += [(f"{kind} {place}", one) for kind, tensors in kinds.items() for place, one in enumerate(tensors)]
+    found: dict[str, str] = {}
+    for name, tensor in each:
+        found.setdefault(str(tensor.device), name)
+    if len(found) > 1:
+        told_of = ", ".join(f"{name} on {device}" for device, name in sorted(found.items()))
+        raise UnfusableError(f"its tensors are on several devices ({told_of}), and a plan is of one; it runs unplanned")
 
 
 class _Builder:

@@ -93,6 +93,18 @@ class Attention(nn.Module):
         return self.head(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).mean(1))
 
 
+class Mixed(nn.Module):
+    """Of two dtypes, and so are its updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+        self.second, self.head = nn.Linear(16, 16).double(), nn.Linear(16, 4).double()
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.relu(self.norm(self.first(x))).double())))
+
+
 class DLRM(nn.Module):
     def __init__(self):
         super().__init__()
@@ -119,7 +131,10 @@ MODELS = {
     "transformer": (Transformer, lambda: (torch.randint(11, (6, 8)), torch.randint(4, (6,)))),
     "dlrm": (DLRM, lambda: (torch.randn(32, 6), torch.randint(4, (32,)))),
 }
-EXAMPLES = MODELS | {"attention": (Attention, lambda: (torch.randn(6, 5, 8), torch.randint(4, (6,))))}
+EXAMPLES = MODELS | {
+    "attention": (Attention, lambda: (torch.randn(6, 5, 8), torch.randint(4, (6,)))),
+    "mixed": (Mixed, lambda: (torch.randn(32, 8), torch.randint(4, (32,)))),
+}
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": partial(torch.optim.AdamW, lr=3e-3),

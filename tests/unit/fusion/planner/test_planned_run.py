@@ -107,6 +107,12 @@ def test_one_sub_array_alone_swaps_and_recomputes_too():
     assert_same_as_unplanned(schedule, ("transformer",), (STEPS,))
 
 
+def test_models_of_several_dtypes_are_planned():
+    schedule = limited(("mixed", "mixed"), 0.5)
+    assert any(one.swaps or one.recomputes for one in schedule.decisions)
+    assert_same_as_unplanned(schedule, ("mixed", "mixed"))
+
+
 def test_one_goes_on_alone_when_its_partner_has_ended():
     schedule = limited(("cnn", "cnn"), 0.6)
     assert_same_as_unplanned(schedule, ("cnn", "cnn"), (1, STEPS))
