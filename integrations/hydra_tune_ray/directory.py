@@ -76,6 +76,7 @@ class Directory:
         self._plan = plan
         self._pools: dict[str, _Known] = {}
         self._sent: dict[str, float] = {}
+        self._last: dict[str, float] = {}  # seconds that trials had left, when their pool last knew
         self._watching: asyncio.Task[None] | None = None
         self._busy = time.monotonic()
         self._starting: dict[str, asyncio.Task[str]] = {}
@@ -127,6 +128,10 @@ class Directory:
         known.placed = {
             key: at for key, at in known.placed.items() if key not in load.trials and known.seen - at < _PLACED_SECONDS
         }
+        for key, (target, _) in load.leaving.items():
+            if target in self._pools:  # on its way it is in neither pool
+                self._pools[target].placed[key] = known.seen
+        self._remember(load)
         if load.trials:
             self._busy = known.seen
         self._watch_nodes()
@@ -167,14 +172,22 @@ class Directory:
         for name, known in self._pools.items():
             if now - known.seen > _SEEN_SECONDS:
                 continue
-            trials = dict.fromkeys(known.placed, typical)
-            trials |= {key: typical if left is None else left for key, left in known.load.trials.items()}
+            trials = {key: self._last.get(key, typical) for key in [*known.placed, *known.load.trials]}
             found[name] = Work(num_devices=known.load.node.num_devices, trials=trials, started=set(known.load.started))
         for known in self._pools.values():
-            for key, (target, left) in known.load.leaving.items():
+            for key, (target, _) in known.load.leaving.items():
                 if target in found:
-                    found[target].trials.setdefault(key, typical if left is None else left)
+                    found[target].trials.setdefault(key, self._last.get(key, typical))
         return found
+
+    def _remember(self, load: Load) -> None:
+        """What its trials have left: a pool that they go to knows it only when it has built them."""
+        left = dict(load.trials) | {key: seconds for key, (_, seconds) in load.leaving.items()}
+        self._last |= {key: seconds for key, seconds in left.items() if seconds is not None}
+        here = set[str]()
+        for known in self._pools.values():
+            here |= known.load.trials.keys() | known.load.leaving.keys() | known.placed.keys()
+        self._last = {key: seconds for key, seconds in self._last.items() if key in here}
 
     def _typical(self) -> float:
         """Seconds of a trial that nobody knows yet: as much as the others, on the average."""
@@ -184,7 +197,9 @@ class Directory:
     def _leaving(self, name: str) -> dict[str, str]:
         now = time.monotonic()
         self._sent = {key: at for key, at in self._sent.items() if now - at < _REST_SECONDS}
-        if any(known.placed for known in self._pools.values()):
+        # Those that are to leave may wait long for a report, and hold up nobody.
+        waiting = {key for known in self._pools.values() for key in known.load.leaving}
+        if any(not known.placed.keys() <= waiting for known in self._pools.values()):
             return {}  # trials are on their way, and will change it
         load = self._pools[name].load
         found = {}

@@ -14,7 +14,7 @@ import hydra_tune_ray
 from hydra_tune_ray.pools import pools_of
 from tests.ray.searches import EACH, build, empty_pools, expected, same, searched, trained_by_itself
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ONE_DEVICE = {"devices": "cpu:1", "device_memory": "64MiB"}
 # Long and short trials, the long ones last: without moves one node would have them at the end.
 EPOCHS = [4, 4, 6, 6, 8, 8, 12, 12, 20, 20, 30, 30]
@@ -35,8 +35,8 @@ class Nodes:
     def add(self):
         self.others.append(self.cluster.add_node(**self.options()))
 
-    def kill_one(self):
-        self.cluster.remove_node(self.others.pop(), allow_graceful=False)
+    def remove_one(self, *, is_killed):
+        self.cluster.remove_node(self.others.pop(), allow_graceful=not is_killed)
 
 
 @pytest.fixture
@@ -107,17 +107,18 @@ def test_a_node_that_joins_takes_work(nodes, tmp_path):
     pools_of(trained).close()
 
 
-def test_a_node_that_is_killed_loses_nothing(nodes, tmp_path):
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_node_that_leaves_loses_nothing(nodes, tmp_path, is_killed):
     nodes.add()
     trained = hydra_tune_ray.trainable(build_numbered, **ONE_DEVICE)
     pools = pools_of(trained)
 
-    def kill():
+    def remove():
         while len(found := pools.figures()) < 2 or not all(pool.units_run > 1500 for pool in found):
             time.sleep(0.1)
-        nodes.kill_one()
+        nodes.remove_one(is_killed=is_killed)
 
-    thread = threading.Thread(target=kill)
+    thread = threading.Thread(target=remove)
     thread.start()
     results = run(trained, tmp_path, checkpoints=EACH, failures=4)
     thread.join()
