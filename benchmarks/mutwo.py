@@ -27,6 +27,7 @@ from mutwo_models import MODELS, SCALES, model
 
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.fusion.member import Member
 from hydra_tune.fusion.planner.memory import peak_of
@@ -260,6 +261,14 @@ def asked():
     return parser.parse_args()
 
 
+def told(name, action):
+    """Do something, or say why no plan is made of that model."""
+    try:
+        action()
+    except UnfusableError as error:
+        print(f"{name}: not planned: {error}", flush=True)
+
+
 def main():
     options, begun = asked(), time.monotonic()
     on_gpu = options.device.type == "cuda"
@@ -276,7 +285,7 @@ def main():
     for name in options.models or names:
         family = Family(name, scale, options.device, optimizer)
         if options.smallest:
-            smallest(family)
+            told(name, partial(smallest, family))
             continue
         for num_trials, demand, max_size in cases(options, on_gpu=on_gpu):
             if on_gpu and time.monotonic() - begun > options.minutes * 60:
@@ -284,7 +293,7 @@ def main():
                     f"\n{name}, {num_trials} trials, demand {demand:g}: not run, {options.minutes:g} minutes are over"
                 )
             else:
-                compare(family, num_trials, demand, max_size, options)
+                told(name, partial(compare, family, num_trials, demand, max_size, options))
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ class ResNet(nn.Module):
 
 
 class HardSwish(nn.Module):
-    """Written out: torch's own backward lies in memory otherwise than its trace says, and is refused."""
+    """Written out, as a product; on channels-last images its backward lies otherwise than traced, as torch's own does."""
 
     def forward(self, x):
         """As it comes."""
