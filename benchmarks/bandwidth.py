@@ -1,6 +1,6 @@
 """What is swapped and what is computed again, by the bandwidth of the link: a table for docs/planner.md.
 
-    python benchmarks/bandwidth.py [cnn] [resnet] [transformer] [dlrm] [--share 0.6]
+    python benchmarks/bandwidth.py [cnn] [resnet] [vit] [bert] ... [--share 0.6]
 
 Two sub-arrays of two trials each, in a share of what they need beside their static tensors with everything kept. No
 clock decides: an operator takes a microsecond, and a nanosecond for each byte that it reads or makes; the graphs are real.
@@ -8,7 +8,9 @@ clock decides: an operator takes a microsecond, and a nanosecond for each byte t
 
 import argparse
 
-from mutwo import FAMILIES, Family
+import torch
+from mutwo import Family
+from mutwo_models import MODELS
 
 from hydra_tune.fusion.planner.memory import peak_of
 from hydra_tune.fusion.planner.policy import planned
@@ -22,9 +24,7 @@ WIDTH = 30
 
 def counted(name):
     """A sub-array of two trials whose times are counted from bytes."""
-    family = Family(name)
-    family.array(2)
-    step = family.steps[2]
+    step = Family(name, "cpu", torch.device("cpu"), "adamw").step(2)
     sizes, reads, makes = step.seen.sizes, step.seen.reads, step.seen.makes
     seconds = {n.name: 1e-6 + 1e-9 * sum(map(sizes.__getitem__, (*reads[n.name], *makes[n.name]))) for n in step.ops}
     return array_of(name, step, Profile(seconds))
@@ -33,7 +33,12 @@ def counted(name):
 def main():
     """Plan for each bandwidth and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="all that are named; the CNN, if none is")
+    parser.add_argument(
+        "families",
+        nargs="*",
+        choices=[[], *(one for one in MODELS if "cpu" in MODELS[one])],
+        help="all that are named; the CNN, if none is",
+    )
     parser.add_argument("--share", type=float, default=0.6)
     given = parser.parse_args()
     for name in given.families or ["cnn"]:

@@ -62,7 +62,7 @@ class Family:
         wanted = member.peek()["train"]
         prepared = GroupPlans(library).of_member(member, wanted)
         self._arrays = TaskArrays(task, member.built(), prepared, wanted.leaves, library, Profiles(), device)
-        self.array = cache(self._arrays.array)
+        self.array, self.step = cache(self._arrays.array), self._arrays.step
         host.close()
 
     def needs(self, size):
