@@ -103,6 +103,9 @@ class HydraExecutor:
         fusion_size: the most trials that are computed together.
         fusion_compile: name of a `torch.compile` backend, such as "inductor", that the steps of groups are compiled with, once
             for each size of a group and kind of batch; it takes from seconds to a minute each. None: they are not.
+        fusion_planner: "auto" has trials of which fewer fit a device than could be a group be computed together all the same,
+            with activations swapped to the host or computed again as planned, where that is predicted to be faster than smaller
+            groups; "on" wherever it can be planned; "off" never. See docs/planner.md.
         plans_only: only `plan` and `profile` are asked for. Devices that are not there, or not as large as `device_memory`, are
             then stood for by as many CPU devices of that memory, which take none of it.
 
@@ -136,6 +139,7 @@ class HydraExecutor:
         fusion: Literal["off", "on", "auto"] = "off",
         fusion_size: int = 16,
         fusion_compile: str | None = None,
+        fusion_planner: Literal["off", "on", "auto"] = "auto",
     ) -> None:
         if is_worker_starting():
             raise ConfigError(
@@ -166,6 +170,7 @@ class HydraExecutor:
             fusion=fusion,
             fusion_size=fusion_size,
             fusion_compile=fusion_compile,
+            fusion_planner=fusion_planner,
         )
         self._stop_seconds = parse_seconds(stop_seconds, what="stop_seconds")
         self._signals = ExitStack()

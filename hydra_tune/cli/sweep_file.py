@@ -35,7 +35,12 @@ _ENGINE = (
     "loader_timeout",
     "max_retries",
 )
-_RENAMED = {"fuse": "fusion", "fuse_size": "fusion_size", "fuse_compile": "fusion_compile"}
+_RENAMED = {
+    "fuse": "fusion",
+    "fuse_size": "fusion_size",
+    "fuse_compile": "fusion_compile",
+    "fuse_planner": "fusion_planner",
+}
 """Keys of the block whose arguments of `HydraExecutor` have other names."""
 
 

@@ -210,6 +210,7 @@ class Hydra(Block):
     fuse: Fuse | None = None
     fuse_size: Annotated[int, Field(ge=2)] | None = None
     fuse_compile: Annotated[str, Field(min_length=1)] | None = None
+    fuse_planner: Literal["off", "on", "auto"] | None = None
     loader_warning: Seconds | None = None
     loader_timeout: Seconds | None = None
     max_retries: Annotated[int, Field(ge=0)] | None = None

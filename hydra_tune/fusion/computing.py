@@ -9,6 +9,7 @@ from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.kinds import wanted_of
 from hydra_tune.fusion.member import Wanted
 from hydra_tune.fusion.places import Places
+from hydra_tune.fusion.planned_round import PlannedRound, PlannedSteps
 from hydra_tune.fusion.rounds import Round, Rules
 from hydra_tune.fusion.seat import Seat
 from hydra_tune.fusion.steps import GroupEvaluation, GroupStep
@@ -49,8 +50,11 @@ class Computing:
         batches: StackedBatches,
         resting: Collection[int],
         like: Wanted | None,
+        planned: PlannedSteps | None = None,
+        *,
+        is_all: bool = True,
     ) -> Generator[PendingUnit, None, int]:
-        """A unit of several steps, in which the members go on; returns how many."""
+        """A unit of several steps, planned or not, in which the members go on if these are all; returns how many."""
         state = self._places.state
         assert state is not None
         alike = [wanted_of(bucket[0])] if like is None else [wanted_of(seat) for seat in bucket]
@@ -64,7 +68,7 @@ class Computing:
         )
 
         def next_batches() -> StackedBatches | None:
-            if any(seat.stop is not None or seat.is_paused for seat in bucket):
+            if not is_all or any(seat.stop is not None or seat.is_paused for seat in bucket):
                 return None
             for seat in bucket:
                 go_on(seat)
@@ -81,7 +85,8 @@ class Computing:
             else:
                 self._take_values(made, resting)
 
-        self.round = going = Round(rules, batches, part.leaves, settle, next_batches)
+        given = rules, batches, part.leaves, settle, next_batches
+        self.round = going = Round(*given) if planned is None else PlannedRound(*given, planned)
         try:
             yield going.unit()
         finally:

@@ -14,6 +14,8 @@ from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.places import Places
 from hydra_tune.fusion.plan import is_traced
+from hydra_tune.fusion.planned import StepPlanner
+from hydra_tune.fusion.planned_round import PlannedGroup
 from hydra_tune.fusion.plans import GroupPlans
 from hydra_tune.fusion.rounds import may_go_round
 from hydra_tune.fusion.seat import Desk, Seat
@@ -43,6 +45,7 @@ class GroupTrial(Trial):
         desk: asked and told about the places, on the thread that has the group go on.
         host, tenant, times: as of `Trial`.
         most: places that there may be; None: as many as there are now.
+        planner: plans steps that devices have no room for; None: nobody does.
 
     Attributes:
         buckets: says what was computed together.
@@ -66,6 +69,7 @@ class GroupTrial(Trial):
         tenant: Tenant | None = None,
         times: SharedTimes | None = None,
         most: int | None = None,
+        planner: StepPlanner | None = None,
     ) -> None:
         super().__init__(seats[0].member.task, library, device, None, host, tenant, times)
         self.buckets = Buckets()
@@ -79,6 +83,8 @@ class GroupTrial(Trial):
         self._computing = Computing(self._places, device)
         self.captures = Captures(CudaRecorder())
         self.records = plans.records and device.torch_device.type == "cuda"
+        is_planned = planner is not None and device.torch_device.type == "cpu"
+        self._planned = PlannedGroup(planner, device) if planner is not None and is_planned else None
         self._units_done = 0  # of the present step
         for seat in seats:
             self._places.welcome(seat)
@@ -121,6 +127,16 @@ class GroupTrial(Trial):
         """Not known: which members go on to their ends is not."""
         return None
 
+    @property
+    def host_bytes(self) -> int:
+        """As of `Trial`, with the copies of what is swapped."""
+        return super().host_bytes + (0 if self._planned is None else self._planned.host_bytes)
+
+    @property
+    def fixed_host_bytes(self) -> int:
+        """As of `Trial`; these copies never go to disk."""
+        return super().fixed_host_bytes + (0 if self._planned is None else self._planned.host_bytes)
+
     def finished(self, unit: PendingUnit, seconds: float) -> None:
         """A unit took so long; of which each member that took part has a share."""
         super().finished(unit, seconds)
@@ -148,6 +164,8 @@ class GroupTrial(Trial):
             is_whole = False
         self.captures.close()
         super().close(keep=False)
+        if self._planned is not None:
+            self._planned.clear()
         self._places.state = None
         for seat in live:
             seat.member.fetch, seat.is_handed_back = None, is_whole
@@ -196,6 +214,8 @@ class GroupTrial(Trial):
             return
         self.captures.close()
         self._places.resize(size)
+        if self._planned is not None:
+            self._planned.clear()
         self._sizes.changed()
         if self.state is not None:
             assert self._kinds.first is not None
@@ -209,6 +229,11 @@ class GroupTrial(Trial):
         """
         if self.state is not None:
             self._kinds.make_ready(size, self.state.tensors, self._device.torch_device)
+        if self._planned is not None and self._kinds.first is not None:
+            seats = self._places.live or self.seats
+            built = [seats[min(index, len(seats) - 1)].member.built() for index in range(size)]
+            for prepared, inputs in self._kinds.stacked(size):
+                self._planned.make_ready(prepared, built, inputs)
 
     def _compute(
         self, bucket: Sequence[Seat], prepared: Prepared, likeness: Likeness, *, is_all: bool
@@ -236,8 +261,12 @@ class GroupTrial(Trial):
             self._train_times = part.times
         else:
             self._evaluation_times = part.times
-        if is_all and self._goes_round(prepared):
-            return (yield from self._computing.go_round(bucket, part, batches, resting, like))
+        planned = None
+        if self._planned is not None:
+            is_clipped = self._places.gradients.has_two_phases
+            planned = self._planned.steps(prepared, state, part.leaves.tensors, is_clipped=is_clipped)
+        if planned is not None or (is_all and self._goes_round(prepared)):
+            return (yield from self._computing.go_round(bucket, part, batches, resting, like, planned, is_all=is_all))
         if first.mode == "train":
             yield from self._computing.step(part, state, resting)
         else:

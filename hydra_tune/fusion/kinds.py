@@ -1,7 +1,7 @@
 """The plans of a group, by the kinds of batches that its members want."""
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -192,6 +192,12 @@ class Kinds:
         for known in list(self._known.values()):
             for own, _ in list(known):
                 self.trace(own, size, state, place)
+
+    def stacked(self, size: int) -> Iterator[tuple[Prepared, Sequence[Tensor]]]:
+        """All plans for a number of members, and the batch of one of them; only the geometry of its tensors counts."""
+        for known in list(self._known.values()):
+            for own, inputs in list(known):
+                yield self._plans.stacked(own, size), inputs
 
     def trace(
         self,

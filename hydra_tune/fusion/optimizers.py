@@ -8,7 +8,7 @@ optimizers are given their own parts of parameters and gradients, and whatever t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,33 @@ class OptimizerAtOnce(StackedOptimizer):
         for run, state in zip(known, found, strict=True):
             assert state is not None, "state lies as the parameters do"
             self._step(run, state)
+
+    @property
+    def members(self) -> Sequence[Optimizer]:
+        """The members' own optimizers."""
+        return self._members
+
+    @property
+    def rates(self) -> Sequence[Rates]:
+        """The members' options, of each parameter group."""
+        return self._rates
+
+    def note_step(self, parameters: Iterable[Tensor]) -> None:
+        """A step of the members that are active has been made elsewhere, by the same arithmetic.
+
+        Args:
+            parameters: those that were stepped, whose state has all of its tensors.
+        """
+        for member in self._members:
+            member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - as in `step`
+        wanted = {id(p) for p in parameters}
+        for number, group in enumerate(self.param_groups):
+            for state in (self.state[p] for p in group["params"] if id(p) in wanted):
+                if "momentum_buffer" in state and not self._counts:
+                    before = state.get("begun", [False] * len(self.active))
+                    own = zip(before, self._rates[number]("momentum"), self.active, strict=True)
+                    state["begun"] = [begun or (bool(m) and active) for begun, m, active in own]
+                state["steps"] = [step + active for step, active in zip(state["steps"], self.active, strict=True)]
 
     # As torch marks a step that looks for hooks and profilers: there are none, for `is_stackable` has looked for them.
     step.hooked = True  # type: ignore[attr-defined]

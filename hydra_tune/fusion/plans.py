@@ -252,19 +252,20 @@ def check_updates(prepared: Prepared) -> None:
         raise UnfusableError("its updates are made on the host (optimizer_placement), and a group's on the device")
 
 
-def room_for(prepared: Prepared, budget_bytes: int, most: int) -> int:
+def room_for(prepared: Prepared, budget_bytes: int, most: int, least: int = 2) -> int:
     """How many members a device has room for, up to a number.
 
     Args:
         prepared: the plan of one.
         budget_bytes: memory of each.
         most: members of a group.
+        least: for how many there must be room.
 
     Raises:
-        UnfusableError: not even for two.
+        UnfusableError: there is not.
     """
     room = min(most, budget_bytes // prepared.plan.peak_bytes)
-    if room < 2:  # noqa: PLR2004 - a group
+    if room < least:
         raise UnfusableError("a device has no room for two of its kind at once")
     return room
 

@@ -47,6 +47,11 @@ class Rates:
         own = [_steady(group) for group in groups]
         self._alike = {n: v for n, v in own[0].items() if all(n in o and o[n] == v for o in own)}
 
+    @property
+    def key(self) -> Hashable:
+        """What all members have begun with alike, and no scheduler moves."""
+        return tuple(sorted(self._alike.items()))
+
     def admits(self, group: Mapping[str, Any]) -> bool:
         """Whether a member with these options leaves alike what is alike."""
         own = _steady(group)

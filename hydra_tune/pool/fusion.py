@@ -35,14 +35,22 @@ class Fusion:
         most: members of a group.
         chooser: says whether trials gain by it; None: all are fused that can be.
         backend: of `torch.compile`, which steps of groups are compiled with, if any.
+        plans_steps: whether groups that a device has no room for run planned steps: "auto" where that is to be faster
+            than smaller groups, "on" where it can be, or "off".
     """
 
     def __init__(
-        self, pool: Pool, library: PlanLibrary, most: int, chooser: Chooser | None = None, backend: str | None = None
+        self,
+        pool: Pool,
+        library: PlanLibrary,
+        most: int,
+        chooser: Chooser | None = None,
+        backend: str | None = None,
+        plans_steps: str = "off",
     ) -> None:
         self._pool = pool
         self._table = FusionTable(pool)
-        self._carriers = Carriers(self._table, library, most, chooser, backend)
+        self._carriers = Carriers(self._table, library, most, chooser, backend, plans_steps)
         self._numbers = 0
         pool.loaders.members = MemberLoaders(self._table, self._carriers)
         pool.at_close.append(self._table.close)

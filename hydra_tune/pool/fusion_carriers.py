@@ -21,6 +21,8 @@ from hydra_tune.errors import HydraTuneError, UnfusableError
 from hydra_tune.fusion.chooser import Chooser
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.planned import StepPlanner
+from hydra_tune.fusion.planned_sizes import PlannedSizes
 from hydra_tune.fusion.plans import GroupPlans
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import Tenant
@@ -56,18 +58,30 @@ class Carriers:
         most: members of a group.
         chooser: as of `Finder`.
         backend: of `torch.compile`, which steps of groups are compiled with, if any.
+        plans_steps: as `fusion_planner`.
 
     Attributes:
         ends: what becomes of them.
     """
 
     def __init__(
-        self, table: FusionTable, library: PlanLibrary, most: int, chooser: Chooser | None, backend: str | None
+        self,
+        table: FusionTable,
+        library: PlanLibrary,
+        most: int,
+        chooser: Chooser | None,
+        backend: str | None,
+        plans_steps: str,
     ) -> None:
         self._table = table
         self._library = library
         self._plans = GroupPlans(library, backend)
-        self._finder = Finder(table, self._plans, library, most, chooser)
+        self._planner: StepPlanner | None = None
+        sizes = None
+        if plans_steps != "off":
+            self._planner = StepPlanner(table.pool.budget_bytes, library.budget.alignment)
+            sizes = PlannedSizes(self._plans, self._planner, insists=plans_steps == "on")
+        self._finder = Finder(table, self._plans, library, most, chooser, sizes)
         self.ends = Ends(table, self)
 
     def carry(self, entry: Entry) -> None:
@@ -116,7 +130,7 @@ class Carriers:
                 entry.trial = self._finder.build(entry, device, helpers, host, tenant, times)
             wanted = None
             if not entry.most:
-                entry.most, wanted = self._finder.fusable(entry, entry.trial)
+                entry.most, wanted = self._finder.fusable(entry, entry.trial, device)
             is_absent = self._joins(entry)
             if not is_absent:
                 others = self._finder.others(entry, wanted, device)
@@ -174,7 +188,7 @@ class Carriers:
             group.entries = together
             seats = [one.sit() for one in together]
             group.trial = GroupTrial(
-                seats, self._plans, self._library, device, group, host, tenant, times, most=entry.most
+                seats, self._plans, self._library, device, group, host, tenant, times, entry.most, self._planner
             )
             group.trial.hands_back = True
             own = [one.carrier for one in others]

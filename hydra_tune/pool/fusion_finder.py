@@ -7,9 +7,11 @@ from typing import Any
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.choice import LEAST_GAIN
 from hydra_tune.fusion.chooser import Choice, Chooser, steps_of
 from hydra_tune.fusion.key import fusion_key
 from hydra_tune.fusion.member import Member, Wanted
+from hydra_tune.fusion.planned_sizes import PlannedSizes
 from hydra_tune.fusion.plans import GroupPlans, layout_of, room_for
 from hydra_tune.pool.fusion_entry import Entry
 from hydra_tune.pool.fusion_table import FusionTable
@@ -31,19 +33,27 @@ class Finder:
         library: the pool's.
         most: members of a group.
         chooser: says whether trials gain by it; None: all are fused that can be.
+        sizes: says how many more than fit are one group, with steps that are planned; None: none are.
 
     Attributes:
         last_submitted: when a job was submitted last, by the monotonic clock.
     """
 
     def __init__(
-        self, table: FusionTable, plans: GroupPlans, library: PlanLibrary, most: int, chooser: Chooser | None
+        self,
+        table: FusionTable,
+        plans: GroupPlans,
+        library: PlanLibrary,
+        most: int,
+        chooser: Chooser | None,
+        sizes: PlannedSizes | None,
     ) -> None:
         self._table = table
         self._plans = plans
         self._library = library
         self._most = most
         self._chooser = chooser
+        self._sizes = sizes
         self.last_submitted = 0.0
 
     def build(self, entry: Entry, device: Device, *beside: Any) -> Member:
@@ -72,7 +82,7 @@ class Finder:
         if member is not None:
             member.close(keep=False)
 
-    def fusable(self, entry: Entry, member: Member) -> tuple[int, Wanted]:
+    def fusable(self, entry: Entry, member: Member, device: Device) -> tuple[int, Wanted]:
         """How many like a trial a device has room for, and its first batch.
 
         Raises:
@@ -83,11 +93,20 @@ class Finder:
         wanted = member.peek()
         prepared = self._plans.of_member(member, wanted["train"])
         self._plans.stacked(prepared, self._most)
-        most = room_for(prepared, self._table.pool.budget_bytes, self._table.limits.get(entry.key, self._most))
+        least = 1 if self._plans_for(device) else 2
+        most = room_for(prepared, self._table.pool.budget_bytes, self._most_of(entry.key), least)
         if "evaluate" in wanted:
             evaluated = self._plans.of_member(member, wanted["evaluate"], layout_of(prepared))
             self._plans.stacked(evaluated, self._most)
         return most, wanted["train"]
+
+    def _most_of(self, key: Hashable | None) -> int:
+        """Members of a group, as far as memory has not run out."""
+        return self._table.limits.get(key, self._most)
+
+    def _plans_for(self, device: Device) -> bool:
+        """Whether steps are planned; on GPUs none have been run."""
+        return self._sizes is not None and device.torch_device.type == "cpu"
 
     def others(self, entry: Entry, wanted: Wanted | None, device: Device) -> list[Entry]:
         """Those that are computed together with a job.
@@ -100,11 +119,43 @@ class Finder:
         Raises:
             UnfusableError: nobody is.
         """
+        room = entry.most
+        taken = self._fitting(entry, wanted, device)
+        if entry.most == room and wanted is not None:
+            taken = self._beyond(entry, taken, wanted, device)
+        if entry.most == 1 and entry.seat is None:
+            raise UnfusableError("a device has no room for two of its kind at once")
+        return taken
+
+    def _beyond(self, entry: Entry, taken: list[Entry], wanted: Wanted, device: Device) -> list[Entry]:
+        """With more than fit, if the planned step of all is to be preferred."""
+        room, most = entry.most, self._most_of(entry.key)
+        if self._sizes is None or not self._plans_for(device) or len(taken) + 1 < room or room >= most:
+            return taken
+        more = self._take(entry, entry.trial, most - 1 - len(taken), device)
+        if not more:
+            return taken
+        together = [entry, *taken, *more]
+        members = [one.trial for one in together if one.trial is not None]
+        least = LEAST_GAIN if self._chooser is not None and room == 1 else 1.0
+        try:
+            size = self._sizes.best((entry.key, wanted.leaves.signature), members, wanted, room, least)
+        except BaseException:
+            self._leave(together[1:])
+            raise
+        entry.most = max(room, size)
+        self._leave(together[entry.most :])
+        return together[1 : entry.most]
+
+    def _fitting(self, entry: Entry, wanted: Wanted | None, device: Device) -> list[Entry]:
+        """As many as there is room for."""
         member = entry.trial
         assert member is not None
         if self._chooser is None or wanted is None or entry.seat is not None:
             return self._take(entry, member, entry.most - 1, device)
         kind, steps = (entry.key, wanted.leaves.signature, device.torch_device.type), steps_of(member)
+        if entry.most == 1:
+            return []
         self._chooser.refuse(kind, steps * min(entry.most, 1 + len(self._table.free())))
         taken = self._take_for(kind, entry, device, self._chooser)
         if not taken:

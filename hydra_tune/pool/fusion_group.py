@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Protocol
 
+from hydra_tune.errors import BudgetError, UnfusableError
 from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.key import FusionKey
@@ -195,15 +196,23 @@ class LiveGroup:
         now, state = len(self.trial.seats), self.trial.state
         more = 0 if state is None else math.ceil(state.nbytes * (size - now) / now)
         if more > 0 and not self._pool.take_host(self.carrier, more):
-            _LOGGER.info("a group of %d trials cannot have %d: there is no host memory for them", now, size)
-            with self._pool.changed:
-                self.most = self.trial.most = now
-                late, self.arrivals = self.arrivals, []
-            self._keeping.send_back(late)
+            self._stays(now, "there is no host memory for them")
             return
-        self.trial.make_ready(size)
+        try:
+            self.trial.make_ready(size)
+        except (BudgetError, UnfusableError) as error:
+            self._stays(now, f"no plan of them fits a device: {error}")
+            return
         self._ready.add(size)
         self.wake()
+
+    def _stays(self, size: int, why: str) -> None:
+        """The group has no more places from now on; who was to have one goes on elsewhere."""
+        _LOGGER.info("a group of %d trials has no more: %s", size, why)
+        with self._pool.changed:
+            self.most = self.trial.most = size
+            late, self.arrivals = self.arrivals, []
+        self._keeping.send_back(late)
 
     def _entry_of(self, seat: Seat) -> Entry:
         return next(one for one in self.entries if one.seat is seat)

@@ -22,6 +22,16 @@ def members_of_group(fusion: object, most: object) -> int:
     return 0 if fusion == "off" else most
 
 
+def check_planner(planner: object) -> None:
+    """Refuse what does not say whether steps of groups are planned.
+
+    Raises:
+        ConfigError: by name.
+    """
+    if planner not in ("off", "on", "auto"):
+        raise ConfigError(f"fusion_planner must be 'off', 'on' or 'auto', not {planner!r}")
+
+
 def checked_backend(name: str, backend: str | None) -> str | None:
     """A backend of `torch.compile`; what is none is refused."""
     if backend is None:

@@ -29,6 +29,7 @@ from hydra_tune.pool.options import (
     check_flag,
     check_memory,
     check_placement,
+    check_planner,
     checked_backend,
     members_of_group,
 )
@@ -77,6 +78,7 @@ class Settings:
     fusion: Literal["off", "on", "auto"]
     fusion_size: int
     fusion_compile: str | None
+    fusion_planner: Literal["off", "on", "auto"]
     members: int = field(init=False)
     saving: tuple[Path | None, Every] = field(init=False)
     _chosen: Policy = field(init=False)
@@ -100,6 +102,7 @@ class Settings:
         check_placement(self.optimizer_placement, self.spill_dir)
         self.members = members_of_group(self.fusion, self.fusion_size)
         checked_backend("fusion_compile", self.fusion_compile)
+        check_planner(self.fusion_planner)
         self._log_path = None if self.event_log is None else check_log_path(self.event_log)
         self.saving = check_saving(self.checkpoint_dir, self.checkpoint_every)
         self._loader_times = check_loader_times(self.loader_warning, self.loader_timeout)
@@ -159,7 +162,7 @@ class Settings:
         if not self.members:
             return None
         chooser = Chooser(library) if self.fusion == "auto" else None
-        return Fusion(pool, library, self.members, chooser, self.fusion_compile)
+        return Fusion(pool, library, self.members, chooser, self.fusion_compile, self.fusion_planner)
 
     @property
     def _policy_name(self) -> str:

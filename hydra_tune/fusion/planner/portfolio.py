@@ -162,6 +162,14 @@ class Planner:
         members += self._paired(num_trials, members)
         return Portfolio(tuple(sorted(members, key=_rank)))
 
+    def alone(self, size: int) -> Part:
+        """The best way to run one sub-array of so many trials, or the one that needs least memory if none fits."""
+        return self._alone(size)
+
+    def kept(self, size: int) -> Part:
+        """One sub-array of so many trials with everything kept, whether or not it fits."""
+        return self._kept(size)
+
     def _of(self, size: int) -> Array:
         if size not in self._arrays:
             self._arrays[size] = self.array(size)

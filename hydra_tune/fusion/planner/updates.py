@@ -115,12 +115,13 @@ class UpdateTracer:
 
     Args:
         members: the members' own optimizers, alike but for their rates; they are read, and never stepped.
+        rates: of each parameter group, if somebody keeps them already; they follow a member that takes another's place.
 
     Raises:
         UnfusableError: they have no form for all members at once.
     """
 
-    def __init__(self, members: Sequence[Optimizer]) -> None:
+    def __init__(self, members: Sequence[Optimizer], rates: Sequence[Rates] | None = None) -> None:
         first = members[0]
         if not is_stackable(first):
             raise UnfusableError(
@@ -128,12 +129,19 @@ class UpdateTracer:
             )
         self.count = len(members)
         self._update = update_of(first)
-        self._rates = [Rates([m.param_groups[g] for m in members]) for g in range(len(first.param_groups))]
+        own = [Rates([m.param_groups[g] for m in members]) for g in range(len(first.param_groups))]
+        self._rates = own if rates is None else rates
         self._switches = [
             {name: bool(group[name]) for name in _SWITCHES if name in group} for group in first.param_groups
         ]
         self._names: dict[int, tuple[str, ...]] = {}
         self._num_rates: dict[int, int] = {}
+
+    @property
+    def key(self) -> Hashable:
+        """Tracers with equal keys trace the same updates."""
+        groups = [(rates.key, self._state_names(number)) for number, rates in enumerate(self._rates)]
+        return self._update, str(self._switches), tuple(groups)
 
     def traced(self, group: int, like: Tensor, mode: FakeTensorMode) -> TracedUpdate:
         """The update of a parameter.
@@ -173,12 +181,13 @@ class UpdateTracer:
         with torch.no_grad():
             return self._first(group, parameter.detach().clone(memory_format=torch.preserve_format))
 
-    def rates(self, group: int, steps: Sequence[int]) -> list[tuple[float, ...]]:
+    def rates(self, group: int, steps: Sequence[int], begun: Sequence[bool] | None = None) -> list[tuple[float, ...]]:
         """The rates of a step: for each of them one number per member.
 
         Args:
             group: the parameter group.
             steps: how many steps each member has made before.
+            begun: whether the momentum of each has begun, if that is not so from its first step on.
 
         Raises:
             UnfusableError: the step is of another form than the one that was traced.
@@ -191,7 +200,7 @@ class UpdateTracer:
 
         self._rates[group].read()
         state = dict.fromkeys(self._state_names(group), _NOTHING)
-        self._step(group, _NOTHING, _flat(_NOTHING), _flat(_NOTHING), state, steps, ask)
+        self._step(group, _NOTHING, _flat(_NOTHING), _flat(_NOTHING), state, steps, ask, begun)
         if len(asked) != self._num_rates.get(group, len(asked)):
             raise UnfusableError(
                 f"a step of its optimizer has {len(asked)} rates and the traced one {self._num_rates[group]}: options have "
@@ -208,8 +217,9 @@ class UpdateTracer:
         state: dict[str, Any],
         steps: Sequence[int],
         ask: Callable[[Sequence[float], Any], Any],
+        begun: Sequence[bool] | None = None,
     ) -> None:
-        counts = {"steps": list(steps), "begun": [step > 0 for step in steps]}
+        counts = {"steps": list(steps), "begun": [step > 0 for step in steps] if begun is None else list(begun)}
         everybody = [True] * self.count
         given: tuple[Any, ...] = (
             layout,
@@ -257,4 +267,6 @@ def _flat(tensor: Any) -> Flat:
     if isinstance(tensor, _Nothing):
         nothing: Any = tensor
         return Flat(nothing, [nothing])
-    return Flat(tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()), [tensor])
+    # Not `as_strided`: where in their storage parameters begin would be a number of the graph, and blocks move.
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return Flat((tensor if tensor.is_contiguous() else tensor.permute(order)).view(-1), [tensor])

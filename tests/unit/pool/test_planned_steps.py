@@ -1,0 +1,212 @@
+"""Groups that a device has no room for run planned steps: in its memory, with the bits of the same group on a large device."""
+
+import functools
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from hydra_tune import HydraExecutor, TrainTask, train_plain
+from hydra_tune.errors import ConfigError
+from hydra_tune.fusion import planned_sizes
+from hydra_tune.fusion.planned import StepPlanner
+from hydra_tune.fusion.planned_round import PlannedSteps
+from hydra_tune.pool.job import OVER, Reported
+from tests.unit.pool.tasks import PATIENCE_SECONDS, running
+
+pytestmark = pytest.mark.timeout(120)
+
+_GENERATOR = torch.Generator().manual_seed(0)
+X, Y = torch.randn(20, 3, 8, 8, generator=_GENERATOR), torch.randint(4, (20,), generator=_GENERATOR)
+MEMORY = "390KiB"  # of 700 that four of them would need
+
+
+class CNN(nn.Module):
+    """Activations that are large beside its parameters, with running statistics and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1, bias=False) for i in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = functional.relu(norm(conv(x)))
+        return self.head(functional.dropout(x.mean((2, 3)), 0.2, self.training))
+
+
+def task(seed, **changes):
+    """Two epochs of two batches of 8 samples and one of 4."""
+    arguments = {
+        "model": CNN,
+        "optimizer": partial(torch.optim.AdamW, lr=1e-3 * (seed + 1)),
+        "train": TensorDataset(X, Y),
+        "validate": TensorDataset(X[:8], Y[:8]),
+        "batch_size": 8,
+        "loss": functional.cross_entropy,
+        "epochs": 2,
+        "seed": seed,
+    }
+    return TrainTask(**(arguments | changes))
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Members that planned steps were made for, by step."""
+    found = []
+    backward = PlannedSteps.backward
+
+    def counted(self):
+        found.append(len(self.optimizer.active))
+        backward(self)
+
+    monkeypatch.setattr(PlannedSteps, "backward", counted)
+    return found
+
+
+def bits(result):
+    """What a trial comes to, without what the clock says."""
+    history = [{name: value for name, value in one.items() if name != "seconds"} for one in result.history]
+    optimizer = [
+        entry
+        for state in result.optimizer_state_dict()["state"].values()
+        for entry in state.values()
+        if isinstance(entry, torch.Tensor)
+    ]
+    return history, [tensor.tolist() for tensor in [*result.state_dict().values(), *optimizer]]
+
+
+@functools.cache
+def roomy(optimizer=None, count=4):
+    """The same group where everything is kept."""
+    with running(fusion="on", fusion_planner="off") as pool:
+        results = pool.run([task(seed, **_with(optimizer, seed)) for seed in range(count)])
+    assert {result.group_size for result in results} == {count}
+    return [bits(result) for result in results]
+
+
+def _with(optimizer, seed):
+    return {} if optimizer is None else {"optimizer": partial(*optimizer, lr=1e-2 / (seed + 1))}
+
+
+SGD = (torch.optim.SGD,)
+
+
+@pytest.mark.parametrize("optimizer", [None, pytest.param(SGD, marks=pytest.mark.slow)])
+def test_a_group_that_does_not_fit_has_the_bits_of_one_that_does_in_the_memory_there_is(steps, optimizer, caplog):
+    caplog.set_level(logging.INFO, "hydra_tune.fusion")
+    with running(fusion="on", fusion_size=4, fusion_planner="on", device_memory=MEMORY) as pool:
+        results = pool.run([task(seed, **_with(optimizer, seed)) for seed in range(4)])
+        device = pool.stats().devices["cpu:0"]
+    assert [result.error for result in results] == [None] * 4
+    assert {result.group_size for result in results} == {4}
+    assert steps == [4] * 4  # the last batches of epochs fit as they are
+    assert [bits(result) for result in results] == roomy(optimizer)
+    assert 0.5 * device.budget_bytes < device.peak_bytes <= device.budget_bytes
+    assert "predicted: a step of 4 together takes" in caplog.text
+
+
+def pool_of(**options):
+    return running(**({"fusion": "on", "fusion_size": 4, "fusion_planner": "on", "device_memory": MEMORY} | options))
+
+
+@pytest.mark.slow
+def test_a_pruned_member_and_one_that_takes_its_place_change_nobody_elses_bits(steps):
+    def search(**options):
+        tasks = [task(seed, epochs=20 if seed < 4 else 2) for seed in range(5)]
+        with pool_of(**options) as pool:
+            events = pool.events()
+            jobs = [pool.submit(one, None, events) for one in tasks[:4]]
+            while not all(job.state in OVER for job in jobs):
+                event = events.get(PATIENCE_SECONDS)
+                if isinstance(event, Reported) and event.job is jobs[1] and event.step == 1:
+                    event.job.prune()
+                    jobs.append(pool.submit(tasks[4], None, events))
+                elif isinstance(event, Reported):
+                    event.job.proceed()
+            return [job.result() for job in jobs]
+
+    found = search()
+    assert [result.status for result in found] == ["completed", "pruned", "completed", "completed", "completed"]
+    assert set(steps) == {4}
+    assert found[4].group_size == 4
+    expected = search(device_memory=None)
+    assert [bits(found[index]) for index in (0, 2, 3)] == [bits(expected[index]) for index in (0, 2, 3)]
+    plain = train_plain(task(4))
+    assert [one["val_loss"] for one in found[4].history] == pytest.approx(
+        [one["val_loss"] for one in plain.history], rel=1e-3
+    )
+
+
+def test_a_member_whose_loss_is_not_finite_fails_alone(steps):
+    """Each parameter is updated as soon as it may be, so what such a member has is put back."""
+    with pool_of() as pool:
+        results = pool.run([*(task(seed) for seed in range(3)), task(3, optimizer=partial(torch.optim.AdamW, lr=1e30))])
+    assert [result.status for result in results] == ["completed"] * 3 + ["failed"]
+    assert set(steps) == {4}
+    assert [bits(result) for result in results[:3]] == roomy()[:3]
+
+
+@pytest.mark.slow
+def test_a_planned_group_goes_on_from_checkpoints(tmp_path, steps):
+    tasks = [task(seed) for seed in range(4)]
+    with pool_of(checkpoint_dir=tmp_path) as pool:
+        events = pool.events()
+        jobs = [pool.submit(one, f"trial {number}", events) for number, one in enumerate(tasks)]
+        waiting = [events.get(PATIENCE_SECONDS) for _ in jobs]
+        assert all(isinstance(event, Reported) for event in waiting)
+        pool.suspend(jobs)
+    assert steps == [4] * 2
+    with pool_of(checkpoint_dir=tmp_path) as pool:
+        paths = [pool.find_checkpoint(f"trial {number}").path for number in range(4)]
+        again = [pool.submit(one, f"trial {n}", resume_from=paths[n]) for n, one in enumerate(tasks)]
+        results = [job.result(PATIENCE_SECONDS) for job in again]
+    assert steps == [4] * 4
+    assert [bits(result) for result in results] == roomy()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"max_grad_norm": 1.0}, "max_grad_norm"), pytest.param({"model": "noisy"}, "depend", marks=pytest.mark.slow)],
+)
+def test_what_cannot_be_planned_is_computed_in_smaller_groups_and_the_log_says_why(steps, caplog, changes, why):
+    tasks = [task(seed, **(changes if "model" not in changes else {"model": Noisy})) for seed in range(4)]
+    with pool_of() as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
+        results = pool.run(tasks)
+    assert [result.error for result in results] == [None] * 4
+    assert {result.group_size for result in results} == {2}
+    assert steps == []
+    assert why in caplog.text
+
+
+class Noisy(CNN):
+    """Random numbers that depend on values."""
+
+    def forward(self, x):
+        return super().forward(x + 0.01 * torch.bernoulli(x.sigmoid()))
+
+
+def test_planned_groups_are_what_is_predicted_to_be_faster(steps, monkeypatch, caplog):
+    tasks = [task(seed, epochs=1) for seed in range(4)]
+    with pool_of(fusion_planner="auto") as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
+        assert {result.group_size for result in pool.run(tasks)} == {2}
+    assert "too few to plan them" in caplog.text
+    monkeypatch.setattr(planned_sizes, "_COST_SHARE", float("inf"))
+    for seconds, size in ((1e-9, 2), (10.0, 4)):
+        monkeypatch.setattr(StepPlanner, "kept_seconds", lambda _self, _stack, seconds=seconds: seconds)
+        with pool_of(fusion_planner="auto") as pool:
+            assert {result.group_size for result in pool.run(tasks)} == {size}
+        assert bool(steps) == (size == 4)
+
+
+def test_no_step_is_planned_where_that_is_not_wanted(steps):
+    with pool_of(fusion_planner="off") as pool:
+        assert {result.group_size for result in pool.run([task(seed, epochs=1) for seed in range(4)])} == {2}
+    assert steps == []
+    with pytest.raises(ConfigError, match="fusion_planner must be 'off', 'on' or 'auto', not 'yes'"):
+        HydraExecutor("cpu:1", fusion="on", fusion_planner="yes")
