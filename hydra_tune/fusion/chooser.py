@@ -46,6 +46,7 @@ class UntracedPlans(GroupPlans):
         inputs: tuple[Tensor, ...],
         count: int,
         *,
+        accumulate: int = 1,
         may_compile: bool = True,
         place: torch.device | None = None,
     ) -> None:

@@ -1,6 +1,7 @@
 """How the batches that members of a group want are computed together: stacked, as units; each is given what comes of it."""
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 from hydra_tune.devices.device import Device
@@ -8,6 +9,7 @@ from hydra_tune.fusion.attendance import go_on
 from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.kinds import wanted_of
 from hydra_tune.fusion.member import Wanted
+from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.places import Places
 from hydra_tune.fusion.planned_round import PlannedRound, PlannedSteps
 from hydra_tune.fusion.rounds import Round, Rules
@@ -17,6 +19,8 @@ from hydra_tune.fusion.tails import Rows
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.training_batch import Part
+
+_UNKNOWN = 0  # batches of a step of which none is known to be the last before it has run
 
 
 class Computing:
@@ -103,6 +107,56 @@ class Computing:
             self._take_losses([step.member_losses], resting)
         finally:
             step.close()
+
+    def accumulated(
+        self,
+        members: Sequence[Seat],
+        prepare: Callable[[Sequence[Seat]], tuple[Sequence[Seat], Part, Collection[int]]],
+        advance: Callable[[Seat], None],
+    ) -> Generator[PendingUnit, None, None]:
+        """A step of several batches of each of some members, which begin it together.
+
+        In between each goes on to its next batch, or is over; those that then want another kind of batch are computed by
+        themselves. The update is made when each has had all of its batches, or as many as its data had left.
+
+        Args:
+            members: who want their first batch.
+            prepare: given those that want a batch, who of them are computed next, what, and which places rest meanwhile.
+            advance: has a member go on.
+        """
+        places, step = self._places, None
+        left = {id(seat): seat.member.task.accumulate for seat in members}
+        try:
+            while going := [seat for seat in members if left[id(seat)] and isinstance(seat.wants, Wanted)]:
+                together, part, resting = prepare(going)
+                if step is None:
+                    assert places.state is not None
+                    step = GroupStep(_UNKNOWN, places.state, places.streams, self._device, places.gradients)
+                holding = {id(seat) for seat in members if seat.status is None} - {id(seat) for seat in together}
+                step.resting = tuple(resting)
+                step.holding = [index for index, seat in enumerate(places.seats) if id(seat) in holding]
+                yield from step.batch(part)
+                self._take_losses([step.member_losses], resting)
+                for seat in together:
+                    left[id(seat)] -= 1
+                    if left[id(seat)]:
+                        advance(seat)
+            good = [seat for seat in members if seat.status is None and all(map(math.isfinite, seat.member.results))]
+            if step is not None and good:
+                yield from self._updated(step, good)
+        finally:
+            if step is not None:
+                step.close()
+
+    def _updated(self, step: GroupStep, members: Sequence[Seat]) -> Generator[PendingUnit, None, None]:
+        """The end of a step whose batches have run, for these members."""
+        taking_part = {id(seat) for seat in members}
+        active = [id(seat) in taking_part for seat in self._places.seats]
+        state = self._places.state
+        assert state is not None
+        assert isinstance(state.optimizer, StackedOptimizer), "not a group's state"
+        self._places.streams.active = state.optimizer.active = active
+        yield from step.finish()
 
     def evaluated(self, part: Part, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
         """An evaluated batch of each member that does not rest."""

@@ -1,10 +1,11 @@
 """`GroupTrial`: several trials as one, which the pool runs as it runs any trial."""
 
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 
 from hydra_tune.devices.cuda_graphs import CudaRecorder
 from hydra_tune.devices.device import Device
 from hydra_tune.fusion.attendance import Attendance
+from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.buckets import Buckets
 from hydra_tune.fusion.captures import Captures
 from hydra_tune.fusion.computing import Computing, are_padded
@@ -188,24 +189,49 @@ class GroupTrial(Trial):
             wanting = [seat for seat in self._places.live if isinstance(seat.wants, Wanted)]
             if not wanting:
                 return
-            for seat in self._kinds.lacking(wanting):
-                self._made(seat)
-            bucket = self.buckets.next(self._kinds.of(wanting, [seat.member for seat in self.seats]))
-            own = self._kinds.found(wanted_of(bucket[0]))
-            if own is None:
-                own = self._made(bucket[0])
-                bucket = self._kinds.served(own, bucket)
-            steps = yield from self._compute(
-                bucket, *self._prepared(own, are_padded(bucket)), is_all=len(bucket) == len(wanting)
-            )
+            bucket, own = self._next(wanting, self.buckets.next)
+            if self.task.accumulate > 1 and wanted_of(bucket[0]).mode == "train":
+                yield from self._computing.accumulated(bucket, self._next_of_step, self._attendance.advance)
+            else:
+                steps = yield from self._compute(
+                    bucket, *self._prepared(own, are_padded(bucket)), is_all=len(bucket) == len(wanting)
+                )
+                self._count(bucket, len(wanting), steps)
             self._units_done = 0
             for seat in bucket:
-                seat.most_together = max(seat.most_together, len(self._places.live))
-            for _ in range(steps):
-                self.buckets.computed(len(bucket), len(wanting), len(self.seats))
-                self._sizes.computed(len(self.seats), len(self._places.live))
-            for seat in bucket:
-                self._attendance.advance(seat)
+                if seat.status is None:
+                    self._attendance.advance(seat)
+
+    def _next(
+        self, wanting: Sequence[Seat], choose: Callable[[Mapping[Hashable, list[Seat]]], list[Seat]]
+    ) -> tuple[list[Seat], Prepared]:
+        """Members that are computed next, of those who want a batch, and the plan that serves them."""
+        for seat in self._kinds.lacking(wanting):
+            self._made(seat)
+        bucket = choose(self._kinds.of(wanting, [seat.member for seat in self.seats]))
+        own = self._kinds.found(wanted_of(bucket[0]))
+        if own is None:
+            own = self._made(bucket[0])
+            bucket = self._kinds.served(own, bucket)
+        return bucket, own
+
+    def _next_of_step(self, going: Sequence[Seat]) -> tuple[Sequence[Seat], Part, Collection[int]]:
+        """As of `Computing.accumulated`."""
+        bucket, own = self._next(going, lambda kinds: max(kinds.values(), key=len))
+        left = self._step_left
+        part, _, resting, _ = self._set_up(bucket, *self._prepared(own, are_padded(bucket)))
+        if self._units_done:  # of a step that has begun
+            self._step_left = left
+        self._count(bucket, len(going), 1)
+        return bucket, part, resting
+
+    def _count(self, bucket: Sequence[Seat], wanting: int, batches: int) -> None:
+        """So many batches of each of these members, of those that wanted one."""
+        for seat in bucket:
+            seat.most_together = max(seat.most_together, len(self._places.live))
+        for _ in range(batches):
+            self.buckets.computed(len(bucket), wanting, len(self.seats))
+            self._sizes.computed(len(self.seats), len(self._places.live))
 
     def _resize(self) -> None:
         """Have more or fewer places, if that is due and prepared."""
@@ -239,12 +265,32 @@ class GroupTrial(Trial):
         self, bucket: Sequence[Seat], prepared: Prepared, likeness: Likeness, *, is_all: bool
     ) -> Generator[PendingUnit, None, int]:
         """The batches that these members want, and further ones where several fit in a unit; returns how many of each."""
+        part, batches, resting, like = self._set_up(bucket, prepared, likeness)
+        state = self.state
+        assert state is not None
+        planned = None
+        if self._planned is not None:
+            is_clipped = self._places.gradients.has_two_phases
+            planned = self._planned.steps(prepared, state, part.leaves.tensors, is_clipped=is_clipped)
+        if planned is not None or (is_all and self._goes_round(prepared)):
+            return (yield from self._computing.go_round(bucket, part, batches, resting, like, planned, is_all=is_all))
+        if part.plan.mode == "train":
+            yield from self._computing.step(part, state, resting)
+        else:
+            yield from self._computing.evaluated(part, state, resting)
+        return 1
+
+    def _set_up(
+        self, bucket: Sequence[Seat], prepared: Prepared, likeness: Likeness
+    ) -> tuple[Part, StackedBatches, Collection[int], Wanted | None]:
+        """Have everything be for these members; what is computed, their batches, which places rest, and the largest batch."""
         first = wanted_of(bucket[0])  # none is larger
         like = first if are_padded(bucket) else None
         batches = self._computing.batches_of(bucket, like)
-        records = self.records and first.mode == "train" and is_traced(prepared.plan)
+        records = self.records and first.mode == "train" and self.task.accumulate == 1 and is_traced(prepared.plan)
         plan = self.captures.of(prepared.plan) if records else prepared.plan
-        part = Part(plan=plan, times=self._times.of(prepared), leaves=batches.leaves())
+        times = self._times.of(prepared, self.task.accumulate if first.mode == "train" else 1)
+        part = Part(plan=plan, times=times, leaves=batches.leaves())
         taking_part = {id(seat) for seat in bucket}
         self._places.streams.active = active = [id(seat) in taking_part for seat in self.seats]
         resting = frozenset(index for index, one in enumerate(active) if not one)
@@ -261,17 +307,7 @@ class GroupTrial(Trial):
             self._train_times = part.times
         else:
             self._evaluation_times = part.times
-        planned = None
-        if self._planned is not None:
-            is_clipped = self._places.gradients.has_two_phases
-            planned = self._planned.steps(prepared, state, part.leaves.tensors, is_clipped=is_clipped)
-        if planned is not None or (is_all and self._goes_round(prepared)):
-            return (yield from self._computing.go_round(bucket, part, batches, resting, like, planned, is_all=is_all))
-        if first.mode == "train":
-            yield from self._computing.step(part, state, resting)
-        else:
-            yield from self._computing.evaluated(part, state, resting)
-        return 1
+        return part, batches, resting, like
 
     def _goes_round(self, prepared: Prepared) -> bool:
         budget_bytes = self._plans.library.budget.budget_bytes

@@ -20,12 +20,10 @@ def check_task(task: TrainTask) -> None:
     Raises:
         UnfusableError: with the argument that it is about.
     """
-    wanted: dict[str, Any] = {"accumulate": 1, "split_batches": 1, "split_operators": None, "compile": None}
+    wanted: dict[str, Any] = {"split_batches": 1, "split_operators": None, "compile": None}
     for name, value in wanted.items():
         if getattr(task, name) != value:
-            raise UnfusableError(
-                f"it has {name}={getattr(task, name)!r}, and a group takes each batch whole, as a step"
-            )
+            raise UnfusableError(f"it has {name}={getattr(task, name)!r}, and a group takes each batch whole")
     if task.precision != "float32":
         raise UnfusableError(f"it has precision={task.precision!r}, and groups run without autocast")
 
@@ -67,6 +65,7 @@ def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Fusi
         options_key(optimizer),
         groups,
         task.activations,
+        task.accumulate,
     )
     return FusionKey(family, architecture)
 

@@ -222,6 +222,7 @@ class Kinds:
             {name: _of_size(tensor, size, tensor.shape[1:]) for name, tensor in state.items()},
             tuple(_of_size(tensor, size, tensor.shape) for tensor in inputs),
             size,
+            accumulate=self._wanted[own][1].task.accumulate,
             may_compile=counted is None,
             place=place,
         )

@@ -75,6 +75,10 @@ class Wanted:
         return self if part is self.drawn else Wanted(self.mode, part, self.leaves)
 
 
+class NoMore:
+    """What a member wants whose data ends before its step is full: the step, of the batches that there were."""
+
+
 class Member(Trial):
     """A trial that may be one of a group.
 
@@ -90,11 +94,11 @@ class Member(Trial):
     results: Sequence[Any] = ()
     fetch: Callable[[], None] | None = None
 
-    def go_on(self) -> Wanted | Report | None:
+    def go_on(self) -> Wanted | NoMore | Report | None:
         """What a fused member wants next; None at its end. Runs the trial's own code."""
         found: Any = self.advance()
         self._adopt_saved()  # a group takes it from there
-        assert found is None or isinstance(found, Wanted | Report)
+        assert found is None or isinstance(found, Wanted | NoMore | Report)
         return found
 
     def built(self) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -153,12 +157,12 @@ class Member(Trial):
     ) -> Generator[Any, None, int]:
         if not self.is_fused:
             return (yield from super()._train_epoch(module, optimizer, place))
-        count = place.batches
+        count, pending = place.batches, 0
         self._feed.gives_picks = True
         for drawn in self._draw_pass(count):
             wanted: Wanted | None = Wanted.of("train", drawn)
             while wanted is not None:
-                yield wanted.part(0, self._steps_alone)
+                yield wanted.part(0, self._batches_alone)
                 losses = self.results  # those of an evaluation take their place
                 samples = wanted.num_samples
                 for number, loss in enumerate(losses):
@@ -168,10 +172,15 @@ class Member(Trial):
                     self._interval.add(loss, samples)
                     if number < len(losses) - 1:
                         self.progress.steps += 1  # all that there is to be done after it
-                yield from self._after_step(Place(epoch=place.epoch, batches=count))
+                pending = (pending + 1) % self.task.accumulate
+                if not pending:
+                    yield from self._after_step(Place(epoch=place.epoch, batches=count))
                 wanted = wanted.part(len(losses))
         if not count:
             raise no_batch("train", self.task.train, place.epoch)
+        if pending:
+            yield NoMore()
+            yield from self._after_step(Place(epoch=place.epoch, batches=count))
         return count
 
     def _evaluate(self) -> Generator[Any, None, dict[str, Mean]]:
@@ -198,9 +207,11 @@ class Member(Trial):
         return means
 
     @property
-    def _steps_alone(self) -> int | None:
-        """Steps up to and with the next after which more is due than to count it; None: all that there are."""
+    def _batches_alone(self) -> int | None:
+        """Batches up to and with the next after which more is due than to count a step; None: all that there are."""
         task = self.task
+        if task.accumulate > 1:
+            return 1
         if self._scheduler is not None and task.scheduler_interval == "step":
             return 1
         every = [] if task.report_every == "epoch" else [task.report_every]

@@ -69,8 +69,20 @@ class StackedComputing:
         """As `compute.backward`; the objective is the sum of the members' losses."""
         trace = self.trace_on(shard, operands)
         if trace is not None:
-            return trace.run(operands)
+            return _with_memory_of_their_own(trace.run(operands))
         return compute.backward(shard, operands, needs_gradient=needs_gradient, incoming=incoming, objective=objective)
+
+
+def _with_memory_of_their_own(made: Gradients) -> Gradients:
+    """Gradients of which each element can be changed by itself, as those are that autograd leaves; a trace may expand some."""
+    dense = {
+        name: gradient.contiguous() if _repeats(gradient) else gradient for name, gradient in made.parameters.items()
+    }
+    return replace(made, parameters=dense)
+
+
+def _repeats(tensor: Tensor) -> bool:
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def stacked_plan(
@@ -115,6 +127,7 @@ def trace_step(
     inputs: Sequence[Tensor],
     count: int,
     backend: str | None = None,
+    accumulate: int = 1,
     place: torch.device | None = None,
 ) -> bool:
     """Trace the step of a group's plan, or its evaluation, where one unit is the whole of it; returns whether it is traced now.
@@ -125,6 +138,7 @@ def trace_step(
         inputs: the stacked batch, all its tensors.
         count: members.
         backend: of `torch.compile`, which the step of training is compiled with; None: it is not.
+        accumulate: batches of a step.
         place: as of `traced`; beside the CPU only steps of training are traced.
     """
     computing = plan.computing
@@ -147,7 +161,17 @@ def trace_step(
         return True
     trained = [tensor.requires_grad for tensor in state]
     draws = graph.stochastic
-    trace = traced(graph.module, graph.state, operands, trained, plan.outputs[0], count, draws=draws, place=place)
+    trace = traced(
+        graph.module,
+        graph.state,
+        operands,
+        trained,
+        plan.outputs[0],
+        count,
+        draws=draws,
+        accumulate=accumulate,
+        place=place,
+    )
     if trace is not None:
         if backend is not None:
             written = [graph.state.index(name) for name in graph.written_state]

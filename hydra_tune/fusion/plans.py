@@ -182,6 +182,7 @@ class GroupPlans:
         inputs: tuple[Tensor, ...],
         count: int,
         *,
+        accumulate: int = 1,
         may_compile: bool = True,
         place: torch.device | None = None,
     ) -> None:
@@ -192,6 +193,7 @@ class GroupPlans:
             state: its stacked parameters and buffers.
             inputs: its stacked batch.
             count: members.
+            accumulate: batches of a step.
             may_compile: whether it is compiled where steps are; not where members have batches of several sizes, whose
                 counts a compiler's code would be tried without.
             place: the device to trace for; None: the CPU.
@@ -205,7 +207,7 @@ class GroupPlans:
         with GATE.exclusive():
             try:
                 own = [state[name] for name in plan.shards[0].graph.state]
-                trace_step(plan, own, inputs, count, self._backend if may_compile else None, place)
+                trace_step(plan, own, inputs, count, self._backend if may_compile else None, accumulate, place)
             except Exception as error:  # noqa: BLE001 - what cannot be traced runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
 

@@ -99,7 +99,7 @@ class Bench:
         return self._steps(trial, lambda: seats[0].member.progress.steps)
 
     def drawing(self) -> float:
-        """Seconds in which one trial draws a batch of its own data; 0 where processes of a loader do so."""
+        """Seconds in which one trial draws the batches of a step from its own data; 0 where processes of a loader do so."""
         handle = self._original.train
         if isinstance(handle, DataLoader) and handle.num_workers > 0:
             return 0.0
@@ -113,7 +113,7 @@ class Bench:
                 seen.append(after - before)
                 before = after
         feed.close()
-        return min(seen, default=0.0)
+        return self._original.accumulate * min(seen, default=0.0)
 
     def _steps(self, trial: Trial, steps_done: Callable[[], int]) -> float:
         """The least of the steps after the first ones, since whatever comes between only adds to it."""

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hydra_tune.fusion.member import Member, Wanted
+from hydra_tune.fusion.member import Member, NoMore, Wanted
 from hydra_tune.train.trial import Report
 
 
@@ -34,7 +34,7 @@ class Seat:
     def __init__(self, member: Member, *, waits: bool) -> None:
         self.member = member
         self.waits = waits
-        self.wants: Wanted | Report | None = None
+        self.wants: Wanted | NoMore | Report | None = None
         self.is_ahead = False
         self.told_at: float | None = None
         self.is_answered = False

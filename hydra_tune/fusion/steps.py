@@ -12,7 +12,8 @@ from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.fusion.captures import CapturedComputing
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.streams import GroupStreams
-from hydra_tune.shard.steps import Objective
+from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
+from hydra_tune.shard.steps import Objective, objective
 from hydra_tune.task import TrainTask
 from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.step import EvaluationStep, PendingUnit, Step
@@ -42,9 +43,10 @@ class GroupGradients(Gradients):
         )
 
     def objective(self, share: float) -> Objective:
-        """The sum of the members' losses, whose gradients are those of each."""
+        """The sum of the members' losses, each divided by the batches of a step; its gradients are those of each."""
         assert share == 1.0, "a group takes batches whole"
-        return torch.sum
+        own = objective(self._accumulate, None)
+        return lambda losses: own(losses).sum()
 
     def clip(self, parameters: Sequence[Tensor], order: Sequence[str]) -> None:
         """As of `Gradients`, member by member."""
@@ -117,12 +119,23 @@ class GroupBatch(_Masked, TrainingBatch):
     """A batch of each member. After its units have run, `losses` has their training losses."""
 
     losses: list[float]
+    holding: Sequence[int] = ()
 
     def _backward(self, index: int, device: Device, completes: bool) -> None:
+        """As of `TrainingBatch`; the gradients of members that hold theirs stay as they are."""
         computing = self._plan.computing
         if isinstance(computing, CapturedComputing):
             computing.lease = self._store.lease
+        names = self._plan.shards[index].trained if self.holding else ()
+        earlier = {name: self._store.get(earlier_gradient_key(name)) for name in names}
+        rows = list(self.holding)
+        before = {name: gradient[rows] for name, gradient in earlier.items() if gradient is not None}
         super()._backward(index, device, completes)
+        for name in names:
+            gradient = self._store.get(parameter_gradient_key(name))
+            if gradient is not None:
+                gradient[rows] = before.get(name, gradient.new_zeros(()))
+                self._store.changed(parameter_gradient_key(name))
 
     def _take_loss(self, loss: Tensor) -> None:
         """A member whose loss is not finite does not take the step."""
@@ -141,13 +154,15 @@ class GroupEvaluation(_Masked, EvaluationStep):
 
 
 class GroupStep(OptimizerStep):
-    """An optimizer step of a group, of one batch of each member that is active.
+    """An optimizer step of a group, of its members' batches.
 
     Attributes:
-        resting: the members that are not.
+        resting: the members that take no part in the next batch.
+        holding: those of them whose gradients of earlier batches of the step, if they had any, are kept.
     """
 
     resting: Sequence[int] = ()
+    holding: Sequence[int] = ()
 
     @property
     def member_losses(self) -> list[float]:
@@ -157,5 +172,5 @@ class GroupStep(OptimizerStep):
 
     def _batch_of(self, part: Part) -> TrainingBatch:
         batch = GroupBatch(part, self._state, self._streams, self._device, self._gradients)
-        batch.resting = self.resting
+        batch.resting, batch.holding = self.resting, self.holding
         return batch

@@ -141,6 +141,7 @@ def traced(
     count: int,
     *,
     draws: bool = True,
+    accumulate: int = 1,
     place: torch.device | None = None,
 ) -> Traced | None:
     """Trace a shard that makes nothing but the loss; None where it draws numbers that depend on values.
@@ -153,6 +154,7 @@ def traced(
         loss: what the shard's output is called.
         count: members.
         draws: whether it may draw random numbers.
+        accumulate: batches of a step, by which each loss is divided.
         place: the device to trace for, unless it is the operands': kernels, and what there is a choice of, are its own.
     """
     mode = FakeTensorMode()
@@ -172,7 +174,8 @@ def traced(
         with given(tensors[len(fakes) :]), torch.enable_grad():
             (losses,) = run(*own)
             wanted = [own[index] for index in trained_at]
-            gradients = torch.autograd.grad(losses, wanted, torch.ones_like(losses), allow_unused=True)
+            begins = torch.full_like(losses, 1 / accumulate)
+            gradients = torch.autograd.grad(losses, wanted, begins, allow_unused=True)
         reached[:] = [index for index, g in zip(trained_at, gradients, strict=True) if g is not None]
         return [losses, *(gradient for gradient in gradients if gradient is not None)]
 

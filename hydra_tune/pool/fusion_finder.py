@@ -132,6 +132,8 @@ class Finder:
         room, most = entry.most, self._most_of(entry.key)
         if self._sizes is None or not self._plans_for(device) or len(taken) + 1 < room or room >= most:
             return taken
+        if entry.job.task.accumulate > 1:  # whose steps are not planned
+            return taken
         more = self._take(entry, entry.trial, most - 1 - len(taken), device)
         if not more:
             return taken

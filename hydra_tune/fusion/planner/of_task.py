@@ -42,6 +42,11 @@ def check_plannable(task: TrainTask, prepared: Prepared) -> None:
             f"its model runs whole{why}: there is no graph of it that could be planned; it runs unplanned"
         )
     check_updates(prepared)
+    if task.accumulate > 1:
+        raise UnfusableError(
+            f"its steps are of several batches (accumulate={task.accumulate}), and plans are made of steps of one; it runs "
+            "unplanned"
+        )
     if len(plan.shards) > 1:
         raise UnfusableError(
             f"its step is cut into {len(plan.shards)} shards, and plans are made of steps in one; it runs unplanned. "

@@ -75,6 +75,7 @@ def test_what_may_be_another_for_each_member_is_not_in_the_key(changes):
         {"loss": None, "step": step},
         {"optimizer": partial(Adam, lr=0.1)},
         {"param_groups": one_group_each},
+        {"accumulate": 2},
     ],
 )
 def test_what_must_be_one_for_all_is_in_the_key(changes):
@@ -95,7 +96,6 @@ def test_nesterov_is_no_rate():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"accumulate": 2}, "accumulate=2"),
         ({"split_batches": 2}, "split_batches=2"),
         ({"split_operators": "1MiB"}, "split_operators"),
         ({"compile": "eager"}, "compile='eager'"),

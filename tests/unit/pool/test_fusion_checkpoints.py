@@ -55,17 +55,19 @@ def test_a_search_that_was_stopped_goes_on_fused_or_not(tmp_path, sizes, first, 
         assert_as_plain(result, one)
 
 
-def test_a_member_is_saved_at_any_step_and_goes_on_among_others(tmp_path, sizes):  # noqa: F811
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_member_is_saved_at_any_step_and_goes_on_among_others(tmp_path, sizes, accumulate):  # noqa: F811
     """Within an epoch, beside one that begins there and one that goes on elsewhere; momentum is of one only."""
-    tasks = [described(0, optimizer=partial(SGD, lr=0.05, momentum=0.9)), described(1, optimizer=partial(SGD, lr=0.05))]
+    made = partial(described, accumulate=accumulate)
+    tasks = [made(0, optimizer=partial(SGD, lr=0.05, momentum=0.9)), made(1, optimizer=partial(SGD, lr=0.05))]
     with running(checkpoint_dir=tmp_path, checkpoint_every=1, fusion="on") as pool:
         events = pool.events()
         jobs = [pool.submit(one, f"trial {number}", events) for number, one in enumerate(tasks)]
-        answer(pool, events, jobs, lambda: jobs[0].progress.step >= 4)
+        answer(pool, events, jobs, lambda: jobs[0].progress.step >= 5 - accumulate)
         paths = [job.checkpoint(PATIENCE_SECONDS) for job in jobs]
         for job in jobs:
             job.cancel()
-    late = described(2, optimizer=partial(SGD, lr=0.1, momentum=0.5), epochs=2)
+    late = made(2, optimizer=partial(SGD, lr=0.1, momentum=0.5), epochs=2)
     with running(fusion="on") as pool:
         again = [pool.submit(one, resume_from=path) for one, path in zip(tasks, paths, strict=True)]
         again.append(pool.submit(late))
