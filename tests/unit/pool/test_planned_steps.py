@@ -143,6 +143,7 @@ def test_a_pruned_member_and_one_that_takes_its_place_change_nobody_elses_bits(s
     )
 
 
+@pytest.mark.slow
 def test_a_member_whose_loss_is_not_finite_fails_alone(steps):
     """Each parameter is updated as soon as it may be, so what such a member has is put back."""
     with pool_of() as pool:
@@ -191,6 +192,7 @@ class Noisy(CNN):
         return super().forward(x + 0.01 * torch.bernoulli(x.sigmoid()))
 
 
+@pytest.mark.slow
 def test_planned_groups_are_what_is_predicted_to_be_faster(steps, monkeypatch, caplog):
     tasks = [task(seed, epochs=1) for seed in range(4)]
     with pool_of(fusion_planner="auto") as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
