@@ -73,6 +73,8 @@ class Array:
         static_bytes: parameters, buffers, optimizer state and batch, which stay where they are.
         out_seconds: of copying a storage to the host; those without are never swapped.
         in_seconds: of copying it back.
+        at_once: storages whose copies the thread that computes makes itself, for handing them over would take longer.
+        hand_seconds: that handing over any other copy takes of that thread.
         results: storages that the step leaves behind (the losses), which are kept to the segment's end.
     """
 
@@ -83,6 +85,8 @@ class Array:
     static_bytes: int = 0
     out_seconds: Mapping[str, float] = field(default_factory=dict)
     in_seconds: Mapping[str, float] = field(default_factory=dict)
+    at_once: frozenset[str] = frozenset()
+    hand_seconds: float = 0.0
     results: frozenset[str] = frozenset()
 
     @property

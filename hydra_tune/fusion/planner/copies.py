@@ -26,11 +26,17 @@ class Copies(Protocol):
     def offload(self, value: Tensor, storage: str) -> Any:
         """Begin to copy a value's storage to the host; gives a handle."""
 
+    def offload_at_once(self, value: Tensor, storage: str) -> Any:
+        """As `offload`, for a copy that takes less than it does to hand it over."""
+
     def release(self, handle: Any) -> Tensor:
         """Wait for that; gives the copy. What held the device's memory is dropped."""
 
     def prefetch(self, copy: Tensor) -> Any:
         """Begin to copy back to the device; gives a handle."""
+
+    def prefetch_at_once(self, copy: Tensor) -> Any:
+        """As `prefetch`, for a copy that takes less than it does to hand it over."""
 
     def arrived(self, handle: Any) -> Tensor:
         """Wait for that; gives the bytes."""
@@ -58,10 +64,12 @@ class _Flight:
 
     to: Tensor
     source: Tensor | None
-    is_done: threading.Event
+    is_done: threading.Event | None  # None: it was copied at once
     error: BaseException | None = None
 
     def wait(self) -> Tensor:
+        if self.is_done is None:
+            return self.to
         self.is_done.wait()
         if self.error is not None:
             raise self.error
@@ -86,6 +94,10 @@ class ThreadCopies:
         """As of `Copies`."""
         return self._ask(self._host[storage], _bytes_of(value))
 
+    def offload_at_once(self, value: Tensor, storage: str) -> _Flight:
+        """As of `Copies`."""
+        return _Flight(self._host[storage].copy_(_bytes_of(value)), None, None)
+
     def release(self, handle: _Flight) -> Tensor:
         """As of `Copies`."""
         return handle.wait()
@@ -93,6 +105,10 @@ class ThreadCopies:
     def prefetch(self, copy: Tensor) -> _Flight:
         """As of `Copies`."""
         return self._ask(torch.empty(copy.numel(), dtype=copy.dtype), copy)
+
+    def prefetch_at_once(self, copy: Tensor) -> _Flight:
+        """As of `Copies`."""
+        return _Flight(copy.clone(), None, None)
 
     def arrived(self, handle: _Flight) -> Tensor:
         """As of `Copies`."""
@@ -115,6 +131,7 @@ class ThreadCopies:
                 flight.to.copy_(flight.source)
             except BaseException as error:  # noqa: BLE001 - raised where the copy is waited for
                 flight.error = error
+            assert flight.is_done is not None, "handed over"
             flight.is_done.set()
             del flight
 
@@ -139,6 +156,10 @@ class CudaCopies:
         self._held[id(source)] = source
         return self._host[storage], source, self._queued(self._out, lambda: self._copied(storage, source))
 
+    def offload_at_once(self, value: Tensor, storage: str) -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        """As of `Copies`: a GPU is handed all copies."""
+        return self.offload(value, storage)
+
     def release(self, handle: tuple[Tensor, Tensor, torch.cuda.Event]) -> Tensor:
         """As of `Copies`: the compute stream waits, and what it allocates from then on may be that memory."""
         host, source, end = handle
@@ -151,6 +172,10 @@ class CudaCopies:
         made = torch.empty(copy.size(), dtype=copy.dtype, device=self._device)
         self._held[id(made)] = made
         return made, self._queued(self._in, lambda: made.copy_(copy, non_blocking=True))
+
+    def prefetch_at_once(self, copy: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        """As of `Copies`: a GPU is handed all copies."""
+        return self.prefetch(copy)
 
     def arrived(self, handle: tuple[Tensor, torch.cuda.Event]) -> Tensor:
         """As of `Copies`."""

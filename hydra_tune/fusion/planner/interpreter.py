@@ -90,8 +90,10 @@ class Interpreter:
     def _meaning(self, node: fx.Node) -> Callable[..., Any]:
         meanings: Mapping[Any, Callable[..., Any]] = {
             nodes.offload: self._copies.offload,
+            nodes.offload_at_once: self._copies.offload_at_once,
             nodes.release: self._copies.release,
             nodes.prefetch: self._copies.prefetch,
+            nodes.prefetch_at_once: self._copies.prefetch_at_once,
             nodes.arrived: self._copies.arrived,
             nodes.delete: lambda *_values: None,
         }

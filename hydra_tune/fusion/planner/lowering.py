@@ -43,6 +43,8 @@ class Instruction:
         rank: of the operator; of the next one, where it is none.
         storage: what is moved or deleted; what is recomputed.
         seconds: of the operator or the copy.
+        hand_seconds: that a copy takes of the thread that computes.
+        is_at_once: whether that thread makes the copy.
         makes: storages that are there from its beginning.
         frees: storages that are not there after its end.
         made_bytes: bytes of `makes`.
@@ -56,6 +58,8 @@ class Instruction:
     rank: int
     storage: str = ""
     seconds: float = 0.0
+    hand_seconds: float = 0.0
+    is_at_once: bool = False
     makes: tuple[str, ...] = ()
     frees: tuple[str, ...] = ()
     made_bytes: int = 0
@@ -129,7 +133,8 @@ class _Side:
         self.leaves.setdefault(one.last_forward, []).append(one)
         if name in decided.swaps:
             need = _first(one, needs)
-            self.prompts.setdefault(min(decided.swaps[name], need), []).append(one)
+            if name not in self.array.at_once:
+                self.prompts.setdefault(min(decided.swaps[name], need), []).append(one)
             self.arrivals.setdefault(need, []).append(one)
         else:
             self.recomputed.setdefault(one.first_backward, []).append(one)
@@ -156,14 +161,18 @@ class _Side:
         if key not in self.known:
             freed = (one.name,) if kind in (Kind.DELETE, Kind.RELEASE) else ()
             made = (one.name,) if kind is Kind.PREFETCH else ()
-            seconds = {Kind.PREFETCH: one.in_seconds, Kind.OFFLOAD: one.out_seconds}.get(kind, 0.0)
+            seconds = {Kind.PREFETCH: one.in_seconds, Kind.OFFLOAD: one.out_seconds}.get(kind)
+            is_at_once = seconds is not None and one.name in self.array.at_once
+            hand_seconds = 0.0 if seconds is None else seconds if is_at_once else self.array.hand_seconds
             self.known[key] = Instruction(
                 kind=kind,
                 side=self.side,
                 is_backward=kind in (Kind.PREFETCH, Kind.ARRIVE),
                 rank=rank,
                 storage=one.name,
-                seconds=seconds,
+                seconds=seconds or 0.0,
+                hand_seconds=hand_seconds,
+                is_at_once=is_at_once,
                 makes=made,
                 frees=freed,
                 made_bytes=_bytes(self.array, made),
@@ -224,7 +233,7 @@ class _Lowering:
         if segment.forward is not None:
             self._forward_to(len(self._schedule.arrays[segment.forward].forward))
         while self._leaving:
-            self._release()
+            self._end_copy()
         return self._found
 
     def _backward(self, side: _Side, before: Sequence[int]) -> None:
@@ -234,6 +243,8 @@ class _Lowering:
             if before[rank] > self._num_forward:
                 self._forward_to(before[rank])
             for sent in side.arrivals.get(rank, ()):
+                if sent.name in side.array.at_once:
+                    self._run(side.move(Kind.PREFETCH, sent, rank))
                 self._run(side.move(Kind.ARRIVE, sent, rank))
             if rank in side.recomputed:
                 for wanted in sorted(side.recomputed[rank], key=lambda one: one.made):
@@ -255,6 +266,9 @@ class _Lowering:
             self._run(side.move(Kind.DELETE, one, self._num_forward))
             return
         self._run(side.move(Kind.OFFLOAD, one, self._num_forward))
+        if one.name in side.array.at_once:
+            self._release(side.side, one)
+            return
         self._link_free = max(self._link_free, self._now) + one.out_seconds
         self._leaving.append((self._link_free, side.side, one))
 
@@ -262,17 +276,22 @@ class _Lowering:
         """Add an instruction: behind the ends of copies whose room it needs, before those of copies that have ended."""
         leaving, kind = self._leaving, one.kind
         while leaving and self._live + one.made_bytes + one.workspace_bytes > self._limit:
-            self._release()
+            self._end_copy()
         self._live += one.made_bytes - one.freed_bytes
         self._found.append(one)
         if kind is Kind.RUN or kind is Kind.RERUN:
             self._now += one.seconds
             while leaving and leaving[0][0] <= self._now:
-                self._release()
+                self._end_copy()
+        else:
+            self._now += one.hand_seconds
 
-    def _release(self) -> None:
+    def _end_copy(self) -> None:
         end, side, one = self._leaving.popleft()
         self._now = max(self._now, end)
+        self._release(side, one)
+
+    def _release(self, side: int, one: FeatureMap) -> None:
         released = self._sides[side].move(Kind.RELEASE, one, self._num_forward)
         self._live -= released.freed_bytes
         self._found.append(released)

@@ -20,6 +20,11 @@ def offload(value: Tensor, storage: str) -> Any:
     _not_called(offload, value, storage)
 
 
+def offload_at_once(value: Tensor, storage: str) -> Any:
+    """As `offload`, by the thread that computes: the copy has ended when the next node runs."""
+    _not_called(offload_at_once, value, storage)
+
+
 def release(handle: Any) -> Any:
     """Wait for the copy to the host and free the device's memory; gives the copy."""
     _not_called(release, handle)
@@ -28,6 +33,11 @@ def release(handle: Any) -> Any:
 def prefetch(copy: Any) -> Any:
     """Take device memory and begin to copy a storage back; gives a handle."""
     _not_called(prefetch, copy)
+
+
+def prefetch_at_once(copy: Any) -> Any:
+    """As `prefetch`, by the thread that computes."""
+    _not_called(prefetch_at_once, copy)
 
 
 def arrived(handle: Any) -> Tensor:

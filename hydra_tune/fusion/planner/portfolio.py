@@ -15,7 +15,7 @@ times.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from hydra_tune.errors import BudgetError
@@ -161,6 +161,28 @@ class Planner:
         members.append(self._kept_one_after_another(num_trials))
         members += self._paired(num_trials, members)
         return Portfolio(tuple(sorted(members, key=_rank)))
+
+    def corrected(self, correct: Callable[[int, Array], Array]) -> "Planner":
+        """One that plans with other arrays.
+
+        Args:
+            correct: a number of trials and their sub-array -> what is planned with.
+        """
+        arrays = {size: correct(size, one) for size, one in self._arrays.items()}
+        array = self.array
+        return replace(self, array=lambda size: correct(size, array(size)), _arrays=arrays, _parts={})
+
+    def told(self, member: Member) -> Member:
+        """What would be predicted for a member that was planned with other arrays of the same trials.
+
+        Args:
+            member: whose instructions stay what they are, but for where copies to the host end.
+        """
+        parts = [
+            self._part(part.sizes, part.way, part.schedule.timed_by(tuple(map(self._of, part.sizes))))
+            for part in member.parts
+        ]
+        return self._member(member.name, parts)
 
     def alone(self, size: int) -> Part:
         """The best way to run one sub-array of so many trials, or the one that needs least memory if none fits."""

@@ -14,8 +14,8 @@ and the nodes' times are made to add up to those.
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -234,10 +234,12 @@ def copied_at(array: Array, bytes_per_second: float, seconds: float = 0.0) -> Ar
         seconds: what each copy takes beside.
     """
     times = {name: one.num_bytes / bytes_per_second + seconds for name, one in array.maps.items()}
-    changed = {
-        name: getattr(array, name) for name in ("name", "forward", "backward", "sizes", "static_bytes", "results")
-    }
-    return Array(**changed, out_seconds=times, in_seconds=times)
+    return replace(array, out_seconds=times, in_seconds=times, at_once=_at_once(times, times, array.hand_seconds))
+
+
+def _at_once(out: Mapping[str, float], back: Mapping[str, float], hand_seconds: float) -> frozenset[str]:
+    """Storages whose copies take no longer than handing them over does."""
+    return frozenset(name for name, seconds in out.items() if seconds + back[name] <= 2 * hand_seconds)
 
 
 def _scaled(seconds: dict[str, float], clock: Clock, whole: float) -> dict[str, float]:

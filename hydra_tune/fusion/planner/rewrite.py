@@ -106,14 +106,14 @@ class _Rewriter:
         elif one.kind is Kind.RERUN:
             self._emit_again(one)
         elif one.kind is Kind.OFFLOAD:
-            self._moving[key] = self._graph.call_function(
-                nodes.offload, (self._latest(one), f"a{one.side}_{one.storage}")
-            )
+            target = nodes.offload_at_once if one.is_at_once else nodes.offload
+            self._moving[key] = self._graph.call_function(target, (self._latest(one), f"a{one.side}_{one.storage}"))
         elif one.kind is Kind.RELEASE:
             made = self._graph.call_function(nodes.release, (self._moving.pop(key),))
             self._on_host[self._host_name(one)] = made
         elif one.kind is Kind.PREFETCH:
-            self._moving[key] = self._graph.call_function(nodes.prefetch, (self._argument(self._host_name(one)),))
+            back = nodes.prefetch_at_once if one.is_at_once else nodes.prefetch
+            self._moving[key] = self._graph.call_function(back, (self._argument(self._host_name(one)),))
         elif one.kind is Kind.ARRIVE:
             self._moving[key] = self._graph.call_function(nodes.arrived, (self._moving[key],))
         else:

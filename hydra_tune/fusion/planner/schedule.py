@@ -140,6 +140,24 @@ class Schedule:
         """One whose decisions may be changed."""
         return replace(self, decisions=tuple(one.copy() for one in self.decisions))
 
+    def timed_by(self, arrays: tuple[Array, ...]) -> "Schedule":
+        """The same decisions for arrays that differ in their times alone; the same operators are in the slots.
+
+        Args:
+            arrays: in place of its own.
+        """
+        found = replace(self.copy(), arrays=arrays)
+        for segment in self.segments:
+            if segment.backward is None or segment.forward is None:
+                continue
+            ops, before = arrays[segment.forward].forward, [0, *(self.forward_before(segment) or ())]
+            slots = {
+                rank: sum(op.seconds for op in ops[before[rank] : before[rank + 1]])
+                for rank in self.decisions[segment.backward].slots
+            }
+            found.decisions[segment.backward].slots = slots
+        return found
+
     def forward_before(self, segment: Segment) -> list[int] | None:
         """For each backward operator of a segment, how many forward operators are run before it.
 

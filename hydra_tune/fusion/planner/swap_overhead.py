@@ -17,10 +17,11 @@ Differs from the algorithm as printed:
 * There is no `last_prompt` (lines 8 and 33 to 37): candidates do not come in the order of their uses, so the last
   swap's prompt need not be the first. A conflict is a swap that is on its way at the access, whichever that is; what
   remains of it (line 13) is its copy without the backward operators and recomputations that it has had beside it.
+* What a swap takes of the thread that computes is added, and small maps that this thread copies itself hide nothing.
 * The link may be busy with several other swaps: an operator hides this copy only where no other swap is on its way.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from hydra_tune.fusion.planner.arrays import Op
@@ -91,6 +92,13 @@ class _Search:
         self._now = simulated(self._trial, self._segment)
 
     def proposal(self, *, is_interleaved: bool) -> Proposal:
+        if self._candidate.name in self._array.at_once:
+            both = self._candidate.map.out_seconds + self._candidate.map.in_seconds
+            return Proposal(seconds=both, prompt=self._access, slots=self._decided.slots, case=Case.NO_OVERLAP)
+        found = self._beside(is_interleaved=is_interleaved)
+        return replace(found, seconds=found.seconds + 2 * self._array.hand_seconds)
+
+    def _beside(self, *, is_interleaved: bool) -> Proposal:
         rest = self._candidate.map.in_seconds - self._decided.recompute_seconds(self._access)
         whole = rest
         if self._now.by_rank[self._access] > self._trial.limit_bytes:

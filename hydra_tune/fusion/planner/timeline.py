@@ -1,5 +1,7 @@
 """How long a segment takes: operators one after the other, copies beside them on one link or on one in each direction.
 
+What hands copies over, and makes the small ones itself, is the thread that computes: that is in its way as waiting is.
+
 The swap overheads that Algorithm C estimates decide what is done; what a finished schedule takes is simulated here,
 copy by copy.
 """
@@ -18,7 +20,7 @@ class Times:
     Attributes:
         compute: seconds of the operators that any schedule runs.
         recompute: of those that are run again.
-        stall: that are waited for copies.
+        stall: that are waited for copies, or spent on handing them over or making them at once.
         copies: of all copies.
     """
 
@@ -64,10 +66,14 @@ def timed(instructions: Sequence[Instruction], *, is_duplex: bool) -> Times:
             else:
                 recompute += one.seconds
         elif one.kind in (Kind.OFFLOAD, Kind.PREFETCH):
-            link = one.kind if is_duplex else Kind.OFFLOAD
-            free[link] = max(free[link], now) + one.seconds
+            now += one.hand_seconds
+            stall += one.hand_seconds
             copies += one.seconds
-            ends[one.kind is Kind.PREFETCH, one.side, one.storage] = free[link]
+            end = now
+            if not one.is_at_once:
+                link = one.kind if is_duplex else Kind.OFFLOAD
+                free[link] = end = max(free[link], now) + one.seconds
+            ends[one.kind is Kind.PREFETCH, one.side, one.storage] = end
         elif one.kind in (Kind.RELEASE, Kind.ARRIVE):
             wait = max(0.0, ends[one.kind is Kind.ARRIVE, one.side, one.storage] - now)
             now += wait

@@ -112,12 +112,12 @@ def verify_graph(graph: fx.Graph) -> None:
     """
     graph.lint()
     for node in graph.nodes:
-        if node.target is nodes.offload:
+        if node.target in (nodes.offload, nodes.offload_at_once):
             assert [user.target for user in node.users] == [nodes.release], f"{node} is not released once"
             (value, _) = node.args
             later = [user for user in value.users if user > node]
             assert not later, f"{later} use {value}, which {node} has sent away"
-        if node.target is nodes.prefetch:
+        if node.target in (nodes.prefetch, nodes.prefetch_at_once):
             assert [user.target for user in node.users] == [nodes.arrived], f"{node} is not waited for once"
         if node.target is nodes.delete:
             later = [user for value in node.args for user in value.users if user > node]

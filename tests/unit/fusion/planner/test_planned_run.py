@@ -73,6 +73,7 @@ def assert_same_as_unplanned(schedule, names, steps=(STEPS, STEPS)):
             assert torch.equal(losses[side, number], expected[number])
         if steps[side] == STEPS:
             assert all(torch.equal(a, b) for a, b in zip(made.everything(), state, strict=True))
+    return run.merged
 
 
 SHARES = [
@@ -120,9 +121,15 @@ def test_one_goes_on_alone_when_its_partner_has_ended():
 
 @pytest.mark.parametrize(("name", "share"), SHARES)
 def test_an_independent_tracker_finds_the_peak_that_was_planned(name, share):
-    """Storages made beside the arguments, which are there all the time; host memory was taken before."""
-    schedule = limited((name, name), share)
-    pair = pair_of((name, name))
+    measured, predicted = tracked(limited((name, name), share), (name, name))
+    assert measured <= predicted
+    assert measured >= 0.9 * predicted
+
+
+def tracked(schedule, names):
+    """Bytes of storages made beside the arguments, which are there all the time, and what was planned; the host's were taken
+    before."""
+    pair = pair_of(names)
     run = started(schedule, pair)
     arguments = [made.arguments(0) for made in pair]
     run._arguments = [lambda _number, found=found: found for found in arguments]
@@ -142,8 +149,7 @@ def test_an_independent_tracker_finds_the_peak_that_was_planned(name, share):
         run.close()
     measured = tracker.peak_bytes[0] - schedule.static_bytes
     predicted = max(simulated(schedule, s).peak_bytes for s in schedule.segments) - schedule.static_bytes
-    assert measured <= predicted
-    assert measured >= 0.9 * predicted
+    return measured, predicted
 
 
 def test_what_is_predicted_is_what_the_instructions_say():

@@ -1,0 +1,237 @@
+"""Measured instead of believed: the best few of a portfolio are run, the model is corrected by that, and planned again.
+
+What a profile says of an operator is not what it takes in every plan: the machine is at another speed, other
+things lie in its caches, and the thread that computes has to do with copies as well. So plans are compared by steps that
+are really made. Where what was predicted is off by more than a fifth, what has been measured corrects the arrays, and the
+trials are planned once more with those (§3.2 has no such step).
+
+    settled(planner, num_trials, measure).member
+
+takes `measure` from the caller, who alone can run plans: members -> what a step of each takes, in turns (`RunOff`).
+"""
+
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hydra_tune.fusion.planner.arrays import Array, Op
+from hydra_tune.fusion.planner.portfolio import Member, Part, Planner, Portfolio
+from hydra_tune.fusion.planner.schedule import Schedule
+
+TOLERANCE = 0.2
+"""Of what was predicted, by how much what is measured may differ before trials are planned again (§3.2's portfolio, ours)."""
+
+MOST = 5
+"""Candidates that are measured in a round, beside those without which a correction would not know what it is of."""
+
+Measure = Callable[[Sequence[Member]], Sequence[float]]
+"""Seconds of a step of each of some members, which took turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What was measured, over what profiles say.
+
+    Attributes:
+        compute: by the trials of a sub-array: what its operators take, over what they were said to.
+        others: the same of sub-arrays of other sizes.
+        swap_seconds: that a swap costs the computing thread beside what it was said to; less than nothing, if it was too much.
+    """
+
+    compute: Mapping[int, float] = field(default_factory=dict)
+    others: float = 1.0
+    swap_seconds: float = 0.0
+
+    def array(self, size: int, array: Array) -> Array:
+        """A sub-array as it has proved to be.
+
+        Args:
+            size: its trials.
+            array: as it was profiled, or corrected before.
+        """
+        ratio, half = self.compute.get(size, self.others), self.swap_seconds / 2
+        own = dict.fromkeys(array.at_once, half)
+
+        def slower(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+            return tuple(replace(op, seconds=op.seconds * ratio) for op in ops)
+
+        return replace(
+            array,
+            forward=slower(array.forward),
+            backward=slower(array.backward),
+            hand_seconds=max(0.0, array.hand_seconds + half),
+            out_seconds={name: max(0.0, one + own.get(name, 0.0)) for name, one in array.out_seconds.items()},
+            in_seconds={name: max(0.0, one + own.get(name, 0.0)) for name, one in array.in_seconds.items()},
+        )
+
+    def seconds(self, part: Part) -> float:
+        """What a part would take, but for what its swaps cost beside.
+
+        Args:
+            part: as planned before the correction.
+        """
+        ratios = [self.compute.get(size, self.others) for size in part.sizes]
+        own = [array.seconds for array in part.schedule.arrays]
+        compute = sum(ratio * seconds for ratio, seconds in zip(ratios, own, strict=True))
+        again = part.times.recompute * statistics.fmean(ratios)
+        return compute + again + part.times.stall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A member that was run.
+
+    Attributes:
+        member: with what is predicted for it by the last correction.
+        seconds: that a step of all trials took.
+    """
+
+    member: Member
+    seconds: float
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it differs from what was predicted by more than is tolerated."""
+        return abs(self.seconds / self.member.seconds - 1) > TOLERANCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """What came of it.
+
+    Attributes:
+        trials: all that were run, the fastest first.
+        portfolio: as last planned.
+        corrections: one for each time that was planned again.
+    """
+
+    trials: tuple[Trial, ...]
+    portfolio: Portfolio
+    corrections: tuple[Correction, ...]
+
+    @property
+    def member(self) -> Member:
+        """The fastest."""
+        return self.trials[0].member
+
+
+def settled(
+    planner: Planner, num_trials: int, measure: Measure, *, most: int = MOST, max_corrections: int = 1
+) -> Settled:
+    """The fastest plan of some trials, by steps that were made.
+
+    Args:
+        planner: of their device.
+        num_trials: of one architecture.
+        measure: runs members, all of which fit. Those that were fastest so far come again with new ones, to compare.
+        most: how many are run in a round, beside which are the fastest without swaps and the fastest that moves nothing.
+        max_corrections: how many times they are planned again.
+
+    Raises:
+        BudgetError: no plan fits.
+    """
+    known: dict[Hashable, Trial] = {}
+    corrections: list[Correction] = []
+    while True:
+        portfolio = planner.portfolio(num_trials)
+        _ = portfolio.best  # raises, if none fits
+        known = {key: replace(trial, member=planner.told(trial.member)) for key, trial in known.items()}
+        chosen = contenders(portfolio, most)
+        _run([one for one in chosen if key_of(one) not in known], known, measure)
+        ran = [known[key_of(one)] for one in chosen]
+        if len(corrections) == max_corrections or not any(trial.is_off for trial in ran):
+            trials = sorted(known.values(), key=lambda trial: trial.seconds)
+            return Settled(trials=tuple(trials), portfolio=portfolio, corrections=tuple(corrections))
+        corrections.append(fitted(list(known.values())))
+        planner = planner.corrected(corrections[-1].array)
+
+
+def contenders(portfolio: Portfolio, most: int = MOST) -> list[Member]:
+    """The members that are worth measuring, the fastest by prediction first; of those that do the same, the first.
+
+    Args:
+        portfolio: of plans.
+        most: of them, beside which are the fastest without swaps and the fastest that moves nothing.
+    """
+    different: dict[Hashable, Member] = {}
+    for one in portfolio.members:
+        if one.fits:
+            different.setdefault(key_of(one), one)
+    each = list(different.values())
+    found = each[:most]
+    for kind in (_has_no_swaps, _moves_nothing):
+        if not any(map(kind, found)):
+            found += [one for one in each if kind(one)][:1]
+    return found
+
+
+def fitted(trials: Sequence[Trial]) -> Correction:
+    """The correction under which what was predicted is nearest to what was measured.
+
+    What operators take is seen in members without swaps, and what these cost in the others. Where all have swaps, what
+    they take in all is laid to their operators.
+
+    Args:
+        trials: at least one.
+    """
+    still = [trial for trial in trials if _has_no_swaps(trial.member)] or list(trials)
+    ratios = [(trial.seconds / trial.member.seconds, _sizes(trial.member)) for trial in still]
+    compute: dict[int, float] = {}
+    for size in {size for _, sizes in ratios for size in sizes}:
+        own = [ratio for ratio, sizes in ratios if sizes == {size}]
+        compute[size] = statistics.median(own or [ratio for ratio, sizes in ratios if size in sizes])
+    found = Correction(compute=compute, others=statistics.median(ratio for ratio, _ in ratios))
+    if len(still) == len(trials):
+        return found
+    rest = [
+        (trial.seconds - sum(found.seconds(part) for part in trial.member.parts)) / _num_swaps(trial.member)
+        for trial in trials
+        if trial not in still
+    ]
+    return replace(found, swap_seconds=statistics.median(rest))
+
+
+def key_of(member: Member) -> Hashable:
+    """What has been decided for a member: the same of members that do the same.
+
+    Args:
+        member: of a portfolio.
+    """
+    return tuple((part.sizes, *_decided(part.schedule)) for part in member.parts)
+
+
+def _run(fresh: Sequence[Member], known: dict[Hashable, Trial], measure: Measure) -> None:
+    """Measure members that have not been; the fastest so far with them, for the machine may be at another speed than then."""
+    if not fresh:
+        return
+    best = min(known.values(), key=lambda trial: trial.seconds, default=None)
+    found = list(measure([*fresh, *([] if best is None else [best.member])]))
+    speed = 1.0 if best is None else best.seconds / found[-1]
+    known |= {
+        key_of(one): Trial(member=one, seconds=seconds * speed) for one, seconds in zip(fresh, found, strict=False)
+    }
+
+
+def _decided(schedule: Schedule) -> tuple[Hashable, ...]:
+    moved = (
+        (frozenset(one.swaps.items()), frozenset((name, how.ops) for name, how in one.recomputes.items()))
+        for one in schedule.decisions
+    )
+    befores = (schedule.forward_before(one) for one in schedule.segments if one.backward is not None)
+    return *moved, *(tuple(before or ()) for before in befores)
+
+
+def _sizes(member: Member) -> set[int]:
+    return {size for part in member.parts for size in part.sizes}
+
+
+def _num_swaps(member: Member) -> int:
+    return sum(len(one.swaps) for part in member.parts for one in part.schedule.decisions)
+
+
+def _has_no_swaps(member: Member) -> bool:
+    return not _num_swaps(member)
+
+
+def _moves_nothing(member: Member) -> bool:
+    return not any(one.swaps or one.recomputes for part in member.parts for one in part.schedule.decisions)

@@ -1,0 +1,91 @@
+"""A run-off: candidates make steps in turns, so that each finds the machine as the others do; who is clearly slower leaves.
+
+A state, without a clock: whoever asks runs what is next and says what it took. What a step takes is told relative to
+what those that stay to the end take in the same turn, for a machine that others use as well changes its speed between turns.
+"""
+
+import statistics
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+WARM_UPS, TURNS = 2, 9
+"""Of each candidate: steps that do not count, and steps that do."""
+
+_LEAST_TURNS = 3
+_LEAVES_AT = 1.3  # times what the fastest takes
+
+
+class RunOff(Generic[Key]):
+    """Whose step is next, until the fastest is known.
+
+        race = RunOff(["a", "b"])
+        while (name := race.next) is not None:
+            race.took(seconds_of_a_step(name))
+        race.best, race.seconds
+
+    Args:
+        candidates: in the order in which they take turns; all different.
+        warm_ups: turns that do not count.
+        turns: turns that count.
+
+    Raises:
+        ValueError: there are no candidates.
+    """
+
+    def __init__(self, candidates: Sequence[Key], *, warm_ups: int = WARM_UPS, turns: int = TURNS) -> None:
+        if not candidates:
+            raise ValueError("a run-off needs candidates, and there are none")
+        self._all, self._in = list(candidates), list(candidates)
+        self._warm_ups, self._turns = warm_ups, turns
+        self._place = 0
+        self._turn: dict[Key, float] = {}
+        self._found: list[dict[Key, float]] = []  # of each turn that counts
+
+    @property
+    def next(self) -> Key | None:
+        """Whose step is next; None when all turns are over."""
+        return None if len(self._found) >= self._turns else self._in[self._place]
+
+    def took(self, seconds: float) -> None:
+        """The step that was next has been made.
+
+        Args:
+            seconds: that it took.
+        """
+        self._turn[self._in[self._place]] = seconds
+        self._place += 1
+        if self._place == len(self._in):
+            self._end_turn()
+
+    @property
+    def seconds(self) -> dict[Key, float]:
+        """What a step of each takes, by its turns so far; of those that have had none that counts, nothing."""
+        if not self._found:
+            return {}
+        means = [statistics.fmean(turn[one] for one in self._in) for turn in self._found]
+        usual = statistics.median(means)
+        found: dict[Key, float] = {}
+        for one in self._all:
+            shares = [turn[one] / mean for turn, mean in zip(self._found, means, strict=True) if one in turn and mean]
+            if shares:
+                found[one] = statistics.median(shares) * usual
+        return found
+
+    @property
+    def best(self) -> Key:
+        """The fastest of those that are left, by their turns so far; the first, before any."""
+        seconds = self.seconds
+        return min(self._in, key=lambda one: seconds.get(one, 0.0))
+
+    def _end_turn(self) -> None:
+        turn, self._turn, self._place = self._turn, {}, 0
+        if self._warm_ups:
+            self._warm_ups -= 1
+            return
+        self._found.append(turn)
+        if len(self._found) >= _LEAST_TURNS:
+            seconds = self.seconds
+            least = min(seconds[one] for one in self._in)
+            self._in = [one for one in self._in if seconds[one] <= least * _LEAVES_AT]
