@@ -10,8 +10,9 @@ from math import ceil, isfinite
 
 from hydra_tune.fusion.planner.arrays import Array
 from hydra_tune.fusion.planner.candidates import candidates_of
-from hydra_tune.fusion.planner.lowering import Instruction, lowered, start_bytes
-from hydra_tune.fusion.planner.memory import followed, peak_of
+from hydra_tune.fusion.planner.instructions import Instruction
+from hydra_tune.fusion.planner.lowering import lowered
+from hydra_tune.fusion.planner.memory import curve, peak_of
 from hydra_tune.fusion.planner.portfolio import MARGIN, Member, Planner
 from hydra_tune.fusion.planner.schedule import Schedule, Segment, undecided
 from hydra_tune.fusion.planner.timeline import Times
@@ -229,8 +230,7 @@ def _curve(array: Array) -> tuple[Moment, ...]:
 
 
 def _followed(schedule: Schedule, segment: Segment) -> list[tuple[Instruction, int]]:
-    instructions = lowered(schedule, segment)
-    return list(zip(instructions, followed(instructions, start_bytes(schedule, segment)).curve, strict=True))
+    return list(zip(lowered(schedule, segment), curve(schedule, segment), strict=True))
 
 
 def _system(member: Member, *, is_chosen: bool) -> System:

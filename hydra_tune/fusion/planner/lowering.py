@@ -5,66 +5,19 @@ printed frees it at once). Where that is depends on time, so it is an instructio
 will have ended, or sooner, before an operator for which there would be no room, which then waits. So the bytes on the
 device are a function of the list.
 
-Note: speed. Schedules are lowered thousands of times for one plan, and differ in a few decisions. Instructions do not
-depend on decisions, but for which of them there are and what sources of recomputations are freed late; each is made
-once for a sub-array (`Array.lowered`) and used again.
+Schedules that are compared differ in a few decisions. Instructions do not depend on decisions, but for which of them
+there are and what sources of recomputations are freed late; each is made once for a sub-array (`Array.lowered`) and used
+again. So are those that follow one another, whole stretches at a time (note on speed in `instructions.py`).
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from hydra_tune.fusion.planner.arrays import Array, FeatureMap, Op
+from hydra_tune.fusion.planner.instructions import Instruction, Kind, Line, Stretch, ticks
 from hydra_tune.fusion.planner.schedule import Decisions, Schedule, Segment
-
-
-class Kind(StrEnum):
-    """What an instruction does."""
-
-    RUN = "run"
-    RERUN = "recompute"
-    OFFLOAD = "offload"
-    RELEASE = "release"
-    PREFETCH = "prefetch"
-    ARRIVE = "arrive"
-    DELETE = "delete"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instruction:
-    """One of a segment's.
-
-    Attributes:
-        kind: what it does.
-        side: for which sub-array.
-        is_backward: whether it belongs to that one's backward.
-        rank: of the operator; of the next one, where it is none.
-        storage: what is moved or deleted; what is recomputed.
-        seconds: of the operator or the copy.
-        hand_seconds: that a copy takes of the thread that computes.
-        is_at_once: whether that thread makes the copy.
-        makes: storages that are there from its beginning.
-        frees: storages that are not there after its end.
-        made_bytes: bytes of `makes`.
-        freed_bytes: bytes of `frees`.
-        workspace_bytes: what the operator needs while it runs.
-    """
-
-    kind: Kind
-    side: int
-    is_backward: bool
-    rank: int
-    storage: str = ""
-    seconds: float = 0.0
-    hand_seconds: float = 0.0
-    is_at_once: bool = False
-    makes: tuple[str, ...] = ()
-    frees: tuple[str, ...] = ()
-    made_bytes: int = 0
-    freed_bytes: int = 0
-    workspace_bytes: int = 0
 
 
 def lowered(schedule: Schedule, segment: Segment) -> list[Instruction]:
@@ -74,7 +27,23 @@ def lowered(schedule: Schedule, segment: Segment) -> list[Instruction]:
         schedule: what has been decided.
         segment: one of its segments or ends.
     """
-    return _Lowering(schedule, segment).instructions()
+    found: list[Instruction] = []
+    for one in stretched(schedule, segment):
+        if isinstance(one, Stretch):
+            found += one.line.instructions[one.begin : one.end]
+        else:
+            found.append(one)
+    return found
+
+
+def stretched(schedule: Schedule, segment: Segment) -> list[Instruction | Stretch]:
+    """The same, with operators that follow one another as stretches.
+
+    Args:
+        schedule: what has been decided.
+        segment: one of its segments or ends.
+    """
+    return _Lowering(schedule, segment).pieces()
 
 
 def kept_bytes(array: Array, decisions: Decisions) -> int:
@@ -94,8 +63,8 @@ class _Side:
     def __init__(self, schedule: Schedule, side: int) -> None:
         self.array, self.decisions, self.side = schedule.arrays[side], schedule.decisions[side], side
         self.known: dict[Any, Any] = self.array.lowered.setdefault(side, {})
-        self.forward = self._runs("forward", self.array.forward, self.array.forward_ends)
-        self.backward = self._runs("backward", self.array.backward, self.array.all_backward_ends)
+        self.forward = self._line("forward", self.array.forward, self.array.forward_ends)
+        self.backward = self._line("backward", self.array.backward, self.array.all_backward_ends)
         self.changed: dict[int, Instruction] = {}
         self.prompts: dict[int, list[FeatureMap]] = {}
         self.arrivals: dict[int, list[FeatureMap]] = {}
@@ -107,11 +76,13 @@ class _Side:
         for found in self.prompts.values():
             found.sort(key=lambda one: (_first(one, needs), one.made))
         self._change_ends(needs)
+        self.leaving_ranks = sorted(self.leaves)
 
-    def _runs(self, key: str, ops: Sequence[Op], ends: Mapping[int, tuple[str, ...]]) -> list[Instruction]:
+    def _line(self, key: str, ops: Sequence[Op], ends: Mapping[int, tuple[str, ...]]) -> Line:
         if key not in self.known:
-            self.known[key] = [self._run(rank, op, ends.get(rank, ()), key) for rank, op in enumerate(ops)]
-        found: list[Instruction] = self.known[key]
+            each = [self._run(rank, op, ends.get(rank, ()), key) for rank, op in enumerate(ops)]
+            self.known[key] = Line(each)
+        found: Line = self.known[key]
         return found
 
     def _run(self, rank: int, op: Op, frees: tuple[str, ...], which: str) -> Instruction:
@@ -181,13 +152,13 @@ class _Side:
         found: Instruction = self.known[key]
         return found
 
-    def again(self, one: FeatureMap) -> tuple[Instruction, ...]:
+    def again(self, one: FeatureMap) -> Line:
         """What recomputes a feature map."""
         how = self.decisions.recomputes[one.name]
         key = ("again", one.name, how.ops)
         if key not in self.known:
-            self.known[key] = tuple(self._again(one, sorted(how.ops)))
-        found: tuple[Instruction, ...] = self.known[key]
+            self.known[key] = Line(tuple(self._again(one, sorted(how.ops))))
+        found: Line = self.known[key]
         return found
 
     def _again(self, one: FeatureMap, ranks: list[int]) -> Iterator[Instruction]:
@@ -218,48 +189,54 @@ class _Lowering:
     def __init__(self, schedule: Schedule, segment: Segment) -> None:
         self._schedule, self._segment, self._limit = schedule, segment, schedule.limit_bytes
         self._sides = {side: _Side(schedule, side) for side in (segment.backward, segment.forward) if side is not None}
-        self._found: list[Instruction] = []
+        self._found: list[Instruction | Stretch] = []
         self._live = start_bytes(schedule, segment)
-        self._now = self._link_free = 0.0
-        self._leaving: deque[tuple[float, int, FeatureMap]] = deque()  # end of the copy, side, map
+        self._now = self._link_free = 0
+        self._leaving: deque[tuple[int, int, FeatureMap]] = deque()  # end of the copy, side, map
         self._num_forward = 0
 
-    def instructions(self) -> list[Instruction]:
+    def pieces(self) -> list[Instruction | Stretch]:
         segment = self._segment
         if segment.backward is not None:
-            before = self._schedule.forward_before(segment)
-            assert before is not None, "slots want more forward operators than there are"
-            self._backward(self._sides[segment.backward], before)
+            multiplexed = self._schedule.multiplexed(segment)
+            assert multiplexed is not None, "slots want more forward operators than there are"
+            self._backward(self._sides[segment.backward], multiplexed)
         if segment.forward is not None:
             self._forward_to(len(self._schedule.arrays[segment.forward].forward))
         while self._leaving:
             self._end_copy()
         return self._found
 
-    def _backward(self, side: _Side, before: Sequence[int]) -> None:
-        for rank, one in enumerate(side.backward):
+    def _backward(self, side: _Side, multiplexed: Mapping[int, int]) -> None:
+        done, line = 0, side.backward
+        for rank in sorted({*side.prompts, *side.arrivals, *side.recomputed, *side.changed, *multiplexed}):
+            self._run_all(line, done, rank)
+            done = rank
             for sent in side.prompts.get(rank, ()):
                 self._run(side.move(Kind.PREFETCH, sent, rank))
-            if before[rank] > self._num_forward:
-                self._forward_to(before[rank])
+            if rank in multiplexed:
+                self._forward_to(multiplexed[rank])
             for sent in side.arrivals.get(rank, ()):
                 if sent.name in side.array.at_once:
                     self._run(side.move(Kind.PREFETCH, sent, rank))
                 self._run(side.move(Kind.ARRIVE, sent, rank))
-            if rank in side.recomputed:
-                for wanted in sorted(side.recomputed[rank], key=lambda one: one.made):
-                    for again in side.again(wanted):
-                        self._run(again)
-            self._run(side.changed.get(rank, one))
+            for wanted in sorted(side.recomputed.get(rank, ()), key=lambda one: one.made):
+                again = side.again(wanted)
+                self._run_all(again, 0, len(again.instructions))
+            if rank in side.changed:
+                self._run(side.changed[rank])
+                done = rank + 1
+        self._run_all(line, done, len(line.instructions))
 
     def _forward_to(self, num_forward: int) -> None:
         assert self._segment.forward is not None, "no forward"
         side = self._sides[self._segment.forward]
-        for rank in range(self._num_forward, num_forward):
-            self._run(side.forward[rank])
-            self._num_forward = rank + 1
-            for one in side.leaves.get(rank, ()):
+        places = side.leaving_ranks
+        for rank in places[bisect_left(places, self._num_forward) : bisect_left(places, num_forward)]:
+            self._run_all(side.forward, self._num_forward, rank + 1)
+            for one in side.leaves[rank]:
                 self._leave(side, one)
+        self._run_all(side.forward, self._num_forward, num_forward)
 
     def _leave(self, side: _Side, one: FeatureMap) -> None:
         if one.name not in side.decisions.swaps:
@@ -269,22 +246,42 @@ class _Lowering:
         if one.name in side.array.at_once:
             self._release(side.side, one)
             return
-        self._link_free = max(self._link_free, self._now) + one.out_seconds
+        self._link_free = max(self._link_free, self._now) + ticks(one.out_seconds)
         self._leaving.append((self._link_free, side.side, one))
+
+    def _run_all(self, line: Line, begin: int, end: int) -> None:
+        """Add operators of a line: as `_run` each of them."""
+        while begin < end:
+            stop = end
+            if self._leaving:
+                stop = line.first_above(begin, end, self._limit - self._live + line.before[begin])
+                if stop == begin:
+                    self._end_copy()
+                    continue
+                stop = min(stop, line.first_after(begin, end, self._leaving[0][0] - self._now) + 1)
+            self._found.append(Stretch(line, begin, stop))
+            self._live += line.before[stop] - line.before[begin]
+            self._now += line.clock[stop] - line.clock[begin]
+            if not line.is_backward and not line.is_again:
+                self._num_forward = stop
+            self._release_ended()
+            begin = stop
 
     def _run(self, one: Instruction) -> None:
         """Add an instruction: behind the ends of copies whose room it needs, before those of copies that have ended."""
-        leaving, kind = self._leaving, one.kind
-        while leaving and self._live + one.made_bytes + one.workspace_bytes > self._limit:
+        while self._leaving and self._live + one.made_bytes + one.workspace_bytes > self._limit:
             self._end_copy()
         self._live += one.made_bytes - one.freed_bytes
         self._found.append(one)
-        if kind is Kind.RUN or kind is Kind.RERUN:
-            self._now += one.seconds
-            while leaving and leaving[0][0] <= self._now:
-                self._end_copy()
+        if one.kind is Kind.RUN or one.kind is Kind.RERUN:
+            self._now += ticks(one.seconds)
+            self._release_ended()
         else:
-            self._now += one.hand_seconds
+            self._now += ticks(one.hand_seconds)
+
+    def _release_ended(self) -> None:
+        while self._leaving and self._leaving[0][0] <= self._now:
+            self._end_copy()
 
     def _end_copy(self) -> None:
         end, side, one = self._leaving.popleft()

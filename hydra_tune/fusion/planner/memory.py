@@ -5,9 +5,11 @@ are counted twice; here every storage is counted once, from the instruction that
 swapped storage is freed where its copy has ended (`lowering.py`), not where it begins.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hydra_tune.fusion.planner.lowering import Instruction, Kind, lowered, start_bytes
+from hydra_tune.fusion.planner.instructions import Instruction, Kind, Stretch
+from hydra_tune.fusion.planner.lowering import lowered, start_bytes, stretched
 from hydra_tune.fusion.planner.schedule import Schedule, Segment
 
 
@@ -20,14 +22,12 @@ class Memory:
         peak_backward: rank that the backward has come to there.
         peak_forward: rank that the forward has come to.
         by_rank: the most that is there before and while each backward operator runs; the last of them, after all.
-        curve: bytes during each instruction.
     """
 
     peak_bytes: int
     peak_backward: int
     peak_forward: int
     by_rank: tuple[int, ...]
-    curve: tuple[int, ...]
 
 
 def simulated(schedule: Schedule, segment: Segment) -> Memory:
@@ -37,44 +37,93 @@ def simulated(schedule: Schedule, segment: Segment) -> Memory:
         schedule: what has been decided.
         segment: of it.
     """
-    return followed(lowered(schedule, segment), start_bytes(schedule, segment))
+    return followed(stretched(schedule, segment), start_bytes(schedule, segment))
 
 
-def followed(instructions: list[Instruction], start: int) -> Memory:
+def followed(pieces: Iterable[Instruction | Stretch], start: int) -> Memory:
     """The memory of a list of instructions.
 
     Args:
-        instructions: in order.
+        pieces: in order.
         start: bytes that are there before.
     """
-    live = peak = most = start
-    backward = forward = 0
-    at = (0, 0)
-    by_rank: list[int] = []
-    curve: list[int] = []
-    for one in instructions:
-        kind, is_backward = one.kind, one.is_backward
+    state = _Followed(start)
+    for one in pieces:
+        if isinstance(one, Stretch):
+            state.runs(one)
+        else:
+            state.does(one)
+    return state.memory()
+
+
+def curve(schedule: Schedule, segment: Segment) -> tuple[int, ...]:
+    """Bytes during each instruction of a segment.
+
+    Args:
+        schedule: what has been decided.
+        segment: of it.
+    """
+    live, found = start_bytes(schedule, segment), []
+    for one in lowered(schedule, segment):
         live += one.made_bytes
-        now = live + one.workspace_bytes
-        if not is_backward:
-            forward = one.rank
-        elif kind is not Kind.RERUN:
-            backward = one.rank
-        curve.append(now)
-        if now > most:
-            most = now
-            if now > peak:
-                peak, at = now, (backward, forward)
+        found.append(live + one.workspace_bytes)
         live -= one.freed_bytes
-        if kind is Kind.RUN:
-            if is_backward:
-                backward = one.rank + 1
-                by_rank.append(most)
-                most = live
-            else:
-                forward = one.rank + 1
-    by_rank.append(most)
-    return Memory(peak_bytes=peak, peak_backward=at[0], peak_forward=at[1], by_rank=tuple(by_rank), curve=tuple(curve))
+    return tuple(found)
+
+
+class _Followed:
+    def __init__(self, start: int) -> None:
+        self._live = self._peak = self._most = start  # the most since the last backward operator
+        self._backward = self._forward = 0
+        self._at = (0, 0)
+        self._by_rank: list[int] = []
+
+    def does(self, one: Instruction) -> None:
+        """An instruction by itself."""
+        self._live += one.made_bytes
+        if not one.is_backward:
+            self._forward = one.rank
+        elif one.kind is not Kind.RERUN:
+            self._backward = one.rank
+        self._reaches(self._live + one.workspace_bytes, self._backward, self._forward)
+        self._live -= one.freed_bytes
+        if one.kind is Kind.RUN and one.is_backward:
+            self._backward = one.rank + 1
+            self._by_rank.append(self._most)
+            self._most = self._live
+        elif one.kind is Kind.RUN:
+            self._forward = one.rank + 1
+
+    def runs(self, one: Stretch) -> None:
+        """Operators that follow one another."""
+        line, begin, end = one
+        beyond = self._live - line.before[begin]
+        top = line.top(begin, end)
+        if line.is_again:
+            self._reaches(line.during[top] + beyond, self._backward, self._forward)
+        elif line.is_backward:
+            self._by_rank.append(max(self._most, line.during[begin] + beyond))
+            self._by_rank += [num_bytes + beyond for num_bytes in line.during[begin + 1 : end]]
+            self._reaches(line.during[top] + beyond, top, self._forward)
+            self._backward = end
+        else:
+            self._reaches(line.during[top] + beyond, self._backward, top)
+            self._forward = end
+        self._live = line.before[end] + beyond
+        if line.is_backward:
+            self._most = self._live
+
+    def memory(self) -> Memory:
+        """What has been found."""
+        backward, forward = self._at
+        by_rank = (*self._by_rank, self._most)
+        return Memory(peak_bytes=self._peak, peak_backward=backward, peak_forward=forward, by_rank=by_rank)
+
+    def _reaches(self, num_bytes: int, backward: int, forward: int) -> None:
+        if num_bytes > self._most:
+            self._most = num_bytes
+            if num_bytes > self._peak:
+                self._peak, self._at = num_bytes, (backward, forward)
 
 
 def peak_of(schedule: Schedule) -> tuple[Segment, Memory]:

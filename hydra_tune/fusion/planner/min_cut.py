@@ -66,24 +66,23 @@ def min_cut_planned(schedule: Schedule) -> Schedule:
         kept = min_cut(array)
         again += [one for name, one in candidates_of(array, side).items() if one.can_recompute and name not in kept]
     again = [one for one in again if one.map.num_bytes]
-    found, low, high = _with(schedule, again, 0.0), 0.0, 1.0
+    low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         share = (low + high) / 2
-        tried = _with(schedule, again, share)
-        if peak_of(tried)[1].peak_bytes <= schedule.limit_bytes:
-            found, low = tried, share
+        if peak_of(_with(schedule, again, share))[1].peak_bytes <= schedule.limit_bytes:
+            low = share
         else:
             high = share
-    return found
+    return _with(schedule, again, low, is_polished=True)
 
 
 def _can_be_computed(candidates: dict[str, Candidate], name: str) -> bool:
     return name in candidates and candidates[name].can_recompute
 
 
-def _with(schedule: Schedule, again: Collection[Candidate], budget: float) -> Schedule:
+def _with(schedule: Schedule, again: Collection[Candidate], budget: float, *, is_polished: bool = False) -> Schedule:
     """All of `again` recomputed, but for what a share of their bytes can keep."""
     each = list(again)
     sizes = [float(one.map.num_bytes) for one in each]
     _, _, wanted = greedy_knapsack(sizes, [one.seconds for one in each], budget * sum(sizes))
-    return recomputed(schedule, {(each[place].side, each[place].name) for place in wanted})
+    return recomputed(schedule, {(each[place].side, each[place].name) for place in wanted}, is_polished=is_polished)

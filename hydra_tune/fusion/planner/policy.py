@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import inf
 
 from hydra_tune.fusion.planner.candidates import candidates_of, updated_candidates
-from hydra_tune.fusion.planner.lowering import lowered, start_bytes
+from hydra_tune.fusion.planner.lowering import start_bytes, stretched
 from hydra_tune.fusion.planner.memory import Memory, followed, peak_of, simulated
 from hydra_tune.fusion.planner.recomputations import can_join, updated_recomputations
 from hydra_tune.fusion.planner.recompute_overhead import recompute_overhead
@@ -79,16 +79,17 @@ def planned(schedule: Schedule, policy: Policy | None = None) -> tuple[Schedule,
     return search.schedule, search.decided
 
 
-def recomputed(schedule: Schedule, wanted: Container[tuple[int, str]]) -> Schedule:
-    """Recompute what others have chosen, as far as it can be, and undo what is not needed.
+def recomputed(schedule: Schedule, wanted: Container[tuple[int, str]], *, is_polished: bool) -> Schedule:
+    """Recompute what others have chosen, as far as it can be.
 
     Args:
         schedule: to begin with; left as it is.
         wanted: sides and feature maps.
+        is_polished: whether what is not needed is undone.
     """
     search = _Search(schedule.copy(), Policy(swaps=False, interleaves=False))
     search.recompute(wanted)
-    if peak_of(search.schedule)[1].peak_bytes <= schedule.limit_bytes:
+    if is_polished and peak_of(search.schedule)[1].peak_bytes <= schedule.limit_bytes:
         search.polish()
     return search.schedule
 
@@ -179,10 +180,10 @@ class _Search:
         """What a schedule takes; without end if it is above the limit."""
         found = Times()
         for segment in schedule.segments:
-            instructions = lowered(schedule, segment)
-            if followed(instructions, start_bytes(schedule, segment)).peak_bytes > schedule.limit_bytes:
+            pieces = stretched(schedule, segment)
+            if followed(pieces, start_bytes(schedule, segment)).peak_bytes > schedule.limit_bytes:
                 return inf
-            found += timed(instructions, is_duplex=self._policy.is_duplex)
+            found += timed(pieces, is_duplex=self._policy.is_duplex)
         return found.seconds
 
     def _unmultiplexed(self, segment: Segment) -> bool:

@@ -16,7 +16,8 @@ import torch
 from torch import fx, nn
 
 from hydra_tune.fusion.planner import nodes
-from hydra_tune.fusion.planner.lowering import Instruction, Kind, lowered
+from hydra_tune.fusion.planner.instructions import Instruction, Kind
+from hydra_tune.fusion.planner.lowering import lowered
 from hydra_tune.fusion.planner.schedule import Schedule, Segment
 from hydra_tune.fusion.planner.step_graph import StepGraph
 from hydra_tune.fusion.planner.storages import without_statistics

@@ -158,19 +158,18 @@ class Schedule:
             found.decisions[segment.backward].slots = slots
         return found
 
-    def forward_before(self, segment: Segment) -> list[int] | None:
-        """For each backward operator of a segment, how many forward operators are run before it.
+    def multiplexed(self, segment: Segment) -> dict[int, int] | None:
+        """For the backward operators of a segment before which forward operators are run, how many have run by then.
 
         None where there are not enough of them for what the slots want.
         """
         assert segment.backward is not None, "no backward"
-        length = len(self.arrays[segment.backward].backward)
+        found: dict[int, int] = {}
         if segment.forward is None:
-            return [0] * length
-        ops, found, done = self.arrays[segment.forward].forward, [0] * length, 0
-        wanted = self.decisions[segment.backward].slots
-        for rank in range(length):
-            rest = wanted.get(rank, 0.0)
+            return found
+        ops, done = self.arrays[segment.forward].forward, 0
+        for rank, wanted in sorted(self.decisions[segment.backward].slots.items()):
+            rest = wanted
             while rest > _EPSILON:
                 if done == len(ops):
                     return None
@@ -178,6 +177,18 @@ class Schedule:
                 done += 1
             found[rank] = done
         return found
+
+    def forward_before(self, segment: Segment) -> list[int] | None:
+        """For each backward operator of a segment, how many forward operators are run before it; None as above."""
+        multiplexed = self.multiplexed(segment)
+        if multiplexed is None or segment.backward is None:
+            return None
+        found: list[int] = []
+        done = 0
+        for rank, count in multiplexed.items():
+            found += [done] * (rank - len(found))
+            done = count
+        return found + [done] * (len(self.arrays[segment.backward].backward) - len(found))
 
 
 def undecided(arrays: tuple[Array, ...], limit_bytes: int) -> Schedule:

@@ -6,10 +6,11 @@ The swap overheads that Algorithm C estimates decide what is done; what a finish
 copy by copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hydra_tune.fusion.planner.lowering import Instruction, Kind, lowered
+from hydra_tune.fusion.planner.instructions import TICKS, Instruction, Kind, Stretch, ticks
+from hydra_tune.fusion.planner.lowering import stretched
 from hydra_tune.fusion.planner.schedule import Schedule
 
 
@@ -48,42 +49,48 @@ class Times:
         )
 
 
-def timed(instructions: Sequence[Instruction], *, is_duplex: bool) -> Times:
+def timed(pieces: Iterable[Instruction | Stretch], *, is_duplex: bool) -> Times:
     """The times of a list of instructions.
 
     Args:
-        instructions: in order.
+        pieces: in order.
         is_duplex: whether copies to the host and back go side by side.
     """
-    now = compute = recompute = stall = copies = 0.0
-    free = {Kind.OFFLOAD: 0.0, Kind.PREFETCH: 0.0}
-    ends: dict[tuple[bool, int, str], float] = {}
-    for one in instructions:
-        if one.kind in (Kind.RUN, Kind.RERUN):
-            now += one.seconds
+    now = compute = recompute = stall = copies = 0
+    free = {Kind.OFFLOAD: 0, Kind.PREFETCH: 0}
+    ends: dict[tuple[bool, int, str], int] = {}
+    for one in pieces:
+        if isinstance(one, Stretch):
+            took = one.line.clock[one.end] - one.line.clock[one.begin]
+            now += took
+            compute, recompute = (compute, recompute + took) if one.line.is_again else (compute + took, recompute)
+        elif one.kind in (Kind.RUN, Kind.RERUN):
+            took = ticks(one.seconds)
+            now += took
             if one.kind is Kind.RUN:
-                compute += one.seconds
+                compute += took
             else:
-                recompute += one.seconds
+                recompute += took
         elif one.kind in (Kind.OFFLOAD, Kind.PREFETCH):
-            now += one.hand_seconds
-            stall += one.hand_seconds
-            copies += one.seconds
+            took, handing = ticks(one.seconds), ticks(one.hand_seconds)
+            now += handing
+            stall += handing
+            copies += took
             end = now
             if not one.is_at_once:
                 link = one.kind if is_duplex else Kind.OFFLOAD
-                free[link] = end = max(free[link], now) + one.seconds
+                free[link] = end = max(free[link], now) + took
             ends[one.kind is Kind.PREFETCH, one.side, one.storage] = end
         elif one.kind in (Kind.RELEASE, Kind.ARRIVE):
-            wait = max(0.0, ends[one.kind is Kind.ARRIVE, one.side, one.storage] - now)
+            wait = max(0, ends[one.kind is Kind.ARRIVE, one.side, one.storage] - now)
             now += wait
             stall += wait
-    return Times(compute=compute, recompute=recompute, stall=stall, copies=copies)
+    return Times(compute=compute / TICKS, recompute=recompute / TICKS, stall=stall / TICKS, copies=copies / TICKS)
 
 
 def times_of(schedule: Schedule, *, is_duplex: bool) -> Times:
     """The times of a step of all sub-arrays of a schedule."""
     found = Times()
     for segment in schedule.segments:
-        found += timed(lowered(schedule, segment), is_duplex=is_duplex)
+        found += timed(stretched(schedule, segment), is_duplex=is_duplex)
     return found

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from hydra_tune.fusion.planner import nodes
-from hydra_tune.fusion.planner.lowering import Instruction, Kind, copied, lowered
+from hydra_tune.fusion.planner.instructions import Instruction, Kind
+from hydra_tune.fusion.planner.lowering import copied, lowered
 from hydra_tune.fusion.planner.schedule import Schedule, Segment
 
 

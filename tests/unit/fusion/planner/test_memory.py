@@ -3,8 +3,9 @@
 import pytest
 
 from hydra_tune.fusion.planner.candidates import candidates_of
-from hydra_tune.fusion.planner.lowering import Kind, lowered
-from hydra_tune.fusion.planner.memory import peak_of, simulated
+from hydra_tune.fusion.planner.instructions import Kind
+from hydra_tune.fusion.planner.lowering import lowered
+from hydra_tune.fusion.planner.memory import curve, peak_of, simulated
 from hydra_tune.fusion.planner.schedule import Segment, undecided
 from hydra_tune.fusion.planner.timeline import timed, times_of
 from hydra_tune.fusion.planner.verify import verify_instructions, verify_schedule
@@ -23,15 +24,15 @@ def told(schedule, segment):
 
 def test_feature_maps_pile_up_in_the_forward_and_go_in_the_backward():
     schedule = one(chain(4, num_bytes=10, static=5))
-    assert simulated(schedule, FORWARD).curve == (15, 25, 35, 45, 45)
-    assert simulated(schedule, BACKWARD).curve == (45, 35, 25, 15)
+    assert curve(schedule, FORWARD) == (15, 25, 35, 45, 45)
+    assert curve(schedule, BACKWARD) == (45, 35, 25, 15)
     assert peak_of(schedule)[1].peak_bytes == 45
 
 
 def test_workspace_and_what_only_the_forward_uses_count_while_they_are_there():
     made = array([op("t", workspace=7), op("a", reads=["t"])], [op("d", reads=["a"])], {"t": 3, "a": 2, "d": 1})
-    assert simulated(one(made), FORWARD).curve == (10, 5)
-    assert simulated(one(made), BACKWARD).curve == (3,)
+    assert curve(one(made), FORWARD) == (10, 5)
+    assert curve(one(made), BACKWARD) == (3,)
 
 
 def test_a_recomputed_map_goes_after_its_last_use_and_is_there_again_from_its_first_on():
@@ -40,7 +41,7 @@ def test_a_recomputed_map_goes_after_its_last_use_and_is_there_again_from_its_fi
     assert told(schedule, FORWARD)[2:4] == [("run", 2), ("delete", "z1")]
     assert simulated(schedule, FORWARD).peak_bytes == 30
     assert told(schedule, BACKWARD) == [("run", 0), ("run", 1), ("recompute", "z1"), ("run", 2), ("run", 3)]
-    assert simulated(schedule, BACKWARD).curve == (30, 20, 20, 20, 10)
+    assert curve(schedule, BACKWARD) == (30, 20, 20, 20, 10)
     verify_schedule(schedule)
 
 
@@ -49,8 +50,7 @@ def test_what_is_made_on_the_way_to_a_recomputed_map_goes_at_once():
     made = array(forward, [op("d", reads=["b"]), op("e", reads=["a"])], {"a": 1, "t": 100, "b": 10})
     schedule = one(made)
     schedule.decisions[0].recomputes["b"] = candidates_of(made, 0)["b"]
-    found = simulated(schedule, BACKWARD)
-    assert found.curve == (101, 111, 11, 1)
+    assert curve(schedule, BACKWARD) == (101, 111, 11, 1)
     verify_schedule(schedule)
 
 
@@ -77,7 +77,7 @@ def test_a_swapped_map_is_freed_when_its_copy_has_ended_and_not_before():
     assert told(schedule, FORWARD) == [
         ("run", 0), ("run", 1), ("offload", "z0"), ("run", 2), ("run", 3), ("release", "z0"), ("run", 4),
     ]  # fmt: skip
-    assert simulated(schedule, FORWARD).curve == (10, 20, 20, 30, 40, 40, 30)
+    assert curve(schedule, FORWARD) == (10, 20, 20, 30, 40, 40, 30)
     assert timed(lowered(schedule, FORWARD), is_duplex=True).stall == 0.0
     tight = undecided((slow,), 30)
     tight.decisions[0].swaps["z0"] = 2
@@ -106,9 +106,9 @@ def test_a_swapped_map_comes_back_before_it_is_recomputed_from():
 
 def test_both_sub_arrays_of_a_segment_count():
     schedule = undecided((chain(3, num_bytes=10, static=1), chain(2, num_bytes=100, static=2)), 1000)
-    assert simulated(schedule, Segment(0, 1)).curve == (33, 23, 13, 103, 203, 203)
+    assert curve(schedule, Segment(0, 1)) == (33, 23, 13, 103, 203, 203)
     schedule.decisions[0].slots[2] = 1.0
-    assert simulated(schedule, Segment(0, 1)).curve == (33, 23, 113, 113, 203, 203)
+    assert curve(schedule, Segment(0, 1)) == (33, 23, 113, 113, 203, 203)
     verify_schedule(schedule)
 
 
