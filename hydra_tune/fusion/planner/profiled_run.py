@@ -217,16 +217,21 @@ class ProfiledRun:
         if storage not in self._host:
             pins = self._device.type == "cuda"
             self._host[storage] = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
-        flat = view_of(tensor, torch.uint8, [size], [1], 0)
-        self._clock.timed(f"out {storage}", lambda: self._host[storage].copy_(flat, non_blocking=True))
+        host = self._host[storage]
+        self._clock.timed(
+            f"out {storage}", lambda: host.copy_(view_of(tensor, torch.uint8, [size], [1], 0), non_blocking=True)
+        )
         for node in self._holders[storage]:
             if node.name in self._step.seen.places:
                 self._values[self._places[node]] = None
 
     def _back(self, storage: str) -> None:
         """Stage 1."""
-        flat = torch.empty(self._step.seen.sizes[storage], dtype=torch.uint8, device=self._device)
-        self._clock.timed(f"in {storage}", lambda: flat.copy_(self._host[storage], non_blocking=True))
+        size, host = self._step.seen.sizes[storage], self._host[storage]
+        flat: Tensor = self._clock.timed(
+            f"in {storage}",
+            lambda: torch.empty(size, dtype=torch.uint8, device=self._device).copy_(host, non_blocking=True),
+        )
         for node in self._holders[storage]:
             place = self._step.seen.places.get(node.name)
             is_needed = not set(node.users).isdisjoint(self._backward)

@@ -9,6 +9,9 @@ is longer than the launching.
 Differs: where the host computes, looking at the clock takes as long as a small node, and nodes that follow each other at
 once find more in its caches. So each run is followed by passes in which only whole stretches between copies are timed,
 and the nodes' times are made to add up to those.
+
+Where another thread copies, what handing over takes of the computing one is measured once (`handing.py`), and smaller
+copies than that are left to the computing thread.
 """
 
 import statistics
@@ -22,6 +25,7 @@ import torch
 from torch import fx
 
 from hydra_tune.fusion.planner.arrays import Array, Op
+from hydra_tune.fusion.planner.handing import hand_seconds
 from hydra_tune.fusion.planner.heap import keep_freed_memory
 from hydra_tune.fusion.planner.nodes import draw
 from hydra_tune.fusion.planner.profiled_run import Clock, ProfiledRun
@@ -119,12 +123,14 @@ class Profile:
         workspace_bytes: of each node.
         out_seconds: of each feature map's copy to the host.
         in_seconds: of its copy back.
+        hand_seconds: of the computing thread, for each copy that another makes.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     workspace_bytes: dict[str, int] = field(default_factory=dict)
     out_seconds: dict[str, float] = field(default_factory=dict)
     in_seconds: dict[str, float] = field(default_factory=dict)
+    hand_seconds: float = 0.0
 
 
 class Profiles:
@@ -132,9 +138,15 @@ class Profiles:
 
     Args:
         clock: of a device; by its kind, unless given.
+        hand: seconds that handing over a copy takes on a device; measured once, unless given.
     """
 
-    def __init__(self, clock: Callable[[torch.device], Clock] | None = None) -> None:
+    def __init__(
+        self,
+        clock: Callable[[torch.device], Clock] | None = None,
+        hand: Callable[[torch.device], float] = hand_seconds,
+    ) -> None:
+        self._hand, self._hands = hand, dict[str, float]()
         self._clock = clock or (lambda device: CudaClock(device) if device.type == "cuda" else CpuClock())
         self._known: dict[tuple[str, str], Profile] = {}
         self._lock = threading.Lock()
@@ -150,7 +162,10 @@ class Profiles:
         with self._lock:
             key = _text_of(step), str(device)
             if key not in self._known:
-                self._known[key] = measured(step, device, self._clock(device))
+                if str(device) not in self._hands:
+                    self._hands[str(device)] = self._hand(device)
+                found = measured(step, device, self._clock(device))
+                self._known[key] = replace(found, hand_seconds=self._hands[str(device)])
             return array_of(name, step, self._known[key])
 
 
@@ -221,6 +236,8 @@ def array_of(name: str, step: StepGraph, profile: Profile) -> Array:
         static_bytes=sum(size for storage, size in facts.sizes.items() if storage not in made),
         out_seconds=profile.out_seconds,
         in_seconds=profile.in_seconds,
+        at_once=_at_once(profile.out_seconds, profile.in_seconds, profile.hand_seconds),
+        hand_seconds=profile.hand_seconds,
         results=frozenset(facts.storages[output.args[0][0].name]),
     )
 
