@@ -18,9 +18,13 @@ not counted, and nothing is spilled between parts that run one after the other.
 import argparse
 import gc
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that nothing has to be installed
 
 import torch
 from mutwo_models import MODELS, SCALES, model

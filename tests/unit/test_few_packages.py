@@ -1,14 +1,23 @@
-"""Training from Python needs torch and what looks at the machine; not what reads sweep files, searches or draws."""
+"""Training from Python needs torch and what looks at the machine; not what reads sweep files, searches or draws.
+
+So a machine with a GPU and torch, on which nothing can be installed, runs the benchmarks and the tests for GPUs from a copy of
+the repository.
+"""
 
 import subprocess
 import sys
+from pathlib import Path
 
-PROGRAM = """
+ROOT = Path(__file__).parents[2]
+
+WITHOUT = """
 import sys
 
-for name in ("click", "yaml", "pydantic", "optuna", "ray", "sklearn", "ortools", "matplotlib"):
+for name in ("click", "yaml", "pydantic", "optuna", "ray", "sklearn", "ortools", "matplotlib", "cmaes", "transformers"):
     sys.modules[name] = None  # is not there, to whoever imports it
+"""
 
+PROGRAM = """
 import torch
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 
@@ -27,6 +36,35 @@ assert result.metrics == train_plain(task).metrics
 """
 
 
+FOR_GPUS = """
+import runpy
+from pathlib import Path
+
+import pytest
+
+root = Path(sys.argv[1])
+sys.path[:0] = [str(root / "benchmarks"), str(root)]
+found = [*root.glob("benchmarks/gpu_*.py"), *root.glob("benchmarks/mutwo*.py"), *root.glob("tests/gpu/*.py")]
+for path in found:
+    try:
+        runpy.run_path(str(path), run_name="imported")
+    except pytest.skip.Exception:
+        assert path.parent.name == "gpu"
+print(*sorted(path.name for path in found))
+"""
+
+
+def run(program, *arguments):
+    command = [sys.executable, "-c", WITHOUT + program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_a_pool_trains_without_them():
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run(PROGRAM)
+
+
+def test_what_is_for_gpus_is_imported_without_them():
+    found = run(FOR_GPUS, str(ROOT)).split()
+    assert {"gpu_fusion.py", "gpu_spill.py", "mutwo.py", "test_cuda.py", "test_planned_pairs.py"} <= set(found)
