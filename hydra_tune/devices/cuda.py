@@ -25,6 +25,10 @@ within its memory, on the target's inward stream alone.
 Note: several devices on one GPU. They have the caching allocator in common, whose cap is the sum of their budgets; each one's
 memory belongs to its own compute stream. They also have the GPU's default generator in common: whoever sets it, draws, and
 reads it again does so in turn.
+
+Note: what is for one at a time. Emptying the caching allocator is a thing of the whole process, all GPUs and streams, and fails
+while any thread records a CUDA graph; so does waiting for all of a GPU (`exclusive_allocator`). Lock order: the turn with a
+generator, then this.
 """
 
 import threading
@@ -43,7 +47,13 @@ T = TypeVar("T")
 
 CUDA_ALIGNMENT = 512  # bytes; what torch's caching allocator gives
 
-_TURNS: dict[int, threading.Lock] = {}  # by GPU: who draws from its default generator
+_TURNS: dict[int, threading.RLock] = {}  # by GPU: who draws from its default generator
+_EMPTYING = threading.RLock()
+
+
+def exclusive_allocator() -> AbstractContextManager[object]:
+    """Entered around what must not go on while another thread empties the allocator, or records a CUDA graph."""
+    return _EMPTYING
 
 
 class CudaGenerator:
@@ -51,7 +61,7 @@ class CudaGenerator:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._turn = _TURNS.setdefault(device.index, threading.Lock())
+        self._turn = _TURNS.setdefault(device.index, threading.RLock())
 
     def get_state(self) -> Tensor:
         """The state, as a host tensor."""
@@ -62,7 +72,7 @@ class CudaGenerator:
         torch.cuda.set_rng_state(state, self._device)
 
     def in_turn(self) -> AbstractContextManager[object]:
-        """One at a time on a GPU."""
+        """One thread at a time on a GPU; it may enter again within."""
         return self._turn
 
 
@@ -158,9 +168,13 @@ class CudaDevice:
         self._compute.synchronize()
 
     def reclaim(self) -> int:
-        """Empty the caching allocator: segments that no tensor lies in go, and come back in other sizes."""
+        """Empty the caching allocators: segments that no tensor lies in go, and come back in other sizes; pinned memory too."""
         self._compute.synchronize()
-        torch.cuda.empty_cache()
+        with exclusive_allocator():
+            torch.cuda.empty_cache()
+            empty_host_cache = getattr(torch._C, "_host_emptyCache", None)  # noqa: SLF001 - torch has no public name for it
+            if empty_host_cache is not None:
+                empty_host_cache()
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return free
 

@@ -17,7 +17,6 @@ gives something else, is not used, and the log says why.
 """
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +41,6 @@ _STEADY_STEPS = 2  # for which the state has to have been where it is, before a 
 _MOST_RECORDINGS = 8  # of one kind of step, until it is given up
 _NO_ROOM = "its device has no room for what a graph keeps for itself"
 _MOST_KINDS = 4  # of steps that are kept recorded; each has memory of its own
-_RECORDING = threading.Lock()  # only one at a time in a process
 
 
 class Recording(Protocol):
@@ -214,8 +212,7 @@ class Captures:
         kept.given = [tensor.clone() for tensor in given]
         why = ""
         try:
-            with _RECORDING:
-                kept.recording = self._recorder.record(lambda: _flat(kept.trace, operands, kept.given))
+            kept.recording = self._recorder.record(lambda: _flat(kept.trace, operands, kept.given))
             needed_bytes = kept.recording.nbytes + own_bytes
             if needed_bytes > kept.held.nbytes:  # an allocator gives a graph's pool whole segments
                 kept.held.release()
