@@ -22,7 +22,9 @@ from hydra_tune.devices.nvml import NvmlError
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import format_bytes, parse_bytes
 
-_RESERVE = 0.08  # of a GPU's free memory: CUDA libraries' workspaces and fragmentation
+_RESERVE = 0.08  # of a GPU's free memory: fragmentation, and kernels' workspaces that no pilot on the host has seen
+_LIBRARY_BYTES = 256 << 20  # of each device: cuBLAS keeps up to 32 MiB for each thread and stream that has used it
+_WHOLE = 1.25  # of what CUDA calls all of a GPU's memory; NVML counts a few hundredths more
 _CPU_SHARE = 0.5  # of the free host memory that CPU devices take together; the rest holds spilled state
 _MOST_CPU_DEVICES_PER_CORE = 32  # each has threads of its own; more than cores is of use in tests only
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -156,7 +158,8 @@ def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:
     budgets: dict[int, int] = {}
     for index, count in Counter(indices).items():
         free, total = gpu_memory(index)
-        budgets[index], fraction = gpu_share(index, count, budget, free, total)
+        own = torch.cuda.memory_allocated(index)
+        budgets[index], fraction = gpu_share(index, count, budget, free, total, own)
         torch.cuda.set_per_process_memory_fraction(fraction, index)
     return [CudaDevice(index, budgets[index], part) for index, part in gpu_parts(indices)]
 
@@ -192,7 +195,7 @@ def gpu_parts(indices: Sequence[int]) -> list[tuple[int, int | None]]:
     return found
 
 
-def gpu_share(index: int, count: int, budget: int | None, free: int, total: int) -> tuple[int, float]:
+def gpu_share(index: int, count: int, budget: int | None, free: int, total: int, own: int = 0) -> tuple[int, float]:
     """What each of some devices on one GPU may use, and the part of its memory to which the allocator is held for all of them.
 
     Args:
@@ -201,6 +204,7 @@ def gpu_share(index: int, count: int, budget: int | None, free: int, total: int)
         budget: what each is to have; None: their share of what is free.
         free: bytes of the GPU that nobody uses.
         total: all of its bytes.
+        own: bytes that this process has tensors in by now, which are not free either.
 
     Raises:
         ConfigError: that is more than there is.
@@ -208,15 +212,22 @@ def gpu_share(index: int, count: int, budget: int | None, free: int, total: int)
     if budget is not None and budget * count > total:
         asked = format_bytes(budget) if count == 1 else f"{format_bytes(budget)} for each of {count} devices"
         raise ConfigError(f"device_memory is {asked}, but cuda:{index} has {format_bytes(total)}")
-    each = budget or int(free * (1 - _RESERVE)) // count
-    return each, min(1.0, each * count / total * (1 + _RESERVE))
+    libraries = count * _LIBRARY_BYTES
+    spare = min(max(int(free * _RESERVE), libraries), free // 2)
+    each = budget or (free - spare) // count
+    return each, min(1.0, (each * count * (1 + _RESERVE) + libraries + own) / total)
 
 
 def gpu_memory(index: int) -> tuple[int, int]:
-    """Free and total bytes of a GPU, from NVML by its PCI address, which counts other processes' use without a context."""
+    """Free and total bytes of a GPU, from NVML by its PCI address, which counts other processes' use without a context.
+
+    Of a part of a GPU (MIG) NVML tells by that address what the whole has; then CUDA is asked.
+    """
     properties: Any = torch.cuda.get_device_properties(index)  # torch's stub lacks the PCI fields
     address = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     try:
-        return nvml.memory(address)
+        free, total = nvml.memory(address)
     except NvmlError:  # a GPU that is not NVIDIA's, or a driver that does not answer
         return torch.cuda.mem_get_info(index)
+    is_part = total > _WHOLE * properties.total_memory
+    return torch.cuda.mem_get_info(index) if is_part else (free, total)

@@ -186,7 +186,8 @@ class CudaCopies:
 
     def close(self) -> None:
         """As of `Copies`."""
-        torch.cuda.synchronize(self._device)
+        for stream in (self._out, self._in, torch.cuda.current_stream(self._device)):
+            stream.synchronize()
         self._held.clear()
 
     def _copied(self, storage: str, source: Tensor) -> Tensor:

@@ -88,19 +88,20 @@ class CudaClock:
 
     def timed(self, name: str, action: Callable[[], Any]) -> Any:
         """As of `Clock`."""
-        begin, end = _event(), _event()
+        begin, end, stream = _event(), _event(), torch.cuda.current_stream(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
-        torch.cuda._sleep(self._PAUSE_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001 - torch's own tests use it so
-        begin.record()
+        with torch.cuda.device(self._device):  # the thread's own may be another
+            torch.cuda._sleep(self._PAUSE_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001 - torch's own tests use it so
+        begin.record(stream)
         made = action()
-        end.record()
+        end.record(stream)
         self._events[name] = begin, end
         return made
 
     def seconds(self) -> dict[str, float]:
         """As of `Clock`."""
-        torch.cuda.synchronize(self._device)
+        torch.cuda.current_stream(self._device).synchronize()  # not all of the GPU, of which others may have a part
         found = {name: begin.elapsed_time(end) / 1000 for name, (begin, end) in self._events.items()}
         self._events = {}
         return found

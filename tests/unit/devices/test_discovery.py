@@ -4,8 +4,9 @@ import psutil
 import pytest
 import torch
 
+from hydra_tune.devices import nvml
 from hydra_tune.devices.cuda import cuda_name
-from hydra_tune.devices.discovery import gpu_parts, gpu_share, let_segments_grow, open_devices
+from hydra_tune.devices.discovery import gpu_memory, gpu_parts, gpu_share, let_segments_grow, open_devices
 from hydra_tune.errors import ConfigError
 
 
@@ -84,14 +85,35 @@ def test_a_gpu_that_is_named_several_times_is_several_devices(indices, names):
 
 
 def test_devices_on_one_gpu_share_it_and_the_allocator_is_held_to_what_they_have_together():
-    gib = 1 << 30
-    assert gpu_share(0, 1, 4 * gib, free=8 * gib, total=16 * gib) == (4 * gib, pytest.approx(0.25 * 1.08))
-    assert gpu_share(0, 2, 4 * gib, free=8 * gib, total=16 * gib) == (4 * gib, pytest.approx(0.5 * 1.08))
+    gib, libraries = 1 << 30, 1 / 64  # of 16 GiB, 256 MiB for each device
+    alone, both = (gpu_share(0, count, 4 * gib, free=8 * gib, total=16 * gib) for count in (1, 2))
+    assert alone == (4 * gib, pytest.approx(0.25 * 1.08 + libraries))
+    assert both == (4 * gib, pytest.approx(0.5 * 1.08 + 2 * libraries))
     alone, half = (gpu_share(0, count, None, free=8 * gib, total=16 * gib) for count in (1, 2))
     assert alone[0] == pytest.approx(8 * gib * 0.92, abs=1)
     assert half[0] == alone[0] // 2
-    assert half[1] == pytest.approx(alone[1])
+    assert half[1] == pytest.approx(alone[1] + libraries)
     assert gpu_share(0, 2, 8 * gib, free=8 * gib, total=16 * gib)[1] == 1.0
+
+
+def test_a_small_budget_leaves_room_for_libraries_and_for_what_the_process_has_there():
+    """On a GPU of 80 GiB a budget of 48 MiB, of whose 8% cuBLAS could not even begin."""
+    mib = 1 << 20
+    _, fraction = gpu_share(0, 1, 48 * mib, free=80_000 * mib, total=81_920 * mib, own=500 * mib)
+    assert fraction * 81_920 >= 48 + 256 + 500
+    budget, fraction = gpu_share(0, 1, None, free=2048 * mib, total=4096 * mib)
+    assert budget + 256 * mib <= 2048 * mib
+    assert 1.0 > fraction > budget / (4096 * mib)
+
+
+@pytest.mark.parametrize(("told", "free"), [(40 << 30, 30 << 30), (80 << 30, 5 << 30)])
+def test_of_a_part_of_a_gpu_cuda_is_asked(monkeypatch, told, free):
+    """Its memory is 40 GiB; by the address of its GPU NVML tells of all 80."""
+    properties = type("Of", (), {"pci_domain_id": 0, "pci_bus_id": 7, "pci_device_id": 0, "total_memory": 39 << 30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _index: (5 << 30, 39 << 30))
+    monkeypatch.setattr(nvml, "memory", lambda address: (30 << 30, told))
+    assert gpu_memory(0)[0] == free
 
 
 @pytest.mark.parametrize(
