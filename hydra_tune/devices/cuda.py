@@ -83,6 +83,7 @@ class CudaDevice:
         index: as CUDA counts them.
         budget_bytes: memory the pool may use on it; the caching allocator is held to it.
         part: its number among several devices on this GPU; None: it is the only one.
+        closed: called when it is closed; may be called again.
 
     Attributes:
         outward: the stream of copies that leave its memory.
@@ -90,8 +91,11 @@ class CudaDevice:
 
     shares_generator = False  # each draws from its GPU's, in turn
 
-    def __init__(self, index: int, budget_bytes: int, part: int | None = None) -> None:
+    def __init__(
+        self, index: int, budget_bytes: int, part: int | None = None, closed: Callable[[], None] = lambda: None
+    ) -> None:
         self.name = cuda_name(index, part)
+        self._closed = closed
         self.torch_device = torch.device("cuda", index)
         self.budget_bytes = budget_bytes
         self.alignment = CUDA_ALIGNMENT
@@ -182,6 +186,7 @@ class CudaDevice:
         """Stop the copy threads."""
         for thread in (self._beside, self._loads, self._spills, self._copies):
             thread.close()
+        self._closed()
 
     def _choose(self) -> None:
         torch.cuda.set_device(self.torch_device)

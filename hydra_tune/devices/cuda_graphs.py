@@ -12,7 +12,7 @@ from or to memory that is not pinned, or draw from a generator that the graph do
 who records does without. Other threads go on (`thread_local`): copy threads wait for events of their own streams, and make
 pinned memory. But nobody may empty the caching allocator meanwhile, or wait for the whole GPU (`exclusive_allocator`), nor
 draw from its default generator, which counts what the graph draws as long as one is recorded; so it is the recording
-thread's turn with that.
+thread's turn with that. A replay moves the generator on as well, and has its turn.
 
 Note: what fails. Torch ends a recording that has failed with an error before it has told anybody: the capture's stream stays
 the current one, all allocations go on as if a graph were recorded, so that memory is never given back, and nobody can draw
@@ -61,7 +61,8 @@ class CudaRecording:
 
     def replay(self) -> None:
         """Launch it on the stream that was current when it was recorded; that has to be current still."""
-        self._graph.replay()
+        with CudaGenerator(self._stream.device).in_turn():  # which each replay moves on, if only by nothing
+            self._graph.replay()
 
     def drop(self) -> None:
         """Give its memory back to the allocator."""

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from hydra_tune.devices import nvml
+from hydra_tune.devices.caps import capped
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.cuda import CudaDevice
 from hydra_tune.devices.device import Device
@@ -155,13 +156,14 @@ def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:
         if index >= found:
             raise ConfigError(f"devices names GPU {index}, but there are {found}, numbered from 0")
     let_segments_grow()
-    budgets: dict[int, int] = {}
+    shares: dict[int, tuple[int, float]] = {}
     for index, count in Counter(indices).items():
         free, total = gpu_memory(index)
-        own = torch.cuda.memory_allocated(index)
-        budgets[index], fraction = gpu_share(index, count, budget, free, total, own)
-        torch.cuda.set_per_process_memory_fraction(fraction, index)
-    return [CudaDevice(index, budgets[index], part) for index, part in gpu_parts(indices)]
+        each, fraction = gpu_share(index, count, budget, free, total, torch.cuda.memory_allocated(index))
+        shares[index] = each, fraction / count
+    return [
+        CudaDevice(index, shares[index][0], part, capped(index, shares[index][1])) for index, part in gpu_parts(indices)
+    ]
 
 
 def let_segments_grow() -> bool:

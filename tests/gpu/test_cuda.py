@@ -93,7 +93,7 @@ def _whole_gpu(deterministic):
     gc.collect()
     torch.cuda.empty_cache()
     yield
-    torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    assert torch.cuda.get_per_process_memory_fraction(0) == 1.0, "what a pool has set ends with it"
     gc.collect()
     torch.cuda.empty_cache()
 

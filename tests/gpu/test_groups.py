@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.devices.cuda import CudaGenerator
 from hydra_tune.fusion.drawing import Noise, TurnsGenerator, draw_all, dropout_mask
+from hydra_tune.train.plain import PlainResult
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GENERATOR = torch.Generator().manual_seed(4)
@@ -25,7 +26,7 @@ class Plain(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.head = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.first, self.norm, self.head = nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 4)
 
     def forward(self, x):
         return self.head(self.norm(self.first(x).mean(1)).relu())
@@ -89,10 +90,10 @@ def run(tasks, **options):
 def assert_same(found, expected):
     for one, other in zip(found, expected, strict=True):
         losses = [torch.tensor([entry["train_loss"] for entry in result.history]) for result in (one, other)]
-        torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
-        state = other.state_dict()
+        torch.testing.assert_close(*losses, rtol=1e-7, atol=0)
+        state = other.module.state_dict() if isinstance(other, PlainResult) else other.state_dict()
         for name, tensor in one.state_dict().items():
-            torch.testing.assert_close(tensor.cpu(), state[name].cpu(), rtol=1e-8, atol=1e-11)
+            torch.testing.assert_close(tensor.cpu(), state[name].cpu(), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("compiles", [None, "cudagraphs"])
@@ -160,11 +161,12 @@ def test_groups_that_have_not_all_room_at_once_are_spilled_and_recorded_anew():
         return nn.Sequential(nn.Flatten(), nn.Linear(48, width), nn.ReLU(), nn.Linear(width, 512), nn.Linear(512, 4))
 
     tasks = [task(seed, partial(wide, 1024 + 256 * (seed % 2)), epochs=2) for seed in range(4)]
-    with HydraExecutor("cuda:0", "96MiB", fusion="on", fusion_compile="cudagraphs", max_concurrent=4) as pool:
+    with HydraExecutor("cuda:0", "44MiB", fusion="on", fusion_compile="cudagraphs", max_concurrent=4) as pool:
         found = pool.run(tasks)
-        peak = pool.stats().devices["cuda:0"].peak_bytes
+        stats = pool.stats().devices["cuda:0"]
     assert_same(found, [train_plain(one) for one in tasks])
-    assert peak <= 96 << 20
+    assert stats.bytes_out > 0, "they have not fitted together"
+    assert stats.peak_bytes <= 44 << 20
 
 
 def turns(seeds):

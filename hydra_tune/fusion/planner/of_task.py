@@ -132,5 +132,5 @@ class TaskArrays:
         return step_graph(graph.module, list(graph.state), operands, trains, size, tracer, self._groups)
 
     def _stacked(self, size: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of the geometry that so many stacked have; nobody writes to their bytes, so they take no memory."""
+        """Tensors of the geometry that so many stacked have; on a CPU nobody writes to their bytes, so they take no memory."""
         return [torch.empty((size, *one.shape), dtype=one.dtype, device=self._device) for one in tensors]

@@ -20,7 +20,7 @@ FIRST = torch.device("cuda", 0)
 
 class Stream:
     def __init__(self, gpu, index=0, priority=0):
-        self.gpu, self.priority, self.waited = gpu, priority, []
+        self.gpu, self.priority, self.waited, self.device = gpu, priority, [], FIRST
 
     def wait_stream(self, other):
         self.waited.append(other)
@@ -50,6 +50,7 @@ class Graph:
 
     def replay(self):
         assert self.has_ended
+        assert held_by_others(CudaGenerator(FIRST).in_turn()), "the generator is moved on"
         self.gpu.notes.append(("replayed on", self.gpu.current))
 
     def reset(self):
