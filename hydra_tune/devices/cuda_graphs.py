@@ -4,8 +4,9 @@ Note: stream order. What is recorded runs twice before, on a stream that nothing
 their kernels and have the workspaces that they keep for this stream, which the graph uses from then on. That stream waits for
 what the current one has been asked for, and the current one for it. It is taken from the streams of high priority, for torch
 gives its few streams out again and again: another of the ordinary ones might be one that copies run on, and a copy that is
-asked for while its stream is recorded becomes part of the graph. A replay is launched on the current stream, in line with what
-is before and after it there. Before a graph is given up that stream is waited for, since a replay may be queued still.
+asked for while its stream is recorded becomes part of the graph. (The graph's kernels keep that priority.) A replay is
+launched on the current stream, in line with what is before and after it there. Before a graph is given up that stream is
+waited for, since a replay may be queued still.
 
 Note: what is not allowed while a graph is recorded. The recording thread must not wait for the GPU, ask values of it, copy
 from or to memory that is not pinned, or draw from a generator that the graph does not know: CUDA raises an error then, and
