@@ -94,7 +94,7 @@ class ResNet(nn.Module):
 
 
 class HardSwish(nn.Module):
-    """Written out, as a product; on channels-last images its backward lies otherwise than traced, as torch's own does."""
+    """Written out, as a product."""
 
     def forward(self, x):
         """As it comes."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hydra_tune.errors import BudgetError, UnfusableError
+from hydra_tune.fusion.planner.layouts import as_laid_out
 from hydra_tune.fusion.planner.portfolio import MARGIN, Part, Planner
 from hydra_tune.fusion.planner.profiler import CpuClock, Profiles
 from hydra_tune.fusion.planner.step_graph import StepGraph, step_graph
@@ -217,7 +218,7 @@ class StepPlanner:
                 ) from error
         if not updated(found) <= stack.groups.keys():
             raise UnfusableError("it overwrites buffers after its loss; it runs unplanned")
-        return found
+        return as_laid_out(found, next(iter(found.geometry.values())).device)
 
 
 def stack_of(prepared: Prepared, built: Sequence[tuple[nn.Module, Optimizer]], inputs: Sequence[Tensor]) -> Stack:

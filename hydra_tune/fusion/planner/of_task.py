@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.key import check_task
 from hydra_tune.fusion.planner.arrays import Array
+from hydra_tune.fusion.planner.layouts import as_laid_out
 from hydra_tune.fusion.planner.profiler import Profiles
 from hydra_tune.fusion.planner.step_graph import StepGraph, step_graph
 from hydra_tune.fusion.planner.updates import UpdateTracer
@@ -106,7 +107,8 @@ class TaskArrays:
         """
         if size not in self._steps:
             with GATE.exclusive():
-                self._steps[size] = self._traced(size)
+                traced = self._traced(size)
+            self._steps[size] = as_laid_out(traced, self._device)
         return self._steps[size]
 
     def array(self, size: int) -> Array:

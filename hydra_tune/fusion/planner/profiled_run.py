@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -15,6 +15,7 @@ from hydra_tune.fusion.planner.arrays import FeatureMap
 from hydra_tune.fusion.planner.filling import filled, located
 from hydra_tune.fusion.planner.nodes import draw, view_of
 from hydra_tune.fusion.planner.step_graph import StepGraph
+from hydra_tune.fusion.planner.storages import Layout, layout_of
 
 
 class Clock(Protocol):
@@ -97,7 +98,7 @@ class ProfiledRun:
             workspace: bytes by node, taken up where a node needs more.
 
         Raises:
-            UnfusableError: an operator fails on numbers made up, or its result lies in memory otherwise than its trace says.
+            UnfusableError: an operator fails on numbers made up, or its result lies in memory otherwise than the step says.
         """
         self._begin()
         sizes, makes = self._step.seen.sizes, self._step.seen.makes
@@ -107,7 +108,8 @@ class ProfiledRun:
                 for storage in call.back:
                     self._back(storage)
                 self._values[call.place] = self._clock.timed(name, partial(self._call, call))
-                self._check_layout(call)
+                if layout_of(self._values[call.place]) != self._step.seen.layouts[name]:
+                    self._refuse(call)
                 made = sum(sizes[storage] for storage in makes[name])
                 workspace[name] = max(workspace.get(name, 0), self._clock.peak_beyond(made))
                 for storage in call.away:
@@ -116,18 +118,38 @@ class ProfiledRun:
                     self._values[place] = None
         self._values.clear()
 
-    def _check_layout(self, call: _Call) -> None:
-        """Refuse a value that lies otherwise than traced: what has come back from the host would be read wrong."""
-        place, value = self._step.seen.places.get(call.node.name), self._values[call.place]
-        if place is None or not isinstance(value, Tensor):
-            return
-        found = [stride for stride, size in zip(value.stride(), value.size(), strict=True) if size > 1]
-        traced = [stride for stride, size in zip(place.stride, place.size, strict=True) if size > 1]
-        if value.numel() and found != traced:
-            raise UnfusableError(
-                f"{call.node.target} gives strides {tuple(value.stride())} on {self._device}, and {place.stride} when it is "
-                "traced without bytes; it runs unplanned. An equivalent that is written out may be planned"
-            )
+    def otherwise_laid(self) -> dict[str, Layout]:
+        """Run the graph, as far as what has come back from the host can be read; nodes whose results lie otherwise than traced.
+
+        Raises:
+            UnfusableError: an operator fails on numbers made up, or a view lies otherwise than traced.
+        """
+        self._begin()
+        found: dict[str, Layout] = {}
+        with torch.no_grad():
+            for call in self._calls:
+                for storage in call.back:
+                    self._back(storage)
+                value = self._values[call.place] = self._call(call)
+                if (layout := layout_of(value)) != self._step.seen.layouts[call.node.name]:
+                    if not found and not self._step.seen.makes[call.node.name]:
+                        self._refuse(call)
+                    found[call.node.name] = layout
+                if any(node.name in found for storage in call.away for node in self._holders[storage]):
+                    break
+                for storage in call.away:
+                    self._away(storage)
+                for place in call.ends:
+                    self._values[place] = None
+        self._values.clear()
+        return {name: layout for name, layout in found.items() if self._step.seen.makes[name]}
+
+    def _refuse(self, call: _Call) -> NoReturn:
+        value, traced = self._values[call.place], self._step.seen.layouts[call.node.name]
+        raise UnfusableError(
+            f"{call.node.target} gives strides {layout_of(value)} on {self._device}, and {traced} when it is traced without "
+            "bytes; it runs unplanned. An equivalent that is written out may be planned"
+        )
 
     def whole(self) -> float | None:
         """Run the graph, timing what is between copies alone; the host's seconds, None where they do not count."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hydra_tune.fusion.planner.nodes import draw
 
@@ -16,6 +16,10 @@ _RUNNING_STATISTICS = {
     "aten::native_batch_norm": ((3, 4), 5),
     "aten::cudnn_batch_norm": ((3, 4), 5),
 }
+
+
+Layout = tuple[tuple[int, ...], ...]
+"""Strides of the tensors that a node gives, in order; those of dimensions of one element are 0, for they say nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,7 @@ class Seen:
         writes: those of its arguments that it overwrites.
         sizes: bytes of each storage.
         places: how a node's value lies in its storage, where it is one tensor.
+        layouts: strides of all that a node gives.
     """
 
     storages: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -56,6 +61,7 @@ class Seen:
     writes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
 
 
 def seen(
@@ -64,6 +70,7 @@ def seen(
     arguments: Mapping[str, Tensor],
     drawn: Sequence[Tensor],
     mode: FakeTensorMode,
+    layouts: Mapping[str, Layout] | None = None,
 ) -> Seen:
     """Run a graph and note what its nodes do.
 
@@ -73,6 +80,7 @@ def seen(
         arguments: by name, made under `mode`.
         drawn: what the nodes that draw give, by number.
         mode: for tensors without bytes.
+        layouts: of nodes whose results lie otherwise than operators on such tensors say.
     """
     found = Seen()
     named: dict[int, str] = {}
@@ -93,8 +101,35 @@ def seen(
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
+                if layouts and node.name in layouts:
+                    values[node] = _laid(values[node], layouts[node.name])
             _note(found, named, node, values)
     return found
+
+
+def layout_of(value: Any) -> Layout:
+    """The strides of what a node gives.
+
+    Args:
+        value: a tensor, or several.
+    """
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return tuple(
+        tuple(stride if size > 1 and one.numel() else 0 for stride, size in zip(one.stride(), one.size(), strict=True))
+        for one in tensors
+    )
+
+
+def _laid(value: Any, layout: Layout) -> Any:
+    """What a node gives, with its tensors of other strides made anew."""
+    leaves, structure = tree_flatten(value)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    own = layout_of(value)
+    for place, was, strides in zip(places, own, layout, strict=True):
+        if was != strides:
+            one = leaves[place]
+            leaves[place] = torch.empty_strided(one.size(), strides, dtype=one.dtype, device=one.device)
+    return tree_unflatten(leaves, structure)
 
 
 def overwritten(node: fx.Node) -> tuple[list[fx.Node], bool]:
@@ -134,6 +169,7 @@ def _note(found: Seen, named: dict[int, str], node: fx.Node, values: dict[fx.Nod
             found.sizes[named[key]] = tensor.untyped_storage().nbytes()
             made.append(named[key])
         own.append(named[key])
+    found.layouts[node.name] = layout_of(values[node])
     found.storages[node.name] = tuple(dict.fromkeys(own))
     found.makes[node.name] = tuple(made)
     read = (name for argument in node.all_input_nodes for name in found.storages[argument.name])

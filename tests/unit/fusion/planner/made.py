@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.fusion.plan import stacked_plan
+from hydra_tune.fusion.planner.layouts import as_laid_out
 from hydra_tune.fusion.planner.step_graph import StepGraph, step_graph
 from hydra_tune.fusion.planner.updates import UpdateTracer
 from hydra_tune.shard.compute import Operands
@@ -105,6 +106,21 @@ class Mixed(nn.Module):
         return self.head(torch.tanh(self.second(torch.relu(self.norm(self.first(x))).double())))
 
 
+class Swish(nn.Module):
+    """Convolutions with an activation whose backward lies otherwise than traced: stacked images are channels-last."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1) for i in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for conv in self.convs:
+            y = conv(x)
+            x = y * functional.relu6(y + 3) / 6
+        return self.head(x.mean((2, 3)))
+
+
 class DLRM(nn.Module):
     def __init__(self):
         super().__init__()
@@ -133,6 +149,7 @@ MODELS = {
 }
 EXAMPLES = MODELS | {
     "attention": (Attention, lambda: (torch.randn(6, 5, 8), torch.randint(4, (6,)))),
+    "swish": (Swish, _images),
     "mixed": (Mixed, lambda: (torch.randn(32, 8), torch.randint(4, (32,)))),
 }
 OPTIMIZERS = {
@@ -215,8 +232,17 @@ def _traced(name, count, optimizer, device):
     return step, state, parameters, tracer, constants
 
 
-def sub_array(name: str, count: int = 2, optimizer: str = "adamw", seed: int = 0, device: str = "cpu") -> SubArrayMade:
-    step, like, parameters, tracer, constants = _traced(name, count, optimizer, device)
+@functools.cache
+def _laid_out(name, count, optimizer, device):
+    step, *rest = _traced(name, count, optimizer, device)
+    return as_laid_out(step, torch.device(device)), *rest
+
+
+def sub_array(
+    name: str, count: int = 2, optimizer: str = "adamw", seed: int = 0, device: str = "cpu", *, laid_out: bool = True
+) -> SubArrayMade:
+    make = _laid_out if laid_out else _traced
+    step, like, parameters, tracer, constants = make(name, count, optimizer, device)
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for key, tensor in like.items():
