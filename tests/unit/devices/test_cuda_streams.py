@@ -1,0 +1,123 @@
+"""The order of copies and computing on a GPU, on streams that run as early or late as they may (`tests/support/streams.py`)."""
+
+import pytest
+import torch
+
+from hydra_tune.devices import cuda
+from hydra_tune.devices.cuda import CudaDevice
+from hydra_tune.devices.device import Reach
+from tests.support.streams import HASTES, Gpus
+
+SIZE = 64
+
+
+@pytest.fixture(params=HASTES)
+def gpus(request, monkeypatch):
+    made = Gpus(request.param)
+    monkeypatch.setattr(cuda, "torch", made)
+    return made
+
+
+@pytest.fixture
+def opened(gpus):
+    made = []
+
+    def open_one(index=0, part=None):
+        made.append(CudaDevice(index, 1 << 20, part))
+        return made[-1]
+
+    yield open_one
+    for device in made:
+        device.close()
+
+
+@pytest.fixture
+def device(gpus, opened):
+    made = opened()
+    with gpus.computing_on(made._compute):
+        yield made
+
+
+def host(value=0):
+    return torch.full((SIZE,), value, dtype=torch.uint8)
+
+
+def on(device, value):
+    return device.empty(SIZE).fill_(value)
+
+
+def all_are(tensor, value):
+    return tensor.tolist() == [value] * SIZE
+
+
+def test_what_is_spilled_is_what_was_computed_by_then(device):
+    data, there = on(device, 3), host()
+    data.add_(torch.ones(SIZE, dtype=torch.uint8))
+    device.spill([(data, there)])
+    data.fill_(9)
+    assert all_are(there, 4)
+
+
+def test_memory_that_queued_work_still_reads_is_not_loaded_to(device):
+    """The allocator gives memory as soon as nobody refers to it, whatever is queued."""
+    used, seen = on(device, 1), on(device, 0)
+    seen.copy_(used)
+    device.load([(host(5), used)])
+    seen.add_(used)
+    device.synchronize()
+    assert all_are(seen, 6)
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_copies_in_the_background_leave_work_that_is_asked_for_later_alone(device, gpus, starts):
+    """A load before which its memory was read, a spill after which its memory is written by another."""
+    target, source, seen = on(device, 1), on(device, 2), on(device, 0)
+    seen.copy_(target)
+    there = host()
+    copies = [device.start_load([(host(7), target)]), device.start_spill([(source, there)])]
+    for copy in copies:
+        copy.wait()
+    source.fill_(9)
+    seen.add_(target)
+    gpus.finish()
+    assert all_are(there, 2)
+    assert all_are(seen, 8)
+    assert all_are(target, 7)
+
+
+def test_a_copy_is_over_when_its_bytes_are_there(device):
+    data, there = on(device, 6), host()
+    device.start_spill([(data, there)]).wait()
+    assert all_are(there, 6)
+
+
+@pytest.mark.parametrize("other", [(1, None), (0, 1)])
+def test_what_is_taken_over_is_what_its_device_has_computed_to_memory_that_is_free(gpus, opened, other):
+    """Of another GPU, and of another device on the same one; the source is given up right after."""
+    source, target = opened(), opened(*other)
+    assert target.reach(source) is Reach.NEAR
+    with gpus.computing_on(source._compute):
+        data = on(source, 1)
+        data.add_(torch.ones(SIZE, dtype=torch.uint8))
+    with gpus.computing_on(target._compute):
+        used, seen = on(target, 5), on(target, 0)
+        seen.copy_(used)
+        target.take_over(source, [(data, used)])
+        seen.add_(used)
+    with gpus.computing_on(source._compute):
+        data.fill_(9)  # somebody else's by now
+    gpus.finish()
+    assert all_are(seen, 7)
+    assert all_are(used, 2)
+
+
+def test_a_spill_and_a_load_of_one_place_follow_each_other(device, gpus):
+    """As a block that makes room and the next that takes it."""
+    data, there = on(device, 1), host()
+    for value in range(2, 6):
+        device.start_spill([(data, there)]).wait()
+        assert all_are(there, value - 1)
+        device.start_load([(host(value), data)]).wait()
+        data.add_(torch.zeros(SIZE, dtype=torch.uint8))
+    gpus.finish()
+    assert all_are(data, 5)

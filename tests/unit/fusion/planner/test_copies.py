@@ -1,0 +1,85 @@
+"""Planned copies on a GPU's streams, which run as early or as late as they may (`tests/support/streams.py`)."""
+
+import pytest
+import torch
+
+from hydra_tune.fusion.planner import copies
+from tests.support.streams import HASTES, Gpus, Stream
+
+SIZE = 64
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(params=HASTES)
+def gpus(request, monkeypatch):
+    made = Gpus(request.param)
+    monkeypatch.setattr(copies, "torch", made)
+    with made.computing_on(Stream(made, GPU)):
+        yield made
+
+
+@pytest.fixture
+def made(gpus):
+    found = copies.copies_for(GPU, {"map": SIZE, "other": SIZE})
+    assert isinstance(found, copies.CudaCopies)
+    return found
+
+
+def on(gpus, value):
+    return gpus.empty(SIZE, dtype=torch.uint8, device=GPU).fill_(value)
+
+
+def all_are(tensor, value):
+    return tensor.tolist() == [value] * SIZE
+
+
+def test_a_map_comes_back_as_it_went_step_after_step(gpus, made):
+    """The host's memory is the same at each step: a copy to it must not meet the last copy from it."""
+    seen = []
+    for value in range(1, 6):
+        handle = made.offload(on(gpus, value), "map")
+        on_host = made.release(handle)
+        back = made.arrived(made.prefetch(on_host))
+        seen.append(on(gpus, 0))
+        seen[-1].copy_(back)
+    gpus.finish()
+    assert [tensor[0].item() for tensor in seen] == [1, 2, 3, 4, 5]
+
+
+def test_what_a_map_leaves_is_somebody_elses_when_it_has_gone(gpus, made):
+    value = on(gpus, 3)
+    handle = made.offload(value, "map")
+    on_host = made.release(handle)
+    value.fill_(9)  # what the allocator gives to the next operator
+    back = made.arrived(made.prefetch(on_host))
+    gpus.finish()
+    assert all_are(back, 3)
+
+
+def test_a_map_comes_back_to_memory_that_an_operator_still_reads(gpus, made, monkeypatch):
+    on_host = made.release(made.offload(on(gpus, 3), "map"))
+    used, seen = on(gpus, 5), on(gpus, 0)
+    seen.copy_(used)
+    monkeypatch.setattr(gpus, "empty", lambda *_size, **_options: used)
+    back = made.arrived(made.prefetch(on_host))
+    gpus.finish()
+    assert back is used
+    assert all_are(seen, 5)
+    assert all_are(back, 3)
+
+
+def test_maps_go_and_come_beside_each_other(gpus, made):
+    first = made.release(made.offload(on(gpus, 3), "map"))
+    going, coming = made.offload(on(gpus, 4), "other"), made.prefetch(first)
+    back = made.arrived(coming)
+    second = made.arrived(made.prefetch(made.release(going)))
+    gpus.finish()
+    assert all_are(back, 3)
+    assert all_are(second, 4)
+
+
+def test_what_is_under_way_is_over_when_they_are_closed(gpus, made):
+    made.offload(on(gpus, 3), "map")
+    made.close()
+    assert all_are(made._host["map"], 3)
+    assert not made._held
