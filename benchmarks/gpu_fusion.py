@@ -227,8 +227,8 @@ def stack_row(row, device, seconds, recorder, table):
     if recorder is not None:
         try:
             step, drop = stack.graphed(recorder)
-        except RuntimeError as error:
-            table.lacks(f"{row.model}, {row.members} graphed", str(error).splitlines()[0])
+        except Exception as error:  # noqa: BLE001 - the other rows are wanted all the same
+            table.lacks(f"{row.model}, {row.members} graphed", first_line(error))
             return
         row.graphed = rate(step, device, seconds) * row.members
         drop()
@@ -242,13 +242,12 @@ def stacked_rows(table, options, clock, recorder):
             if not clock.has_time_for("stacked"):
                 table.lacks(f"{name}, {count} stacked", "no time was left")
                 continue
-            if row.one_by_one is None:
+            try:
                 first = next((one.one_by_one for one in table.rows if one.model == name and one.one_by_one), None)
                 row.one_by_one = first or rate(one_step(name, options.device), options.device, options.seconds)
-            try:
                 clock.timed("stacked", partial(stack_row, row, options.device, options.seconds, recorder, table))
-            except torch.OutOfMemoryError:
-                table.lacks(f"{name}, {count} stacked", "the device's memory is too small")
+            except Exception as error:  # noqa: BLE001 - the other rows are wanted all the same
+                table.lacks(f"{name}, {count} stacked", first_line(error))
             gc.collect()
             table.write()
             print(table.markdown().splitlines()[4 + table.rows.index(row)], flush=True)
@@ -278,6 +277,11 @@ def process_rows(table, options, clock):
                 table.write()
     finally:
         processes.close()
+
+
+def first_line(error):
+    """What an error is, and says."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def asked(arguments):
@@ -311,6 +315,8 @@ def main(arguments=None, recorder=None):
     table = Table(options.out, {"device": on, "torch": torch.__version__, "seconds of a measurement": options.seconds})
     begun = time.monotonic()
     stacked_rows(table, options, clock, recorder)
+    if is_gpu:
+        torch.cuda.empty_cache()  # for the processes
     process_rows(table, options, clock)
     table.write()
     print(table.markdown(), flush=True)

@@ -66,6 +66,27 @@ def test_stacked_steps_are_those_of_the_models_alone(benchmark):
     torch.testing.assert_close(moved, torch.tensor([1e-4, 5e-5]), rtol=0.05, atol=0)
 
 
+def test_a_row_that_fails_is_missing_and_the_others_are_not(benchmark, monkeypatch):
+    class Fails(benchmark.Stack):
+        def __init__(self, name, count, device):
+            if count == 3:
+                raise torch.OutOfMemoryError("no room for 3\nof many lines")
+            super().__init__(name, count, device)
+
+    class CannotRecord:
+        def record(self, run):
+            raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(benchmark, "Stack", Fails)
+    monkeypatch.setattr(benchmark, "process_rows", lambda *_given: None)
+    table = benchmark.main(["tiny", "--device", "cpu", "--quick", "--counts", "3", "2"], CannotRecord())
+    assert [row.stacked is None for row in table.rows] == [True, False]
+    assert table.missing == [
+        "tiny, 3 stacked: OutOfMemoryError: no room for 3",
+        "tiny, 2 graphed: RuntimeError: operation not permitted",
+    ]
+
+
 def test_what_there_is_no_time_for_is_said_to_be_missing(benchmark, tmp_path):
     table = benchmark.main(["tiny", "--device", "cpu", "--minutes", "0", "--out", str(tmp_path)])
     assert [row.members for row in table.rows] == [1, 2, 4, 8, 16, 32, 64]
