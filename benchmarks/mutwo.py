@@ -269,7 +269,7 @@ def told(name, action):
     """Do something, or say why no plan is made of that model."""
     try:
         action()
-    except UnfusableError as error:
+    except (UnfusableError, torch.OutOfMemoryError) as error:
         print(f"{name}: not planned: {error}", flush=True)
 
 
