@@ -13,7 +13,8 @@ from or to memory that is not pinned, or draw from a generator that the graph do
 who records does without. Other threads go on (`thread_local`): copy threads wait for events of their own streams, and make
 pinned memory. But nobody may empty the caching allocator meanwhile, or wait for the whole GPU (`exclusive_allocator`), nor
 draw from its default generator, which counts what the graph draws as long as one is recorded; so it is the recording
-thread's turn with that. A replay moves the generator on as well, and has its turn.
+thread's turn with that. A replay moves the generator on as well, and has its turn. Whoever records or replays within a unit
+has taken that turn before the capture gate (`fusion/steps.py`), as whoever draws has.
 
 Note: what fails. Torch ends a recording that has failed with an error before it has told anybody: the capture's stream stays
 the current one, all allocations go on as if a graph were recorded, so that memory is never given back, and nobody can draw

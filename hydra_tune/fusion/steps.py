@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from hydra_tune.fusion.captures import CapturedComputing
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.streams import GroupStreams
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
+from hydra_tune.shard.plan import Shard
 from hydra_tune.shard.steps import Objective, objective
 from hydra_tune.task import TrainTask
 from hydra_tune.train.gradients import Gradients
@@ -120,6 +121,14 @@ class GroupBatch(_Masked, TrainingBatch):
 
     losses: list[float]
     holding: Sequence[int] = ()
+
+    def _surroundings(self, shard: Shard, device: Device, draws: str) -> AbstractContextManager[object]:
+        """As of `Step`; a step that is recorded or replayed has its generator's turn, and waits for it before the gate."""
+        stack = ExitStack()
+        if isinstance(self._plan.computing, CapturedComputing):
+            stack.enter_context(device.generator.in_turn())
+        stack.enter_context(super()._surroundings(shard, device, draws))
+        return stack
 
     def _backward(self, index: int, device: Device, completes: bool) -> None:
         """As of `TrainingBatch`; the gradients of members that hold theirs stay as they are."""

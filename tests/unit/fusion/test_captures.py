@@ -1,6 +1,7 @@
 """Steps of groups are recorded, replayed, and recorded anew where their state has moved; here with recordings made of calls."""
 
 import logging
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError
 from hydra_tune.fusion.captures import Captures, Course
 from hydra_tune.memory.pager import Pager
+from hydra_tune.shard.gate import GATE
 from tests.unit.fusion.groups import Run, assert_as_plain
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -78,7 +80,11 @@ def task(seed, **changes):
     return TrainTask(**(arguments | changes))
 
 
-def recorded(tasks, recorder, between=None):
+def slow_device():
+    return CpuDevice(0, 1 << 30, link_bandwidth=1 << 40)
+
+
+def recorded(tasks, recorder, between=None, device=None):
     """A group on a device with a slow link, where each step is a unit of its own, as on a GPU."""
 
     def before(run, _unit):
@@ -87,7 +93,7 @@ def recorded(tasks, recorder, between=None):
         if between is not None:
             between(run)
 
-    run = Run(tasks, before=before, device=CpuDevice(0, 1 << 30, link_bandwidth=1 << 40))
+    run = Run(tasks, before=before, device=device or slow_device())
     for index, one in enumerate(tasks):
         assert_as_plain(run, index, one)
     assert all(one.is_gone for one in recorder.made), "a group that is over keeps none"
@@ -103,6 +109,41 @@ def test_replayed_steps_are_each_members_own(optimizer, caplog):
         recorded([task(seed, optimizer=partial(optimizer, lr=0.01 * (seed + 1))) for seed in range(3)], recorder)
     assert len(recorder.made) == 1
     assert "the step of a group of 3 is replayed as a CUDA graph" in caplog.text
+
+
+class Turns:
+    """A generator that says when somebody has its turn, and with how many computing meanwhile he began to wait for it."""
+
+    def __init__(self, generator):
+        self.get_state, self.set_state = generator.get_state, generator.set_state
+        self.depth, self.computing = 0, []
+
+    @contextmanager
+    def in_turn(self):
+        self.computing.append(GATE._sharing)
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+
+def test_recorded_steps_have_their_generators_turn_since_before_the_gate():
+    """Whoever draws takes both in this order; the other way round they could wait for each other, and a capture for both."""
+    device = slow_device()
+    device.generator = turns = Turns(device.generator)
+    seen = []
+
+    class Looking(Recorder):
+        def record(self, run):
+            def looked():
+                seen.append((turns.depth, GATE._sharing))
+                return run()
+
+            return super().record(looked)
+
+    recorded([task(seed, model=lambda: nn.Linear(8, 4).double()) for seed in range(2)], Looking(), device=device)
+    assert len(seen) > STEPS / 2, "recorded and replayed"
+    assert set(seen) == {(1, 1)}
+    assert set(turns.computing) == {0}
 
 
 def test_state_that_moves_is_recorded_anew(caplog):
