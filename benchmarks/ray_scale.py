@@ -8,7 +8,8 @@ trials that wait there, the one that has the most left. Each report is handled b
 devices; pools know how long a trial's epochs are when it comes. Every ten seconds the directory moves trials, as in a cluster,
 at their next report, for `--move` seconds each.
 
-"At most": utilisation, if the longest trial began at once and all devices were busy until it ended, or longer.
+"At most": utilisation, if the longest trial began at once and all devices were busy until it ended, or longer. "When admitted":
+the most that any spreading could reach with trials admitted when they were: had none ever waited for a device from then on.
 """
 
 import argparse
@@ -34,6 +35,7 @@ class Trial:
     epoch_seconds: float
     quality: float
     done: int = 0
+    begun: float = 0.0
     node: str = ""
     target: str | None = None
 
@@ -98,6 +100,7 @@ class Simulation:
             self.tail = self.tail or (self.now, self.busy)
             return
         trial = self.trials[self.pending.pop()]
+        trial.begun = self.now
         # As the directory: the fewest seconds for each device; kept as sums here, not added up for each trial.
         loads = {
             name: Work(num_devices=self.options.devices, trials={"all": node.left}) for name, node in self.nodes.items()
@@ -172,9 +175,12 @@ def shown(done, options, label):
     before = tail_busy / (tail_at * num_devices) if tail_at else 0.0
     longest = max(trial.done * trial.epoch_seconds for trial in done.trials.values())
     bound = max(longest, done.busy / num_devices)
+    alone = max(trial.begun + trial.done * trial.epoch_seconds for trial in done.trials.values())
+    unwaited = max(alone, done.busy / num_devices)
     print(
         f"{label:>9}  {done.now / 3600:5.2f}  {done.busy / done.now / num_devices:11.1%}  "
-        f"{done.busy / bound / num_devices:7.1%}  {before:27.1%}  {done.driver_busy / done.now:11.1%}  "
+        f"{done.busy / bound / num_devices:7.1%}  {done.busy / unwaited / num_devices:13.1%}  "
+        f"{before:27.1%}  {done.driver_busy / done.now:11.1%}  "
         f"{int(done.moved):5}",
         flush=True,
     )
@@ -194,7 +200,7 @@ def main():
         f"{options.trials} trials, {options.nodes} nodes x {options.devices} devices, epochs of about {options.epoch:g} s, "
         f"the longest {options.spread:g} times the shortest"
     )
-    heads = "  hours  utilisation  at most  until the last trial began  driver busy  moved"
+    heads = "  hours  utilisation  at most  when admitted  until the last trial began  driver busy  moved"
     *fewer, widest = [float(text) for text in options.abreast.split(",")]
     print(f"in flight{heads}")
     for options.abreast in [*fewer, widest]:
