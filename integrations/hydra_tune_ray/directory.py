@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,9 @@ from ray.exceptions import RayError
 
 from hydra_tune_ray.actors import Place, start_pool
 from hydra_tune_ray.balance import Work, least_busy, moves
+from hydra_tune_ray.left import Left
 from hydra_tune_ray.messages import Load, PoolFigures
-from hydra_tune_ray.nodes import DeviceNode, device_nodes
+from hydra_tune_ray.nodes import DeviceNode, device_nodes, draining_nodes
 
 _LOGGER = logging.getLogger("hydra_tune.ray")
 _SEEN_SECONDS = 5.0
@@ -31,7 +33,6 @@ _CALL_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _CLOSE_SECONDS = 40.0
 _MOVE_SECONDS = 0.5
-_UNKNOWN_SECONDS = 10.0
 _REST_SECONDS = 3.0
 
 
@@ -76,9 +77,10 @@ class Directory:
         self._plan = plan
         self._pools: dict[str, _Known] = {}
         self._sent: dict[str, float] = {}
-        self._last: dict[str, float] = {}  # seconds that trials had left, when their pool last knew
+        self._left = Left()
         self._watching: asyncio.Task[None] | None = None
         self._busy = time.monotonic()
+        self._draining = frozenset[str]()
         self._starting: dict[str, asyncio.Task[str]] = {}
         self._wrong: dict[str, str] = {}
 
@@ -111,13 +113,13 @@ class Directory:
         """
         self._busy = time.monotonic()
         until = self._busy + waits_seconds
-        while not (works := self._works()):
+        while not (works := self._works() or self._works(self._pools.keys())):
             if time.monotonic() > until:
                 return ""
             self._watch_nodes()
             await asyncio.sleep(_POLL_SECONDS)
         near = next((name for name in works if self._pools[name].load.node.node_id == node_id), None)
-        found = least_busy(works, self._typical(), near=near)
+        found = least_busy(works, self._left.usual, near=near)
         self._pools[found].placed[key] = time.monotonic()
         return found
 
@@ -165,36 +167,47 @@ class Directory:
         found = await asyncio.gather(*map(asked, self._pools.values()), return_exceptions=True)
         return [each for each in found if not isinstance(each, BaseException)]
 
-    def _works(self) -> dict[str, Work]:
-        """What each pool that lives has to do, as far as is known."""
-        now, typical = time.monotonic(), self._typical()
+    def _works(self, names: AbstractSet[str] | None = None) -> dict[str, Work]:
+        """What each of these pools that lives has to do, as far as is known; of those that stay, unless others are named."""
+        names = self._pools.keys() - self._going() if names is None else names
+        now = time.monotonic()
         found = {}
         for name, known in self._pools.items():
-            if now - known.seen > _SEEN_SECONDS:
+            if now - known.seen > _SEEN_SECONDS or name not in names:
                 continue
-            trials = {key: self._last.get(key, typical) for key in [*known.placed, *known.load.trials]}
+            trials = {key: self._left.seconds(key) for key in [*known.placed, *known.load.trials]}
             found[name] = Work(num_devices=known.load.node.num_devices, trials=trials, started=set(known.load.started))
         for known in self._pools.values():
             for key, (target, _) in known.load.leaving.items():
                 if target in found:
-                    found[target].trials.setdefault(key, self._last.get(key, typical))
+                    found[target].trials.setdefault(key, self._left.seconds(key))
         return found
 
     def _remember(self, load: Load) -> None:
         """What its trials have left: a pool that they go to knows it only when it has built them."""
-        left = dict(load.trials) | {key: seconds for key, (_, seconds) in load.leaving.items()}
-        self._last |= {key: seconds for key, seconds in left.items() if seconds is not None}
+        self._left.hear(load)
         here = set[str]()
         for known in self._pools.values():
             here |= known.load.trials.keys() | known.load.leaving.keys() | known.placed.keys()
-        self._last = {key: seconds for key, seconds in self._last.items() if key in here}
+        self._left.keep(here)
 
-    def _typical(self) -> float:
-        """Seconds of a trial that nobody knows yet: as much as the others, on the average."""
-        known = [left for pool in self._pools.values() for left in pool.load.trials.values() if left is not None]
-        return sum(known) / len(known) if known else _UNKNOWN_SECONDS
+    def _going(self) -> set[str]:
+        """Pools whose nodes are about to leave."""
+        return {name for name, known in self._pools.items() if known.load.node.node_id in self._draining}
+
+    def _all_leave(self, name: str) -> dict[str, str]:
+        """Where the trials of a pool go whose node is about to leave."""
+        works, found = self._works(), {}
+        for key in self._pools[name].load.trials if works else ():
+            seconds = self._left.seconds(key)
+            target = found[key] = least_busy(works, seconds)
+            works[target].trials[key] = seconds
+            self._pools[target].placed[key] = time.monotonic()
+        return found
 
     def _leaving(self, name: str) -> dict[str, str]:
+        if name in self._going():
+            return self._all_leave(name)
         now = time.monotonic()
         self._sent = {key: at for key, at in self._sent.items() if now - at < _REST_SECONDS}
         # Those that are to leave may wait long for a report, and hold up nobody.
@@ -213,12 +226,15 @@ class Directory:
     async def _start_missing(self) -> None:
         """Have pools started on nodes that have none; each by itself, for it may take minutes."""
         found = await asyncio.to_thread(device_nodes, self._plan.options)  # Ray may not answer now
+        self._draining = await asyncio.to_thread(draining_nodes)
         nodes = {f"{self._plan.name}:{node.node_id}": node for node in found}
         now = time.monotonic()
         for name, known in list(self._pools.items()):
             if name not in nodes or now - known.seen > _SEEN_SECONDS:
                 del self._pools[name]  # the node has left, or the pool has died and Ray has started it again
         for name, node in nodes.items():
+            if node.node_id in self._draining:
+                continue
             if name not in self._pools and name not in self._starting:
                 self._starting[name] = asyncio.create_task(self._start(name, node))
 

@@ -19,6 +19,8 @@ from hydra_tune_ray.messages import Begin, Load, Moved, Outcome, Over, Report, W
 from hydra_tune_ray.nodes import DeviceNode
 
 _NOT_BEGUN = ("queued", "preparing")
+_LEAVING = 1
+"""Priority of a trial that is to leave."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -59,13 +61,28 @@ class Held:
         return isinstance(self.said, Report) or (self.said is None and is_untouched)
 
     def send_to(self, pool: str) -> None:
-        """It is to leave as soon as it can."""
+        """It is to leave as soon as it can: it comes to its next report before the others."""
         self.target = pool
         self.changed.set()
+        if self.job is not None and self.job.state != "queued":  # which leaves at once
+            self.job.set_priority(_LEAVING)
 
-    def remaining_seconds(self) -> float | None:
-        """Compute that it still has to come; None where that is not known yet."""
-        return None if self.job is None else self.job.progress.remaining_seconds
+    def stay(self) -> None:
+        """It is not to leave, after all."""
+        self.target = self.leaving = None
+        if self.job is not None:
+            self.job.set_priority(0)
+
+    def left(self) -> tuple[float | None, float | None]:
+        """Seconds of compute and epochs that it still has to come; None where that is not known yet."""
+        if self.job is None:
+            return None, None
+        progress = self.job.progress
+        if progress.num_steps is None:  # not begun, or of data that has to be drawn once to be counted
+            is_resumed = self.request.files is not None  # from nobody knows which epoch
+            return None, None if is_resumed else float(progress.epochs - progress.epoch)
+        done = progress.step / progress.num_steps if progress.num_steps else 1.0
+        return progress.remaining_seconds, progress.epochs * (1.0 - done)
 
     def hear(self, event: PoolEvent) -> None:
         """Its job has said something."""
@@ -162,13 +179,16 @@ class HeldTrials:
     def load(self, node: DeviceNode) -> Load:
         """What there is to do."""
         here = [held for held in self if not _is_done(held)]
-        there = [held for held in here if held.target is None]
-        leaving = [(held, held.target) for held in here if held.target is not None]
+        left = {held.request.key: held.left() for held in here}
+        there = [held.request.key for held in here if held.target is None]
         return Load(
             node=node,
-            trials={held.request.key: held.remaining_seconds() for held in there},
-            started=frozenset(held.request.key for held in there if held.has_begun),
-            leaving={held.request.key: (target, held.remaining_seconds()) for held, target in leaving},
+            trials={key: left[key][0] for key in there},
+            started=frozenset(held.request.key for held in here if held.target is None and held.has_begun),
+            leaving={
+                held.request.key: (held.target, left[held.request.key][0]) for held in here if held.target is not None
+            },
+            epochs={key: epochs for key, (_, epochs) in left.items() if epochs is not None},
         )
 
 

@@ -116,12 +116,14 @@ class Load:
         trials: seconds of compute that each trial still has to come, by key; None where that is not known yet.
         started: keys of those that have a state, which move only at a report.
         leaving: trials that are to leave and have not yet, by key: the name of the pool they go to, and seconds as in `trials`.
+        epochs: that each of all these still has to come, by key, with the part of the present one; where that is known.
     """
 
     node: DeviceNode
     trials: Mapping[str, float | None] = field(default_factory=dict)
     started: frozenset[str] = frozenset()
     leaving: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
+    epochs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.worker import global_worker
 
 from hydra_tune.errors import ConfigError
 
 _CPU = re.compile(r"cpu(?::\d+)?")
+_ANSWER_SECONDS = 10
 _SOME = re.compile(r"cuda:(\d+(?:[,/]\d+)*)")
 
 
@@ -48,6 +50,13 @@ def device_nodes(options: Mapping[str, Any]) -> list[DeviceNode]:
         devices = "cuda" if any(_count(resources, "GPU") for _, resources in nodes) else "cpu:*"
     found = [_device_node(node_id, resources, devices) for node_id, resources in nodes]
     return sorted((node for node in found if node is not None), key=lambda node: node.node_id)
+
+
+def draining_nodes() -> frozenset[str]:
+    """The ids of nodes that are about to leave, as `ray drain-node` or a cloud's notice says."""
+    # Ray's own libraries ask like this; there is no public way yet. The range of Ray's versions is checked.
+    client = global_worker.gcs_client  # type: ignore[attr-defined]
+    return frozenset(map(str, client.get_draining_nodes(timeout=_ANSWER_SECONDS)))
 
 
 def no_devices(options: Mapping[str, Any]) -> str:

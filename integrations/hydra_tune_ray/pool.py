@@ -237,7 +237,7 @@ class NodePool:
                 copying = asyncio.to_thread(self._copied, held.job)
                 files = await asyncio.wait_for(copying, _FETCH_SECONDS)
             except Exception as error:  # noqa: BLE001 - whatever it is, the trial stays and goes on here
-                held.target = held.leaving = None
+                held.stay()
                 if self._trials.get(held.request.key) is held:  # else it was ended meanwhile
                     _LOGGER.warning("%s stays where it is, for it cannot be copied: %s", held.request.name, told(error))
                     held.said = None

@@ -47,7 +47,28 @@ def test_a_trial_that_has_moved_has_left_what_it_had(directory):
         await directory.pulse("b", told("b", {"long": 98.0}), None)
         assert directory._works()["b"].trials["long"] == 98.0
         await directory.pulse("b", told("b", {}), None)
-        assert not directory._last.keys() & {"long"}
+        assert directory._left.seconds("long") == directory._left.usual
+
+    asyncio.run(pulses())
+
+
+def test_all_trials_leave_a_node_that_drains_and_none_comes(directory):
+    async def pulses():
+        assert not await directory.pulse("b", told("b", {"y": 40.0}), None)
+        directory._draining = frozenset({"a"})
+        assert await directory.pulse("a", told("a", {"x": 1.0, "z": 1.0}), None) == {"x": "b", "z": "b"}
+        assert not await directory.pulse("a", told("a", {}, {"x": ("b", 1.0), "z": ("b", 1.0)}), None)
+        assert not await directory.pulse("b", told("b", {"y": 40.0, "x": 1.0, "z": 1.0}), None)
+        assert await directory.place("new", "a", 1.0) == "b"
+
+    asyncio.run(pulses())
+
+
+def test_where_all_nodes_drain_trials_stay_and_come_as_before(directory):
+    async def pulses():
+        directory._draining = frozenset({"a", "b"})
+        assert not await directory.pulse("a", told("a", {"x": 1.0, "z": 1.0}), None)
+        assert await directory.place("new", "a", 1.0) == "b"
 
     asyncio.run(pulses())
 

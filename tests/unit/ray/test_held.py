@@ -1,11 +1,13 @@
 """What a pool remembers of its trials."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("ray")
 
+from hydra_tune.pool.job import Progress
 from hydra_tune_ray.held import HeldTrials
 from hydra_tune_ray.messages import Begin, Moved
 
@@ -46,9 +48,54 @@ def test_a_trial_expires_unless_it_is_renewed(monkeypatch):
     assert trials.expired() == [held]
 
 
-def add(trials):
+class Job:
+    """A job of the pool, as far as what it has left goes."""
+
+    state = "running"
+
+    def __init__(self, **progress):
+        self.progress = Progress(
+            **{"epoch": 0, "epochs": 4, "step": 0, "num_steps": None, "remaining_seconds": None, "num_shards": 1}
+            | {"units_run": 0, "metrics": {}}
+            | progress
+        )
+        self.priorities = []
+
+    def set_priority(self, priority):
+        self.priorities.append(priority)
+
+
+@pytest.mark.parametrize(
+    ("job", "files", "left"),
+    [
+        (None, None, (None, None)),
+        (Job(), None, (None, 4.0)),
+        (Job(epoch=1, remaining_seconds=0.01), None, (None, 3.0)),  # of an epoch that nobody has counted
+        (Job(), {"state": b""}, (None, None)),
+        (Job(step=30, num_steps=40, remaining_seconds=5.0), {"state": b""}, (5.0, 1.0)),
+    ],
+)
+def test_what_is_not_known_of_a_trial_is_not_told(job, files, left):
+    held = add(HeldTrials(10.0), replace(REQUEST, files=files))
+    held.job = job
+    assert held.left() == left
+
+
+def test_a_trial_that_is_to_leave_comes_to_its_report_first():
+    held = add(HeldTrials(10.0))
+    held.job = Job()
+    held.send_to("other")
+    assert held.job.priorities == [1]
+    held.stay()
+    assert held.job.priorities == [1, 0]
+    held.job.state = "queued"  # it leaves at once, and is not to begin before that
+    held.send_to("other")
+    assert held.job.priorities == [1, 0]
+
+
+def add(trials, request=REQUEST):
 
     async def added():
-        return trials.add(REQUEST)[0]
+        return trials.add(request)[0]
 
     return asyncio.run(added())
