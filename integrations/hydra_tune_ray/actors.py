@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hydra_tune_ray.nodes import DeviceNode
+from hydra_tune_ray.version import VERSION
 
 NAMESPACE = "hydra_tune"
 GONE_TIMES = 6
@@ -48,6 +49,10 @@ class PoolActor:
         self._place = place
         self._pool: Any = None
         threading.Thread(target=self._watch, name="hydra-watch", daemon=True).start()
+
+    async def version(self) -> str:
+        """Of hydra-tune, where this runs."""
+        return VERSION
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the `NodePool`."""

@@ -18,6 +18,7 @@ from hydra_tune_ray.actors import find_actor
 from hydra_tune_ray.errors import PoolError, TrialError
 from hydra_tune_ray.files import write_files
 from hydra_tune_ray.messages import Begin, Moved, Outcome, Over, Report, Ticket, Waiting
+from hydra_tune_ray.version import check_directory
 
 _ANSWER_SECONDS = 60.0
 _BEGIN_SECONDS = 300.0
@@ -124,6 +125,7 @@ class Client:
     def _placed(self) -> str:
         try:
             directory = find_actor(self._directory)
+            check_directory(directory, self._directory.removeprefix("pools-"))
             here = ray.get_runtime_context().get_node_id()
             call = directory.place.remote(self._request.key, here, _PLACE_SECONDS)
             name = str(ray.get(call, timeout=_PLACE_SECONDS + _ANSWER_SECONDS))

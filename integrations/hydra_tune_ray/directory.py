@@ -24,6 +24,7 @@ from hydra_tune_ray.balance import Work, least_busy, moves
 from hydra_tune_ray.left import Left
 from hydra_tune_ray.messages import Load, PoolFigures
 from hydra_tune_ray.nodes import DeviceNode, device_nodes, draining_nodes
+from hydra_tune_ray.version import VERSION, wrong_pool
 
 _LOGGER = logging.getLogger("hydra_tune.ray")
 _SEEN_SECONDS = 5.0
@@ -95,6 +96,10 @@ class Directory:
         errors = await asyncio.gather(*self._starting.values())
         self._watch_nodes()
         return next(filter(None, errors), "")
+
+    async def version(self) -> str:
+        """Of hydra-tune, where this runs."""
+        return VERSION
 
     async def options(self) -> Mapping[str, Any]:
         """Those of the pools."""
@@ -266,6 +271,10 @@ class Directory:
 
     async def _opened(self, node: DeviceNode, actor: Any) -> str:
         try:
+            asked = getattr(actor, "version", None)
+            found = None if asked is None else await asyncio.wait_for(asked.remote(), self._plan.start_seconds)
+            if error := wrong_pool(found, node.node_id):
+                return error
             return str(await asyncio.wait_for(actor.call.remote("open"), self._plan.start_seconds))
         except TimeoutError:
             return (

@@ -17,6 +17,7 @@ from hydra_tune_ray.errors import PoolError
 from hydra_tune_ray.messages import PoolFigures
 from hydra_tune_ray.nodes import device_nodes, no_devices
 from hydra_tune_ray.pickling import pickled
+from hydra_tune_ray.version import check_directory
 
 _ANSWER_SECONDS = 60.0
 _ABREAST = 1000
@@ -53,13 +54,15 @@ class Pools:
         """The actor that knows them.
 
         Raises:
-            PoolError: it is gone.
+            PoolError: it is gone, or of another version of hydra-tune.
         """
         if self._directory is None:
             try:
-                self._directory = find_actor(f"pools-{self.name}")
-            except ValueError as error:
+                found = find_actor(f"pools-{self.name}")
+                check_directory(found, self.name)
+            except (ValueError, RayError) as error:
                 raise PoolError(f"the pools {self.name!r} are gone; start them again") from error
+            self._directory = found
         return self._directory
 
     def figures(self) -> tuple[PoolFigures, ...]:
@@ -140,7 +143,7 @@ def start_pools(
     Raises:
         ConfigError: an option that makes no sense; or no node has such devices.
         BuildPickleError: an option that cannot be sent to a pool.
-        PoolError: a pool has not started in time.
+        PoolError: a pool has not started in time; or there are pools of this name of another version of hydra-tune.
     """
     _check(executor_options, detached=detached, idle_seconds=idle_seconds, start_seconds=start_seconds)
     if not ray.is_initialized():
@@ -178,8 +181,9 @@ def _directory(plan: Plan, *, detached: bool) -> Any:
 
 
 def _check_opened(pools: Pools, start_seconds: float) -> None:
-    opened = pools.directory.open.remote()
     try:
+        check_directory(pools.directory, pools.name)  # of this name there may have been some before
+        opened = pools.directory.open.remote()
         error = str(ray.get(opened, timeout=start_seconds + _ANSWER_SECONDS))
     except GetTimeoutError as late:
         raise PoolError(

@@ -1,6 +1,7 @@
 """What is wrong with a cluster, a pool or a task is said by name, and nothing hangs."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -13,7 +14,8 @@ from ray import tune
 
 import hydra_tune_ray
 from hydra_tune.errors import ConfigError
-from hydra_tune_ray.pools import pools_of
+from hydra_tune_ray.errors import PoolError
+from hydra_tune_ray.pools import Pools, pools_of
 from tests.ray.searches import DEVICES, build, empty_pools, searched
 
 pytestmark = pytest.mark.timeout(120)
@@ -69,6 +71,44 @@ def test_pools_that_are_gone(ray_cluster, tmp_path):
     )
     (result,) = tuner.fit()
     assert "the pools of this trial are gone" in str(result.error)
+
+
+class Older:
+    """A directory as an earlier release had it."""
+
+    async def place(self, key):
+        return ""
+
+
+class Newer(Older):
+    """And a later one."""
+
+    async def version(self):
+        return "hydra-tune 99.0 (protocol 99)"
+
+
+@pytest.fixture(params=[(Older, "an earlier hydra-tune"), (Newer, r"hydra-tune 99\.0 \(protocol 99\)")])
+def others(request, ray_cluster):
+    """The name of pools of another version, and how that is called."""
+    kind, version = request.param
+    name = f"of-{kind.__name__.lower()}"
+    actor = ray_cluster.remote(kind).options(name=f"pools-{name}", namespace="hydra_tune", num_cpus=0).remote()
+    yield name, version
+    ray_cluster.kill(actor)
+
+
+@pytest.mark.slow
+def test_detached_pools_of_another_version(others, tmp_path):
+    name, version = others
+    wrong = rf"the pools '{name}' run {version}, and this program hydra-tune .*; install the same .* or end .*{name}"
+    with pytest.raises(PoolError, match=wrong):
+        hydra_tune_ray.start_pools(name=name, detached=True, idle_seconds=60, **DEVICES)
+    with pytest.raises(PoolError, match=wrong):
+        Pools(name).figures()
+    made = hydra_tune_ray.trainable(build, pools=Pools(name))  # as on a node with another version than the driver's
+    tuner = tune.Tuner(made, param_space={"lr": 0.01}, run_config=tune.RunConfig(storage_path=str(tmp_path), verbose=0))
+    (result,) = tuner.fit()
+    assert re.search(wrong, str(result.error)), str(result.error)
 
 
 @pytest.mark.slow
