@@ -9,18 +9,16 @@ All members of the portfolio are planned for it, and those that fit are run: `fi
 fusion` as Capuchin on HFTA. Milliseconds of a step of all trials, predicted and measured; pairs are measured at their pace,
 without the first forward and the last backward. Speedups are over these two; hours are of 10,000 steps.
 
-On a CPU the members take turns, so that all find the machine as it is, on one intra-op thread and one thread that copies. On a
+On a CPU the chosen one is what a run-off of the best few settles on, after planning again where times are off by more than a
+fifth; then all members take turns, so that all find the machine as it is, on one intra-op thread and one that copies. On a
 GPU, where their tensors would not fit together, only the chosen one and those two are run, one after the other, in memory that
 is theirs alone; what they allocate at most is printed beside what was planned. Static tensors of sub-arrays that do not run are
 not counted, and nothing is spilled between parts that run one after the other.
 """
 
 import argparse
-import gc
-import statistics
 import sys
 import time
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -28,19 +26,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that nothing 
 
 import torch
 from mutwo_models import MODELS, SCALES, model
+from mutwo_runs import in_turn, one_by_one
 
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.fusion.member import Member
 from hydra_tune.fusion.planner.memory import peak_of
 from hydra_tune.fusion.planner.of_task import TaskArrays
 from hydra_tune.fusion.planner.portfolio import MARGIN, Planner
-from hydra_tune.fusion.planner.profiled_run import made_up
 from hydra_tune.fusion.planner.profiler import Profiles
-from hydra_tune.fusion.planner.run import PlannedRun
-from hydra_tune.fusion.planner.schedule import Segment, undecided
+from hydra_tune.fusion.planner.replan import key_of, settled
+from hydra_tune.fusion.planner.run_off import LEAVES_AT
+from hydra_tune.fusion.planner.schedule import undecided
 from hydra_tune.fusion.plans import GroupPlans
 from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.budget import Budget
@@ -79,103 +77,12 @@ class Family:
         is_duplex = self.device.type == "cuda"
         return Planner(array=self.array, limit_bytes=limit, is_duplex=is_duplex, max_size=max_size)
 
-    def runner(self, part, arguments):
-        """Makes one step of a part; on numbers made up, for they decide nothing."""
-        steps = [self._arrays.step(size) for size in part.sizes]
-        groups = [GroupGenerator([torch.Generator(self.device) for _ in range(size)]) for size in part.sizes]
-        own = [arguments(side, size, step) for side, (size, step) in enumerate(zip(part.sizes, steps, strict=True))]
-        given = [lambda _number, found=found: found for found in own]
-
-        def draw(side, number):
-            return steps[side].noise[number].draw(groups[side], self.device)
-
-        run = PlannedRun(part.schedule, steps, self.device, given, draw)
-        if len(steps) > 1:
-            run.segment(Segment(None, 0))
-        return run, part.schedule.segments
-
-
-class Runners:
-    """What members run; on a GPU parts that run one after the other have tensors in common."""
-
-    def __init__(self, family, members):
-        self._family, self._known = family, {}
-        self._parts = {one.name: [family.runner(part, self._arguments) for part in one.parts] for one in members}
-
-    def step(self, name):
-        """Milliseconds of a step of all trials."""
-        self._settle()
-        start = time.perf_counter()
-        for run, segments in self._parts[name]:
-            for segment in segments:
-                run.segment(segment)
-        self._settle()
-        return (time.perf_counter() - start) * 1e3
-
-    def close(self):
-        """Give back what they have."""
-        for parts in self._parts.values():
-            for run, _ in parts:
-                run.close()
-
-    def _settle(self):
-        if self._family.device.type == "cuda":
-            torch.cuda.synchronize(self._family.device)
-
-    def _arguments(self, side, size, step):
-        key = (side, size)
-        if self._family.device.type != "cuda" or key not in self._known:
-            self._known[key] = {name: made_up(like, self._family.device) for name, like in step.geometry.items()}
-        return self._known[key]
-
-
-@dataclass
-class Measured:
-    """Milliseconds of a step, and on a GPU the most bytes that were allocated."""
-
-    milliseconds: float
-    peak_bytes: int | None = None
-
-
-def in_turn(family, members, options):
-    """What a step of each takes, by its name; they take turns."""
-    runners = Runners(family, members)
-    found = {one.name: [] for one in members}
-    for number in range(options.warm_up + options.steps):
-        for name, times in found.items():
-            took = runners.step(name)
-            if number >= options.warm_up:
-                times.append(took)
-    runners.close()
-    return {name: Measured(statistics.median(times)) for name, times in found.items()}
-
-
-def one_by_one(family, members, options):
-    """What a step of each takes, each with the GPU's memory to itself; no more than some seconds of warming up."""
-    found = {}
-    for one in members:
-        gc.collect()
-        before = torch.cuda.memory_allocated(family.device)
-        runners = Runners(family, [one])
-        start = time.perf_counter()
-        for number in range(options.warm_up):
-            runners.step(one.name)
-            if time.perf_counter() - start > options.warm_seconds:
-                print(f"{one.name}: {number + 1} steps of warming up, not {options.warm_up}", flush=True)
-                break
-        torch.cuda.reset_peak_memory_stats(family.device)
-        times = [runners.step(one.name) for _ in range(options.steps)]
-        peak = torch.cuda.max_memory_allocated(family.device) - before
-        found[one.name] = Measured(statistics.median(times), peak)
-        runners.close()
-        del runners
-    return found
-
 
 def compare(family, num_trials, demand, max_size, options):
     limit = int(family.needs(num_trials) / demand)
     start = time.process_time()
-    portfolio = family.planner(limit, max_size).portfolio(num_trials)
+    planner = family.planner(limit, max_size)
+    portfolio = planner.portfolio(num_trials)
     seconds = time.process_time() - start
     print(
         f"\n{family.name}, {num_trials} trials, demand {demand:g} x {format_bytes(limit)}; "
@@ -190,34 +97,52 @@ def compare(family, num_trials, demand, max_size, options):
     kept = max((size for size in range(1, num_trials + 1) if family.needs(size) <= limit), default=0)
     print(f"trials on the device at once: {kept} fused with everything kept, up to {held} in these plans")
     if family.device.type == "cuda":
-        measured = one_by_one(
-            family, [one for one in members if one is members[0] or one.name in (HFTA, CAPUCHIN)], options
-        )
+        members = [one for one in members if one is members[0] or one.name in (HFTA, CAPUCHIN)]
+        found = one_by_one(family, members, options.warm_up, options.warm_seconds, options.steps)
+        report(members, found, members[0])
     else:
-        measured = in_turn(family, members, options)
-    report(members, measured)
+        compare_on_cpu(family, num_trials, planner, members, options)
 
 
-def report(members, measured):
-    print(f"{'':34} predicted  measured  ratio  over HFTA  over Capuchin  hours of 10,000  allocated/planned")
-    for one in members:
-        if one.name not in measured:
-            continue
-        found, chosen = measured[one.name], " (chosen)" if one is members[0] else ""
-        over = [
-            f"{measured[name].milliseconds / found.milliseconds:.2f}" if name in measured else "-"
-            for name in (HFTA, CAPUCHIN)
-        ]
-        peak = "-" if found.peak_bytes is None else f"{found.peak_bytes / one.peak_bytes:.2f}"
-        predicted = one.seconds * 1e3
+def compare_on_cpu(family, num_trials, planner, members, options):
+    """The plan that a run-off settles on, and then all of them once more, measured for themselves."""
+
+    def measure(few):
+        return [one.seconds for one in in_turn(family, few, options.warm_up, options.steps, LEAVES_AT)]
+
+    found = settled(planner, num_trials, measure)
+    for one in found.corrections:
+        compute = ", ".join(f"{size}: {ratio:.2f}" for size, ratio in sorted(one.compute.items()))
         print(
-            f"{one.name + chosen:34} {predicted:9.2f} {found.milliseconds:9.2f} {predicted / found.milliseconds:6.2f} "
-            f"{over[0]:>10} {over[1]:>14} {found.milliseconds / 360:15.3f} {peak:>18}",
+            f"planned again: operators take {compute} (others {one.others:.2f}) times what was profiled, "
+            f"a swap {one.swap_seconds * 1e6:+.0f} us"
+        )
+    each: dict = {}
+    for one in (*members, *(trial.member for trial in found.trials)):
+        each.setdefault(key_of(one), one)
+    each = list(each.values())
+    report(each, in_turn(family, each, options.warm_up, options.steps), found.member, members[0])
+
+
+def report(members, measured, chosen, predicted=None):
+    """A row of each; how far the chosen one is from the fastest, and the one that was predicted to be."""
+    print(f"{'':36} predicted  measured  ratio  over HFTA  over Capuchin  hours of 10,000  allocated/planned")
+    took = {one.name: found for one, found in zip(reversed(members), reversed(measured), strict=True)}
+    for one, found in zip(members, measured, strict=True):
+        is_chosen = key_of(one) == key_of(chosen)
+        over = [f"{took[name].seconds / found.seconds:.2f}" if name in took else "-" for name in (HFTA, CAPUCHIN)]
+        peak = "-" if found.peak_bytes is None else f"{found.peak_bytes / one.peak_bytes:.2f}"
+        print(
+            f"{one.name + (' (chosen)' if is_chosen else ''):36} {one.seconds * 1e3:9.2f} {found.seconds * 1e3:9.2f} "
+            f"{one.seconds / found.seconds:6.2f} {over[0]:>10} {over[1]:>14} {found.seconds / 0.36:15.3f} {peak:>18}",
             flush=True,
         )
-    fastest = min(found.milliseconds for found in measured.values())
-    print(f"the one chosen takes {measured[members[0].name].milliseconds / fastest:.2f} times what the fastest takes")
-    if HFTA not in measured:
+    fastest = min(found.seconds for found in measured)
+    for what, wanted in (("chosen", chosen), ("predicted to be the fastest", predicted)):
+        for one, found in zip(members, measured, strict=True):
+            if wanted is not None and key_of(one) == key_of(wanted):
+                print(f"the one {what} takes {found.seconds / fastest:.2f} times what the fastest takes")
+    if HFTA not in took:
         print("not even one trial at a time fits with everything kept")
 
 

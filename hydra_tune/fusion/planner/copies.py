@@ -108,7 +108,7 @@ class ThreadCopies:
 
     def prefetch_at_once(self, copy: Tensor) -> _Flight:
         """As of `Copies`."""
-        return _Flight(copy.clone(), None, None)
+        return _Flight(torch.empty(copy.numel(), dtype=copy.dtype).copy_(copy), None, None)
 
     def arrived(self, handle: _Flight) -> Tensor:
         """As of `Copies`."""

@@ -22,7 +22,7 @@ TOLERANCE = 0.2
 """Of what was predicted, by how much what is measured may differ before trials are planned again (§3.2's portfolio, ours)."""
 
 MOST = 5
-"""Candidates that are measured in a round, beside those without which a correction would not know what it is of."""
+"""Candidates that are measured in a round, and beside them the fastest of other kinds (`contenders`)."""
 
 Measure = Callable[[Sequence[Member]], Sequence[float]]
 """Seconds of a step of each of some members, which took turns."""
@@ -124,7 +124,7 @@ def settled(
         planner: of their device.
         num_trials: of one architecture.
         measure: runs members, all of which fit. Those that were fastest so far come again with new ones, to compare.
-        most: how many are run in a round, beside which are the fastest without swaps and the fastest that moves nothing.
+        most: of them are run in a round, as of `contenders`.
         max_corrections: how many times they are planned again.
 
     Raises:
@@ -149,9 +149,12 @@ def settled(
 def contenders(portfolio: Portfolio, most: int = MOST) -> list[Member]:
     """The members that are worth measuring, the fastest by prediction first; of those that do the same, the first.
 
+    A profile that was disturbed is wrong by the same for all that has its sub-arrays, so each partition is there.
+
     Args:
         portfolio: of plans.
-        most: of them, beside which are the fastest without swaps and the fastest that moves nothing.
+        most: of them; beside these are the fastest of each other partition, the fastest without swaps, and the fastest
+            that moves nothing.
     """
     different: dict[Hashable, Member] = {}
     for one in portfolio.members:
@@ -159,9 +162,10 @@ def contenders(portfolio: Portfolio, most: int = MOST) -> list[Member]:
             different.setdefault(key_of(one), one)
     each = list(different.values())
     found = each[:most]
-    for kind in (_has_no_swaps, _moves_nothing):
-        if not any(map(kind, found)):
-            found += [one for one in each if kind(one)][:1]
+    for one in each[most:]:
+        kinds = [kind for kind in (_partition, _has_no_swaps, _moves_nothing) if kind(one)]
+        if any(kind(one) not in map(kind, found) for kind in kinds):
+            found.append(one)
     return found
 
 
@@ -223,6 +227,10 @@ def _decided(schedule: Schedule) -> tuple[Hashable, ...]:
 
 def _sizes(member: Member) -> set[int]:
     return {size for part in member.parts for size in part.sizes}
+
+
+def _partition(member: Member) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted(part.sizes for part in member.parts))
 
 
 def _num_swaps(member: Member) -> int:

@@ -13,8 +13,10 @@ Key = TypeVar("Key", bound=Hashable)
 WARM_UPS, TURNS = 2, 9
 """Of each candidate: steps that do not count, and steps that do."""
 
+LEAVES_AT = 1.3
+"""How many times what the fastest takes a candidate may take after three turns."""
+
 _LEAST_TURNS = 3
-_LEAVES_AT = 1.3  # times what the fastest takes
 
 
 class RunOff(Generic[Key]):
@@ -29,16 +31,24 @@ class RunOff(Generic[Key]):
         candidates: in the order in which they take turns; all different.
         warm_ups: turns that do not count.
         turns: turns that count.
+        leaves_at: how many times what the fastest takes one may take that stays.
 
     Raises:
         ValueError: there are no candidates.
     """
 
-    def __init__(self, candidates: Sequence[Key], *, warm_ups: int = WARM_UPS, turns: int = TURNS) -> None:
+    def __init__(
+        self,
+        candidates: Sequence[Key],
+        *,
+        warm_ups: int = WARM_UPS,
+        turns: int = TURNS,
+        leaves_at: float = LEAVES_AT,
+    ) -> None:
         if not candidates:
             raise ValueError("a run-off needs candidates, and there are none")
         self._all, self._in = list(candidates), list(candidates)
-        self._warm_ups, self._turns = warm_ups, turns
+        self._warm_ups, self._turns, self._leaves_at = warm_ups, turns, leaves_at
         self._place = 0
         self._turn: dict[Key, float] = {}
         self._found: list[dict[Key, float]] = []  # of each turn that counts
@@ -88,4 +98,4 @@ class RunOff(Generic[Key]):
         if len(self._found) >= _LEAST_TURNS:
             seconds = self.seconds
             least = min(seconds[one] for one in self._in)
-            self._in = [one for one in self._in if seconds[one] <= least * _LEAVES_AT]
+            self._in = [one for one in self._in if seconds[one] <= least * self._leaves_at]

@@ -98,6 +98,23 @@ def test_one_without_swaps_is_always_among_those_measured():
     assert len(found) > 1
 
 
+def test_a_disturbed_profile_of_one_size_hides_nothing():
+    """Two trials look four times as slow as they are: what has them comes last, and is measured all the same."""
+
+    def disturbed(size):
+        return Correction(compute={2: 4.0}).array(size, array(size))
+
+    planner = Planner(array=disturbed, limit_bytes=LIMIT)
+    true = Planner(array=array, limit_bytes=LIMIT)
+
+    def measure(members):
+        return [true.told(one).seconds for one in members]
+
+    found = settled(planner, 4, measure, most=1)
+    assert found.corrections[0].compute[2] == pytest.approx(0.25)
+    assert found.trials[0].seconds <= 1.1 * true.portfolio(4).best.seconds
+
+
 def test_where_all_swap_the_whole_difference_is_of_operators():
     swapping = Planner(array=array, limit_bytes=LIMIT).portfolio(4).best
     assert any(one.swaps for part in swapping.parts for one in part.schedule.decisions)

@@ -1,0 +1,117 @@
+"""Steps of a portfolio's members, measured: in turns on a CPU, one member after the other on a GPU."""
+
+import gc
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from hydra_tune.fusion.drawing import GroupGenerator
+from hydra_tune.fusion.planner.profiled_run import made_up
+from hydra_tune.fusion.planner.run import PlannedRun
+from hydra_tune.fusion.planner.run_off import RunOff
+from hydra_tune.fusion.planner.schedule import Segment
+
+
+class Runners:
+    """What members run, by their number; on a GPU parts that run one after the other have tensors in common."""
+
+    def __init__(self, family, members):
+        self._family, self._known = family, {}
+        self._parts = [[self._runner(part) for part in one.parts] for one in members]
+
+    def step(self, number):
+        """Seconds of a step of all trials."""
+        self._settle()
+        start = time.perf_counter()
+        for run, segments, _ in self._parts[number]:
+            for segment in segments:
+                run.segment(segment)
+        self._settle()
+        return time.perf_counter() - start
+
+    def part(self, number, place):
+        """A part of a member: what runs it, and its segments."""
+        run, segments, _ = self._parts[number][place]
+        return run, segments
+
+    def held(self, number, place):
+        """The tensors of the device that a part has between its steps: arguments, and what a forward has left."""
+        run, _, own = self._parts[number][place]
+        left = [value for name, value in run._left.items() if not name.endswith("_on_host")]  # noqa: SLF001 - for a tracker
+        return [*left, *(tensor for found in own for tensor in found.values())]
+
+    def close(self):
+        """Give back what they have."""
+        for parts in self._parts:
+            for run, *_ in parts:
+                run.close()
+
+    def _runner(self, part):
+        """Makes one step of a part; on numbers made up, for they decide nothing."""
+        device = self._family.device
+        steps = [self._family.step(size) for size in part.sizes]
+        groups = [GroupGenerator([torch.Generator(device) for _ in range(size)]) for size in part.sizes]
+        own = [
+            self._arguments(side, size, step) for side, (size, step) in enumerate(zip(part.sizes, steps, strict=True))
+        ]
+        given = [lambda _number, found=found: found for found in own]
+
+        def draw(side, number):
+            return steps[side].noise[number].draw(groups[side], device)
+
+        run = PlannedRun(part.schedule, steps, device, given, draw)
+        if len(steps) > 1:
+            run.segment(Segment(None, 0))
+        return run, part.schedule.segments, own
+
+    def _settle(self):
+        if self._family.device.type == "cuda":
+            torch.cuda.synchronize(self._family.device)
+
+    def _arguments(self, side, size, step):
+        key = (side, size)
+        if self._family.device.type != "cuda" or key not in self._known:
+            self._known[key] = {name: made_up(like, self._family.device) for name, like in step.geometry.items()}
+        return self._known[key]
+
+
+@dataclass
+class Measured:
+    """Seconds of a step, and on a GPU the most bytes that were allocated."""
+
+    seconds: float
+    peak_bytes: int | None = None
+
+
+def in_turn(family, members, warm_up, steps, leaves_at=None):
+    """What a step of each takes; they take turns, and with `leaves_at` who is that many times slower leaves."""
+    runners = Runners(family, members)
+    race = RunOff(range(len(members)), warm_ups=warm_up, turns=steps, leaves_at=leaves_at or float("inf"))
+    while (number := race.next) is not None:
+        race.took(runners.step(number))
+    runners.close()
+    return [Measured(race.seconds[number]) for number in range(len(members))]
+
+
+def one_by_one(family, members, warm_up, warm_seconds, steps):
+    """What a step of each takes, each with the GPU's memory to itself; no more than some seconds of warming up."""
+    found = []
+    for one in members:
+        gc.collect()
+        before = torch.cuda.memory_allocated(family.device)
+        runners = Runners(family, [one])
+        start = time.perf_counter()
+        for number in range(warm_up):
+            runners.step(0)
+            if time.perf_counter() - start > warm_seconds:
+                print(f"{one.name}: {number + 1} steps of warming up, not {warm_up}", flush=True)
+                break
+        torch.cuda.reset_peak_memory_stats(family.device)
+        times = [runners.step(0) for _ in range(steps)]
+        peak = torch.cuda.max_memory_allocated(family.device) - before
+        found.append(Measured(statistics.median(times), peak))
+        runners.close()
+        del runners
+    return found
