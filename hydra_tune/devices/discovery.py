@@ -158,6 +158,7 @@ def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:
     let_segments_grow()
     shares: dict[int, tuple[int, float]] = {}
     for index, count in Counter(indices).items():
+        torch.cuda.synchronize(index)  # has a context made, which takes hundreds of MiB that would be counted as free
         free, total = gpu_memory(index)
         each, fraction = gpu_share(index, count, budget, free, total, torch.cuda.memory_allocated(index))
         shares[index] = each, fraction / count

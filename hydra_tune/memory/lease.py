@@ -12,22 +12,28 @@ from hydra_tune.memory.block import Block, Kind, storage_identity
 from hydra_tune.memory.home import drop, pin
 from hydra_tune.memory.saved import SavedTensors
 from hydra_tune.memory.states import State
-from hydra_tune.observe.turns import note
+from hydra_tune.observe.turns import Turn, current_turn, in_turn, note
 
 if TYPE_CHECKING:
     from hydra_tune.memory.pager import Held, Pager
 
 
 class Lease:
-    """What a running unit holds: its blocks, pinned and on the device, and its workspace on the ledger."""
+    """What a running unit holds: its blocks, pinned and on the device, and its workspace on the ledger.
+
+    Of a GPU it is asked on autograd's own thread as well, while the worker waits for a backward: there memory is given up that
+    the backward needs no longer. That is noted as the worker's doing all the same.
+    """
 
     def __init__(self, pager: "Pager", blocks: list[Block], workspace_bytes: int) -> None:
         self._pager = pager
         self._blocks = blocks
         self._workspace_bytes = workspace_bytes
         self._storages: dict[int, Block] = {}
+        self._turn: Turn | None = None
 
     def __enter__(self) -> Self:
+        self._turn = current_turn()
         for block in self._blocks:
             pin(block, self._pager)
         self._pager.owner = next((block.owner for block in self._blocks if block.owner is not None), None)
@@ -80,7 +86,7 @@ class Lease:
 
     def absorb(self, block: Block) -> None:
         """Give up all of a block's bytes while the unit runs: if it is one of the lease's own, its room is workspace now."""
-        with block.lock:
+        with in_turn(self._turn), block.lock:
             if block.data is None or self._storages.get(storage_identity(block.data)) is not block:
                 drop(block)
                 return
@@ -109,8 +115,9 @@ class Lease:
         Raises:
             BudgetError: it does not fit the budget.
         """
-        note("grow", nbytes=nbytes)
-        self._pager.make_room(nbytes, self._blocks, self._workspace_bytes)
+        with in_turn(self._turn):
+            note("grow", nbytes=nbytes)
+            self._pager.make_room(nbytes, self._blocks, self._workspace_bytes)
         self._workspace_bytes += nbytes
 
     @property

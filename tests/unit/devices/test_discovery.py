@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from hydra_tune.devices import nvml
+from hydra_tune.devices import discovery, nvml
 from hydra_tune.devices.cuda import cuda_name
 from hydra_tune.devices.discovery import gpu_memory, gpu_parts, gpu_share, let_segments_grow, open_devices
 from hydra_tune.errors import ConfigError
@@ -104,6 +104,26 @@ def test_a_small_budget_leaves_room_for_libraries_and_for_what_the_process_has_t
     budget, fraction = gpu_share(0, 1, None, free=2048 * mib, total=4096 * mib)
     assert budget + 256 * mib <= 2048 * mib
     assert 1.0 > fraction > budget / (4096 * mib)
+
+
+def test_a_budget_is_of_what_a_context_leaves_free(monkeypatch):
+    """Of a GPU of 16 GiB; also, each of two devices takes its part of what the allocator may have."""
+    gib = 1 << 30
+    free, opened = [8 * gib], []
+
+    def context(_index):
+        free[0] = 7 * gib
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", context)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _index: 0)
+    monkeypatch.setattr(discovery, "let_segments_grow", lambda: True)
+    monkeypatch.setattr(discovery, "gpu_memory", lambda _index: (free[0], 16 * gib))
+    monkeypatch.setattr(discovery, "capped", lambda index, fraction: (index, fraction))
+    monkeypatch.setattr(discovery, "CudaDevice", lambda *given: opened.append(given))
+    open_devices("cuda:0,0")
+    budget, fraction = gpu_share(0, 2, None, free=7 * gib, total=16 * gib)
+    assert opened == [(0, budget, 0, (0, fraction / 2)), (0, budget, 1, (0, fraction / 2))]
 
 
 @pytest.mark.parametrize(("told", "free"), [(40 << 30, 30 << 30), (80 << 30, 5 << 30)])

@@ -12,6 +12,7 @@ from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.pager import Pager
+from hydra_tune.observe.turns import Turn, in_turn
 
 SIZE = 640
 PATIENCE_SECONDS = 20
@@ -128,6 +129,15 @@ def test_the_room_of_what_a_unit_gives_up_is_its_own_until_it_ends(pager):
     assert balanced(pager)
     drop(made)
     assert pager.ledger.used_bytes == 0
+
+
+def test_what_another_thread_gives_up_for_the_unit_is_noted_with_the_unit(pager):
+    """On a GPU autograd frees what the backward needs no longer on a thread of its own."""
+    made, turn = block(), Turn("job", "cpu:0", {})
+    with in_turn(turn), pager.lease([made], SIZE) as lease, ThreadPoolExecutor(1) as autograd:
+        autograd.submit(lease.absorb, made).result()
+        autograd.submit(lease.grow, 64).result()
+    assert [action.what for action in turn.actions if action.what in ("drop", "grow")] == ["drop", "grow"]
 
 
 def test_a_clean_block_is_dropped_and_a_dirty_one_written_back(pager):
