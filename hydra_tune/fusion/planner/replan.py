@@ -24,6 +24,8 @@ TOLERANCE = 0.2
 MOST = 5
 """Candidates that are measured in a round, and beside them the fastest of other kinds (`contenders`)."""
 
+_EPSILON = 1e-12
+
 Measure = Callable[[Sequence[Member]], Sequence[float]]
 """Seconds of a step of each of some members, which took turns."""
 
@@ -172,27 +174,42 @@ def contenders(portfolio: Portfolio, most: int = MOST) -> list[Member]:
 def fitted(trials: Sequence[Trial]) -> Correction:
     """The correction under which what was predicted is nearest to what was measured.
 
-    What operators take is seen in members without swaps, and what these cost in the others. Where all have swaps, what
-    they take in all is laid to their operators.
+    What operators take is seen in members without swaps, and what swaps cost in others of the same sub-arrays, if there are
+    any. What is left of sub-arrays that are run with swaps alone is laid to their operators.
 
     Args:
         trials: at least one.
     """
     still = [trial for trial in trials if _has_no_swaps(trial.member)] or list(trials)
-    ratios = [(trial.seconds / trial.member.seconds, _sizes(trial.member)) for trial in still]
-    compute: dict[int, float] = {}
-    for size in {size for _, sizes in ratios for size in sizes}:
+    found = _with_compute(Correction(), still)
+    others = [trial for trial in trials if trial not in still]
+    alike = [trial for trial in others if _sizes(trial.member) <= found.compute.keys()] or others
+    if alike:
+        found = replace(found, swap_seconds=statistics.median(_rest(found, trial) for trial in alike))
+    return _with_compute(found, others)
+
+
+def _with_compute(correction: Correction, trials: Sequence[Trial]) -> Correction:
+    """What operators of sub-arrays take of which nothing is known yet."""
+    ratios = [(_ratio(correction, trial), _sizes(trial.member)) for trial in trials]
+    compute = dict(correction.compute)
+    for size in {size for _, sizes in ratios for size in sizes} - correction.compute.keys():
         own = [ratio for ratio, sizes in ratios if sizes == {size}]
         compute[size] = statistics.median(own or [ratio for ratio, sizes in ratios if size in sizes])
-    found = Correction(compute=compute, others=statistics.median(ratio for ratio, _ in ratios))
-    if len(still) == len(trials):
-        return found
-    rest = [
-        (trial.seconds - sum(found.seconds(part) for part in trial.member.parts)) / _num_swaps(trial.member)
-        for trial in trials
-        if trial not in still
-    ]
-    return replace(found, swap_seconds=statistics.median(rest))
+    return replace(correction, compute=compute, others=statistics.median(compute.values()))
+
+
+def _ratio(correction: Correction, trial: Trial) -> float:
+    """What operators took over what they were said to, if what is known of swaps is right."""
+    stall = sum(part.times.stall for part in trial.member.parts)
+    swaps = _num_swaps(trial.member) * correction.swap_seconds
+    return max(trial.seconds - stall - swaps, 0.0) / max(trial.member.seconds - stall, _EPSILON)
+
+
+def _rest(correction: Correction, trial: Trial) -> float:
+    """What each swap of a member cost beyond what it was said to."""
+    seconds = sum(correction.seconds(part) for part in trial.member.parts)
+    return (trial.seconds - seconds) / _num_swaps(trial.member)
 
 
 def key_of(member: Member) -> Hashable:

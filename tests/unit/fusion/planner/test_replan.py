@@ -115,6 +115,18 @@ def test_a_disturbed_profile_of_one_size_hides_nothing():
     assert found.trials[0].seconds <= 1.1 * true.portfolio(4).best.seconds
 
 
+def test_what_always_swaps_is_told_apart_by_what_swaps_cost_others():
+    """Four trials fit with swaps alone; two are measured with and without."""
+    truth = Correction(compute={1: 1.5, 2: 1.0, 4: 2.0}, swap_seconds=0.5)
+    planner = Planner(array=array, limit_bytes=1200)
+    true = planner.corrected(truth.array)
+    members = contenders(planner.portfolio(4))
+    assert {(4,), (2, 2), (1,)} == {part.sizes for one in members for part in one.parts}
+    found = fitted([Trial(member=one, seconds=true.told(one).seconds) for one in members])
+    assert found.swap_seconds == pytest.approx(truth.swap_seconds)
+    assert found.compute == pytest.approx(truth.compute, rel=0.02)  # slower operators hide a little more of the copies
+
+
 def test_where_all_swap_the_whole_difference_is_of_operators():
     swapping = Planner(array=array, limit_bytes=LIMIT).portfolio(4).best
     assert any(one.swaps for part in swapping.parts for one in part.schedule.decisions)
