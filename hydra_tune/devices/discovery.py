@@ -17,7 +17,7 @@ import torch
 from hydra_tune.devices import nvml
 from hydra_tune.devices.caps import capped
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.cuda import CudaDevice
+from hydra_tune.devices.cuda import CudaDevice, exclusive_allocator
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.nvml import NvmlError
 from hydra_tune.errors import ConfigError
@@ -158,7 +158,10 @@ def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:
     let_segments_grow()
     shares: dict[int, tuple[int, float]] = {}
     for index, count in Counter(indices).items():
-        torch.cuda.synchronize(index)  # has a context made, which takes hundreds of MiB that would be counted as free
+        with exclusive_allocator():
+            torch.cuda.synchronize(
+                index
+            )  # has a context made, which takes hundreds of MiB that would be counted as free
         free, total = gpu_memory(index)
         each, fraction = gpu_share(index, count, budget, free, total, torch.cuda.memory_allocated(index))
         shares[index] = each, fraction / count
