@@ -3,7 +3,8 @@
 python benchmarks/ray_overhead.py [--trials 16] [--epochs 4] [--only stock|pool|report]
 
 One Ray for all; each part is timed from its first line to the end of `Tuner.fit()`, the start of pools included and that of Ray
-left out. `report` is one trial that has almost nothing to compute: its step is what a report costs.
+left out. `report` is one trial that has almost nothing to compute: its step is what a report costs. Beside it is a trainable
+that does nothing at all: what is between two of its reports is Ray's own.
 """
 
 import argparse
@@ -80,6 +81,47 @@ def stock():
     return Stock
 
 
+def stamped(trained):
+    """The same trainable, which says when each of its steps is over."""
+
+    class Stamped(trained):
+        def step(self):
+            return {**super().step(), "at": time.perf_counter()}
+
+    return Stamped
+
+
+def idle():
+    """A trainable that does nothing."""
+    from ray import tune  # noqa: PLC0415
+
+    class Idle(tune.Trainable):
+        def setup(self, config):
+            self.epochs = config["epochs"]
+
+        def step(self):
+            return {"train_loss": 0.0, "done": self.iteration + 1 == self.epochs}
+
+        def save_checkpoint(self, checkpoint_dir):
+            """There is nothing to save."""
+
+        def load_checkpoint(self, checkpoint):
+            """Nor to load."""
+
+    return Idle
+
+
+def told(what, results):
+    """Say what the reports of one trial took."""
+    frame = results[0].metrics_dataframe[20:]
+    each, at = sorted(frame["time_this_iter_s"]), list(frame["at"])
+    print(
+        f"{what}: {1000 * statistics.median(each):.2f} ms in the median, {1000 * each[int(0.95 * len(each))]:.2f} ms at 95%; "
+        f"one each {1000 * (at[-1] - at[0]) / (len(at) - 1):.2f} ms",
+        flush=True,
+    )
+
+
 def fit(trained, trials, *, epochs, batches, callbacks=()):
     """Run a search; returns its results."""
     from ray import tune  # noqa: PLC0415
@@ -103,7 +145,7 @@ def in_pool(trials, **sizes):
     import hydra_tune_ray  # noqa: PLC0415
     from hydra_tune_ray.pools import pools_of  # noqa: PLC0415
 
-    trained = hydra_tune_ray.trainable(build, devices="cpu:2", device_memory="64MiB")
+    trained = stamped(hydra_tune_ray.trainable(build, devices="cpu:2", device_memory="64MiB"))
     results = fit(trained, trials, callbacks=[hydra_tune_ray.PoolCallback(trained)], **sizes)
     pools_of(trained).close()
     return results
@@ -153,14 +195,12 @@ def main():
     if options.only in (None, "stock"):
         seconds["stock"], _ = timed(f"{options.trials} stock trainables", lambda: fit(stock(), options.trials, **sizes))
     if len(seconds) == 2:
-        print(f"ratio: {seconds['stock'] / seconds['pool']:.2f}")
+        print(f"ratio: {seconds['stock'] / seconds['pool']:.2f}", flush=True)
     if options.only in (None, "report"):
         _, results = timed("300 reports of one trial", lambda: in_pool(1, epochs=300, batches=1))
-        each = sorted(results[0].metrics_dataframe["time_this_iter_s"][20:])
-        print(
-            f"a report, its one optimizer step included: {1000 * statistics.median(each):.2f} ms in the median, "
-            f"{1000 * each[int(0.95 * len(each))]:.2f} ms at 95%"
-        )
+        told("a report, its one optimizer step included", results)
+        _, results = timed("300 reports of Ray alone", lambda: fit(stamped(idle()), 1, epochs=300, batches=1))
+        told("a report of a trainable that does nothing", results)
     ray.shutdown()
 
 

@@ -29,8 +29,8 @@ def main():
     """Run the search and print what it found."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", default="local", help="of a Ray cluster: auto, or HOST:6379")
-    parser.add_argument("--trials", type=int, default=16)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--trials", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument(
         "--storage", default=str(Path("~/ray_results").expanduser()), help="where Ray keeps its results"
     )

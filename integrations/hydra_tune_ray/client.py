@@ -17,7 +17,8 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from hydra_tune_ray.actors import find_actor
 from hydra_tune_ray.errors import PoolError, TrialError
 from hydra_tune_ray.files import write_files
-from hydra_tune_ray.messages import Begin, Moved, Outcome, Over, Report, Ticket, Waiting
+from hydra_tune_ray.line import Line
+from hydra_tune_ray.messages import Begin, Begun, Moved, Outcome, Over, Report, Ticket, Waiting
 from hydra_tune_ray.version import check_directory
 
 _ANSWER_SECONDS = 60.0
@@ -50,8 +51,9 @@ class Client:
         self._number = request.number
         self._pool_name = ""
         self._pool: Any = None
+        self._line: Line | None = None
         self._saved = -1
-        self._is_last = False
+        self._is_last = self._is_over = False
         self._left = threading.Event()
 
     def begin(self, ticket: Ticket | None) -> None:
@@ -80,7 +82,7 @@ class Client:
             PoolError: the pool has died.
         """
         while True:
-            outcome: Outcome = self._asked(_ANSWER_SECONDS, "next", self._request.key, self._number)
+            outcome = self._next_here() or self._asked(_ANSWER_SECONDS, "next", self._request.key, self._number)
             if isinstance(outcome, Waiting):
                 continue
             if isinstance(outcome, Moved):
@@ -90,6 +92,7 @@ class Client:
                 continue
             if isinstance(outcome, Over):
                 self._check(outcome)
+                self._is_over = True
                 return outcome
             self._number, self._is_last = outcome.number, outcome.is_last
             self._request = replace(self._request, files=None)  # or the object store would keep them as long
@@ -102,8 +105,10 @@ class Client:
             TrialError: it cannot be saved.
             PoolError: the pool has died.
         """
-        is_here = self._pool_name.endswith(f":{ray.get_runtime_context().get_node_id()}")
-        files = self._asked(_SAVE_SECONDS, "save", self._request.key, str(folder) if is_here else None)
+        if self._is_over and self._request.files is not None:  # there was nothing left to do after this checkpoint
+            files = ray.get(self._request.files, timeout=_SAVE_SECONDS)
+        else:
+            files = self._asked(_SAVE_SECONDS, "save", self._request.key, str(folder) if self._is_here() else None)
         if files is not None:
             write_files(files, folder)
         self._saved = self._number
@@ -116,6 +121,7 @@ class Client:
     def leave(self) -> None:
         """It is not wanted any more; or if it was saved at its last report, perhaps by another process, soon."""
         self._left.set()
+        self._hang_up()
         if self._pool is None:
             return
         parks = self._saved == self._number and not self._is_last
@@ -148,9 +154,32 @@ class Client:
             raise PoolError(f"the pool {pool!r} is gone; {_REMEDY}") from error
 
     def _begin(self, ticket: Ticket | None) -> None:
-        outcome = self._asked(_BEGIN_SECONDS, "begin", self._request, ticket)
-        if outcome is not None:
+        self._hang_up()
+        outcome: Begun | Over = self._asked(_BEGIN_SECONDS, "begin", self._request, ticket)
+        if isinstance(outcome, Over):
             self._check(outcome)
+        elif outcome.line and self._is_here():
+            with contextlib.suppress(OSError):  # the node's processes may be in containers of their own
+                self._line = Line(outcome.line, _ANSWER_SECONDS)
+
+    def _next_here(self) -> Outcome | None:
+        """What the pool answers directly; None: it has to be asked by Ray."""
+        if self._line is None:
+            return None
+        try:
+            return self._line.next(self._request.key, self._number)
+        except OSError:  # Ray says what has become of it
+            self._hang_up()
+            return None
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def _is_here(self) -> bool:
+        """Whether the pool is on this node."""
+        return self._pool_name.endswith(f":{ray.get_runtime_context().get_node_id()}")
 
     def _check(self, over: Over) -> None:
         name = self._request.name

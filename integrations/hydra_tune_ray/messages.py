@@ -55,6 +55,17 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A trial is in a pool.
+
+    Attributes:
+        line: path of a socket on the pool's node, as of `hydra_tune_ray.line`; empty: there is none.
+    """
+
+    line: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A trial has reported and waits.
 
@@ -139,6 +150,7 @@ class PoolFigures:
         busy_seconds: time that its devices computed, together.
         units_run: shard units run.
         moved: trials that it has given to other pools.
+        width: trials in flight that keep its devices busy, as of `HydraExecutor`.
     """
 
     name: str
@@ -149,3 +161,4 @@ class PoolFigures:
     busy_seconds: float
     units_run: int
     moved: int
+    width: int = 0

@@ -25,7 +25,8 @@ from hydra_tune.pool.job import Job
 from hydra_tune_ray.actors import Place
 from hydra_tune_ray.errors import PoolError
 from hydra_tune_ray.held import Held, HeldTrials, told
-from hydra_tune_ray.messages import Begin, Files, Moved, Outcome, Over, PoolFigures, Report, Ticket, Waiting
+from hydra_tune_ray.line import LineServer
+from hydra_tune_ray.messages import Begin, Begun, Files, Moved, Outcome, Over, PoolFigures, Report, Ticket, Waiting
 from hydra_tune_ray.telling import Telling
 from hydra_tune_ray.training import Training
 
@@ -54,6 +55,7 @@ class NodePool:
         self._ending: set[asyncio.Task[None]] = set()
         self._num_moved = 0
         self._telling = Telling(place.name, place.directory)
+        self._line = LineServer(self.next)
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "hydra-ray"))
 
     @property
@@ -74,10 +76,11 @@ class NodePool:
                     self._training = await asyncio.to_thread(Training, options)
                 except Exception as error:  # noqa: BLE001 - whatever it is, whoever has started the pool is to see it
                     return told(error)
+                await self._line.open()
                 self._pulse = asyncio.create_task(self._beat())
         return ""
 
-    async def begin(self, request: Begin, ticket: Ticket | None = None) -> Over | None:
+    async def begin(self, request: Begin, ticket: Ticket | None = None) -> Over | Begun:
         """Train a trial; other attempts at it end.
 
         Args:
@@ -85,16 +88,16 @@ class NodePool:
             ticket: where it may wait, so that it need not begin from files.
 
         Returns:
-            None, or why there is nothing to train.
+            Where it is asked on this node, or why there is nothing to train.
         """
         there = self._trials.get(request.key)
         if there is not None:
-            return there.said if isinstance(there.said, Over) else None
+            return there.said if isinstance(there.said, Over) else Begun(line=self._line.path)
         if ticket is not None:
             waiting = self._trials.get(ticket.key)
             if waiting is not None and self._waits_at(waiting, ticket):
                 self._trials.hand_on(waiting, replace(request, files=waiting.request.files))
-                return None
+                return Begun(line=self._line.path)
         wrong = await self.open()
         if wrong:
             return Over(status="failed", error=wrong)
@@ -108,7 +111,7 @@ class NodePool:
             return held.said
         if self._trials.get(request.key) is not held:  # it was ended meanwhile
             held.job.cancel()
-        return None
+        return Begun(line=self._line.path)
 
     async def next(self, key: str, answered: int) -> Outcome:
         """Answer a report, and wait for what the trial says then.
@@ -189,12 +192,14 @@ class NodePool:
             busy_seconds=0.0 if stats is None else sum(each.busy_seconds for each in stats.devices.values()),
             units_run=0 if stats is None else stats.units_run,
             moved=self._num_moved,
+            width=0 if self._training is None else self._training.executor.width,
         )
 
     async def close(self) -> None:
         """End all trials and give the devices back; for the actor to be killed then."""
         if self._pulse is not None and self._pulse is not asyncio.current_task():
             self._pulse.cancel()
+        self._line.close()
         if self._training is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.to_thread(self._training.close), _END_SECONDS)

@@ -63,7 +63,7 @@ def _connect(address: str) -> None:
 def _search(request: ClusterRequest, pools: Pools, scheduler: TrialScheduler, search: Any) -> None:
     spec = request.spec
     assert spec.parameters is not None, "checked before"
-    num_devices = sum(len(pool.devices) for pool in pools.figures())
+    width = sum(pool.width for pool in pools.figures())
     telling = _Telling(spec, request.observer)
     tune.Tuner(
         trainable(_taking_names(request.build, spec.parameters), pools=pools),
@@ -74,7 +74,7 @@ def _search(request: ClusterRequest, pools: Pools, scheduler: TrialScheduler, se
             num_samples=1 if spec.method == "grid" else spec.run_cap or 1,
             scheduler=scheduler,
             search_alg=search,
-            max_concurrent_trials=2 * num_devices,
+            max_concurrent_trials=width,
             reuse_actors=True,
         ),
         run_config=tune.RunConfig(

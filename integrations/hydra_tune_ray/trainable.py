@@ -13,6 +13,7 @@ the ticket.
 
 import hashlib
 import json
+import logging
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -34,6 +35,7 @@ from hydra_tune_ray.pools import Pools, start_pools
 CPUS = 0.01
 """What a trial takes of Ray's account; nothing at all is refused by Ray."""
 
+_LOGGER = logging.getLogger("hydra_tune.ray")
 _TICKET = "ticket.json"
 
 
@@ -134,6 +136,14 @@ class PoolTrainable(Trainable):
         except (OSError, ValueError, TypeError) as error:
             raise TrialError(f"{str(folder)!r} is no checkpoint of a trial in a pool: {error}") from error
         self._reset = True
+        if ticket.number != self.iteration:
+            _LOGGER.warning(
+                "%s is to go on from report %d, and the checkpoint that Ray has for that is of report %d: Ray has written a "
+                "later one over it, as it may where a scheduler saves a trial that is being paused",
+                self.trial_name,
+                self.iteration,
+                ticket.number,
+            )
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Another trial, or the same with another config, at the next step."""

@@ -1,12 +1,13 @@
 """Searches by Ray Tune, and the same trials by hydra-tune alone."""
 
 import time
+from functools import partial
 
 import torch
 from ray import tune
 
 import hydra_tune_ray
-from hydra_tune import HydraExecutor
+from hydra_tune import HydraExecutor, Reported
 from hydra_tune_ray.pools import pools_of
 from tests.support import ray_tasks
 
@@ -80,10 +81,25 @@ def same(found, wanted):
 
 
 def units(*, epochs):
-    """Shard units that a trial of so many reports runs."""
+    """Shard units that a trial of so many reports runs alone."""
     with HydraExecutor(**DEVICES) as pool:
         (result,) = pool.run([ray_tasks.build({"lr": 0.01, "epochs": epochs})])
     return result.units_run
+
+
+def cloned_after(number, rate, changed, **config):
+    """The last reports, and the weights, of a trial that takes another's state after so many reports, and another rate."""
+    with HydraExecutor(**DEVICES) as pool:
+        events = pool.events()
+        good = pool.submit(ray_tasks.build({"lr": rate, "epochs": 4, **config}), events=events)
+        for _ in range(number - 1):
+            assert isinstance(events.get(60), Reported)
+            good.proceed()
+        assert isinstance(events.get(60), Reported)
+        job = pool.clone(good, {"optimizer": partial(torch.optim.AdamW, lr=changed)})
+        good.cancel()
+        result = job.result(60)
+    return [report["train_loss"] for report in result.history][number:], result.state_dict()
 
 
 def empty_pools(trained, *, seconds=20.0):

@@ -66,6 +66,7 @@ def check(results, reports):
 
 def test_asha_stops_each_member_when_ray_says(fused, reports, tmp_path):
     (before,) = empty_pools(fused)
+    assert before.width == 8, "a group of one device"
     scheduler = Noted(max_t=8, grace_period=2, reduction_factor=2)
     results = searched(fused, tmp_path, scheduler=scheduler, space=SPACE, checkpoints=EACH, max_concurrent_trials=8)
     steps = check(results, reports)

@@ -1,23 +1,20 @@
 """Schedulers that pause trials, copy them and change them: every number is what hydra-tune itself makes of it."""
 
-from functools import partial
-
 import pytest
 
 pytest.importorskip("ray")
 
-import torch
 from ray import tune
 from ray.tune.schedulers import HyperBandScheduler, MedianStoppingRule, PopulationBasedTraining
 
 import hydra_tune_ray
-from hydra_tune import HydraExecutor, Reported
 from hydra_tune_ray.pools import pools_of
 from tests.ray.searches import (
     DEVICES,
     EACH,
     RATES,
     build,
+    cloned_after,
     empty_pools,
     expected,
     losses,
@@ -25,7 +22,6 @@ from tests.ray.searches import (
     searched,
     trained_by_itself,
 )
-from tests.support import ray_tasks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 BAD, GOOD = 1e-6, 0.02
@@ -116,25 +112,10 @@ def test_population_based_training_copies_and_changes(trained, tmp_path, reuse):
     )
     assert results.num_errors == 0
     copied = next(result for result in results if result.config["lr"] == 0.75 * GOOD)
-    wanted, weights = cloned_after(2)
+    wanted, weights = cloned_after(2, GOOD, 0.75 * GOOD)
     assert losses(copied)[-2:] == wanted
     assert same(hydra_tune_ray.load_module(build, copied).state_dict(), weights)
     empty_pools(trained)
-
-
-def cloned_after(number):
-    """The last reports, and the weights, of a trial that takes the good one's state after so many reports, and another rate."""
-    with HydraExecutor(**DEVICES) as pool:
-        events = pool.events()
-        good = pool.submit(ray_tasks.build({"lr": GOOD, "epochs": 4}), events=events)
-        for _ in range(number - 1):
-            assert isinstance(events.get(60), Reported)
-            good.proceed()
-        assert isinstance(events.get(60), Reported)
-        job = pool.clone(good, {"optimizer": partial(torch.optim.AdamW, lr=0.75 * GOOD)})
-        good.cancel()
-        result = job.result(60)
-    return [report["train_loss"] for report in result.history][number:], result.state_dict()
 
 
 def test_weights_are_in_rays_checkpoints(trained, tmp_path):

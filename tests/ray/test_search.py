@@ -1,6 +1,7 @@
 """Ray's schedulers on the pool: they decide, the pool does as it is told, and the numbers are those of hydra-tune alone."""
 
 import pickle
+import socket
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("ray")
 from ray.tune.schedulers import ASHAScheduler
 
 import hydra_tune_ray
+from hydra_tune_ray.files import FOLDER, read_files
 from hydra_tune_ray.pools import pools_of
 from tests.ray.searches import DEVICES, RATES, build, empty_pools, expected, losses, searched, units
 
@@ -70,6 +72,35 @@ def test_the_processes_of_trials_import_no_torch(trained, tmp_path):
 
     (result,) = searched(Looking, tmp_path, space={"lr": 0.01, "epochs": 2})
     assert not result.metrics["has_torch"]
+
+
+def test_reports_come_directly_and_by_ray_where_that_way_breaks(trained, reports, tmp_path):
+    class Breaking(trained):
+        def step(self):
+            found = {**super().step(), "is_direct": self._client._line is not None}
+            if self.iteration == 3:
+                self._client._line._socket.shutdown(socket.SHUT_RDWR)
+            return found
+
+    (result,) = searched(Breaking, tmp_path, space={"lr": RATES[0], "epochs": 8})
+    assert list(result.metrics_dataframe["is_direct"]) == [True] * 4 + [False] * 4
+    assert losses(result) == reports[RATES[0]]
+
+
+def test_a_trial_that_goes_on_from_its_end_is_done_and_saved_as_it_was(trained, tmp_path):
+    """As where Ray has not noted yet that it was over."""
+    first = trained(config={"lr": 0.01, "epochs": 1})
+    assert first.step()["done"]
+    first.save_checkpoint(str(tmp_path / "first"))
+    first.cleanup()
+    again = trained(config={"lr": 0.01, "epochs": 1})
+    again.load_checkpoint(str(tmp_path / "first"))
+    assert again.step()["done"]
+    again.save_checkpoint(str(tmp_path / "again"))
+    again.cleanup()
+    saved, copied = (read_files(tmp_path / name / FOLDER) for name in ("first", "again"))
+    assert saved == copied
+    empty_pools(trained)
 
 
 def test_what_ray_stores_of_a_search_holds_names_and_no_handles(trained):

@@ -17,7 +17,7 @@ TASK = """
     def build(lr, epochs):
         if lr == 0.01:
             raise RuntimeError("not this one")
-        return ray_tasks.build({"lr": lr, "epochs": epochs})
+        return ray_tasks.build({"lr": lr, "epochs": epochs, "dtype": "float64"})
 """
 SPACE = """
     task: task:build
@@ -56,16 +56,17 @@ def test_what_ray_has_its_own_of_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_grid_is_run_and_a_trial_that_fails_is_told(ray_environment, tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", ["", "fuse: 'on', fuse_size: 4"])
+def test_a_grid_is_run_and_a_trial_that_fails_is_told(ray_environment, tmp_path, monkeypatch, more):
     monkeypatch.setenv("HOME", str(tmp_path))
-    run = sweep(tmp_path)
+    run = sweep(tmp_path, more=more)
     assert run.returncode == 0, run.stderr[-3000:]
     shown = json.loads(run.stdout)
     trials = {trial["params"]["lr"]: trial for trial in shown["trials"]}
     assert trials[0.01]["state"] == "failed"
     assert {trials[lr]["state"] for lr in (0.02, 0.03)} <= {"completed", "pruned"}
-    wanted = expected([{"lr": 0.03, "epochs": 4}])[0]
-    assert trials[0.03]["value"] in wanted
+    wanted = expected([{"lr": 0.03, "epochs": 4, "dtype": "float64"}])[0]
+    assert any(trials[0.03]["value"] == pytest.approx(value, rel=1e-9 if more else 0, abs=0) for value in wanted)
 
 
 @pytest.mark.slow
