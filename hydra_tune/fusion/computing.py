@@ -10,12 +10,14 @@ from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.kinds import wanted_of
 from hydra_tune.fusion.member import Wanted
 from hydra_tune.fusion.optimizers import StackedOptimizer
+from hydra_tune.fusion.pair_round import Half
 from hydra_tune.fusion.places import Places
 from hydra_tune.fusion.planned_round import PlannedRound, PlannedSteps
 from hydra_tune.fusion.rounds import Round, Rules
 from hydra_tune.fusion.seat import Seat
 from hydra_tune.fusion.steps import GroupEvaluation, GroupStep
 from hydra_tune.fusion.tails import Rows
+from hydra_tune.shard.batch import Leaves
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.training_batch import Part
@@ -59,6 +61,37 @@ class Computing:
         is_all: bool = True,
     ) -> Generator[PendingUnit, None, int]:
         """A unit of several steps, planned or not, in which the members go on if these are all; returns how many."""
+        given = self._of_round(bucket, part, batches, resting, like, is_all=is_all)
+        self.round = going = Round(*given) if planned is None else PlannedRound(*given, planned)
+        try:
+            yield going.unit()
+        finally:
+            self.round = None
+        return going.steps
+
+    def half(
+        self,
+        bucket: Sequence[Seat],
+        part: Part,
+        batches: StackedBatches,
+        resting: Collection[int],
+        *,
+        is_all: bool,
+    ) -> Half:
+        """The same to be run in turn with another group's."""
+        return Half(*self._of_round(bucket, part, batches, resting, None, is_all=is_all))
+
+    def _of_round(
+        self,
+        bucket: Sequence[Seat],
+        part: Part,
+        batches: StackedBatches,
+        resting: Collection[int],
+        like: Wanted | None,
+        *,
+        is_all: bool,
+    ) -> tuple[Rules, StackedBatches, Leaves, Callable[[Sequence[Any]], None], Callable[[], StackedBatches | None]]:
+        """The arguments of a `Round`."""
         state = self._places.state
         assert state is not None
         alike = [wanted_of(bucket[0])] if like is None else [wanted_of(seat) for seat in bucket]
@@ -89,13 +122,7 @@ class Computing:
             else:
                 self._take_values(made, resting)
 
-        given = rules, batches, part.leaves, settle, next_batches
-        self.round = going = Round(*given) if planned is None else PlannedRound(*given, planned)
-        try:
-            yield going.unit()
-        finally:
-            self.round = None
-        return going.steps
+        return rules, batches, part.leaves, settle, next_batches
 
     def step(self, part: Part, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
         """A step of the members that do not rest."""

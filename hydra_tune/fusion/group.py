@@ -12,6 +12,7 @@ from hydra_tune.fusion.computing import Computing, are_padded
 from hydra_tune.fusion.kinds import Kinds, wanted_of
 from hydra_tune.fusion.likeness import Likeness
 from hydra_tune.fusion.member import Member, Wanted
+from hydra_tune.fusion.offer import Offer
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.places import Places
 from hydra_tune.fusion.plan import is_traced
@@ -55,9 +56,15 @@ class GroupTrial(Trial):
         captures: the recorded steps, where steps are recorded.
         records: whether they are.
         hands_back: whether members that are not over when the group is closed are wanted by somebody.
+        takes_turns: whether steps are offered to be run in turn with those of another group.
+        offer: the steps of the unit that is due, to be run so instead; None where they cannot be.
+        beside: the group that is of one job with this one; None where there is none.
     """
 
     hands_back = False
+    takes_turns = False
+    offer: Offer | None = None
+    beside: "GroupTrial | None" = None
 
     def __init__(
         self,
@@ -183,6 +190,11 @@ class GroupTrial(Trial):
         """Whether a group that waits has something to do; may be asked on any thread."""
         return self._attendance.is_due
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it has something to do in a while, though nobody is answered meanwhile."""
+        return False
+
     def _train(self) -> Generator[PendingUnit | Spread | Report, None, None]:
         while True:
             yield from self._attendance.settled()
@@ -268,6 +280,21 @@ class GroupTrial(Trial):
         part, batches, resting, like = self._set_up(bucket, prepared, likeness)
         state = self.state
         assert state is not None
+        if self.takes_turns and part.plan.mode == "train" and self._may_take_turns(prepared, likeness, like):
+            half = self._computing.half(bucket, part, batches, resting, is_all=is_all)
+            self.offer = Offer(
+                half=half,
+                prepared=prepared,
+                kind=wanted_of(bucket[0]).leaves.signature,
+                state=state,
+                inputs=part.leaves.tensors,
+                is_clipped=self._places.gradients.has_two_phases,
+                steps_done=min(seat.member.progress.steps for seat in bucket),
+            )
+            yield half.unit()
+            self.offer, self._computing.round = None, None
+            if half.steps:
+                return half.steps
         planned = None
         if self._planned is not None:
             is_clipped = self._places.gradients.has_two_phases
@@ -309,6 +336,15 @@ class GroupTrial(Trial):
             self._evaluation_times = part.times
         return part, batches, resting, like
 
+    def takes_part(self, offer: Offer) -> None:
+        """The steps that are offered are about to be run, in turn with another group's."""
+        self._computing.round = offer.half
+
+    def _may_take_turns(self, prepared: Prepared, likeness: Likeness, like: Wanted | None) -> bool:
+        """Whether a step is of a kind that is planned."""
+        is_whole = len(prepared.plan.shards) == 1 and prepared.guard is None and self.task.accumulate == 1
+        return is_whole and likeness.rows is None and like is None
+
     def _goes_round(self, prepared: Prepared) -> bool:
         budget_bytes = self._plans.library.budget.budget_bytes
         return prepared.guard is None and may_go_round(prepared.plan, self._device, budget_bytes)
@@ -348,6 +384,8 @@ class GroupTrial(Trial):
         module = StackedModule([module for module, _ in built])
         optimizer = stacked_optimizer([optimizer for _, optimizer in built], built[0][0], module)
         self._share.check(prepared.plan)
+        if before is None and self.beside is not None:
+            before = self.beside.state
         self.state = self._places.state = ModelState(
             module, optimizer, prepared.plan, self._device, self._host, self._tenant, before
         )

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hydra_tune.errors import BudgetError, UnfusableError
+from hydra_tune.fusion.planner.arrays import Array
 from hydra_tune.fusion.planner.layouts import as_laid_out
+from hydra_tune.fusion.planner.memory import simulated
 from hydra_tune.fusion.planner.portfolio import MARGIN, Part, Planner
 from hydra_tune.fusion.planner.profiler import CpuClock, Profiles
 from hydra_tune.fusion.planner.step_graph import StepGraph, step_graph
@@ -59,43 +61,47 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedStep:
-    """A step of a group within a device's memory.
+    """A step of a group, or of two that take turns, within a device's memory.
 
     Attributes:
-        graph: of it.
+        graphs: of each group's.
         part: how it is run.
         limit_bytes: that it was planned for, as of `Planner`.
     """
 
-    graph: StepGraph
+    graphs: tuple[StepGraph, ...]
     part: Part
     limit_bytes: int
 
     @property
     def host_bytes(self) -> int:
         """Host memory for what is swapped."""
-        (array,), (decisions,) = self.part.schedule.arrays, self.part.schedule.decisions
-        return sum(array.sizes[name] for name in decisions.swaps)
+        schedule = self.part.schedule
+        each = zip(schedule.arrays, schedule.decisions, strict=True)
+        return sum(array.sizes[name] for array, decisions in each for name in decisions.swaps)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that it needs, its first forwards and last backwards counted."""
+        schedule = self.part.schedule
+        return max(self.part.peak_bytes, *(simulated(schedule, one).peak_bytes for one in schedule.ends))
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory beside parameters, buffers and optimizer state, the batch counted."""
-        held = [*self.graph.state.values(), *self.graph.moments.values()]
+        """Memory beside parameters, buffers and optimizer state, the batches counted."""
+        held = [(graph, name) for graph in self.graphs for name in (*graph.state.values(), *graph.moments.values())]
         spare = int(MARGIN * self.limit_bytes)
-        return self.part.peak_bytes + spare - sum(self.graph.geometry[name].nbytes for name in held)
+        return self.peak_bytes + spare - sum(graph.geometry[name].nbytes for graph, name in held)
 
     def __str__(self) -> str:
-        swaps, again = (len(one) for one in _decided(self.part))
-        (size,) = self.part.sizes
+        decided = self.part.schedule.decisions
+        swaps, again = sum(len(one.swaps) for one in decided), sum(len(one.recomputes) for one in decided)
+        sizes = " and ".join(map(str, self.part.sizes))
         return (
-            f"a step of {size} together takes {self.part.times.seconds * 1e3:.3g} ms and "
-            f"{format_bytes(self.part.peak_bytes)} at once, with {swaps} activations swapped and {again} computed again"
+            f"a step of {sizes} {'together' if len(self.graphs) == 1 else 'in turn'} takes "
+            f"{self.part.times.seconds * 1e3:.3g} ms and "
+            f"{format_bytes(self.peak_bytes)} at once, with {swaps} activations swapped and {again} computed again"
         )
-
-
-def _decided(part: Part) -> tuple[Mapping[str, int], Mapping[str, object]]:
-    (decisions,) = part.schedule.decisions
-    return decisions.swaps, decisions.recomputes
 
 
 class StepPlanner:
@@ -119,23 +125,25 @@ class StepPlanner:
         """Whether a group's step needs no plan."""
         return prepared.plan.peak_bytes <= self.budget_bytes
 
-    def planned(self, stack: Stack) -> PlannedStep:
-        """The step of a group, planned for the memory of a device.
+    def planned(self, *stacks: Stack) -> PlannedStep:
+        """The step of a group, or of two that take turns, planned for the memory of a device.
 
         Args:
-            stack: the group.
+            stacks: the group, or the two of which none is smaller than the next.
 
         Raises:
             UnfusableError: it cannot be planned; with the reason.
             BudgetError: no plan needs so little memory.
         """
         with self._making:
-            known, key = self._known.setdefault(stack.prepared, {}), stack.key
+            first = stacks[0].prepared
+            others = tuple(one.prepared for one in stacks[1:] if one.prepared is not first)  # or its plans kept it
+            known, key = self._known.setdefault(first, {}), (others, tuple(one.key for one in stacks))
             if key not in known:
                 if len(known) >= _MAX_KEPT:
                     known.clear()
                 try:
-                    known[key] = self._planned(stack)
+                    known[key] = self._planned(stacks)
                 except (UnfusableError, BudgetError) as error:
                     known[key] = error
                 except Exception as error:  # what runs without a plan must not fail for want of one
@@ -153,37 +161,44 @@ class StepPlanner:
             UnfusableError: it cannot be traced as planned steps are.
         """
         with self._making:
-            graph = self._graph(stack)
-            planner, _ = self._planner(graph)
+            _, planner, _ = self._planner([self._graph(stack)])
             return planner.kept(stack.updates.count).times.seconds
 
-    def _planned(self, stack: Stack) -> PlannedStep:
-        graph = self._graph(stack)
-        planner, limit_bytes = self._planner(graph)
-        part = planner.alone(stack.updates.count)
-        found = PlannedStep(graph=graph, part=part, limit_bytes=limit_bytes)
-        if part.peak_bytes > limit_bytes * (1 - MARGIN):
+    def _planned(self, stacks: Sequence[Stack]) -> PlannedStep:
+        graphs = tuple(self._graph(stack) for stack in stacks)
+        counts = [stack.updates.count for stack in stacks]
+        arrays, planner, limit_bytes = self._planner(graphs)
+        if len(counts) == 1:
+            part = planner.alone(*counts)
+        else:
+            part = planner.best(planner.paired((counts[0], counts[1]), (arrays[0], arrays[1])))
+        found = PlannedStep(graphs=graphs, part=part, limit_bytes=limit_bytes)
+        if found.peak_bytes > limit_bytes * (1 - MARGIN):
+            how = "fused trials" if len(counts) == 1 else f"trials in two groups of {counts[0]} and {counts[1]}"
             raise BudgetError(
-                f"no plan of {stack.updates.count} fused trials needs less than {format_bytes(part.peak_bytes)} at once, and "
+                f"no plan of {sum(counts)} {how} needs less than {format_bytes(found.peak_bytes)} at once, and "
                 f"a device has {format_bytes(limit_bytes)} for them; give it more memory, or fuse fewer",
-                enough_bytes=part.peak_bytes,
+                enough_bytes=found.peak_bytes,
             )
         _LOGGER.debug("planned: %s", found)
         return found
 
-    def _planner(self, graph: StepGraph) -> tuple[Planner, int]:
-        device = next(iter(graph.geometry.values())).device
+    def _planner(self, graphs: Sequence[StepGraph]) -> tuple[list[Array], Planner, int]:
+        """What is known of graphs, who plans the first of them, and the memory there is for all of them at once."""
+        device = next(iter(graphs[0].geometry.values())).device
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # this thread's, as devices compute
         try:
             with GATE.shared():
-                array = self._profiles.array("group", graph, device)
+                known = {id(graph): self._profiles.array("group", graph, device) for graph in graphs}
         finally:
             torch.set_num_threads(threads)
-        # Each tensor of the group's state lies by itself, which takes so much more.
-        slack = self._alignment * (len(graph.state) + len(graph.moments))
+        arrays = [known[id(graph)] for graph in graphs]
+        # Each tensor of the groups' state lies by itself, which takes so much more.
+        slack = self._alignment * sum(len(graph.state) + len(graph.moments) for graph in graphs)
         limit_bytes = max(0, self.budget_bytes - slack)
-        return Planner(array=lambda _: array, limit_bytes=limit_bytes, is_duplex=device.type != "cpu"), limit_bytes
+        planner = Planner(array=lambda _: arrays[0], limit_bytes=limit_bytes, is_duplex=device.type != "cpu")
+        return arrays, planner, limit_bytes
 
     def _graph(self, stack: Stack) -> StepGraph:
         known, key = self._graphs.setdefault(stack.prepared, {}), stack.key

@@ -4,12 +4,14 @@ import logging
 import threading
 import time
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.chooser import steps_of
 from hydra_tune.fusion.likeness import Likeness
 from hydra_tune.fusion.member import Member, Wanted
-from hydra_tune.fusion.planned import CLIPS, PlannedStep, Stack, StepPlanner, stack_of
+from hydra_tune.fusion.planned import CLIPS, Stack, StepPlanner, stack_of
+from hydra_tune.fusion.planned_choice import KEPT, PAIR, WHOLE, PlannedChoice, PlannedWay, chosen_of
 from hydra_tune.fusion.plans import GroupPlans, layout_of
 from hydra_tune.shard.library import Prepared
 
@@ -25,28 +27,28 @@ class PlannedSizes:
     Args:
         plans: makes the groups' plans.
         planner: plans their steps.
-        insists: whether as many as can be planned are one group; else as many as are fastest.
+        insists: whether as many as can be planned are one job, as one group or two in turn; else as many as are fastest.
     """
 
     def __init__(self, plans: GroupPlans, planner: StepPlanner, *, insists: bool) -> None:
         self._plans, self._planner, self._insists = plans, planner, insists
         self._lock = threading.Lock()
-        self._known: dict[Hashable, int] = {}
+        self._known: dict[Hashable, PlannedChoice | None] = {}
 
     def best(
         self, kind: Hashable, members: Sequence[Member], wanted: Wanted, room: int, least_gain: float = 1.0
-    ) -> int:
-        """How many of some trials are to be one group.
+    ) -> PlannedChoice | None:
+        """How many of some trials are to be one job, and whether as one group or as two in turn.
 
         Args:
             kind: what their steps have in common.
             members: they, built; only read.
             wanted: the first batch of the first of them.
             room: how many fit as they are.
-            least_gain: how many times as fast the planned step has to be, for each of them.
+            least_gain: how many times as fast the planned steps have to be, for each of them.
 
         Returns:
-            More than fit, if planned steps are to be preferred; else `room`. The log says why.
+            What was compared, and what is to be preferred; None where nothing was. The log says why.
         """
         key = kind, len(members), room
         with self._lock:
@@ -57,45 +59,54 @@ class PlannedSizes:
                     is_known = isinstance(error, HydraTuneError)
                     what = "no more than %d of %d trials are computed together: %s"
                     _LOGGER.info(what, room, len(members), error, exc_info=not is_known)
-                    self._known[key] = room
+                    self._known[key] = None
             return self._known[key]
 
-    def _best(self, members: Sequence[Member], wanted: Wanted, room: int, least_gain: float) -> int:
+    def _best(self, members: Sequence[Member], wanted: Wanted, room: int, least_gain: float) -> PlannedChoice:
         own, found = self._plans.of_members(members, wanted)
         if found.rows is not None:
             raise UnfusableError("their losses are not the same, for which no steps are planned")
         if any(member.task.max_grad_norm is not None for member in members):
             raise UnfusableError(CLIPS)
-        most = min(len(members), self._most_evaluated(members[0], own))
         began = time.thread_time()
-        alone = self._planner.kept_seconds(self._stack(own, found, members[:room], wanted)) / room
-        work = alone * sum(steps_of(member) for member in members)
+        fitting = self._stack(own, found, members[:room], wanted)
+        seconds, peak_bytes = self._planner.kept_seconds(fitting), fitting.prepared.plan.peak_bytes
+        kept = PlannedWay(name=KEPT, sizes=(room,), seconds=seconds, peak_bytes=peak_bytes)
+        work = kept.seconds_each * sum(steps_of(member) for member in members)
         if not self._insists and _COST_SHARE * work < _PLANNING * (time.thread_time() - began):
             raise UnfusableError(f"their steps, {work:.3g} s in all, are too few to plan them")
-        best, least = room, alone / least_gain
-        for size in _sizes(most, room):
-            try:
-                step = self._planner.planned(self._stack(own, found, members[:size], wanted))
-            except (BudgetError, UnfusableError) as error:
-                _LOGGER.info("%d trials are not computed together: %s", size, error)
-                continue
-            seconds = step.part.times.seconds / size
-            self._tell(step, seconds, room, alone)
-            if self._insists:
-                return size
-            if seconds < least:
-                best, least = size, seconds
-        return best
+        ways, chosen = [kept], kept
+        evaluated = self._most_evaluated(members[0], own)
+        for size in _sizes(len(members), room):
+            tried = [
+                self._tried(own, found, [members[:each], members[each:size]], wanted)
+                for each in (size, (size + 1) // 2)
+                if each <= evaluated
+            ]
+            ways += tried
+            fastest = min(tried, key=lambda way: way.seconds_each, default=kept)
+            if fastest.seconds is not None and self._insists and fastest is not kept:
+                chosen = fastest
+                break
+            if fastest.seconds_each < min(kept.seconds_each / least_gain, chosen.seconds_each):
+                chosen = fastest
+        choice = chosen_of(ways, chosen)
+        for way in choice.ways:
+            _LOGGER.info("predicted: %s%s", way, ", which is chosen" if way.is_chosen else "")
+        return choice
 
-    @staticmethod
-    def _tell(step: PlannedStep, seconds: float, room: int, alone: float) -> None:
-        _LOGGER.info(
-            "predicted: %s: %.3g ms for each; %d together, which fit as they are, %.3g ms for each",
-            step,
-            seconds * 1e3,
-            room,
-            alone * 1e3,
-        )
+    def _tried(self, own: Prepared, found: Likeness, groups: Sequence[Sequence[Member]], wanted: Wanted) -> PlannedWay:
+        """One group, or two in turn, planned."""
+        stacks = [self._stack(own, found, members, wanted) for members in groups if members]
+        way = PlannedWay(name=WHOLE if len(stacks) == 1 else PAIR, sizes=tuple(one.updates.count for one in stacks))
+        try:
+            step = self._planner.planned(*stacks)
+            for stack in stacks if len(stacks) > 1 else ():  # each of two goes on by itself where the other has ended
+                if not self._planner.fits(stack.prepared):
+                    self._planner.planned(stack)
+        except (BudgetError, UnfusableError) as error:
+            return replace(way, why_not=str(error))
+        return replace(way, how=step.part.way, seconds=step.part.times.seconds, peak_bytes=step.peak_bytes)
 
     def _stack(self, own: Prepared, found: Likeness, members: Sequence[Member], wanted: Wanted) -> Stack:
         stacked = self._plans.stacked(own, len(members), slots=found.drops)

@@ -37,7 +37,7 @@ from hydra_tune.train.state import STEP_BEGUN, ModelState
 from hydra_tune.train.step import Expected, PendingUnit
 from hydra_tune.train.streams import RandomStreams
 
-_SECONDS = 0.02  # that a round goes on for, beyond which it begins no further step
+SECONDS = 0.02  # that a round goes on for, beyond which it begins no further step
 _SHARE = 0.5  # of a device's memory that a round may need at most: it holds more at once than the units of one step
 
 
@@ -137,7 +137,7 @@ class Round:
         """The round as a unit, which is as long as a step where that is longer than a round."""
         rules = self._rules
         kind = "backward" if rules.plan.mode == "train" else "evaluate"
-        seconds = max(rules.times.total, _SECONDS)
+        seconds = max(rules.times.total, SECONDS)
         expected = Expected(
             kind=kind, shard=0, seconds=seconds, blocks=self._blocks, workspace_bytes=self._workspace_bytes
         )
@@ -173,7 +173,7 @@ class Round:
         blocks = self._blocks()
         with pager.lease(list(blocks), self._workspace_bytes), self._drawing(device):
             waited = time.perf_counter() - start
-            until = start + waited + _SECONDS
+            until = start + waited + SECONDS
             while self._batches is not None:
                 goes_on = True
                 while goes_on and len(self._made) < len(self._batches):

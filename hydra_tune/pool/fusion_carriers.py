@@ -21,9 +21,11 @@ from hydra_tune.errors import HydraTuneError, UnfusableError
 from hydra_tune.fusion.chooser import Chooser
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.pair import PairTrial, Side
 from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.fusion.planned_sizes import PlannedSizes
 from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.fusion.seat import Desk, Seat
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.pool.fusion_ends import Ends
@@ -177,19 +179,30 @@ class Carriers:
         host: HostTier | None,
         tenant: Tenant | None,
         times: SharedTimes | None,
-    ) -> GroupTrial:
-        """A group of those that a carrier has found."""
+    ) -> GroupTrial | PairTrial:
+        """A group of those that a carrier has found, or two that take turns."""
         together = [entry, *others]
         _LOGGER.info("%d trials are fused: %s", len(together), ", ".join(one.job.name for one in together))
         with self._table.pool.changed:
             assert entry.carrier is not None
             pool, building, timer = self._table.pool, self._table.building, self._table.timer
-            group = LiveGroup(pool, entry.carrier, entry.key, entry.most, self.ends, building, timer)
+            each = entry.each or entry.most
+            most = max(each, len(together))
+            group = LiveGroup(pool, entry.carrier, entry.key, most, self.ends, building, timer)
             group.entries = together
             seats = [one.sit() for one in together]
-            group.trial = GroupTrial(
-                seats, self._plans, self._library, device, group, host, tenant, times, entry.most, self._planner
-            )
+
+            def made(members: Sequence[Seat], desk: Desk, most: int) -> GroupTrial:
+                return GroupTrial(
+                    members, self._plans, self._library, device, desk, host, tenant, times, most, self._planner
+                )
+
+            if len(together) > each and self._planner is not None:
+                sides = Side(group), Side(group)
+                groups = made(seats[:each], sides[0], each), made(seats[each:], sides[1], len(seats) - each)
+                group.trial = PairTrial(sides, groups, self._library, device, group, self._planner, host, tenant)
+            else:
+                group.trial = made(seats, group, most)
             group.trial.hands_back = True
             own = [one.carrier for one in others]
             for one in together:

@@ -98,7 +98,7 @@ class Ends(Carried, Keeping):
         for entry in entries:
             if is_undone and entry.seat is not None and entry.seat.is_handed_back:
                 with self._table.pool.changed:
-                    entry.is_seated, entry.most = False, limit
+                    entry.is_seated, entry.most, entry.each = False, limit, 0
                 self._table.timer.do(partial(self._carrying.carry_anew, entry))
             else:
                 self._begin_from(entry, self._table.pool.last_saved(entry))

@@ -32,7 +32,8 @@ class Entry:
         is_taken: whether another job's carrier has it, or is about to.
         is_building: whether it is being built for a group that has room.
         is_forming: whether its carrier looks for others.
-        most: how many like it may be a group; 0: it has not been looked at.
+        most: how many like it may be a group, or two that take turns; 0: it has not been looked at.
+        each: members of one group then, of the larger of two; 0: as many as `most`.
         told: the last report that the driver has been told of.
         faults: those that it has had.
         candidate: its trial while it is compared with another job's.
@@ -58,6 +59,7 @@ class Entry:
         """Nobody carries it, and nothing of it has been built."""
         self.carrier: Job | None = None
         self.most = 0
+        self.each = 0
         self.trial: Member | None = None
         self.candidate: Member | None = None
         self.loader_error: BaseException | None = None

@@ -141,11 +141,12 @@ class Finder:
         members = [one.trial for one in together if one.trial is not None]
         least = LEAST_GAIN if self._chooser is not None and room == 1 else 1.0
         try:
-            size = self._sizes.best((entry.key, wanted.leaves.signature), members, wanted, room, least)
+            choice = self._sizes.best((entry.key, wanted.leaves.signature), members, wanted, room, least)
         except BaseException:
             self._leave(together[1:])
             raise
-        entry.most = max(room, size)
+        if choice is not None:
+            entry.most, entry.each = choice.size, choice.each
         self._leave(together[entry.most :])
         return together[1 : entry.most]
 

@@ -10,6 +10,7 @@ from hydra_tune.errors import BudgetError, UnfusableError
 from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.key import FusionKey
+from hydra_tune.fusion.pair import PairTrial
 from hydra_tune.fusion.seat import Seat
 from hydra_tune.pool.fusion_entry import Entry
 from hydra_tune.pool.job import Job, Reported
@@ -52,7 +53,7 @@ class LiveGroup:
         is_over: whether nobody may come any more.
     """
 
-    trial: GroupTrial
+    trial: GroupTrial | PairTrial
 
     def __init__(
         self, pool: Pool, carrier: Job, key: Hashable, most: int, keeping: Keeping, building: Later, timer: Later
@@ -113,7 +114,7 @@ class LiveGroup:
         self._answer_savers()
         if is_due:
             self.carrier.proceed()
-        elif any(seat.is_answered for seat in self.trial.seats if seat.status is None):
+        elif self.trial.is_held or any(seat.is_answered for seat in self.trial.seats if seat.status is None):
             self.wake_in_time()
 
     def _answer_savers(self) -> None:
@@ -196,23 +197,24 @@ class LiveGroup:
         now, state = len(self.trial.seats), self.trial.state
         more = 0 if state is None else math.ceil(state.nbytes * (size - now) / now)
         if more > 0 and not self._pool.take_host(self.carrier, more):
-            self._stays(now, "there is no host memory for them")
+            self.stays(now, "there is no host memory for them")
             return
         try:
             self.trial.make_ready(size)
         except (BudgetError, UnfusableError) as error:
-            self._stays(now, f"no plan of them fits a device: {error}")
+            self.stays(now, f"no plan of them fits a device: {error}")
             return
         self._ready.add(size)
         self.wake()
 
-    def _stays(self, size: int, why: str) -> None:
-        """The group has no more places from now on; who was to have one goes on elsewhere."""
+    def stays(self, size: int, why: str) -> None:
+        """As of `PairDesk`; who was to have such a place goes on elsewhere."""
         _LOGGER.info("a group of %d trials has no more: %s", size, why)
         with self._pool.changed:
             self.most = self.trial.most = size
             late, self.arrivals = self.arrivals, []
-        self._keeping.send_back(late)
+        if late:
+            self._timer.do(partial(self._keeping.send_back, late))
 
     def _entry_of(self, seat: Seat) -> Entry:
         return next(one for one in self.entries if one.seat is seat)

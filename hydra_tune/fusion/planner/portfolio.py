@@ -188,6 +188,19 @@ class Planner:
         """The best way to run one sub-array of so many trials, or the one that needs least memory if none fits."""
         return self._alone(size)
 
+    def paired(self, sizes: tuple[int, int], arrays: tuple[Array, Array]) -> dict[str, Part]:
+        """All ways to run two sub-arrays in turn, which need not be of one kind, by their names.
+
+        Args:
+            sizes: trials of each.
+            arrays: what is known of them.
+        """
+        return self._ways(sizes, arrays)
+
+    def best(self, ways: Mapping[str, Part]) -> Part:
+        """The fastest of some ways that fits, or the one that needs least memory."""
+        return self._best(ways)
+
     def kept(self, size: int) -> Part:
         """One sub-array of so many trials with everything kept, whether or not it fits."""
         return self._kept(size)
@@ -219,11 +232,11 @@ class Planner:
     def _pair(self, pair: Pair) -> dict[str, Part]:
         sizes = tuple(sorted((one.size for one in pair.sub_arrays), reverse=True))
         if sizes not in self._parts:
-            self._parts[sizes] = self._ways(sizes)
+            self._parts[sizes] = self._ways(sizes, tuple(self._of(size) for size in sizes))
         return self._parts[sizes]
 
-    def _ways(self, sizes: tuple[int, ...]) -> dict[str, Part]:
-        kept = undecided(tuple(self._of(size) for size in sizes), self._limit)
+    def _ways(self, sizes: tuple[int, ...], arrays: tuple[Array, ...]) -> dict[str, Part]:
+        kept = undecided(arrays, self._limit)
         found = {"kept": self._part(sizes, "kept", kept)}
         for way, policy in _WAYS.items():
             own = Policy(

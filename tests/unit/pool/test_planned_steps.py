@@ -108,7 +108,7 @@ def test_a_group_that_does_not_fit_has_the_bits_of_one_that_does_in_the_memory_t
     assert steps == [4] * 4  # the last batches of epochs fit as they are
     assert [bits(result) for result in results] == roomy(optimizer)
     assert 0.5 * device.budget_bytes < device.peak_bytes <= device.budget_bytes
-    assert "predicted: a step of 4 together takes" in caplog.text
+    assert "predicted: one group (4, " in caplog.text
 
 
 def pool_of(**options):

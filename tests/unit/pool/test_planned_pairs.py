@@ -1,0 +1,165 @@
+"""Two groups that a device has no room for side by side make their steps in turn, with the bits of each group alone."""
+
+import functools
+import logging
+from functools import partial
+
+import pytest
+import torch
+
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion import pair
+from hydra_tune.fusion.pair_round import PairedSteps
+from hydra_tune.fusion.planned import StepPlanner
+from hydra_tune.pool.job import OVER, Reported
+from tests.unit.pool.tasks import PATIENCE_SECONDS, running
+from tests.unit.pool.test_planned_steps import bits, task
+
+pytestmark = pytest.mark.timeout(120)
+
+MEMORY = "280KiB"  # one trial needs 142 as it is, and a planned group of four 295
+SGD = (partial(torch.optim.SGD, momentum=0.9),)
+
+
+@pytest.fixture
+def segments(monkeypatch):
+    """What was run of the two groups: whose backward, with whose forward."""
+    found = []
+    run = PairedSteps.run
+
+    def noted(self, backward, forward):
+        found.append((backward, forward))
+        return run(self, backward, forward)
+
+    monkeypatch.setattr(PairedSteps, "run", noted)
+    return found
+
+
+def pool_of(**options):
+    return running(**({"fusion": "on", "fusion_size": 4, "fusion_planner": "on", "device_memory": MEMORY} | options))
+
+
+def tasks_of(optimizer=None, epochs=(2, 2, 2, 2)):
+    """Of trials 0 and 1, which are the first group, and 2 and 3."""
+    own = {} if optimizer is None else {"optimizer": partial(*optimizer, lr=1e-2)}
+    return [task(seed, epochs=count, **own) for seed, count in enumerate(epochs)]
+
+
+@functools.cache
+def roomy(optimizer=None, epochs=(2, 2, 2, 2)):
+    """The same groups where everything is kept."""
+    with running(fusion="on", fusion_size=2, fusion_planner="off") as pool:
+        results = pool.run(tasks_of(optimizer, epochs))
+    assert {result.group_size for result in results} == {2}
+    return [bits(result) for result in results]
+
+
+# The first group's second step is its last of this kind of batch; the third, smaller batch of an epoch is a unit of its own.
+EPOCH = [(None, 0), (0, 1), (1, 0), (0, 1), (1, None), (None, 0), (0, 1), (1, None)]
+
+
+@pytest.mark.parametrize(("optimizer", "memory"), [(None, MEMORY), pytest.param(SGD, "255KiB", marks=pytest.mark.slow)])
+def test_two_groups_in_turn_have_the_bits_of_each_alone_in_the_memory_there_is(segments, optimizer, memory, caplog):
+    caplog.set_level(logging.INFO, "hydra_tune.fusion")
+    with pool_of(device_memory=memory) as pool:
+        results = pool.run(tasks_of(optimizer))
+        device = pool.stats().devices["cpu:0"]
+    assert [result.error for result in results] == [None] * 4
+    assert {result.group_size for result in results} == {2}
+    assert segments == EPOCH * 2
+    assert [bits(result) for result in results] == roomy(optimizer)
+    assert 0.5 * device.budget_bytes < device.peak_bytes <= device.budget_bytes
+    assert "predicted: two in turn (2 + 2" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epochs", [(3, 3, 1, 1), (1, 1, 3, 3), (3, 1, 2, 3)])
+def test_one_of_two_groups_goes_on_by_itself_when_the_other_has_ended(segments, epochs):
+    with pool_of() as pool:
+        results = pool.run(tasks_of(epochs=epochs))
+        device = pool.stats().devices["cpu:0"]
+    assert [result.error for result in results] == [None] * 4
+    assert segments == EPOCH * min(max(epochs[:2]), max(epochs[2:]))
+    assert [bits(result) for result in results] == roomy(epochs=epochs)
+    assert device.peak_bytes <= device.budget_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pruned", [1, 3])
+def test_a_pruned_member_and_one_that_takes_its_place_change_nobody_elses_bits(segments, pruned):
+    def search(tasks, **options):
+        with pool_of(**options) as pool:
+            events = pool.events()
+            jobs = [pool.submit(one, None, events) for one in tasks[:4]]
+            while not all(job.state in OVER for job in jobs):
+                event = events.get(PATIENCE_SECONDS)
+                if isinstance(event, Reported) and event.job is jobs[pruned] and event.step == 1:
+                    event.job.prune()
+                    jobs.append(pool.submit(tasks[4], None, events))
+                elif isinstance(event, Reported):
+                    event.job.proceed()
+            return [job.result() for job in jobs]
+
+    tasks = [*tasks_of(epochs=(20, 20, 20, 20)), task(4, epochs=18)]
+    found = search(tasks)
+    assert [result.status for result in found] == ["pruned" if n == pruned else "completed" for n in range(5)]
+    assert len(segments) > len(EPOCH) * 10
+    assert found[4].group_size == 2
+    expected = search(tasks, device_memory=None, fusion_size=2, fusion_planner="off")
+    others = [n for n in range(4) if n != pruned]
+    assert [bits(found[n]) for n in others] == [bits(expected[n]) for n in others]
+    assert found[4].history[-1]["val_loss"] == pytest.approx(expected[4].history[-1]["val_loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [(3,), (0, 1)])
+def test_members_whose_loss_is_not_finite_fail_alone(segments, bad):
+    tasks = [
+        task(n, optimizer=partial(torch.optim.AdamW, lr=1e30)) if n in bad else one for n, one in enumerate(tasks_of())
+    ]
+    with pool_of() as pool:
+        results = pool.run(tasks)
+    assert [result.status for result in results] == ["failed" if n in bad else "completed" for n in range(4)]
+    assert segments
+    assert [bits(result) for n, result in enumerate(results) if n not in bad] == [
+        one for n, one in enumerate(roomy()) if n not in bad
+    ]
+
+
+@pytest.mark.slow
+def test_two_groups_in_turn_go_on_from_checkpoints(tmp_path, segments):
+    tasks = tasks_of()
+    with pool_of(checkpoint_dir=tmp_path) as pool:
+        events = pool.events()
+        jobs = [pool.submit(one, f"trial {number}", events) for number, one in enumerate(tasks)]
+        waiting = [events.get(PATIENCE_SECONDS) for _ in jobs]
+        assert all(isinstance(event, Reported) for event in waiting)
+        pool.suspend(jobs)
+    assert segments == EPOCH
+    with pool_of(checkpoint_dir=tmp_path) as pool:
+        paths = [pool.find_checkpoint(f"trial {number}").path for number in range(4)]
+        again = [pool.submit(one, f"trial {n}", resume_from=paths[n]) for n, one in enumerate(tasks)]
+        results = [job.result(PATIENCE_SECONDS) for job in again]
+    assert segments == EPOCH * 2
+    assert [bits(result) for result in results] == roomy()
+
+
+@pytest.mark.slow
+def test_groups_that_cannot_take_turns_make_their_steps_one_after_the_other(segments, monkeypatch, caplog):
+    planned = StepPlanner.planned
+    monkeypatch.setattr(pair, "PATIENCE_SECONDS", 0.0)
+    calls = []
+
+    def refusing(self, *stacks):
+        calls.append(len(stacks))
+        if len(stacks) > 1 and calls.count(2) > 1:
+            raise UnfusableError("as it happens")
+        return planned(self, *stacks)
+
+    monkeypatch.setattr(StepPlanner, "planned", refusing)
+    with pool_of() as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
+        results = pool.run(tasks_of())
+    assert [result.error for result in results] == [None] * 4
+    assert segments == []
+    assert "not in turn: as it happens" in caplog.text
+    assert [bits(result) for result in results] == roomy()
