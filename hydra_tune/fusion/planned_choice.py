@@ -68,6 +68,11 @@ class PlannedChoice:
     ways: tuple[PlannedWay, ...]
 
     @property
+    def told(self) -> tuple[str, ...]:
+        """Each in words, with its numbers."""
+        return tuple(f"{way}{', which is chosen' if way.is_chosen else ''}" for way in self.ways)
+
+    @property
     def chosen(self) -> PlannedWay:
         """The one that is taken."""
         return next(way for way in self.ways if way.is_chosen)

@@ -91,8 +91,8 @@ class PlannedSizes:
             if fastest.seconds_each < min(kept.seconds_each / least_gain, chosen.seconds_each):
                 chosen = fastest
         choice = chosen_of(ways, chosen)
-        for way in choice.ways:
-            _LOGGER.info("predicted: %s%s", way, ", which is chosen" if way.is_chosen else "")
+        for told in choice.told:
+            _LOGGER.info("predicted: %s", told)
         return choice
 
     def _tried(self, own: Prepared, found: Likeness, groups: Sequence[Sequence[Member]], wanted: Wanted) -> PlannedWay:

@@ -14,6 +14,9 @@ from typing import Any
 
 from hydra_tune.observe.runlog import RunLog
 
+PLANNED_EVENTS = ("plan", "measured")
+"""What is said of steps that are planned: which ways there are, and what they have proved to take."""
+
 Span = tuple[int, int]
 _SECOND = 1e9
 
@@ -76,6 +79,8 @@ class RunFigures:
         disk_read_bytes, disk_written_bytes, disk_seconds: of `spill_dir`.
         fusion: what `fusion="auto"` has chosen, in order, as the log has it: which job asked, of how many `trials` that waited
             how many are computed together (`size`, 1 for none), `why`, and what was timed.
+        plans: what was planned of groups for which devices have no room, in order, as the log has it: which job, `what` is
+            said ("plan" or "measured"), in words (`told`) and with all numbers.
         is_whole: whether the log was closed, and has lost nothing: then these are the figures of the whole run.
         lost: events that the log had no room for.
     """
@@ -93,6 +98,7 @@ class RunFigures:
     disk_written_bytes: int
     disk_seconds: float
     fusion: tuple[Mapping[str, Any], ...]
+    plans: tuple[Mapping[str, Any], ...]
     is_whole: bool
     lost: int
 
@@ -127,6 +133,7 @@ def run_figures(log: RunLog) -> RunFigures:
         disk_written_bytes=sum(use.nbytes for use in log.disk if use.what == "write"),
         disk_seconds=sum(use.end_ns - use.start_ns for use in log.disk) / _SECOND,
         fusion=tuple({"job": event.job, **event.more} for event in log.jobs if event.what == "fusion"),
+        plans=tuple({"job": e.job, "what": e.what, **e.more} for e in log.jobs if e.what in PLANNED_EVENTS),
         is_whole=log.end_ns is not None and not log.lost,
         lost=log.lost,
     )

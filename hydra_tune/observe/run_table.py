@@ -11,6 +11,7 @@ from hydra_tune.quantities import format_bytes, format_seconds
 
 _ENDS = ("completed", "pruned", "failed", "cancelled", "unknown")
 _MOST_CHOICES = 6  # of fusion, that are shown
+_MOST_LINES = 12  # of plans
 _WAYS = (("in", "bytes_in_by_kind"), ("out", "bytes_out_by_kind"), ("across", "bytes_across_by_kind"))
 
 
@@ -89,6 +90,10 @@ def _totals(figures: RunFigures) -> Iterator[tuple[str, str]]:
         yield "fusion", why
     if len(whys) > _MOST_CHOICES:
         yield "fusion", f"and {len(whys) - _MOST_CHOICES} more choices, which --json has"
+    told = list(dict.fromkeys((str(one["what"]), str(line)) for one in figures.plans for line in one["told"]))
+    yield from told[:_MOST_LINES]
+    if len(told) > _MOST_LINES:
+        yield "plan", f"and {len(told) - _MOST_LINES} more lines, which --json has"
 
 
 def _unfinished(figures: RunFigures) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra_tune.observe.chrome import COPY_TITLES, bar, mark, named, placed
+from hydra_tune.observe.figures import PLANNED_EVENTS
 from hydra_tune.observe.runlog import CopyMade, JobEvent, RunLog
 
 _TRIALS = 1
@@ -153,6 +154,8 @@ def _stories(log: RunLog) -> Iterator[dict[str, Any]]:
                 yield mark("n", f"report {event.more['step']}", _TRIALS, number, event.at_ns, dict(event.more))
             elif event.what == "fusion":
                 yield mark("n", f"{event.more['size']} together", _TRIALS, number, event.at_ns, dict(event.more))
+            elif event.what in PLANNED_EVENTS:
+                yield mark("n", event.what, _TRIALS, number, event.at_ns, dict(event.more))
         if last.what == "over":
             yield mark("n", last.more["status"], _TRIALS, number, end_ns, dict(last.more))
         yield mark("e", job, _TRIALS, number, end_ns, {})

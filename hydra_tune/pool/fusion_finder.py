@@ -15,7 +15,7 @@ from hydra_tune.fusion.planned_sizes import PlannedSizes
 from hydra_tune.fusion.plans import GroupPlans, layout_of, room_for
 from hydra_tune.pool.fusion_entry import Entry
 from hydra_tune.pool.fusion_table import FusionTable
-from hydra_tune.pool.lifecycle import log_fusion
+from hydra_tune.pool.lifecycle import log_fusion, log_plan
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.train.drawing import GivenUp
 
@@ -147,6 +147,10 @@ class Finder:
             raise
         if choice is not None:
             entry.most, entry.each = choice.size, choice.each
+            with self._table.pool.changed:
+                carrier = entry.carrier
+            if carrier is not None:
+                log_plan(self._table.pool.log, carrier.key, choice, len(together))
         self._leave(together[entry.most :])
         return together[1 : entry.most]
 

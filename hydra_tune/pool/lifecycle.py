@@ -1,8 +1,10 @@
 """What becomes of jobs, as the event log has it: taken from what the scheduler is told and says, and from results."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from hydra_tune.fusion.chooser import Choice
+from hydra_tune.fusion.planned_choice import PlannedChoice
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.schedule import (
@@ -66,6 +68,12 @@ def log_fusion(log: EventLog | None, job: str, choice: Choice, trials: int) -> N
         drawing_seconds=None if timing is None else timing.drawing_seconds,
         group_seconds={} if timing is None else dict(timing.group_seconds),
     )
+
+
+def log_plan(log: EventLog | None, job: str, choice: PlannedChoice, trials: int) -> None:
+    """It was chosen how trials are computed together of which a device has no room for as many; `job` runs them."""
+    if log is not None:
+        log.job(job, "plan", trials=trials, told=list(choice.told), ways=[asdict(way) for way in choice.ways])
 
 
 def log_end(log: EventLog, job: Job, result: Result) -> None:

@@ -147,3 +147,18 @@ def test_what_fusion_chose_is_shown_with_its_numbers(log):
     print_run(console, figures)
     shown = [line for line in console.file.getvalue().splitlines() if line.startswith("fusion")]
     assert shown == [f"fusion       {choice['why']}" for choice in (chosen, alone)]
+
+
+def test_what_was_planned_and_what_it_took_is_shown(log):
+    plan = {"trials": 4, "told": ["fits (1): 2.7 ms", "two in turn (2 + 2): 5.7 ms, which is chosen"], "ways": []}
+    measured = {"told": ["a step of 2 and 2 in turn takes 6.1 ms, where 5.7 ms were predicted"], "is_replanned": False}
+    events = [
+        {"event": "job", "job": "0:a", "what": what, "at_ns": 0, **facts}
+        for what, facts in (("plan", plan), ("measured", measured), ("plan", plan))
+    ]
+    figures = run_figures(log(unit(0, 0, 40), *events))
+    assert figures.to_json()["plans"][1] == {"job": "0:a", "what": "measured", **measured}
+    console = Console(file=StringIO(), width=120)
+    print_run(console, figures)
+    shown = [line for line in console.file.getvalue().splitlines() if line.startswith(("plan", "measured"))]
+    assert shown == [f"plan         {line}" for line in plan["told"]] + [f"measured     {measured['told'][0]}"]
