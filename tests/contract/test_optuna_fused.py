@@ -12,6 +12,14 @@ from tests.unit.pool.tasks import running
 from tests.unit.pool.test_fusion import task
 
 
+@pytest.fixture(autouse=True)
+def _quiet():
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    yield
+    optuna.logging.set_verbosity(before)
+
+
 def test_a_study_of_fused_trials_has_the_values_of_plain_loops():
     described = {}
 
@@ -20,7 +28,6 @@ def test_a_study_of_fused_trials_has_the_values_of_plain_loops():
         described[trial.number] = task(trial.number, optimizer=partial(torch.optim.AdamW, lr=rate))
         return described[trial.number]
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     with running(fusion="on", fusion_size=4) as pool:
         assert pool.width == 4
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0), executor=pool)
@@ -60,7 +67,6 @@ def test_places_of_trials_that_are_over_are_filled_at_once():
         optimizer = partial(torch.optim.AdamW, lr=rate)
         return task(trial.number, optimizer=optimizer, epochs=8 if trial.number % 2 else 2)
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     with running(fusion="on", fusion_size=4) as pool:
         submit = pool.submit
         pool.submit = lambda *given, **options: jobs.append(submit(*given, **options)) or jobs[-1]
@@ -98,7 +104,6 @@ def test_the_best_of_fused_trials_are_kept_also_of_late_ones_whose_group_lies_on
         described[trial.number] = task(trial.number, model=wide, optimizer=optimizer, epochs=1 + trial.number % 3)
         return described[trial.number]
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     (tmp_path / "spill").mkdir()
     options = {"device_memory": "400KiB", "host_memory": "250KiB", "spill_dir": tmp_path / "spill", "num_shards": 3}
     with running(fusion="on", fusion_size=2, **options) as pool:
