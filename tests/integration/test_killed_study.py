@@ -17,7 +17,7 @@ from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.folder import load_checkpoint
 from hydra_tune_optuna.resuming import Resuming
 from hydra_tune_optuna.weights import StudyWeights
-from tests.support.killed_study import RATES, begin, build, storage
+from tests.support.killed_study import RATES, begin, build, saved_trials, storage
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0
@@ -34,7 +34,7 @@ def kill_among_checkpoints(folder: Path) -> None:
         text=True,
     )
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while len({path.parent for path in folder.glob("saved/*/*.manifest")}) < 2:
+    while saved_trials(folder) < 2:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.01)

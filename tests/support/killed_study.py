@@ -1,6 +1,9 @@
 """A search with checkpoints that may be killed at any moment; tests start it: `python -m tests.support.killed_study FOLDER`."""
 
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -33,10 +36,24 @@ def begin(folder: Path, pool: HydraExecutor) -> optuna.Study:
     return study
 
 
+def saved_trials(folder: Path) -> int:
+    """How many trials have a checkpoint now."""
+    return len({path.parent for path in folder.glob("saved/*/*.manifest")})
+
+
 def main(folder: str) -> None:
-    """Search, until somebody kills this process."""
+    """Search until two trials are saved, and wait there: somebody kills this process, however late they look."""
     torch.set_num_threads(1)
-    with HydraExecutor(devices="cpu:2", max_concurrent=2, checkpoint_dir=Path(folder) / "saved") as pool:
+
+    @contextmanager
+    def instrument() -> Iterator[None]:
+        while saved_trials(Path(folder)) == 2:
+            time.sleep(0.01)
+        yield
+
+    with HydraExecutor(
+        devices="cpu:2", max_concurrent=2, checkpoint_dir=Path(folder) / "saved", instrument=instrument
+    ) as pool:
         begin(Path(folder), pool).optimize(build, n_trials=len(RATES))
 
 
