@@ -12,7 +12,6 @@ from tests.parity.conftest import DROPOUT_SPECS, DROPOUTS
 from tests.parity.test_parity import CUTS, DEVICES, assert_same, run, task_of
 
 FAST_ALONE = {
-    ("gpt2_attention", 8, "cpu:2"),
     ("cnn_dropout", "layer", "cpu:1"),
     ("mlp_native", 8, "cpu:2"),
 }

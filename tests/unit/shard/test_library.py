@@ -335,7 +335,7 @@ def deep(samples: int, layers: int = 8):
     )
 
 
-@pytest.mark.parametrize("samples", [4, 256])
+@pytest.mark.parametrize("samples", [4, pytest.param(256, marks=pytest.mark.slow)])
 def test_an_automatic_buffer_is_the_smallest_that_holds_any_shards_parameters(samples):
     task = deep(samples)
     whole = prepare(library(), task).plan.peak_bytes
