@@ -3,7 +3,10 @@
 import gc
 import signal
 
+import pytest
 import torch
+
+from tests.support.captured_once import captured_once as capturing_once
 
 # A shell that starts the tests in the background has them ignore SIGINT, and tests that send it would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -15,3 +18,10 @@ def pytest_collection_finish() -> None:
     """Leave out of each later look for garbage what lives as long as the process: a million objects of packages and tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def captured_once():
+    """Equal steps of a file's tests are captured once: for files that are about what is done with them."""
+    with capturing_once() as known:
+        yield known

@@ -10,6 +10,8 @@ from click.testing import CliRunner
 from hydra_tune.cli import main
 from hydra_tune.quantities import parse_bytes
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 MODULE = "model_to_plan"
 MODEL = """
 from functools import partial

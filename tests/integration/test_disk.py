@@ -25,6 +25,8 @@ from hydra_tune.errors import BudgetError, SpillError
 from hydra_tune.memory.block import Block, Group, Kind
 from tests.parity.exact import differences, without_seconds
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 WIDTH, DEPTH, ROWS = 48, 7, 32
 HOST_BYTES = 48 * 1024  # the optimizer state of the largest shard takes 38 KiB
 DEVICE_BYTES = 128 * 1024
@@ -392,6 +394,7 @@ print("as expected")
 """
 
 
+@pytest.mark.slow  # of other ways in which a file may grow no more the one above is in every run
 def test_a_full_file_system_fails_the_trial_that_fills_it(tmp_path):
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
     if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:

@@ -14,6 +14,8 @@ from hydra_tune.observe.runlog import read_log
 from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 TIGHT = {"device_memory": "12KiB", "num_shards": 4}  # of which a trial with AdamW takes more
 
 

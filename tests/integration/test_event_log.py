@@ -26,7 +26,7 @@ from tests.integration.test_whole import task as whole_task
 from tests.support.cli_project import Project
 from tests.unit.pool.tasks import PATIENCE_SECONDS, SAMPLES, against_plain, running, task
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 TIGHT = {"devices": "cpu:2", "num_shards": 3, "device_memory": "8KiB", "max_concurrent": 3, "link_bandwidth": "20MB/s"}
 EXACT = 1e-9  # relative: sums of nanoseconds, as floats
 

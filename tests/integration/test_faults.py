@@ -33,7 +33,7 @@ from tests.unit.pool.tasks import (
     task,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("captured_once")]
 
 
 class FaultError(Exception):

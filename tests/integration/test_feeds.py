@@ -17,6 +17,7 @@ from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator"),
+    pytest.mark.usefixtures("captured_once"),
 ]
 
 

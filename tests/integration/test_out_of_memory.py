@@ -15,7 +15,7 @@ from tests.parity.exact import differences
 from tests.support.shortage import Shortage, run_out
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, one_batch, running, short, task
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 
 NUM_SHARDS = 4
 UNITS_BEFORE = 2 * (2 * NUM_SHARDS - 1) + NUM_SHARDS

@@ -13,6 +13,8 @@ from hydra_tune.shard import packer
 from hydra_tune.shard.packing import CHOICES
 from tests.unit.shard.bench import vectors
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 WIDTH, DEPTH = 64, 8
 BUDGET = 600 << 10
 

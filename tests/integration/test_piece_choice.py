@@ -22,6 +22,8 @@ from tests.unit.pool.tasks import against_plain, running
 from tests.unit.pool.tasks import task as small
 from tests.unit.shard.bench import vectors
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 WIDTH, DEPTH, ROWS = 64, 3, 1024
 TOO_LITTLE = "600KiB"  # for whole batches, however the model is cut
 TIGHT = "1.5MiB"  # whole batches fit, in shards; and pieces without

@@ -13,7 +13,7 @@ from hydra_tune.devices.cpu import CpuDevice
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 TIGHT = {"devices": "cpu:2", "num_shards": 3, "device_memory": "8KiB", "max_concurrent": 3}
 LOSSES = {"accumulate": 2}, {"max_grad_norm": 0.1}, {}
 

@@ -20,6 +20,8 @@ from tests.parity.models import GPT2, build
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 VOCABULARY, WIDTH = 2048, 32
 BUDGET_BYTES = 700 * 1024
 STATE_BYTES = 4 * VOCABULARY * WIDTH * 4  # an operator's weight, its gradient, and AdamW's two moments
@@ -170,7 +172,8 @@ def test_a_refusal_is_the_trials_own():
     assert "the step reads 'weight' of 'head'" in str(named.error)
 
 
-def test_trials_share_a_capture_where_they_are_cut_alike():
+def test_trials_share_a_capture_where_they_are_cut_alike(captured_once):
+    captured_once.clear()
     tasks = [task(split_operators={"embed": count, "head": 4}, seed=seed) for seed, count in enumerate((4, 4, 8))]
     with mock.patch.object(library, "capture", wraps=library.capture) as captures, running(devices="cpu:2") as pool:
         results = pool.run(tasks)

@@ -14,6 +14,8 @@ from hydra_tune.train import grouped
 from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED
 from tests.unit.pool.tasks import against_plain, running, task
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 WIDTH, LAYERS = 64, 8
 PARAMETER_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
 BUDGET = "117KiB"

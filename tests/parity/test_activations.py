@@ -14,6 +14,8 @@ from tests.parity.test_splitting import SPLIT
 from tests.parity.test_splitting import run as run_split
 from tests.unit.pool.tasks import against_plain
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 MODES = ("keep", "spill", "recompute", "auto")
 TIGHT = {"cnn": "200KiB", "gpt2": "200KiB", "gpt2_bfloat16": "220KiB", "vit": "200KiB"}
 FAST = {("mlp", "keep"), ("mlp", "spill")}  # of "gpt2" there are two below

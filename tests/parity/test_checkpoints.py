@@ -24,6 +24,8 @@ from tests.parity.registry import ENTRIES, Spec, build, product
 from tests.support.checkpointed import Collector, library, run
 from tests.unit.pool.tasks import SAMPLES, X, Y, mlp, task
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 FAST = (
     "cnn/plateau/lion/5",
     "gpt2/one cycle/adamw/5",

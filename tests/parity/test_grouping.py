@@ -14,6 +14,8 @@ from tests.parity import models
 from tests.parity.test_splitting import Noise, Whole, accumulating, bad, broken_in, drawing, noisy, normed, reusing
 from tests.unit.pool.tasks import SAMPLES, against_plain, running
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 
 class Shared(nn.Module):
     """One BatchNorm in two places: wherever it is cut, a batch may see what another one has made of it."""

@@ -11,6 +11,8 @@ from hydra_tune.train import grouped
 from tests.parity.test_splitting import accumulating
 from tests.unit.pool.tasks import against_plain, train
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 
 class OneGradient(nn.Module):
     def __init__(self, *, between: bool) -> None:

@@ -13,6 +13,8 @@ from tests.parity import models
 from tests.parity.test_splitting import Whole, accumulating, noisy, run
 from tests.unit.pool.tasks import SAMPLES, X, Y, against_plain, running, task
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 TASKS = {
     "adamw": task,
     "momentum": partial(task, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),

@@ -25,6 +25,8 @@ from tests.parity import models
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import SAMPLES, X, Y, against_plain, mlp, running, task
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 PATIENCE_SECONDS = 60.0
 
 

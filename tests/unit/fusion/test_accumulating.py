@@ -15,6 +15,8 @@ from hydra_tune.errors import BadLossError
 from hydra_tune.fusion.tracing import Traced
 from tests.unit.fusion.groups import Run, assert_as_plain, double_task
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 _GENERATOR = torch.Generator().manual_seed(1)
 X = torch.randn(48, 8, generator=_GENERATOR, dtype=torch.float64)
 Y = torch.randint(4, (48,), generator=_GENERATOR)

@@ -19,6 +19,8 @@ from hydra_tune.train.trial import Trial, run_unit
 from tests.support.turns import OneGenerator, TurnsDevice
 from tests.unit.fusion.groups import Run
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 GENERATOR = torch.Generator().manual_seed(4)
 X = torch.randn(24, 6, 8, generator=GENERATOR, dtype=torch.float64)
 Y = torch.randint(4, (24,), generator=GENERATOR)

@@ -14,6 +14,8 @@ from hydra_tune import TrainTask
 from hydra_tune.errors import BadLossError, TaskError
 from tests.unit.fusion.groups import Run, assert_as_plain, double_task
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 _GENERATOR = torch.Generator().manual_seed(1)
 X = torch.randn(24, 8, generator=_GENERATOR, dtype=torch.float64)
 Y = torch.randint(4, (24,), generator=_GENERATOR)

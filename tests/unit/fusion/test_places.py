@@ -12,6 +12,8 @@ from hydra_tune.fusion.member import Member
 from tests.unit.fusion.groups import Run, assert_as_plain
 from tests.unit.fusion.test_group import X, Y, small
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 OPTIMIZERS = [
     partial(SGD, lr=0.05, momentum=0.9),
     partial(AdamW, lr=1e-2),

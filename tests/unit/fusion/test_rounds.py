@@ -15,6 +15,8 @@ from hydra_tune.fusion import rounds
 from hydra_tune.fusion.tracing import Traced
 from tests.unit.fusion.groups import Run, assert_as_plain
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 _GENERATOR = torch.Generator().manual_seed(1)
 X = torch.randn(30, 8, generator=_GENERATOR, dtype=torch.float64)
 Y = torch.randint(4, (30,), generator=_GENERATOR)

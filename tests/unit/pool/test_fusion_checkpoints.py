@@ -10,7 +10,7 @@ from hydra_tune.pool.job import OVER, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 from tests.unit.pool.test_fusion import assert_as_plain, sizes, task  # noqa: F401 - a fixture
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 
 
 def described(seed, **changes):

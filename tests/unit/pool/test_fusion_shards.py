@@ -8,6 +8,8 @@ from torch.nn import functional
 from tests.unit.pool.tasks import running
 from tests.unit.pool.test_fusion import assert_as_plain, scaled, task
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 smooth = partial(functional.cross_entropy, label_smoothing=0.1)
 
 

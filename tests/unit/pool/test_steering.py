@@ -10,7 +10,7 @@ from hydra_tune import Finished, HydraExecutor, Reported
 from hydra_tune.errors import ConfigError
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, one_batch, running, short, task
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("captured_once")]
 
 
 def test_a_paused_job_lets_others_go_on_and_is_exact_afterwards():

@@ -14,6 +14,8 @@ from hydra_tune.errors import BadLossError, TaskError
 from hydra_tune.shard.library import PlanLibrary
 from tests.unit.pool.tasks import SAMPLES, X, Y, against_plain, mlp, running, task, train
 
+pytestmark = pytest.mark.usefixtures("captured_once")
+
 
 class Shared(nn.Module):
     """One linear layer used three times, far apart."""

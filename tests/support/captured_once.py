@@ -1,0 +1,37 @@
+"""Steps captured once for all pools of a block: for tests of what pools do with steps, not of how these are captured.
+
+Each pool still cuts the step for its own budget, and holds the numbers of what it has cut against those of the eager step.
+"""
+
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.request import Measured, key_of
+from hydra_tune.shard.unbuilt import is_unbuilt
+
+
+@contextmanager
+def captured_once() -> Iterator[dict[Hashable, Measured]]:
+    """Libraries that ask for equal steps are given the same capture, with what has been measured of its parts.
+
+    Yields what is known; a test that counts captures, or changes how they are made, clears it first.
+    """
+    known: dict[Hashable, Measured] = {}
+    measured_step, lock = PlanLibrary._measured_step, threading.RLock()
+
+    def once(self: PlanLibrary, request: Any, answers: Any) -> Measured:
+        step_key = None if answers else key_of(request)
+        if step_key is None:
+            return measured_step(self, request, answers)
+        key = (step_key, self.budget.alignment, is_unbuilt(request.model))
+        with lock:
+            if key not in known:
+                known[key] = measured_step(self, request, answers)
+            return known[key]
+
+    with mock.patch.object(PlanLibrary, "_measured_step", once):
+        yield known
