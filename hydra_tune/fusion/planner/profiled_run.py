@@ -15,7 +15,7 @@ from hydra_tune.fusion.planner.arrays import FeatureMap
 from hydra_tune.fusion.planner.filling import filled, located
 from hydra_tune.fusion.planner.nodes import draw, view_of
 from hydra_tune.fusion.planner.step_graph import StepGraph
-from hydra_tune.fusion.planner.storages import Layout, layout_of
+from hydra_tune.fusion.planner.storages import Layout, is_like, layout_of
 
 
 class Clock(Protocol):
@@ -108,7 +108,7 @@ class ProfiledRun:
                 for storage in call.back:
                     self._back(storage)
                 self._values[call.place] = self._clock.timed(name, partial(self._call, call))
-                if layout_of(self._values[call.place]) != self._step.seen.layouts[name]:
+                if not is_like(layout_of(self._values[call.place]), self._step.seen.layouts[name]):
                     self._refuse(call)
                 made = sum(sizes[storage] for storage in makes[name])
                 workspace[name] = max(workspace.get(name, 0), self._clock.peak_beyond(made))
@@ -131,7 +131,7 @@ class ProfiledRun:
                 for storage in call.back:
                     self._back(storage)
                 value = self._values[call.place] = self._call(call)
-                if (layout := layout_of(value)) != self._step.seen.layouts[call.node.name]:
+                if not is_like(layout := layout_of(value), self._step.seen.layouts[call.node.name]):
                     if not found and not self._step.seen.makes[call.node.name]:
                         self._refuse(call)
                     found[call.node.name] = layout

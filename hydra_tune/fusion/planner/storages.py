@@ -18,8 +18,8 @@ _RUNNING_STATISTICS = {
 }
 
 
-Layout = tuple[tuple[int, ...], ...]
-"""Strides of the tensors that a node gives, in order; those of dimensions of one element are 0, for they say nothing."""
+Layout = tuple[tuple[int, ...] | None, ...]
+"""Strides of what a node gives, in order, of dimensions of more than one element, 0 for others; None for what is no tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,21 +113,30 @@ def layout_of(value: Any) -> Layout:
     Args:
         value: a tensor, or several.
     """
-    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    return tuple(
-        tuple(stride if size > 1 and one.numel() else 0 for stride, size in zip(one.stride(), one.size(), strict=True))
-        for one in tensors
-    )
+    return tuple(_strides(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(value))
+
+
+def is_like(layout: Layout, other: Layout) -> bool:
+    """Whether tensors lie alike; where there is one in one of them alone, which nobody uses then, nothing is compared.
+
+    Args:
+        layout: of what a node gives.
+        other: of the same node.
+    """
+    return all(a is None or b is None or a == b for a, b in zip(layout, other, strict=False))
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    each = zip(tensor.stride(), tensor.size(), strict=True)
+    return tuple(stride if size > 1 and tensor.numel() else 0 for stride, size in each)
 
 
 def _laid(value: Any, layout: Layout) -> Any:
     """What a node gives, with its tensors of other strides made anew."""
     leaves, structure = tree_flatten(value)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    own = layout_of(value)
-    for place, was, strides in zip(places, own, layout, strict=True):
-        if was != strides:
-            one = leaves[place]
+    for place, strides in enumerate(layout[: len(leaves)]):
+        one = leaves[place]
+        if isinstance(one, Tensor) and strides is not None and _strides(one) != strides:
             leaves[place] = torch.empty_strided(one.size(), strides, dtype=one.dtype, device=one.device)
     return tree_unflatten(leaves, structure)
 
