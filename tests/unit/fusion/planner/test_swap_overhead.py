@@ -92,6 +92,19 @@ def test_recomputations_on_the_way_hide_a_swap():
     assert swap_overhead(schedule, candidates["z0"]).prompt == 2
 
 
+def test_a_recomputation_at_the_access_hides_the_copy_that_another_still_waits_for():
+    """Lines 4, 5 and 13: `b` is made again where `a` is needed, and the copy of `c`, on its way, has had some beside it."""
+    forward = [op("a"), op("b"), op("c"), op("rest")]
+    backward = [op("d0", workspace=20), op("d1"), op("d2", reads=["a", "b"]), op("d3", reads=["c"])]
+    made = array(forward, backward, {"a": 4, "b": 4, "c": 4}, copy={"a": 3.0, "c": 2.5})
+    schedule = undecided((made,), 8)
+    schedule.decisions[0].swaps["c"] = 1
+    schedule.decisions[0].recomputes["b"] = candidates_of(made, 0)["b"]
+    found = swap_overhead(schedule, candidates_of(made, 0)["a"])
+    assert (found.case, found.prompt) == (Case.NO_OVERLAP_CONFLICT, 2)
+    assert found.seconds == 3.0 - 1.0 + (2.5 - 1.0)
+
+
 @pytest.mark.parametrize(("limit", "prompt"), [(8, 3), (7, 4)])
 def test_a_copy_begins_only_where_there_is_room_for_it(limit, prompt):
     made = chain(5, copy=1.0)
