@@ -7,7 +7,8 @@
 For each model and number of trials a limit is set that full fusion with everything kept would need `demand` times.
 All members of the portfolio are planned for it, and those that fit are run: `fits, one after another` is as HFTA, `full
 fusion` as Capuchin on HFTA. Milliseconds of a step of all trials, predicted and measured; pairs are measured at their pace,
-without the first forward and the last backward. Speedups are over these two; hours are of 10,000 steps.
+without the first forward and the last backward. Speedups are over these two; hours are of 10,000 steps. Where no plan meets a
+limit, the smallest that one does is named, and compared at instead. Of each case there is a line that begins with `row:`.
 
 On a CPU the chosen one is what a run-off of the best few settles on, after planning again where times are off by more than a
 fifth; then all members take turns, so that all find the machine as it is, on one intra-op thread and one that copies. On a
@@ -32,6 +33,7 @@ from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.planner.least import least
 from hydra_tune.fusion.planner.memory import peak_of
 from hydra_tune.fusion.planner.of_task import TaskArrays
 from hydra_tune.fusion.planner.portfolio import MARGIN, Planner
@@ -46,6 +48,7 @@ from hydra_tune.shard.library import PlanLibrary
 
 HFTA, CAPUCHIN = "fits, one after another", "full fusion"
 ENDLESS = 1 << 60
+ROOM = 0.02  # beyond the smallest limit that a plan meets, where a demand is beyond it
 OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, lr=1e-3), "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9)}
 ON_GPU = ((4, 2.0, None), (6, 6.0, 2))  # trials, demand, the most trials in a sub-array: what there is time to plan
 
@@ -78,7 +81,7 @@ class Family:
         return Planner(array=self.array, limit_bytes=limit, is_duplex=is_duplex, max_size=max_size)
 
 
-def compare(family, num_trials, demand, max_size, options):
+def compare(family, num_trials, demand, max_size, options, *, is_given=True):
     limit = int(family.needs(num_trials) / demand)
     start = time.process_time()
     planner = family.planner(limit, max_size)
@@ -91,21 +94,43 @@ def compare(family, num_trials, demand, max_size, options):
     print(portfolio.table(), flush=True)
     members = [one for one in portfolio.members if one.fits]
     if not members:
-        print(f"no plan fits: the smallest needs {format_bytes(min(one.peak_bytes for one in portfolio.members))}")
+        at_least = min(one.peak_bytes for one in portfolio.members)
+        can_be = family.needs(num_trials) / at_least
+        print(
+            f"no plan fits: the smallest needs {format_bytes(at_least)}, which is a demand of {can_be:.2f}", flush=True
+        )
+        if is_given:  # what can be run is beside it
+            compare(family, num_trials, can_be * (1 - ROOM), max_size, options, is_given=False)
         return
     held = max(sum(part.sizes) for one in members for part in one.parts)
     kept = max((size for size in range(1, num_trials + 1) if family.needs(size) <= limit), default=0)
+    title = f"{family.name}, {num_trials} trials, demand {demand:.2f}, {format_bytes(limit)}"
     print(f"trials on the device at once: {kept} fused with everything kept, up to {held} in these plans")
     if family.device.type == "cuda":
         members = [one for one in members if one is members[0] or one.name in (HFTA, CAPUCHIN)]
         found = one_by_one(family, members, options.warm_up, options.warm_seconds, options.steps)
         report(members, found, members[0])
+        row(title, members, found, members[0])
     else:
-        compare_on_cpu(family, num_trials, planner, members, options)
+        row(title, *compare_on_cpu(family, num_trials, planner, members, options))
+
+
+def row(title, members, measured, chosen):
+    """All that counts of a case in one line."""
+    took = {one.name: found.seconds * 1e3 for one, found in zip(reversed(members), reversed(measured), strict=True)}
+    told = [f"{name} {took[name]:.1f} ms" if name in took else f"{name} does not fit" for name in (HFTA, CAPUCHIN)]
+    own = next(
+        found.seconds * 1e3 for one, found in zip(members, measured, strict=True) if key_of(one) == key_of(chosen)
+    )
+    told.append(
+        f"chosen {own:.1f} ms ({chosen.name})" + (f", {took[HFTA] / own:.2f} over HFTA" if HFTA in took else "")
+    )
+    fastest = min(took, key=took.__getitem__)
+    print(f"row: {title}: {'; '.join(told)}; fastest {took[fastest]:.1f} ms ({fastest})", flush=True)
 
 
 def compare_on_cpu(family, num_trials, planner, members, options):
-    """The plan that a run-off settles on, and then all of them once more, measured for themselves."""
+    """The plan that a run-off settles on, and then all of them once more, measured for themselves; these, and the plan."""
 
     def measure(few):
         return [one.seconds for one in in_turn(family, few, options.warm_up, options.steps, LEAVES_AT)]
@@ -121,7 +146,9 @@ def compare_on_cpu(family, num_trials, planner, members, options):
     for one in (*members, *(trial.member for trial in found.trials)):
         each.setdefault(key_of(one), one)
     each = list(each.values())
-    report(each, in_turn(family, each, options.warm_up, options.steps), found.member, members[0])
+    took = in_turn(family, each, options.warm_up, options.steps, most_seconds=options.seconds)
+    report(each, took, found.member, members[0])
+    return each, took, found.member
 
 
 def report(members, measured, chosen, predicted=None):
@@ -151,12 +178,16 @@ def smallest(family):
     array = family.array(1)
     whole = undecided((array, array), ENDLESS)
     kept = peak_of(whole)[1].peak_bytes
-    least = min(one.peak_bytes for one in pairs_of_two(family, 1))
-    found = min(one.peak_bytes for one in pairs_of_two(family, least))
-    share = (least - whole.static_bytes) / (kept - whole.static_bytes)
-    met = "yes" if found <= least else f"no: {format_bytes(found)}"
-    row = (family.name, *map(format_bytes, (whole.static_bytes, kept, least)), f"{share:.0%}", met)
-    print(("{:10} " + "{:>11} " * 3 + "{:>24}  {}").format(*row), flush=True)
+    at_least = min(one.peak_bytes for one in pairs_of_two(family, 1))
+    found = min(one.peak_bytes for one in pairs_of_two(family, at_least))
+    share = (at_least - whole.static_bytes) / (kept - whole.static_bytes)
+    met = "yes" if found <= at_least else f"no: {format_bytes(found)}"
+    bound = least(array)
+    sizes = map(format_bytes, (whole.static_bytes, kept, at_least, whole.static_bytes + bound.num_bytes))
+    print(
+        ("{:10} " + "{:>11} " * 4 + "{:>6}  {:4} {}").format(family.name, *sizes, f"{share:.0%}", met, bound.op),
+        flush=True,
+    )
 
 
 def pairs_of_two(family, limit_bytes):
@@ -185,6 +216,7 @@ def asked():
     parser.add_argument("--warm-up", type=int, help="steps that are not measured: 100 on a GPU, else 3")
     parser.add_argument("--warm-seconds", type=float, default=8.0, help="on a GPU no more of them than this takes")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=15.0, help="on a CPU no more steps of a case than these take")
     parser.add_argument("--minutes", type=float, default=6.0, help="on a GPU nothing is begun after these")
     parser.add_argument("--smallest", action="store_true", help="only tell the smallest limits")
     return parser.parse_args()
@@ -209,7 +241,9 @@ def main():
     on = torch.cuda.get_device_name(options.device) if on_gpu else "cpu"
     print(f"device: {on}, torch {torch.__version__}, {scale}, {optimizer}", flush=True)
     if options.smallest:
-        print("pair of one trial each: static, with everything kept, smallest, its share beside static, met")
+        print(
+            "pair of one trial each: static, with everything kept, smallest, bound, share, met, operator of the bound"
+        )
     names = ["vit", "bert"] if on_gpu else [name for name in MODELS if scale in MODELS[name]]
     for name in options.models or names:
         family = Family(name, scale, options.device, optimizer)

@@ -13,6 +13,8 @@ from hydra_tune.fusion.planner.run import PlannedRun
 from hydra_tune.fusion.planner.run_off import RunOff
 from hydra_tune.fusion.planner.schedule import Segment
 
+LEAST_STEPS = 3
+
 
 class Runners:
     """What members run, by their number; on a GPU parts that run one after the other have tensors in common."""
@@ -85,12 +87,19 @@ class Measured:
     peak_bytes: int | None = None
 
 
-def in_turn(family, members, warm_up, steps, leaves_at=None):
-    """What a step of each takes; they take turns, and with `leaves_at` who is that many times slower leaves."""
+def in_turn(family, members, warm_up, steps, leaves_at=None, most_seconds=float("inf")):
+    """What a step of each takes; they take turns, at least three after so many seconds.
+
+    With `leaves_at` who is that many times slower leaves.
+    """
     runners = Runners(family, members)
     race = RunOff(range(len(members)), warm_ups=warm_up, turns=steps, leaves_at=leaves_at or float("inf"))
+    start, done = time.perf_counter(), 0
     while (number := race.next) is not None:
         race.took(runners.step(number))
+        done += 1
+        if done >= (warm_up + LEAST_STEPS) * len(members) and time.perf_counter() - start > most_seconds:
+            break
     runners.close()
     return [Measured(race.seconds[number]) for number in range(len(members))]
 
