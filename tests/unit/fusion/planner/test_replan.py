@@ -115,6 +115,21 @@ def test_a_disturbed_profile_of_one_size_hides_nothing():
     assert found.trials[0].seconds <= 1.1 * true.portfolio(4).best.seconds
 
 
+def test_each_partition_is_among_those_measured():
+    def partition(member):
+        return sorted(part.sizes for part in member.parts)
+
+    members = Planner(array=array, limit_bytes=1000).portfolio(4)
+    every = [partition(one) for one in members.members if one.fits]
+    found = [partition(one) for one in contenders(members, 1)]
+    assert all(one in found for one in every)
+    assert sorted(one for place, one in enumerate(every) if one not in every[:place]) == [
+        [(1,)] * 4,
+        [(2, 2)],
+        [(3, 1)],
+    ]
+
+
 def test_what_always_swaps_is_told_apart_by_what_swaps_cost_others():
     """Four trials fit with swaps alone; two are measured with and without."""
     truth = Correction(compute={1: 1.5, 2: 1.0, 4: 2.0}, swap_seconds=0.5)
