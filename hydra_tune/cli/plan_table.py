@@ -157,6 +157,18 @@ def _fusion(found: Sequence[tuple[int, Forecast]]) -> list[Text]:
         + ("" if seen[group].told is None else f"\n  {seen[group].told}")
         for group, numbers in members.items()
     ]
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for number, forecast in found:
+        fusion = forecast.trials[0].fusion
+        if fusion.planned is not None:
+            kinds.setdefault(fusion.planned.told, []).append(number)
+        elif fusion.why_not_planned is not None:
+            kinds.setdefault((f"not planned: {fusion.why_not_planned}",), []).append(number)
+    lines += [
+        f"with planned steps, beyond what a device has room for: {_numbers(numbers)}"
+        + "".join(f"\n  {line}" for line in told)
+        for told, numbers in kinds.items()
+    ]
     lines += [f"computed by itself, for {reason}: {_numbers(numbers)}" for reason, numbers in alone.items()]
     return [Text(line) for line in lines]
 

@@ -8,6 +8,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.fusion.attendance import go_on
 from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.kinds import wanted_of
+from hydra_tune.fusion.measured import Ways
 from hydra_tune.fusion.member import Wanted
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.pair_round import Half
@@ -56,7 +57,7 @@ class Computing:
         batches: StackedBatches,
         resting: Collection[int],
         like: Wanted | None,
-        planned: PlannedSteps | None = None,
+        planned: Ways[PlannedSteps] | None = None,
         *,
         is_all: bool = True,
     ) -> Generator[PendingUnit, None, int]:

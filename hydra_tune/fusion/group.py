@@ -92,7 +92,7 @@ class GroupTrial(Trial):
         self.captures = Captures(CudaRecorder())
         self.records = plans.records and device.torch_device.type == "cuda"
         is_planned = planner is not None and device.torch_device.type == "cpu"
-        self._planned = PlannedGroup(planner, device) if planner is not None and is_planned else None
+        self._planned = PlannedGroup(planner, device, desk.measured) if planner is not None and is_planned else None
         self._units_done = 0  # of the present step
         for seat in seats:
             self._places.welcome(seat)

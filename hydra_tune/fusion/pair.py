@@ -13,17 +13,18 @@ Note: one of the two. Where one group has ended, its state is given up, and the 
 
 import logging
 import time
-from collections.abc import Hashable, Sequence
-from typing import Protocol
+from collections.abc import Hashable
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, UnfusableError
 from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.group import GroupTrial
+from hydra_tune.fusion.measured import Ways
 from hydra_tune.fusion.member import Member
 from hydra_tune.fusion.pair_round import PairedSteps, PairRound
+from hydra_tune.fusion.pair_side import PairDesk, Side
 from hydra_tune.fusion.planned import StepPlanner
-from hydra_tune.fusion.seat import Desk, Seat
+from hydra_tune.fusion.seat import Seat
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.shard.library import PlanLibrary, Prepared
@@ -31,79 +32,6 @@ from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Report, Trial
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
-
-
-class PairDesk(Desk, Protocol):
-    """Whom both groups ask and tell."""
-
-    def stays(self, size: int, why: str) -> None:
-        """There are no more places than so many from now on."""
-
-
-class Side(Desk):
-    """One of the two groups, and its desk.
-
-    Args:
-        desk: that of both.
-
-    Attributes:
-        group: the group, once it is made.
-        other: the other of the two.
-        pending: the unit that is due.
-        waits_since: when it began to wait for answers, by the monotonic clock; None while it does not.
-        is_over: whether it has ended.
-    """
-
-    group: GroupTrial
-    other: "Side"
-
-    def __init__(self, desk: PairDesk) -> None:
-        self.pending: PendingUnit | None = None
-        self.waits_since: float | None = None
-        self.is_over = False
-        self._desk = desk
-
-    def go_on(self) -> None:
-        """Have the group go on to the next unit that is due, if it can."""
-        if self.pending is not None or self.is_over:
-            return
-        step = self.group.advance()
-        if isinstance(step, Report):
-            self.waits_since = time.monotonic() if self.waits_since is None else self.waits_since
-            return
-        assert step is None or isinstance(step, PendingUnit), "groups take batches whole"
-        self.waits_since, self.pending, self.is_over = None, step, step is None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it waits for answers."""
-        return self.waits_since is not None and not self.is_over
-
-    # The group's desk.
-
-    def ended(self, seat: Seat) -> None:
-        """As of `Desk`."""
-        self._desk.ended(seat)
-
-    def reported(self, seat: Seat) -> None:
-        """As of `Desk`."""
-        self._desk.reported(seat)
-
-    def left(self, seat: Seat) -> None:
-        """As of `Desk`."""
-        self._desk.left(seat)
-
-    def waiting(self) -> int:
-        """As of `Desk`."""
-        return self._desk.waiting()
-
-    def joining(self, free: int, *, ends: bool) -> Sequence[Seat]:
-        """As of `Desk`."""
-        return self._desk.joining(free, ends=ends and self.other.is_over)
-
-    def make_ready(self, size: int) -> bool:
-        """As of `Desk`; while there are two, each keeps its size."""
-        return self.other.is_over and self._desk.make_ready(size)
 
 
 class PairTrial(Trial):
@@ -144,7 +72,7 @@ class PairTrial(Trial):
             group.takes_turns = True
         self._desk = desk
         self._planner = planner
-        self._known: dict[tuple[Prepared, Prepared], PairedSteps] = {}
+        self._known: dict[tuple[Prepared, Prepared], Ways[PairedSteps]] = {}
         self._unplanned: set[Hashable] = set()
         self._running: list[tuple[Side, PendingUnit]] = []
         self._round: PairRound | None = None
@@ -197,7 +125,7 @@ class PairTrial(Trial):
         self._round = PairRound((first.half, second.half), steps)
         return self._round.unit()
 
-    def _steps(self) -> PairedSteps | None:
+    def _steps(self) -> Ways[PairedSteps] | None:
         """Who runs the steps that both offer; None where they cannot be run in turn."""
         first, second = (side.group.offer for side in self._sides)
         assert first is not None
@@ -213,7 +141,12 @@ class PairTrial(Trial):
                 self._unplanned.add(key)
                 return None
             states = first.state_of(planned, 0, self._device), second.state_of(planned, 1, self._device)
-            self._known[key] = PairedSteps(planned, states, self._device)
+            self._known[key] = Ways(
+                planned,
+                lambda one: PairedSteps(one, states, self._device),
+                self._planner.replanned,
+                self._desk.measured,
+            )
         return self._known[key]
 
     def _due(self, side: Side) -> PendingUnit:
@@ -237,6 +170,8 @@ class PairTrial(Trial):
         shares = (1.0,) if self._round is None else self._round.shares
         for (side, own), share in zip(self._running, shares, strict=True):
             side.group.finished(own, seconds * share)
+        if self._round is not None:
+            self._round.measured()
 
     def close(self, *, keep: bool) -> None:
         """As of `Trial`; members that are not over are handed back, or closed."""
@@ -279,8 +214,8 @@ class PairTrial(Trial):
         _LOGGER.info("a group of %d trials goes on by itself: the other of its pair has ended", len(left.seats))
 
     def _let_go_of_steps(self) -> None:
-        for steps in self._known.values():
-            steps.close()
+        for ways in self._known.values():
+            ways.close()
         self._known.clear()
 
     def _show(self) -> None:
@@ -382,7 +317,7 @@ class PairTrial(Trial):
 
     @property
     def _swapped_bytes(self) -> int:
-        return sum(steps.planned.host_bytes for steps in self._known.values())
+        return sum(ways.host_bytes for ways in self._known.values())
 
 
 def _steps_done(side: Side) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.devices.device import Device
+from hydra_tune.fusion.measured import Ways
 from hydra_tune.fusion.planned import PlannedStep
 from hydra_tune.fusion.planned_state import StepState
 from hydra_tune.fusion.planner.run import PlannedRun
@@ -126,6 +127,11 @@ class PairedSteps:
         """End the copying."""
         self._run.close()
 
+    @property
+    def seconds(self) -> float:
+        """That their steps have taken so far."""
+        return self._run.seconds
+
     def run(self, backward: int | None, forward: int | None) -> list[float]:
         """The backward of one and the forward of the other, or one of these alone; the losses of the latter's members."""
         found: list[Tensor] = []
@@ -139,13 +145,20 @@ class PairRound:
 
     Args:
         halves: theirs.
-        steps: runs them.
+        ways: run them.
     """
 
-    def __init__(self, halves: tuple[Half, Half], steps: PairedSteps) -> None:
+    def __init__(self, halves: tuple[Half, Half], ways: Ways[PairedSteps]) -> None:
         self._halves = halves
-        self._steps = steps
-        self._workspace_bytes = steps.planned.workspace_bytes
+        self._ways, self._steps = ways, ways.current
+        self._began_seconds = self._steps.seconds
+        self._workspace_bytes = self._steps.planned.workspace_bytes
+
+    def measured(self) -> None:
+        """It has run."""
+        steps = sum(half.steps for half in self._halves) / 2
+        if steps:
+            self._ways.took((self._steps.seconds - self._began_seconds) / steps)
 
     @property
     def shares(self) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,8 +18,10 @@ from hydra_tune.errors import BudgetError, UnfusableError
 from hydra_tune.fusion.planner.arrays import Array
 from hydra_tune.fusion.planner.layouts import as_laid_out
 from hydra_tune.fusion.planner.memory import simulated
-from hydra_tune.fusion.planner.portfolio import MARGIN, Part, Planner
+from hydra_tune.fusion.planner.portfolio import MARGIN, Member, Part, Planner
 from hydra_tune.fusion.planner.profiler import CpuClock, Profiles
+from hydra_tune.fusion.planner.replan import Trial as Ran
+from hydra_tune.fusion.planner.replan import fitted, key_of
 from hydra_tune.fusion.planner.step_graph import StepGraph, step_graph
 from hydra_tune.fusion.planner.updates import UpdateTracer
 from hydra_tune.quantities import format_bytes
@@ -166,12 +168,9 @@ class StepPlanner:
 
     def _planned(self, stacks: Sequence[Stack]) -> PlannedStep:
         graphs = tuple(self._graph(stack) for stack in stacks)
-        counts = [stack.updates.count for stack in stacks]
+        counts = tuple(stack.updates.count for stack in stacks)
         arrays, planner, limit_bytes = self._planner(graphs)
-        if len(counts) == 1:
-            part = planner.alone(*counts)
-        else:
-            part = planner.best(planner.paired((counts[0], counts[1]), (arrays[0], arrays[1])))
+        part = planner.best(planner.ways(counts, arrays))
         found = PlannedStep(graphs=graphs, part=part, limit_bytes=limit_bytes)
         if found.peak_bytes > limit_bytes * (1 - MARGIN):
             how = "fused trials" if len(counts) == 1 else f"trials in two groups of {counts[0]} and {counts[1]}"
@@ -183,7 +182,30 @@ class StepPlanner:
         _LOGGER.debug("planned: %s", found)
         return found
 
-    def _planner(self, graphs: Sequence[StepGraph]) -> tuple[list[Array], Planner, int]:
+    def replanned(self, step: PlannedStep, seconds: float) -> list[PlannedStep]:
+        """A step planned once more, by what it has taken.
+
+        Args:
+            step: as it was planned first.
+            seconds: that a step of all its members has taken.
+
+        Returns:
+            The step, with what is predicted of it now, and all other ways to run it that fit and do otherwise.
+        """
+        with self._making:
+            correction = fitted([Ran(member=_member(step), seconds=seconds)])
+            each = zip(step.part.sizes, step.part.schedule.arrays, strict=True)
+            arrays = tuple(correction.array(size, array) for size, array in each)
+            planner = replace(self._planner(step.graphs)[1], array=lambda _: arrays[0])
+            again = planner.timed(step.part, arrays)
+            found = {key_of(_member(step)): replace(step, part=again)}
+            for part in planner.ways(step.part.sizes, arrays).values():
+                one = replace(step, part=part)
+                if one.peak_bytes <= step.limit_bytes * (1 - MARGIN):
+                    found.setdefault(key_of(_member(one)), one)
+        return list(found.values())
+
+    def _planner(self, graphs: Sequence[StepGraph]) -> tuple[tuple[Array, ...], Planner, int]:
         """What is known of graphs, who plans the first of them, and the memory there is for all of them at once."""
         device = next(iter(graphs[0].geometry.values())).device
         threads = torch.get_num_threads()
@@ -193,7 +215,7 @@ class StepPlanner:
                 known = {id(graph): self._profiles.array("group", graph, device) for graph in graphs}
         finally:
             torch.set_num_threads(threads)
-        arrays = [known[id(graph)] for graph in graphs]
+        arrays = tuple(known[id(graph)] for graph in graphs)
         # Each tensor of the groups' state lies by itself, which takes so much more.
         slack = self._alignment * sum(len(graph.state) + len(graph.moments) for graph in graphs)
         limit_bytes = max(0, self.budget_bytes - slack)
@@ -256,6 +278,10 @@ def stack_of(prepared: Prepared, built: Sequence[tuple[nn.Module, Optimizer]], i
         groups=groups_of(first, optimizer),
         updates=UpdateTracer([own for _, own in built]),
     )
+
+
+def _member(step: PlannedStep) -> Member:
+    return Member(step.part.way, (step.part,), step.limit_bytes)
 
 
 def updated(graph: StepGraph) -> frozenset[str]:

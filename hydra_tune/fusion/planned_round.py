@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, OutOfMemoryError, UnfusableError
 from hydra_tune.fusion.batches import StackedBatches
+from hydra_tune.fusion.measured import Measured, Ways
 from hydra_tune.fusion.optimizers import OptimizerAtOnce
 from hydra_tune.fusion.planned import PlannedStep, StepPlanner, stack_of
 from hydra_tune.fusion.planned_state import StepState, stack_now
@@ -45,6 +46,11 @@ class PlannedSteps:
         self._run.close()
 
     @property
+    def seconds(self) -> float:
+        """That its steps have taken so far."""
+        return self._run.seconds
+
+    @property
     def optimizer(self) -> OptimizerAtOnce:
         """The group's."""
         return self._state.optimizer
@@ -70,7 +76,7 @@ class PlannedRound(Round):
 
     Args:
         rules, batches, leaves, settle, go_on: as of `Round`.
-        steps_of: runs the steps.
+        ways: run the steps.
     """
 
     def __init__(
@@ -80,11 +86,18 @@ class PlannedRound(Round):
         leaves: Leaves,
         settle: Callable[[list[Any]], None],
         go_on: Callable[[], StackedBatches | None],
-        planned: PlannedSteps,
+        ways: Ways[PlannedSteps],
     ) -> None:
         super().__init__(rules, batches, leaves, settle, go_on)
-        self._planned = planned
-        self._workspace_bytes = planned.planned.workspace_bytes
+        self._ways, self._planned = ways, ways.current
+        self._began_seconds = self._planned.seconds
+        self._workspace_bytes = self._planned.planned.workspace_bytes
+
+    def measured(self, seconds: float) -> None:
+        """As of `Round`."""
+        super().measured(seconds)
+        if self.steps:
+            self._ways.took((self._planned.seconds - self._began_seconds) / self.steps)
 
     def _trained(self, operands: Operands, device: Device) -> list[float]:
         """As of `Round`; what has failed in the forward leaves no trace."""
@@ -112,20 +125,21 @@ class PlannedGroup:
     Args:
         planner: plans them.
         device: any of the pool.
+        tell: is told what steps have proved to take.
     """
 
-    def __init__(self, planner: StepPlanner, device: Device) -> None:
-        self._planner, self._device = planner, device
-        self._known: dict[Prepared, PlannedSteps] = {}
+    def __init__(self, planner: StepPlanner, device: Device, tell: Callable[[Measured], None]) -> None:
+        self._planner, self._device, self._tell = planner, device, tell
+        self._known: dict[Prepared, Ways[PlannedSteps]] = {}
 
     @property
     def host_bytes(self) -> int:
         """Host memory for what they swap."""
-        return sum(steps.planned.host_bytes for steps in self._known.values())
+        return sum(ways.host_bytes for ways in self._known.values())
 
     def steps(
         self, prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], *, is_clipped: bool
-    ) -> PlannedSteps | None:
+    ) -> Ways[PlannedSteps] | None:
         """Those of a plan; None where the device has room for them as they are.
 
         Args:
@@ -175,7 +189,8 @@ class PlannedGroup:
 
     def _made(
         self, prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], *, is_clipped: bool
-    ) -> PlannedSteps:
+    ) -> Ways[PlannedSteps]:
         stack = stack_now(prepared, state, inputs, is_clipped=is_clipped)
         planned = self._planner.planned(stack)
-        return PlannedSteps(planned, StepState(planned.graphs[0], state, stack, self._device), self._device)
+        own = StepState(planned.graphs[0], state, stack, self._device)
+        return Ways(planned, lambda one: PlannedSteps(one, own, self._device), self._planner.replanned, self._tell)

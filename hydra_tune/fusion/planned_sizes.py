@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
@@ -18,7 +18,7 @@ from hydra_tune.shard.library import Prepared
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _MAX_TRIED = 3
 _COST_SHARE = 0.1  # of the work to come, that planning may be expected to take
-_PLANNING = 10  # how many times as long as to trace and profile a step it takes to plan it
+_PLANNING = 5  # times as long as to trace and profile one step it takes to try all sizes; 3.7 for small CNNs
 
 
 class PlannedSizes:
@@ -69,44 +69,21 @@ class PlannedSizes:
         if any(member.task.max_grad_norm is not None for member in members):
             raise UnfusableError(CLIPS)
         began = time.thread_time()
-        fitting = self._stack(own, found, members[:room], wanted)
-        seconds, peak_bytes = self._planner.kept_seconds(fitting), fitting.prepared.plan.peak_bytes
-        kept = PlannedWay(name=KEPT, sizes=(room,), seconds=seconds, peak_bytes=peak_bytes)
+
+        def stack(begin: int, end: int) -> Stack:
+            return self._stack(own, found, members[begin:end], wanted)
+
+        kept = kept_way(self._planner, stack(0, room))
         work = kept.seconds_each * sum(steps_of(member) for member in members)
         if not self._insists and _COST_SHARE * work < _PLANNING * (time.thread_time() - began):
             raise UnfusableError(f"their steps, {work:.3g} s in all, are too few to plan them")
-        ways, chosen = [kept], kept
         evaluated = self._most_evaluated(members[0], own)
-        for size in _sizes(len(members), room):
-            tried = [
-                self._tried(own, found, [members[:each], members[each:size]], wanted)
-                for each in (size, (size + 1) // 2)
-                if each <= evaluated
-            ]
-            ways += tried
-            fastest = min(tried, key=lambda way: way.seconds_each, default=kept)
-            if fastest.seconds is not None and self._insists and fastest is not kept:
-                chosen = fastest
-                break
-            if fastest.seconds_each < min(kept.seconds_each / least_gain, chosen.seconds_each):
-                chosen = fastest
-        choice = chosen_of(ways, chosen)
+        choice = compared(
+            self._planner, stack, len(members), kept, evaluated, insists=self._insists, least_gain=least_gain
+        )
         for told in choice.told:
             _LOGGER.info("predicted: %s", told)
         return choice
-
-    def _tried(self, own: Prepared, found: Likeness, groups: Sequence[Sequence[Member]], wanted: Wanted) -> PlannedWay:
-        """One group, or two in turn, planned."""
-        stacks = [self._stack(own, found, members, wanted) for members in groups if members]
-        way = PlannedWay(name=WHOLE if len(stacks) == 1 else PAIR, sizes=tuple(one.updates.count for one in stacks))
-        try:
-            step = self._planner.planned(*stacks)
-            for stack in stacks if len(stacks) > 1 else ():  # each of two goes on by itself where the other has ended
-                if not self._planner.fits(stack.prepared):
-                    self._planner.planned(stack)
-        except (BudgetError, UnfusableError) as error:
-            return replace(way, why_not=str(error))
-        return replace(way, how=step.part.way, seconds=step.part.times.seconds, peak_bytes=step.peak_bytes)
 
     def _stack(self, own: Prepared, found: Likeness, members: Sequence[Member], wanted: Wanted) -> Stack:
         stacked = self._plans.stacked(own, len(members), slots=found.drops)
@@ -119,6 +96,70 @@ class PlannedSizes:
             return 1 << 30
         evaluated = self._plans.of_member(member, wanted, layout_of(own))
         return self._planner.budget_bytes // evaluated.plan.peak_bytes
+
+
+def kept_way(planner: StepPlanner, stack: Stack) -> PlannedWay:
+    """A group that fits as it is.
+
+    Args:
+        planner: of the devices.
+        stack: the group.
+
+    Raises:
+        UnfusableError: it cannot be traced as planned steps are.
+    """
+    seconds, peak_bytes = planner.kept_seconds(stack), stack.prepared.plan.peak_bytes
+    return PlannedWay(name=KEPT, sizes=(stack.updates.count,), seconds=seconds, peak_bytes=peak_bytes)
+
+
+def compared(
+    planner: StepPlanner,
+    stack: Callable[[int, int], Stack],
+    num_trials: int,
+    kept: PlannedWay,
+    most: int,
+    *,
+    insists: bool,
+    least_gain: float,
+) -> PlannedChoice:
+    """Ways to compute more trials together than a device has room for, and the one to be preferred.
+
+    Args:
+        planner: of the devices.
+        stack: gives a group of some of the trials, from one number to another.
+        num_trials: how many there are.
+        kept: as many as fit as they are.
+        most: members of one group, as far as other things than steps count.
+        insists: as of `PlannedSizes`.
+        least_gain: how many times as fast as `kept` planned steps have to be, for each trial.
+    """
+    ways, chosen = [kept], kept
+    for size in _sizes(num_trials, kept.trials):
+        wholes = [[stack(0, size)]] if size <= most else []
+        half = (size + 1) // 2
+        pairs = [[stack(0, half), stack(half, size)]] if half <= most else []
+        tried = [_tried(planner, stacks) for stacks in (*wholes, *pairs)]
+        ways += tried
+        fastest = min(tried, key=lambda way: way.seconds_each, default=kept)
+        if insists and tried and fastest.seconds is not None:
+            chosen = fastest
+            break
+        if fastest.seconds_each < min(kept.seconds_each / least_gain, chosen.seconds_each):
+            chosen = fastest
+    return chosen_of(ways, chosen)
+
+
+def _tried(planner: StepPlanner, stacks: Sequence[Stack]) -> PlannedWay:
+    """One group, or two in turn, planned."""
+    way = PlannedWay(name=WHOLE if len(stacks) == 1 else PAIR, sizes=tuple(one.updates.count for one in stacks))
+    try:
+        step = planner.planned(*stacks)
+        for stack in stacks if len(stacks) > 1 else ():  # each of two goes on by itself where the other has ended
+            if not planner.fits(stack.prepared):
+                planner.planned(stack)
+    except (BudgetError, UnfusableError) as error:
+        return replace(way, why_not=str(error))
+    return replace(way, how=step.part.way, seconds=step.part.times.seconds, peak_bytes=step.peak_bytes)
 
 
 def _sizes(most: int, room: int) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from hydra_tune.fusion.measured import Measured
 from hydra_tune.fusion.member import Member, NoMore, Wanted
 from hydra_tune.train.trial import Report
 
@@ -94,6 +95,9 @@ class Desk(Protocol):
     def make_ready(self, size: int) -> bool:
         """Whether the group's plans for another size are ready; if not, they are being made meanwhile."""
 
+    def measured(self, found: Measured) -> None:
+        """Planned steps have proved to take so long."""
+
 
 class ClosedDesk(Desk):
     """Of a group that nobody comes to, and whose members are of no interest to others."""
@@ -121,3 +125,6 @@ class ClosedDesk(Desk):
         """The size stays."""
         del size
         return False
+
+    def measured(self, found: Measured) -> None:
+        """As of `Desk`."""

@@ -21,7 +21,8 @@ from hydra_tune.errors import HydraTuneError, UnfusableError
 from hydra_tune.fusion.chooser import Chooser
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.member import Member
-from hydra_tune.fusion.pair import PairTrial, Side
+from hydra_tune.fusion.pair import PairTrial
+from hydra_tune.fusion.pair_side import Side
 from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.fusion.planned_sizes import PlannedSizes
 from hydra_tune.fusion.plans import GroupPlans

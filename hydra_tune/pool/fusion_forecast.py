@@ -7,11 +7,15 @@ import torch
 from torch import nn
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import UnfusableError
+from hydra_tune.errors import BudgetError, UnfusableError
 from hydra_tune.fusion.choice import Timing, chosen_size, next_size, sizes, why
 from hydra_tune.fusion.chooser import UntracedPlans, timed_alone
 from hydra_tune.fusion.key import check_task, fusion_key
+from hydra_tune.fusion.planned import Stack, StepPlanner, stack_of
+from hydra_tune.fusion.planned_choice import PlannedChoice
+from hydra_tune.fusion.planned_sizes import compared, kept_way
 from hydra_tune.fusion.planner.figures import StepFigures
+from hydra_tune.fusion.planner.of_task import check_plannable
 from hydra_tune.fusion.plans import GroupPlans, check_updates, room_for
 from hydra_tune.fusion.probe import Bench
 from hydra_tune.pool.step_profiles import StepProfiles
@@ -42,6 +46,9 @@ class FusionForecast:
         size: members that `fusion="auto"` would take, were there enough of them with many steps to go; 1: it would run by
             itself; None where nothing was timed.
         told: that in words, with the numbers; or why it cannot be timed.
+        planned: how as many of them as a group may have would be computed together with planned steps, where a device has room
+            for fewer; evaluations are not counted. None where all fit, where that cannot be told, or nothing was timed.
+        why_not_planned: why no steps are planned; None where they are, or nobody has asked.
         figures: where its steps' memory is, and what less memory would cost, where that was asked for and can be told.
         why_no_figures: why it cannot; None where it can, or nobody has asked.
     """
@@ -54,6 +61,8 @@ class FusionForecast:
     group_seconds: dict[int, float] = field(default_factory=dict)
     size: int | None = None
     told: str | None = None
+    planned: PlannedChoice | None = None
+    why_not_planned: str | None = None
     figures: StepFigures | None = None
     why_no_figures: str | None = None
 
@@ -69,6 +78,7 @@ class FusionForecasts:
         self._budget_bytes = budget_bytes
         self._numbers: dict[Hashable, int] = {}
         self._timings: dict[Hashable, Timing] = {}
+        self._planned: dict[Hashable, PlannedChoice] = {}
         self._figures = StepProfiles(budget_bytes)
 
     def of(
@@ -98,6 +108,8 @@ class FusionForecasts:
             profiled: trials that its step is profiled for; 0: it is not.
         """
         found = self._joined(task, built, prepared, leaves, library, device, most=most, probes=probes)
+        if probes and prepared.is_checked:
+            found = self._with_plans(found, task, built, prepared, leaves, library, device, most)
         if not profiled:
             return found
         try:
@@ -105,6 +117,36 @@ class FusionForecasts:
         except UnfusableError as error:
             return replace(found, why_no_figures=str(error))
         return replace(found, figures=figures)
+
+    def _with_plans(
+        self,
+        found: FusionForecast,
+        task: TrainTask,
+        built: tuple[nn.Module, torch.optim.Optimizer],
+        prepared: Prepared,
+        leaves: Leaves,
+        library: PlanLibrary,
+        device: Device,
+        most: int,
+    ) -> FusionForecast:
+        """The same, with how more of them would be computed together than a device has room for."""
+        room = min(most, self._budget_bytes // prepared.plan.peak_bytes)
+        if not 1 <= room < most or device.torch_device.type != "cpu":
+            return found
+        planner, plans = StepPlanner(self._budget_bytes, library.budget.alignment), GroupPlans(library)
+
+        def stack(begin: int, end: int) -> Stack:
+            return stack_of(plans.stacked(prepared, end - begin), [built] * (end - begin), leaves.tensors)
+
+        try:
+            key = (fusion_key(task, *built), leaves.signature, most)
+            if key not in self._planned:
+                check_plannable(task, prepared)
+                kept = kept_way(planner, stack(0, room))
+                self._planned[key] = compared(planner, stack, most, kept, most, insists=False, least_gain=1.0)
+        except (UnfusableError, BudgetError) as error:
+            return replace(found, why_not_planned=str(error))
+        return replace(found, planned=self._planned[key])
 
     def _joined(
         self,

@@ -10,15 +10,18 @@ from hydra_tune.errors import BudgetError, UnfusableError
 from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.key import FusionKey
+from hydra_tune.fusion.measured import Measured
 from hydra_tune.fusion.pair import PairTrial
 from hydra_tune.fusion.seat import Seat
 from hydra_tune.pool.fusion_entry import Entry
 from hydra_tune.pool.job import Job, Reported
 from hydra_tune.pool.later import Later
+from hydra_tune.pool.lifecycle import log_measured
 from hydra_tune.pool.pool import Pool
 from hydra_tune.train.trial import Report
 
 _LOGGER = logging.getLogger(__name__)
+_FUSION_LOGGER = logging.getLogger("hydra_tune.fusion")
 
 
 class Keeping(Protocol):
@@ -215,6 +218,11 @@ class LiveGroup:
             late, self.arrivals = self.arrivals, []
         if late:
             self._timer.do(partial(self._keeping.send_back, late))
+
+    def measured(self, found: Measured) -> None:
+        """As of `Desk`."""
+        _FUSION_LOGGER.info("measured: %s", found.told)
+        log_measured(self._pool.log, self.carrier.key, found)
 
     def _entry_of(self, seat: Seat) -> Entry:
         return next(one for one in self.entries if one.seat is seat)

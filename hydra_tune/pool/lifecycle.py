@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from hydra_tune.fusion.chooser import Choice
+from hydra_tune.fusion.measured import Measured
 from hydra_tune.fusion.planned_choice import PlannedChoice
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.job import Job, Result
@@ -74,6 +75,12 @@ def log_plan(log: EventLog | None, job: str, choice: PlannedChoice, trials: int)
     """It was chosen how trials are computed together of which a device has no room for as many; `job` runs them."""
     if log is not None:
         log.job(job, "plan", trials=trials, told=list(choice.told), ways=[asdict(way) for way in choice.ways])
+
+
+def log_measured(log: EventLog | None, job: str, found: Measured) -> None:
+    """Planned steps of a job have proved to take so long."""
+    if log is not None:
+        log.job(job, "measured", told=[found.told], **asdict(found))
 
 
 def log_end(log: EventLog, job: Job, result: Result) -> None:

@@ -9,6 +9,7 @@ stream, and nothing waits on the host.
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +22,13 @@ from hydra_tune.fusion.planner.nodes import view_of
 
 
 class Copies(Protocol):
-    """What an interpreter has done in the background."""
+    """What an interpreter has done in the background.
+
+    Attributes:
+        waited_seconds: that the host has waited for copies.
+    """
+
+    waited_seconds: float
 
     def offload(self, value: Tensor, storage: str) -> Any:
         """Begin to copy a value's storage to the host; gives a handle."""
@@ -85,6 +92,7 @@ class ThreadCopies:
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.waited_seconds = 0.0
         self._host = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
         self._asked: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="planned copies", daemon=True)
@@ -100,7 +108,7 @@ class ThreadCopies:
 
     def release(self, handle: _Flight) -> Tensor:
         """As of `Copies`."""
-        return handle.wait()
+        return self._awaited(handle)
 
     def prefetch(self, copy: Tensor) -> _Flight:
         """As of `Copies`."""
@@ -112,12 +120,20 @@ class ThreadCopies:
 
     def arrived(self, handle: _Flight) -> Tensor:
         """As of `Copies`."""
-        return handle.wait()
+        return self._awaited(handle)
 
     def close(self) -> None:
         """As of `Copies`."""
         self._asked.put(None)
         self._thread.join()
+
+    def _awaited(self, handle: _Flight) -> Tensor:
+        if handle.is_done is None or handle.is_done.is_set():
+            return handle.wait()
+        begin = time.perf_counter()
+        found = handle.wait()
+        self.waited_seconds += time.perf_counter() - begin
+        return found
 
     def _ask(self, to: Tensor, source: Tensor) -> _Flight:
         flight = _Flight(to, source, threading.Event())
@@ -145,6 +161,7 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device, sizes: Mapping[str, int]) -> None:
+        self.waited_seconds = 0.0  # the host never does
         self._device = device
         self._host = {name: torch.empty(size, dtype=torch.uint8, pin_memory=True) for name, size in sizes.items()}
         self._out, self._in = _stream(device), _stream(device)

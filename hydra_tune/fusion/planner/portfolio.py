@@ -178,24 +178,25 @@ class Planner:
         Args:
             member: whose instructions stay what they are, but for where copies to the host end.
         """
-        parts = [
-            self._part(part.sizes, part.way, part.schedule.timed_by(tuple(map(self._of, part.sizes))))
-            for part in member.parts
-        ]
+        parts = [self.timed(part, tuple(map(self._of, part.sizes))) for part in member.parts]
         return self._member(member.name, parts)
 
     def alone(self, size: int) -> Part:
         """The best way to run one sub-array of so many trials, or the one that needs least memory if none fits."""
         return self._alone(size)
 
-    def paired(self, sizes: tuple[int, int], arrays: tuple[Array, Array]) -> dict[str, Part]:
-        """All ways to run two sub-arrays in turn, which need not be of one kind, by their names.
+    def ways(self, sizes: tuple[int, ...], arrays: tuple[Array, ...]) -> dict[str, Part]:
+        """All ways to run one sub-array, or two in turn, which need not be of one kind; by their names.
 
         Args:
             sizes: trials of each.
             arrays: what is known of them.
         """
         return self._ways(sizes, arrays)
+
+    def timed(self, part: Part, arrays: tuple[Array, ...]) -> Part:
+        """A part as it is, with what is predicted for it by other arrays of the same trials."""
+        return self._part(part.sizes, part.way, part.schedule.timed_by(arrays))
 
     def best(self, ways: Mapping[str, Part]) -> Part:
         """The fastest of some ways that fits, or the one that needs least memory."""

@@ -6,6 +6,7 @@ more steps to make, the other goes on alone, forward and backward one after the 
 recomputations.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ class PlannedRun:
         arguments: of each sub-array: the number of a step -> its graph's arguments, rates for that step among them.
             What they give is asked for once for the forward and once for the backward, and must be the same batch.
         draw: a sub-array's side and the number of its noise -> random numbers.
+
+    Attributes:
+        seconds: that graphs have taken in all: of the calling thread, and what that has waited for copies.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class PlannedRun:
             for side, array in enumerate(schedule.arrays)
             for name in schedule.decisions[side].swaps
         }
+        self.seconds = 0.0
         self._copies: Copies = copies_for(device, sizes)
         self._graphs = {one: Interpreter(merged, self._copies, draw) for one, merged in self.merged.items()}
         self._arguments = arguments
@@ -85,7 +90,9 @@ class PlannedRun:
             if side is not None:
                 own = self._arguments[side](numbers[side])
                 given |= {f"a{side}_{name}": tensor for name, tensor in own.items()}
+        began = time.thread_time() + self._copies.waited_seconds
         found = graph.run({name: given.pop(name) for name in graph.arguments})
+        self.seconds += time.thread_time() + self._copies.waited_seconds - began
         if segment.backward is not None:
             self._ended[segment.backward] += 1
         if segment.forward is not None:

@@ -6,14 +6,16 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion import pair
+from hydra_tune.fusion import measured, pair
 from hydra_tune.fusion.pair_round import PairedSteps
 from hydra_tune.fusion.planned import StepPlanner
+from hydra_tune.observe.runlog import read_log
 from hydra_tune.pool.job import OVER, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
-from tests.unit.pool.test_planned_steps import bits, task
+from tests.unit.pool.test_planned_steps import CNN, X, Y, bits, task
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -163,3 +165,70 @@ def test_groups_that_cannot_take_turns_make_their_steps_one_after_the_other(segm
     assert segments == []
     assert "not in turn: as it happens" in caplog.text
     assert [bits(result) for result in results] == roomy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [MEMORY, "330KiB"])
+def test_steps_that_take_other_than_predicted_are_planned_once_more_with_the_same_bits(monkeypatch, tmp_path, memory):
+    """Two groups in turn, and one group whose steps are planned."""
+    monkeypatch.setattr(measured, "TOLERANCE", -1.0)
+    monkeypatch.setattr(measured, "_WARM_UPS", 0)
+    monkeypatch.setattr(measured, "_TURNS", 1)
+    epochs = (12,) * 4
+    with pool_of(device_memory=memory, event_log=tmp_path / "log.jsonl") as pool:
+        results = pool.run(tasks_of(epochs=epochs))
+        device = pool.stats().devices["cpu:0"]
+    assert [result.error for result in results] == [None] * 4
+    is_pair = memory == MEMORY
+    assert [bits(result) for result in results] == (roomy(epochs=epochs) if is_pair else roomy_group(epochs))
+    assert device.peak_bytes <= device.budget_bytes
+    events = [event for event in read_log(tmp_path / "log.jsonl").jobs if event.what in ("plan", "measured")]
+    plan, *all_measured = (event.more for event in events)
+    (chosen,) = [way for way in plan["ways"] if way["is_chosen"]]
+    assert chosen["sizes"] == ([2, 2] if is_pair else [4])
+    assert all_measured
+    for found in all_measured:  # of each kind of batch
+        assert found["sizes"] == chosen["sizes"]
+        assert found["is_replanned"]
+        assert [way["is_chosen"] for way in found["ways"]].count(True) == 1
+
+
+@functools.cache
+def roomy_group(epochs):
+    """All four in one group where everything is kept."""
+    with running(fusion="on", fusion_size=4, fusion_planner="off") as pool:
+        return [bits(result) for result in pool.run(tasks_of(epochs=epochs))]
+
+
+@pytest.mark.slow
+def test_a_probe_shows_how_trials_beyond_the_room_would_be_computed_together():
+    clipped = task(4, max_grad_norm=1.0)
+    with pool_of() as pool:
+        one, other, *_ = (trial.fusion for trial in pool.plan([task(0), clipped], probe=True).trials)
+    assert one.planned is not None
+    assert [way.name for way in one.planned.ways[:3]] == ["fits, one after another", "one group", "two in turn"]
+    assert [way.sizes for way in one.planned.ways[:3]] == [(1,), (4,), (2, 2)]
+    assert "no plan of 4 fused trials" in one.planned.ways[1].why_not
+    assert one.planned.chosen.seconds_each == min(way.seconds_each for way in one.planned.ways)
+    assert other.planned is None
+    assert "max_grad_norm" in other.why_not_planned
+
+
+def _double():
+    return CNN().double()
+
+
+@pytest.mark.slow
+def test_in_float64_two_groups_in_turn_come_to_what_one_of_all_comes_to(segments):
+    data = TensorDataset(X.double(), Y)
+    own = {"model": _double, "train": data, "validate": data}
+    tasks = [task(seed, **own) for seed in range(4)]
+    with pool_of(device_memory="560KiB") as pool:
+        found = pool.run(tasks)
+    assert segments
+    with running(fusion="on", fusion_size=4, fusion_planner="off") as pool:
+        expected = pool.run(tasks)
+    assert {result.group_size for result in expected} == {4}
+    for one, other in zip(found, expected, strict=True):
+        for name, tensor in other.state_dict().items():
+            torch.testing.assert_close(one.state_dict()[name], tensor, rtol=1e-9, atol=1e-9)
