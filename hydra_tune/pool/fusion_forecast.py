@@ -139,9 +139,9 @@ class FusionForecasts:
             return stack_of(plans.stacked(prepared, end - begin), [built] * (end - begin), leaves.tensors)
 
         try:
+            check_plannable(task, prepared)
             key = (fusion_key(task, *built), leaves.signature, most)
             if key not in self._planned:
-                check_plannable(task, prepared)
                 kept = kept_way(planner, stack(0, room))
                 self._planned[key] = compared(planner, stack, most, kept, most, insists=False, least_gain=1.0)
         except (UnfusableError, BudgetError) as error:
