@@ -1,15 +1,17 @@
 """CPU seconds of whole runs through the pool, of the same trials with fusion off, and left to the pool; ratios within one run.
 
-    python benchmarks/fusion_auto.py [mlp] [cnn] [transformer] [wide] [images] [resnet] [--pairs 2]
+    python benchmarks/fusion_auto.py [mlp] [cnn] [transformer] [wide] [images] [resnet] [mixed] [--pairs 2]
 
 One CPU device, one intra-op thread. Each run is of a pool of its own, so that building, capturing and the steps that "auto"
 times are counted. The two take turns, each of them first in every other pair, and the ratio is the median of those of the
 pairs. Where nothing is computed together both run the same units, which take no longer in one than in the other but for what
 the machine does meanwhile; so "units" is that ratio of the seconds of units alone, which shows how far to trust the other one,
-and "beside" are the seconds of all else, where "auto" can be told from "off" exactly.
+and "beside" are the seconds of all else, where "auto" can be told from "off" exactly. "mixed" is one run of small and of large
+models.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -73,13 +75,16 @@ CASES = {  # model, inputs of so many samples, batch size, trials, steps of each
 }
 
 
-def run(name, fusion):
-    """CPU seconds of a run, those of its units, and with how many others its trials were computed."""
+MIXED = {"mixed": ("mlp", "wide", "images")}  # cases whose trials are submitted by turns
+
+
+def trials_of(name):
+    """Tasks of a case's trials."""
     build, inputs, batch_size, count, steps = CASES[name]
     torch.manual_seed(0)
     x = inputs(8 * batch_size)
     y = torch.randint(10, (len(x),))
-    tasks = [
+    return [
         TrainTask(
             model=build,
             optimizer=partial(torch.optim.AdamW, lr=1e-3 / (number + 1)),
@@ -91,6 +96,12 @@ def run(name, fusion):
         )
         for number in range(count)
     ]
+
+
+def run(name, fusion):
+    """CPU seconds of a run, those of its units, and with how many others its trials were computed."""
+    parts = [trials_of(part) for part in MIXED.get(name, (name,))]
+    tasks = [task for turn in itertools.zip_longest(*parts) for task in turn if task is not None]
     IN_UNITS.clear()
     start = time.process_time()
     with HydraExecutor(devices="cpu:1", device_memory="2GiB", fusion=fusion) as pool:
@@ -135,7 +146,8 @@ def shown(name, count):
     units = statistics.median(off / auto for (_, off), (_, auto) in pairs)
     off, auto = (statistics.median(seconds for seconds, _ in found[fusion]) for fusion in ("off", "auto"))
     beside = [statistics.median(seconds - units for seconds, units in found[fusion]) for fusion in ("off", "auto")]
-    _, _, _, trials, steps = CASES[name]
+    counts = [CASES[part][3:] for part in MIXED.get(name, (name,))]
+    trials, steps = sum(count for count, _ in counts), max(steps for _, steps in counts)
     return (
         f"{name:12} {trials:6} {steps:6} {off:7.2f} s {auto:7.2f} s {statistics.median(ratios):9.2f}x "
         f"({min(ratios):.2f} to {max(ratios):.2f}) {units:6.2f}x {beside[0]:7.2f} s {beside[1]:7.2f} s {together:>9}"
@@ -144,7 +156,7 @@ def shown(name, count):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[*CASES, []])
+    parser.add_argument("cases", nargs="*", choices=[*CASES, *MIXED, []])
     parser.add_argument("--pairs", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -153,7 +165,7 @@ def main():
     print(
         "model        trials  steps       off      auto  off / auto     (of pairs)   units  beside: off       auto  together"
     )
-    for name in options.cases or CASES:
+    for name in options.cases or (*CASES, *MIXED):
         print(shown(name, options.pairs), flush=True)
 
 
