@@ -97,6 +97,7 @@ def test_a_pruned_member_and_one_that_takes_its_place_change_nobody_elses_bits(s
                 event = events.get(PATIENCE_SECONDS)
                 if isinstance(event, Reported) and event.job is jobs[pruned] and event.step == 1:
                     event.job.prune()
+                    event.job.result(PATIENCE_SECONDS)  # or the next one may come before there is a place
                     jobs.append(pool.submit(tasks[4], None, events))
                 elif isinstance(event, Reported):
                     event.job.proceed()
