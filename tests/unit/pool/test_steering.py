@@ -42,6 +42,7 @@ def test_pausing_at_any_time_changes_no_number(devices):
                 job.pause()
                 job.set_priority(int(job is jobs[0]))
                 job.unpause()
+            time.sleep(0.001)  # the workers get their turn: without it this loop keeps a core for itself
         results = [
             job.result(PATIENCE_SECONDS) for job in jobs
         ]  # all of them: the plain loop draws from torch's streams
