@@ -29,7 +29,7 @@ OPERATORS = {
     "batch norm": lambda layer, a, _: layer(a),
     "layer norm": lambda layer, a, _: layer(a),
     "dropout": lambda layer, a, _: layer(a),
-    "in place": lambda layer, a, _: functional.relu(layer(a), inplace=True).mul_(0.5),
+    "in place": lambda layer, a, _: functional.relu(layer(a).mul_(0.5), inplace=True),
     "add": lambda _, a, b: a + b,
     "gate": lambda _, a, b: torch.sigmoid(a) * b,
     "softmax": lambda _, a, b: torch.softmax(a @ b.T, 1) @ b,
