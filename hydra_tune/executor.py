@@ -554,13 +554,14 @@ class HydraExecutor:
                 (`why_no_figures`); see docs/planner.md. True: for as many as fill a group, up to 8.
 
         Returns:
-            The figures.
+            The figures; of several tasks without those that cannot be planned, which are in `failed` with the error.
 
         Raises:
             BudgetError: a model that the devices have no room for; its `enough_bytes` says how much would do.
             ConfigError: no tasks; a model that runs whole and whose code wants the values of its tensors; or one that is too
                 large to be built, and runs whole or reads its weights when it is made.
-            HydraTuneError: a task that the pool would refuse.
+            TaskError: a task whose own code fails, as it would in training; that error is its cause.
+            HydraTuneError: a task that the pool would refuse. As all of these but for no tasks, only if no task can be planned.
         """
         named = {f"trial{number}": task for number, task in enumerate(tasks)}
         if not named:

@@ -19,7 +19,7 @@ from hydra_tune.cli.run import DONE, FAILED, INTERRUPTED, USAGE, opened
 from hydra_tune.cli.sampling import grid, sample
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.task_ref import load_task
-from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, SweepFileError
+from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, SweepFileError, TaskError
 from hydra_tune.executor import HydraExecutor
 from hydra_tune.pool.forecast import Forecast
 from hydra_tune.shapes_only import has_shapes_only
@@ -130,6 +130,10 @@ def _planned(
         forecast = plan([task])
     except BudgetError as refusal:
         error, enough = str(refusal), refusal.enough_bytes
+    except TaskError as refusal:
+        if refusal.__cause__ is not None:  # the user's code may raise anything
+            traceback.print_exception(refusal.__cause__, file=sys.stderr)
+        error = str(refusal)
     except HydraTuneError as refusal:
         error = str(refusal)
     except Exception as fault:  # noqa: BLE001 - the user's code may raise anything

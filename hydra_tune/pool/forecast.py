@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.link import Link
 from hydra_tune.devices.weightless import WeightlessDevice
-from hydra_tune.errors import ConfigError
+from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.memory.block import Kind
 from hydra_tune.pool.fusion_forecast import FusionForecast, FusionOf, refused
+from hydra_tune.pool.plan_failures import RehearsedError, failure_of
 from hydra_tune.pool.rehearsal import Moved, Play
 from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import Policy
@@ -116,12 +118,14 @@ class Forecast:
     """What tasks would do together.
 
     Attributes:
-        trials: in the order of the tasks.
+        trials: in the order of the tasks, without those in `failed`.
         devices: by name.
+        failed: trials that cannot be planned, by name, and why; the others are planned as if they were not there.
     """
 
     trials: tuple[TrialForecast, ...]
     devices: dict[str, DeviceForecast]
+    failed: dict[str, HydraTuneError] = field(default_factory=dict)
 
     @property
     def bytes_in(self) -> dict[str, float]:
@@ -151,7 +155,8 @@ class Forecast:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `json.dump`."""
-        return asdict(self) | {
+        return asdict(replace(self, failed={})) | {
+            "failed": {name: str(error) for name, error in self.failed.items()},
             "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
             "bytes_across": self.bytes_across,
@@ -185,11 +190,30 @@ def forecast(
         max_concurrent: trials in flight.
         admission: which of them go first.
         sends_ahead: whether what a device does next is sent to it while it computes.
+
+    Raises:
+        HydraTuneError: none of them can be planned; why the first cannot.
     """
+    left, failed = dict(tasks), dict[str, HydraTuneError]()
     with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
-        company = _Company(library, architectures, known, fusion_of, devices, sends_ahead=sends_ahead)
-        thread.submit(company.cast, tasks).result()
-        return thread.submit(company.perform, policy, max_concurrent=max_concurrent, admission=admission).result()
+        while left:
+            company = _Company(library, architectures, known, fusion_of, devices, sends_ahead=sends_ahead)
+            failing = thread.submit(company.cast, left).result()
+            was_alone = len(left) == 1
+            failed |= failing
+            left = {name: task for name, task in left.items() if name not in failing}
+            if len(left) == 1 and not was_alone:
+                continue  # one that is alone is rehearsed otherwise
+            if left:
+                play = partial(company.perform, policy, max_concurrent=max_concurrent, admission=admission)
+                try:
+                    found: Forecast = thread.submit(play).result()
+                except RehearsedError as error:
+                    failed[error.name] = error
+                    del left[error.name]
+                else:
+                    return replace(found, failed={name: failed[name] for name in tasks if name in failed})
+    raise failed[next(iter(tasks))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,12 +269,17 @@ class _Company:
         self._parts: dict[str, _Part] = {}
         self._lengths = [_WARM_STEPS + _STEPS_ALONE]
 
-    def cast(self, tasks: Mapping[str, TrainTask]) -> None:
-        """Make the plans."""
+    def cast(self, tasks: Mapping[str, TrainTask]) -> dict[str, HydraTuneError]:
+        """Make the plans; returns of which tasks there is none, and why."""
+        failed = {}
         if len(tasks) > 1:
             self._lengths = [_WARM_STEPS, _WARM_STEPS + _STEPS_TOGETHER]
         for name, task in tasks.items():
-            self._parts[name] = self._part(name, task)
+            try:
+                self._parts[name] = self._part(name, task)
+            except Exception as error:  # noqa: BLE001 - the task's own code may raise anything
+                failed[name] = failure_of(name, error)
+        return failed
 
     def _part(self, name: str, task: TrainTask) -> _Part:
         part, no_group = self._planned(name, task), refused(task)
@@ -363,9 +392,9 @@ class _Company:
                 admission=admission,
                 num_steps=length,
                 sends_ahead=self._sends_ahead,
+                stage=self._stage,
             )
-            with self._stage:
-                play.run()
+            play.run()
             plays.append(play)
         last = plays[-1]
         if len(plays) == 1:

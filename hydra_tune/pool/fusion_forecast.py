@@ -116,6 +116,8 @@ class FusionForecasts:
             figures = self._figures.of(task, built, prepared, leaves, library, device, profiled)
         except UnfusableError as error:
             return replace(found, why_no_figures=str(error))
+        except Exception as error:  # noqa: BLE001 - what has no profile is planned all the same
+            return replace(found, why_no_figures=f"profiling its step has failed with {type(error).__name__}: {error}")
         return replace(found, figures=figures)
 
     def _with_plans(
@@ -146,6 +148,8 @@ class FusionForecasts:
                 self._planned[key] = compared(planner, stack, most, kept, most, insists=False, least_gain=1.0)
         except (UnfusableError, BudgetError) as error:
             return replace(found, why_not_planned=str(error))
+        except Exception as error:  # noqa: BLE001 - they run all the same
+            return replace(found, why_not_planned=f"planning its step has failed with {type(error).__name__}: {error}")
         return replace(found, planned=self._planned[key])
 
     def _joined(

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from hydra_tune.devices.weightless import WeightlessDevice
-from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune.errors import HydraTuneError
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import Need, Prefetch
 from hydra_tune.pool.ahead import NextUnits
+from hydra_tune.pool.plan_failures import RehearsedError
 from hydra_tune.schedule import (
     Admit,
     Command,
@@ -32,6 +33,7 @@ from hydra_tune.schedule import (
     Unit,
     UnitFinished,
 )
+from hydra_tune.shard.stage import Stage
 from hydra_tune.train.rehearsal import Rehearsal
 from hydra_tune.train.step import PendingUnit
 
@@ -168,6 +170,7 @@ class Play:
         admission: as of the scheduler.
         num_steps: of each trial.
         sends_ahead: whether what a device does next is sent to it while it computes.
+        stage: what runs within.
 
     Attributes:
         pagers: of each device.
@@ -187,7 +190,9 @@ class Play:
         admission: str,
         num_steps: int,
         sends_ahead: bool,
+        stage: Stage,
     ) -> None:
+        self._stage = stage
         self.pagers = {device.name: Pager(device) for device in devices}
         self.seconds = 0.0
         self.deciding_seconds = 0.0
@@ -207,6 +212,10 @@ class Play:
 
     def run(self) -> None:
         """Run all units."""
+        with self._stage:
+            self._run_all()
+
+    def _run_all(self) -> None:
         self._tell(*(DeviceAdded(device=name) for name in self._stands))
         self._tell(*(JobSubmitted(job=name) for name in self._players))
         while self._ends:
@@ -279,14 +288,16 @@ class Play:
     def _run(self, name: str, device: str) -> None:
         player, stand = self._players[name], self._stands[device]
         stand.device.now = max(stand.device.now, self.seconds)
+        self._stage.begin_unit()
         try:
             seconds = player.run(stand, self._next.needs)
         except HydraTuneError:
             raise
         except Exception as error:
-            raise ConfigError(
+            raise RehearsedError(
                 f"{name} cannot be planned: its code wants more of its tensors than sizes ({type(error).__name__}: {error}); "
-                "train some steps of it, and look at stats()"
+                "train some steps of it, and look at stats()",
+                name=name,
             ) from error
         self._num_ends += 1
         self.num_units = sum(stand.device.moment for stand in self._stands.values())

@@ -91,6 +91,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _track(self, tensor: Tensor, size: int | None = None) -> None:
+        if tensor.layout not in (torch.strided, torch.jagged):
+            for part in _parts(tensor):
+                self._track(part, size)
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001 - the storage's identity
         before = self.current_bytes  # notes are read first: a freed storage's identity may be another's by now
@@ -102,6 +106,17 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen[key] = (nbytes, reference)
         self._current_bytes = before + nbytes
         self.peak_bytes = max(self.peak_bytes, self._current_bytes)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a sparse one is made of, which has no storage of its own; none where torch does not tell them."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()  # noqa: SLF001 - the others copy, or want it to be coalesced
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 @contextmanager

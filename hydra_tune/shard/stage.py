@@ -11,22 +11,37 @@ from hydra_tune.shard.overwriting import overwritten
 
 _READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - what item(), float() and bool() come down to
 
+_MOST_READS = 30_000  # in one unit: some seconds
+
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+
+
+class EndlessError(Exception):
+    """Code that reads one value after the other, as a loop does that waits for another than 1."""
 
 
 class Stage(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Tensors made within have sizes and no bytes. Rehearsals are made and run inside of one.
 
-    Whoever reads a value is told 1: losses and norms are finite, and an optimizer's counters can be divided by.
+    Whoever reads a value is told 1: losses and norms are finite, and an optimizer's counters can be divided by. Who reads
+    values without end, as a loop does that waits for another, is stopped by `EndlessError`.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._num_reads = 0
+
+    def begin_unit(self) -> None:
+        """Another unit is to run."""
+        self._num_reads = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NO_KEYWORDS
     ) -> Any:
         if func is _READ:
+            self._num_reads += 1
+            if self._num_reads > _MOST_READS:
+                raise EndlessError(f"it has read {_MOST_READS:,} values in one unit, each of which is taken to be 1")
             dtype = args[0].dtype
             return dtype == torch.bool or (1.0 if dtype.is_floating_point else 1)
         target = overwritten(func, args)

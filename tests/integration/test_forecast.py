@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.errors import BudgetError, ConfigError
+from hydra_tune.errors import BudgetError, ConfigError, TaskError
 from hydra_tune.shard import compute
 from hydra_tune.train.rehearsal import Rehearsal
 from tests.unit.pool.tasks import running, task
@@ -190,6 +190,54 @@ def test_one_whose_code_wants_values_is_refused():
         pytest.raises(ConfigError, match="trial0 cannot be planned: its code wants"),
     ):
         pool.plan([task(model=Masking)])
+
+
+class Halving(Asking):
+    """How long it goes on depends on values."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        while values.norm() >= 1:
+            values = values * 0.5
+        return super().forward(values)
+
+
+def test_one_that_goes_on_until_values_are_right_is_refused_and_trains(monkeypatch):
+    monkeypatch.setattr("hydra_tune.shard.stage._MOST_READS", 300)
+    with running() as pool:
+        with pytest.raises(ConfigError, match="it has read 300 values in one unit, each of which is taken to be 1"):
+            pool.plan([task(model=Halving)])
+        (result,) = pool.run([task(model=Halving)])
+    assert result.status == "completed"
+
+
+class Unique(nn.Linear):
+    """Torch has no backward of what its forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        found = super().forward(values)
+        return found + torch.unique(found).sum()
+
+
+def test_trials_that_cannot_be_planned_are_told_and_fail_by_themselves_and_the_others_are_planned():
+    tasks = [task(model=Unique), task(), task(model=Masking)]
+    with running() as pool:
+        planned, alone = pool.plan(tasks), pool.plan([task()])
+        with pytest.raises(TaskError, match="trial0 cannot be planned: it fails with NotImplementedError") as raised:
+            pool.plan(tasks[:1])
+        results = pool.run(tasks)
+    assert [trial.name for trial in planned.trials] == ["trial1"]
+    assert list(planned.failed) == ["trial0", "trial2"]
+    assert list(planned.to_json()["failed"].values()) == [str(error) for error in planned.failed.values()]
+    assert planned.devices == alone.devices
+    for error in (raised.value, planned.failed["trial0"]):
+        assert isinstance(error.__cause__, NotImplementedError)
+        assert "_unique2" in str(error)
+    assert "trial2 cannot be planned: its code wants" in str(planned.failed["trial2"])
+    assert [result.status for result in results] == ["failed", "completed", "completed"]
+    assert "_unique2" in str(results[0].error)
 
 
 def test_a_compiled_model_is_planned_as_it_was_before():

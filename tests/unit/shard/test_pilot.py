@@ -253,3 +253,24 @@ def test_the_pilots_tracker_counts_storages_from_first_sight_to_last_reference()
         del c
         assert tracker.current_bytes == 0
     assert tracker.peak_bytes == 448
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_sparse_tensors_count_with_what_they_are_made_of(layout):
+    dense = torch.eye(64)
+    made = {
+        "coo": dense.to_sparse,
+        "csr": dense.to_sparse_csr,
+        "csc": dense.to_sparse_csc,
+        "bsr": lambda: dense.to_sparse_bsr((1, 1)),
+        "bsc": lambda: dense.to_sparse_bsc((1, 1)),
+    }[layout]
+    with StorageTracker() as tracker:
+        sparse = made()
+        held = tracker.current_bytes
+        del sparse
+        left = tracker.current_bytes
+    ends = 0 if layout == "coo" else 65  # and the others' indices are a view of a "coo" tensor's, or not
+    assert 8 * (64 + ends) + 4 * 64 <= held <= 8 * (2 * 64 + ends) + 4 * 64
+    assert left == 0
