@@ -20,6 +20,7 @@ from hydra_tune.memory.saved import HostCopy, Packed, SavedTensors
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.capture import describe, named_state
+from hydra_tune.shard.outcome import refuse_sparse
 from hydra_tune.shard.own_state import check_state
 from hydra_tune.shard.pilot import StorageTracker, quiet_collector
 from hydra_tune.shard.precision import eager_autocast
@@ -120,6 +121,7 @@ class EagerPilot:
                 kept = results["loss"].detach().clone()  # as a backward unit does
                 GradientRules.of(self._task).objective(results["loss"]).backward()  # type: ignore[no-untyped-call]
                 del kept
+                refuse_sparse({name: p.grad for name, p in twin.named_parameters() if p.grad is not None})
         check_state(state, twin)
         return tuple(results)
 

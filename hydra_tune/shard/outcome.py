@@ -198,7 +198,7 @@ def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: l
     if guards is not None and guard is not None:
         guards.append(guard)
     gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
-    _refuse_sparse(gradients)
+    refuse_sparse(gradients)
     twin.zero_grad(set_to_none=True)
     return Outcome(
         results={name: value.detach() for name, value in results.items()},
@@ -227,7 +227,12 @@ def _own_functions(loss: Tensor) -> frozenset[str]:
     return frozenset(found)
 
 
-def _refuse_sparse(gradients: dict[str, Tensor]) -> None:
+def refuse_sparse(gradients: dict[str, Tensor]) -> None:
+    """Raise `TaskError` for a gradient that is sparse.
+
+    Args:
+        gradients: by parameter.
+    """
     for name, gradient in gradients.items():
         if gradient.layout is not torch.strided:
             raise TaskError(

@@ -407,6 +407,10 @@ def _check_storages(tensors: dict[str, Tensor]) -> None:
     """Refuse tensors that share memory without being one object: in blocks of their own they would come apart."""
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            raise TaskError(
+                f"{name!r} of the model is sparse, which cannot be spilled; keep it dense, and make it sparse in forward"
+            )
         if not tensor.numel():
             continue
         other = names.setdefault(tensor.untyped_storage()._cdata, name)  # noqa: SLF001 - the storage's identity

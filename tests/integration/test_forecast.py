@@ -210,6 +210,38 @@ def test_one_that_goes_on_until_values_are_right_is_refused_and_trains(monkeypat
     assert result.status == "completed"
 
 
+class SparseGradient(nn.Module):
+    """Which no graph can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 4, sparse=True)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.rows((values[:, 0] > values.mean().item()).long())
+
+
+class SparseBuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.register_buffer("map", torch.eye(4).to_sparse())
+
+    def forward(self, values: Tensor) -> Tensor:
+        return (self.map @ super().forward(values).T).T
+
+
+@pytest.mark.parametrize(
+    ("model", "told"), [(SparseGradient, "of 'rows.weight' is"), (SparseBuffer, "'map' of the model is")]
+)
+def test_sparse_gradients_and_state_are_refused_by_name(model, told):
+    made = task(model=model, optimizer=partial(torch.optim.SGD, lr=0.1))
+    with running() as pool:
+        with pytest.raises(TaskError, match=f"{told} sparse"):
+            pool.plan([made])
+        (result,) = pool.run([made])
+    assert isinstance(result.error, TaskError)
+
+
 class Unique(nn.Linear):
     """Torch has no backward of what its forward calls."""
 
