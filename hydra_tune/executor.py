@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Literal, Self
 
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.naming import folder_name
+from hydra_tune.checkpoint.saved import Saved
 from hydra_tune.devices.discovery import open_device, parse_bandwidth
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.interrupts import ends_in_order, is_interrupt
@@ -363,6 +365,22 @@ class HydraExecutor:
         finally:
             kept.close()
         return kept.path
+
+    def copy_at_end(self, job: Job) -> "Future[Saved]":
+        """Have a job's last state copied in memory when it has nothing to do any more, with or without a `checkpoint_dir`.
+
+        Args:
+            job: a job of this executor that is not over.
+
+        Returns:
+            The copy, which is there before the job is over and takes host memory as long as it is kept;
+            `CheckpointFolder.write` writes it. `cancel()` where it is not wanted any more. Of a job that does not complete, or
+            that had nothing to train when it began, a `CheckpointError`.
+
+        Raises:
+            CheckpointError: the job is over.
+        """
+        return (self._fusion or self._started()).copy_at_end(job)
 
     def find_checkpoint(self, name: str) -> FoundCheckpoint | None:
         """The last good checkpoint of the trial of this name, whichever process has made it.

@@ -234,6 +234,7 @@ class TrialKeeper:
         self._lock = threading.Lock()
         self._copies: list[Future[Saved]] = []
         self._files: list[Future[Path]] = []
+        self._at_end: list[Future[Saved]] = []
         self._end: str | None = None
         self._is_owed = False
         self._steps = -1
@@ -272,6 +273,10 @@ class TrialKeeper:
         """Ask for a copy of the trial's next state between two steps."""
         return self._ask(self._copies)
 
+    def copy_at_end(self) -> Future[Saved]:
+        """Ask for a copy of the state that it has when it does nothing any more; may be cancelled."""
+        return self._ask(self._at_end)
+
     def save(self) -> Future[Path]:
         """Ask for a checkpoint of it."""
         return self._ask(self._files)
@@ -295,6 +300,9 @@ class TrialKeeper:
         with self._lock:
             copies, self._copies = self._copies, []
             files, self._files = self._files, []
+            if is_last:
+                copies += [copy for copy in self._at_end if copy.set_running_or_notify_cancel()]
+                self._at_end = []
         try:
             self._check(trial)
             for copy in copies:
@@ -379,9 +387,11 @@ class TrialKeeper:
             if self._end is not None:
                 return
             self._end = status
-            asked: list[Future[Any]] = [*self._copies, *self._files]
+            asked: list[Future[Any]] = [*self._copies, *self._files, *self._at_end]
+            self._copies, self._files, self._at_end = [], [], []
         for future in asked:
-            future.set_exception(self._ended())
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._ended())
         if self._folder is None:
             self._all.leave(self.path)
         else:

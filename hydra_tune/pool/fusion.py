@@ -173,6 +173,10 @@ class Fusion:
         self.answer(job, future)
         return future
 
+    def copy_at_end(self, job: Job) -> "Future[Saved]":
+        """As of `Pool`."""
+        return self._keeper_of(job).copy_at_end()
+
     def answer(self, job: Job, waiting_for: "Future[Any] | None" = None) -> None:
         """As of `Pool`."""
         with self._pool.changed:

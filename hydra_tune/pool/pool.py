@@ -447,6 +447,10 @@ class Pool:
         self.answer(job, future)
         return future
 
+    def copy_at_end(self, job: Job) -> "Future[Saved]":
+        """Copy a job's last state when it completes."""
+        return self._asked(job, TrialKeeper.copy_at_end)
+
     def _asked(self, job: Job, ask: "Callable[[TrialKeeper], Future[T]]") -> "Future[T]":
         record = self._record_of(job)
         if record is None or record.keeper is None:

@@ -320,6 +320,8 @@ class Trial:
                     yield from self._report(epoch, over)
             if task.scheduler_interval == "epoch":
                 self._step_scheduler()
+            if epoch + 1 == task.epochs:
+                self._adopt_saved()  # before it is saved: nothing may have been left to train
             self._reached(Place(epoch=epoch + 1))
         self._adopt_saved()
 

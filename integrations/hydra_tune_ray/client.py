@@ -53,7 +53,7 @@ class Client:
         self._pool: Any = None
         self._line: Line | None = None
         self._saved = -1
-        self._is_last = self._is_over = False
+        self._is_last = False
         self._left = threading.Event()
 
     def begin(self, ticket: Ticket | None) -> None:
@@ -92,23 +92,19 @@ class Client:
                 continue
             if isinstance(outcome, Over):
                 self._check(outcome)
-                self._is_over = True
                 return outcome
             self._number, self._is_last = outcome.number, outcome.is_last
             self._request = replace(self._request, files=None)  # or the object store would keep them as long
             return outcome
 
     def save(self, folder: Path) -> Ticket:
-        """Write the state at the last report to a folder on this node.
+        """Write the state at the last report, or that the trial has completed with, to a folder on this node.
 
         Raises:
             TrialError: it cannot be saved.
             PoolError: the pool has died.
         """
-        if self._is_over and self._request.files is not None:  # there was nothing left to do after this checkpoint
-            files = ray.get(self._request.files, timeout=_SAVE_SECONDS)
-        else:
-            files = self._asked(_SAVE_SECONDS, "save", self._request.key, str(folder) if self._is_here() else None)
+        files = self._asked(_SAVE_SECONDS, "save", self._request.key, str(folder) if self._is_here() else None)
         if files is not None:
             write_files(files, folder)
         self._saved = self._number

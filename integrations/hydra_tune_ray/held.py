@@ -10,9 +10,11 @@ import asyncio
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+from hydra_tune.checkpoint.saved import Saved
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.pool.job import EventStream, Job, PoolEvent, Reported, Result
 from hydra_tune_ray.messages import Begin, Load, Moved, Outcome, Over, Report, Waiting
@@ -32,6 +34,7 @@ class Held:
         expires: when it ends without a sign of life, by `time.monotonic()`.
         number: reports that it has made.
         job: of the pool; None: it is being made.
+        at_end: its last state, once it has completed; None: it waits at its last report until it has been saved.
         said: what it has said last; None: nothing since its last report was answered.
         target: the name of the pool that it is to leave for.
         leaving: copies it, to leave for `target`.
@@ -42,6 +45,7 @@ class Held:
     expires: float
     number: int
     job: Job | None = None
+    at_end: "Future[Saved] | None" = None
     said: Report | Over | None = None
     target: str | None = None
     leaving: asyncio.Task[Outcome] | None = None
@@ -91,6 +95,8 @@ class Held:
             self.said = Report(
                 number=self.number, step=event.step, metrics=dict(event.metrics), is_last=_is_last(event)
             )
+            if self.said.is_last and self.at_end is not None:
+                self.at_end.cancel()
         else:
             self.said = over(event.result)
         self.changed.set()

@@ -106,6 +106,7 @@ class NodePool:
         try:
             assert self._training is not None
             held.job = await asyncio.to_thread(self._training.submit, request, await _fetched(request.files), events)
+            held.at_end = self._training.copy_at_end(held.job)
         except Exception as error:  # noqa: BLE001 - a trial's own code may raise anything; it fails alone
             held.said = Over(status="failed", error=told(error))
             return held.said
@@ -136,7 +137,7 @@ class NodePool:
         return await self._moved(held) if said is None else said
 
     async def save(self, key: str, folder: str | None) -> Files | None:
-        """Write the state of a trial that waits at a report.
+        """Write the state of a trial that waits at a report, or has completed.
 
         Args:
             key: of the trial.
@@ -149,10 +150,23 @@ class NodePool:
         if held is None or held.job is None or self._training is None:
             raise TaskError("there is no such trial in this pool any more")
         self._trials.renew(held)
+        if isinstance(held.said, Over):
+            return await self._last_state(held)
         if folder is not None:
             await asyncio.to_thread(self._training.save, held.job, folder)
             return None
         return await asyncio.to_thread(self._training.read_saved, held.job)
+
+    async def _last_state(self, held: Held) -> Files:
+        """The state that a trial has completed with."""
+        assert self._training is not None
+        copy = held.at_end
+        if copy is not None and copy.done() and not copy.cancelled() and copy.exception() is None:
+            return await asyncio.to_thread(self._training.read_copied, copy.result())
+        files = await _fetched(held.request.files)  # if there was nothing left to do after those
+        if files is None:
+            raise TaskError(f"the state that {held.request.name} has ended with was not kept")
+        return files
 
     async def end(self, key: str, *, parks: bool = False) -> None:
         """A client does not want a trial any more.

@@ -5,10 +5,10 @@ task makes there. It imports no torch.
 
 Note: what Ray asks of a trial, and what the pool does. `step` answers the last report and waits for the next. Between the two
 the trial waits in the pool, so that it has never done more than Ray has heard of. `save_checkpoint` writes the state that it
-waits in, and a ticket. `load_checkpoint` and `reset_config` only note what is wanted: where the next step finds the trial
-waiting at the ticket's report, with the same config, it goes on; else it begins from the files. `cleanup` cancels; or if the
-trial was saved at this very report, as when Ray pauses it, leaves it to its lease, within which another process may come with
-the ticket.
+waits in or has ended with, and a ticket. `load_checkpoint` and `reset_config` only note what is wanted: where the next step
+finds the trial waiting at the ticket's report, with the same config, it goes on; else it begins from the files. `cleanup`
+cancels; or if the trial was saved at this very report, as when Ray pauses it, leaves it to its lease, within which another
+process may come with the ticket.
 """
 
 import hashlib
@@ -136,7 +136,7 @@ class PoolTrainable(Trainable):
         except (OSError, ValueError, TypeError) as error:
             raise TrialError(f"{str(folder)!r} is no checkpoint of a trial in a pool: {error}") from error
         self._reset = True
-        if ticket.number != self.iteration:
+        if ticket.number > self.iteration:
             _LOGGER.warning(
                 "%s is to go on from report %d, and the checkpoint that Ray has for that is of report %d: Ray has written a "
                 "later one over it, as it may where a scheduler saves a trial that is being paused",

@@ -1,15 +1,19 @@
 """What a pool trains with: the executor of its node's devices, and folders of its own. Everything here blocks."""
 
+import contextlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.errors import TaskError
+from hydra_tune.checkpoint.folder import CheckpointFolder
+from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.errors import CheckpointError, TaskError
 from hydra_tune.pool.job import EventStream, Job
 from hydra_tune_ray.building import built
 from hydra_tune_ray.files import read_files, write_files
@@ -62,6 +66,28 @@ class Training:
             self.forget(request.key)
             raise
 
+    def copy_at_end(self, job: Job) -> "Future[Saved] | None":
+        """Have the last state of a job copied if it may train on after its last report; else it waits there to be saved: None.
+
+        Trials that report by steps may, and are over then.
+        """
+        if job.task.report_every == "epoch":
+            return None
+        with contextlib.suppress(CheckpointError):  # it is over already, and says so
+            return self.executor.copy_at_end(job)
+        return None
+
+    def read_copied(self, copy: Saved) -> Files:
+        """A copy of a state, as files.
+
+        Raises:
+            HydraTuneError: as of `CheckpointFolder.write`.
+        """
+        with self._folder() as folder:
+            with contextlib.closing(CheckpointFolder(folder)) as kept:
+                kept.write(copy)
+            return read_files(folder)
+
     def save(self, job: Job, folder: str) -> None:
         """Write the state of a job to a folder of this node.
 
@@ -76,16 +102,22 @@ class Training:
         Raises:
             HydraTuneError: as `HydraExecutor.save_to`.
         """
-        folder = Path(tempfile.mkdtemp(dir=self._scratch))
-        try:
+        with self._folder() as folder:
             self.executor.save_to(job, folder)
             return read_files(folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def forget(self, key: str) -> None:
         """Remove what a trial went on from."""
         shutil.rmtree(self._scratch / key, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[Path]:
+        """For files that are read at once."""
+        folder = Path(tempfile.mkdtemp(dir=self._scratch))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         """End all jobs and give the devices back."""

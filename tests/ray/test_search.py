@@ -8,12 +8,25 @@ import pytest
 
 pytest.importorskip("ray")
 
+from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 
 import hydra_tune_ray
+from hydra_tune import load_module
 from hydra_tune_ray.files import FOLDER, read_files
 from hydra_tune_ray.pools import pools_of
-from tests.ray.searches import DEVICES, RATES, build, empty_pools, expected, losses, searched, units
+from tests.ray.searches import (
+    DEVICES,
+    RATES,
+    build,
+    empty_pools,
+    expected,
+    losses,
+    same,
+    searched,
+    trained_by_itself,
+    units,
+)
 
 
 class Recorded(ASHAScheduler):
@@ -100,6 +113,44 @@ def test_a_trial_that_goes_on_from_its_end_is_done_and_saved_as_it_was(trained, 
     again.cleanup()
     saved, copied = (read_files(tmp_path / name / FOLDER) for name in ("first", "again"))
     assert saved == copied
+    empty_pools(trained)
+
+
+def weights_in(folder, config):
+    return load_module(build(config), folder / FOLDER).state_dict()
+
+
+@pytest.mark.parametrize("report_every", [3, 100])
+def test_what_is_trained_after_the_last_report_is_saved(trained, tmp_path, report_every):
+    config = {"lr": 0.01, "epochs": 2, "report_every": report_every}  # 8 steps, of which 2 or 8 are after it
+    (wanted,) = trained_by_itself([config])
+    first = trained(config=config)
+    count = 0
+    while not first.train().get("done"):
+        count += 1
+        first.save_checkpoint(str(tmp_path / "waiting"))
+    assert count == 8 // report_every
+    first.save_checkpoint(str(tmp_path / "first"))
+    assert same(weights_in(tmp_path / "first", config), wanted)
+    first.cleanup()
+    # Gone on with, from where there is something left to train, or nothing.
+    for name in ["waiting", "first"] if count else ["first"]:
+        again = trained(config=config)
+        again.load_checkpoint(str(tmp_path / name))
+        assert again.train()["done"]
+        again.save_checkpoint(str(tmp_path / f"from {name}"))
+        assert same(weights_in(tmp_path / f"from {name}", config), wanted)
+        again.cleanup()
+    empty_pools(trained)
+
+
+@pytest.mark.slow
+def test_a_search_ends_with_what_is_trained_after_the_last_report(trained, tmp_path):
+    config = {"lr": 0.01, "epochs": 2, "report_every": 3}
+    (result,) = searched(trained, tmp_path, space=config, checkpoints=tune.CheckpointConfig(checkpoint_at_end=True))
+    assert result.error is None
+    assert result.metrics["step"] == 6
+    assert same(hydra_tune_ray.load_module(build, result).state_dict(), trained_by_itself([config])[0])
     empty_pools(trained)
 
 

@@ -20,7 +20,7 @@ def batches(count=4, dtype=torch.float32):
 
 
 def build(config):
-    """A small network; `epochs` reports."""
+    """A small network; `epochs` reports, or one after every `report_every` steps."""
     dtype = getattr(torch, config.get("dtype", "float32"))
     return TrainTask(
         model=partial(network, config.get("width", 16), dtype),
@@ -29,4 +29,5 @@ def build(config):
         train=partial(batches, config.get("batches", 4), dtype),
         epochs=config.get("epochs", 8),
         seed=config.get("seed", 0),
+        report_every=config.get("report_every", "epoch"),
     )

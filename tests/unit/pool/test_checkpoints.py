@@ -3,6 +3,7 @@
 import errno
 import logging
 import threading
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune.checkpoint import files
 from hydra_tune.checkpoint.every import Every, parse_every
-from hydra_tune.checkpoint.folder import generations
+from hydra_tune.checkpoint.folder import CheckpointFolder, generations
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError, ConfigError
 from tests.parity.exact import differences
@@ -106,6 +107,40 @@ def test_a_running_job_is_saved_after_its_step(tmp_path):
         assert generations(job.checkpoint(PATIENCE_SECONDS))
         finished(job)
         assert job.checkpoint() == tmp_path / "trial"
+
+
+@pytest.mark.parametrize("fusion", ["off", "on"])
+def test_the_last_state_is_copied_though_nobody_asks_for_it_then(tmp_path, fusion):
+    described, longer = task(epochs=3, report_every=4), task(epochs=5, report_every=4)
+    with running(devices="cpu:1", fusion=fusion) as pool:
+        jobs = [pool.submit(described) for _ in range(3)]
+        first, unwanted, ended = (pool.copy_at_end(job) for job in jobs)
+        assert unwanted.cancel()
+        jobs[2].cancel()
+        _, trained, _ = (finished(job) for job in jobs)
+        with pytest.raises(CheckpointError, match=r"is over \(cancelled\)"):
+            ended.result(0)
+        with pytest.raises(CheckpointError, match=r"is over \(completed\)"):
+            pool.copy_at_end(jobs[0])
+        with closing(CheckpointFolder(tmp_path / "last")) as folder:
+            folder.write(first.result(0))
+        again = finished(pool.submit(described, resume_from=tmp_path / "last"))
+        assert list(differences(dict(trained.state_dict()), dict(again.state_dict()))) == []
+    with running(devices="cpu:1") as pool:
+        gone_on = finished(pool.submit(longer, resume_from=tmp_path / "last", resume="allow-changes"))
+        assert fusion == "on" or against_plain(longer, gone_on) == []
+        assert [report["step"] for report in gone_on.history] == [4, 8, 12]
+
+
+def test_a_trial_that_goes_on_with_nothing_left_to_do_keeps_its_optimizers_state(tmp_path):
+    described, longer = task(**REPORTS), task(**REPORTS | {"epochs": 4})
+    with running(checkpoint_dir=tmp_path) as pool:
+        job = at_report(pool, described, 9)
+        path = job.checkpoint(PATIENCE_SECONDS)
+        job.cancel()
+        job.result(PATIENCE_SECONDS)
+        last = finished(pool.submit(described, resume_from=path)).checkpoint
+        assert against_plain(longer, finished(pool.submit(longer, resume_from=last, resume="allow-changes"))) == []
 
 
 def test_what_cannot_be_saved_fails_the_trial_by_name(tmp_path):
