@@ -4,12 +4,14 @@ Translates a sweep's plain words into Ray's search space, scheduler and searcher
 """
 
 import logging
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 from ray import tune
+from ray._private import services
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 from ray.tune.search import BasicVariantGenerator, Searcher
@@ -23,6 +25,7 @@ from hydra_tune_ray.errors import TrialError
 from hydra_tune_ray.pools import Pools, start_pools
 from hydra_tune_ray.trainable import trainable
 
+_CONNECT_SECONDS = 10.0
 _UNLIMITED = 10**9
 _NEW = "local"
 
@@ -55,9 +58,33 @@ def _connect(address: str) -> None:
         if address == _NEW:
             ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         else:
+            _check_listens(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"--ray: there is no Ray cluster at {address!r}: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"--ray: there is no Ray cluster at {address!r}: {str(error).splitlines()[0]}; start one with "
+            "`ray start --head`, or give the address that it says, or local"
+        ) from error
+
+
+def _check_listens(address: str) -> None:
+    """Whether somebody is there at all: Ray itself tries for minutes, and says so in its own words.
+
+    Raises:
+        OSError: nobody is.
+        ValueError: no address.
+    """
+    if "://" in address:
+        return
+    # Where Ray goes: "auto" is a file's or the environment's, and 127.0.0.1 this machine's address.
+    found = services.canonicalize_bootstrap_address(address)
+    if found is None:
+        return
+    host, _, port = found.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"nobody listens at {found} ({error})") from error
 
 
 def _search(request: ClusterRequest, pools: Pools, scheduler: TrialScheduler, search: Any) -> None:

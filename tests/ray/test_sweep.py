@@ -1,6 +1,7 @@
 """`hydra-tune sweep FILE --ray ADDRESS`: the same file, on a cluster."""
 
 import json
+import socket
 import subprocess
 import sys
 import textwrap
@@ -33,11 +34,11 @@ SPACE = """
 """
 
 
-def sweep(folder, *arguments, method="grid", cap=3, lr="{values: [0.01, 0.02, 0.03]}", more=""):
+def sweep(folder, *arguments, method="grid", cap=3, lr="{values: [0.01, 0.02, 0.03]}", more="", address="local"):
     (folder / "task.py").write_text(textwrap.dedent(TASK))
     (folder / "space.yaml").write_text(textwrap.dedent(SPACE).format(method=method, cap=cap, lr=lr, more=more))
     return subprocess.run(
-        [sys.executable, "-m", "hydra_tune", "sweep", "space.yaml", "--ray", "local", "--json", *arguments],
+        [sys.executable, "-m", "hydra_tune", "sweep", "space.yaml", "--ray", address, "--json", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -53,6 +54,16 @@ def test_what_ray_has_its_own_of_is_refused(tmp_path):
     run = sweep(tmp_path, "--timeout", "3")
     assert run.returncode == 2
     assert "--timeout is not for sweeps on a Ray cluster" in run.stderr
+
+
+def test_an_address_at_which_nobody_listens(ray_environment, tmp_path):
+    with socket.socket() as taken:  # nobody else gets the port
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        run = sweep(tmp_path, address=address)
+    assert run.returncode == 2
+    assert f"--ray: there is no Ray cluster at '{address}': nobody listens at" in run.stderr
+    assert "ray start --head" in run.stderr
 
 
 @pytest.mark.slow
