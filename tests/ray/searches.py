@@ -5,6 +5,8 @@ from functools import partial
 
 import torch
 from ray import tune
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import PopulationBasedTraining
 
 import hydra_tune_ray
 from hydra_tune import HydraExecutor, Reported
@@ -55,6 +57,38 @@ def searched(
         ),
     )
     return tuner.fit()
+
+
+class Pausing(PopulationBasedTraining):
+    """With `synch=True`; says when all trials but one are paused, for `held_back`."""
+
+    def __init__(self, flag, **options):
+        super().__init__(synch=True, **options)
+        self.flag = flag
+
+    def choose_trial_to_run(self, tune_controller, **options):
+        statuses = [trial.status for trial in tune_controller.get_trials()]
+        if statuses.count(Trial.PAUSED) == len(statuses) - 1:
+            self.flag.touch()
+        return super().choose_trial_to_run(tune_controller, **options)
+
+
+def held_back(trained, flag, lr, number):
+    """The trainable, of which the trial with this rate makes its report of that number when all others are paused.
+
+    Ray saves a trial twice that it still pauses when the last one reports, and may write over the checkpoint that the last one
+    is to go on from.
+    """
+
+    class HeldBack(trained):
+        def step(self):
+            deadline = time.monotonic() + 60
+            while self.config["lr"] == lr and self.iteration == number - 1 and not flag.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            return super().step()
+
+    return HeldBack
 
 
 def losses(result):

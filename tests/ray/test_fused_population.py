@@ -1,39 +1,31 @@
 """Population-based training of trials that a pool computes together."""
 
-import time
-
 import pytest
 
 pytest.importorskip("ray")
 
 import torch
 from ray import tune
-from ray.tune.experiment import Trial
-from ray.tune.schedulers import PopulationBasedTraining
 
 import hydra_tune_ray
 from hydra_tune_ray.pools import pools_of
-from tests.ray.searches import DEVICES, build, cloned_after, empty_pools, expected, losses, searched
+from tests.ray.searches import (
+    DEVICES,
+    Pausing,
+    build,
+    cloned_after,
+    empty_pools,
+    expected,
+    held_back,
+    losses,
+    searched,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 BEST, WORST, CHANGED = 0.02, 1e-6, 0.015
 RATES = [BEST, 0.01, 0.005, WORST]
 EACH = {"epochs": 6, "dtype": "float64"}
-
-
-class Paused(PopulationBasedTraining):
-    """Says when all trials but one are paused: Ray may write over the checkpoint of one that it saves while it pauses it."""
-
-    def __init__(self, flag, **options):
-        super().__init__(**options)
-        self.flag = flag
-
-    def choose_trial_to_run(self, tune_controller, **options):
-        statuses = [trial.status for trial in tune_controller.get_trials()]
-        if statuses.count(Trial.PAUSED) == len(RATES) - 1:
-            self.flag.touch()
-        return super().choose_trial_to_run(tune_controller, **options)
 
 
 def changed(config):
@@ -50,16 +42,7 @@ def fused(ray_cluster):
 @pytest.mark.filterwarnings("ignore:Consider boosting PBT performance:UserWarning")  # Ray's own
 def test_a_member_is_copied_and_changed(fused, tmp_path):
     flag = tmp_path / "paused"
-
-    class Last(fused):
-        def step(self):
-            deadline = time.monotonic() + 60
-            while self.config["lr"] == WORST and self.iteration == 2 and not flag.exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            return super().step()
-
-    scheduler = Paused(
+    scheduler = Pausing(
         flag,
         time_attr="training_iteration",
         perturbation_interval=3,
@@ -67,10 +50,9 @@ def test_a_member_is_copied_and_changed(fused, tmp_path):
         quantile_fraction=0.25,
         resample_probability=0.0,
         custom_explore_fn=changed,
-        synch=True,
     )
     results = searched(
-        Last,
+        held_back(fused, flag, WORST, 3),
         tmp_path,
         scheduler=scheduler,
         space={"lr": tune.grid_search(RATES), **EACH},

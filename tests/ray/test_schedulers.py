@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("ray")
 
 from ray import tune
-from ray.tune.schedulers import HyperBandScheduler, MedianStoppingRule, PopulationBasedTraining
+from ray.tune.schedulers import HyperBandScheduler, MedianStoppingRule
 
 import hydra_tune_ray
 from hydra_tune_ray.pools import pools_of
@@ -13,10 +13,12 @@ from tests.ray.searches import (
     DEVICES,
     EACH,
     RATES,
+    Pausing,
     build,
     cloned_after,
     empty_pools,
     expected,
+    held_back,
     losses,
     same,
     searched,
@@ -93,17 +95,18 @@ def test_median_stopping(trained, reports, tmp_path):
 @pytest.mark.filterwarnings("ignore:Consider boosting PBT performance:UserWarning")  # Ray's own
 @pytest.mark.parametrize("reuse", [False, True])
 def test_population_based_training_copies_and_changes(trained, tmp_path, reuse):
-    scheduler = PopulationBasedTraining(
+    flag = tmp_path / "paused"
+    scheduler = Pausing(
+        flag,
         time_attr="training_iteration",
         perturbation_interval=2,
         hyperparam_mutations={"lr": [GOOD, 0.01]},
         quantile_fraction=0.5,
         resample_probability=0.0,
         custom_explore_fn=lambda config: {**config, "lr": 0.75 * GOOD},
-        synch=True,
     )
     results = searched(
-        trained,
+        held_back(trained, flag, BAD, 2),
         tmp_path,
         scheduler=scheduler,
         space={"lr": tune.grid_search([GOOD, BAD]), "epochs": 4},
