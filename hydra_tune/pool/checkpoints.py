@@ -300,9 +300,10 @@ class TrialKeeper:
         with self._lock:
             copies, self._copies = self._copies, []
             files, self._files = self._files, []
+            at_end: list[Future[Saved]] = []
             if is_last:
-                copies += [copy for copy in self._at_end if copy.set_running_or_notify_cancel()]
-                self._at_end = []
+                at_end, self._at_end = self._at_end, []
+        _copy_last(trial, self._labels, at_end)
         try:
             self._check(trial)
             for copy in copies:
@@ -412,3 +413,14 @@ class TrialKeeper:
 
     def _ended(self) -> CheckpointError:
         return CheckpointError(f"{self._name} is over ({self._end}) and was not saved before")
+
+
+def _copy_last(trial: Snapshots, labels: Mapping[str, Any], asked: list[Future[Saved]]) -> None:
+    """What cannot be copied is said to who has asked, and fails no trial that has done all else."""
+    for copy in asked:
+        if not copy.set_running_or_notify_cancel():
+            continue
+        try:
+            copy.set_result(trial.snapshot().copied(labels))
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            copy.set_exception(error)

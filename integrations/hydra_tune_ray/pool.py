@@ -160,12 +160,14 @@ class NodePool:
     async def _last_state(self, held: Held) -> Files:
         """The state that a trial has completed with."""
         assert self._training is not None
-        copy = held.at_end
-        if copy is not None and copy.done() and not copy.cancelled() and copy.exception() is None:
-            return await asyncio.to_thread(self._training.read_copied, copy.result())
+        copy, error = held.at_end, None
+        if copy is not None and copy.done() and not copy.cancelled():
+            error = copy.exception()
+            if error is None:
+                return await asyncio.to_thread(self._training.read_copied, copy.result())
         files = await _fetched(held.request.files)  # if there was nothing left to do after those
         if files is None:
-            raise TaskError(f"the state that {held.request.name} has ended with was not kept")
+            raise TaskError(f"the state that {held.request.name} has ended with was not kept: {error}") from error
         return files
 
     async def end(self, key: str, *, parks: bool = False) -> None:

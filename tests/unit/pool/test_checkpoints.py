@@ -155,7 +155,11 @@ def test_what_cannot_be_saved_fails_the_trial_by_name(tmp_path):
             finished(pool.submit(described))
         assert finished(pool.submit(task())).status == "completed"
     with running() as pool:
-        assert finished(pool.submit(described)).status == "completed"
+        job = pool.submit(described)
+        copy = pool.copy_at_end(job)
+        assert finished(job).status == "completed"
+        with pytest.raises(CheckpointError, match="'thing'"):
+            copy.result(0)
 
 
 def test_a_full_disk_is_said_and_training_goes_on(tmp_path, monkeypatch, caplog):
