@@ -43,7 +43,7 @@ def small(**changes):
 @pytest.fixture
 def unhurried(monkeypatch):
     """Rounds end only where they have to, however slow the machine."""
-    monkeypatch.setattr(rounds, "_SECONDS", 60.0)
+    monkeypatch.setattr(rounds, "SECONDS", 60.0)
 
 
 @pytest.mark.usefixtures("unhurried")
@@ -90,13 +90,13 @@ def test_a_member_that_is_stopped_within_a_round_takes_no_further_step(monkeypat
 
 
 def test_many_steps_are_no_longer_than_a_round(monkeypatch):
-    monkeypatch.setattr(rounds, "_SECONDS", 0.0)
+    monkeypatch.setattr(rounds, "SECONDS", 0.0)
     run = Run([small(seed=seed) for seed in range(2)])
     assert run.units.count("backward") == STEPS
 
 
 def test_members_come_and_go_between_rounds(monkeypatch):
-    monkeypatch.setattr(rounds, "_SECONDS", 0.001)
+    monkeypatch.setattr(rounds, "SECONDS", 0.001)
     tasks = [small(seed=0), small(seed=1, epochs=4)]
     late = small(seed=7, epochs=3)
     run = Run(tasks, later=[(4, late)])
