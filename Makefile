@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # Tests start many processes; each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: sweep test test-ray test-others check lint types imports parity slow faults ray models-table bench clean
+.PHONY: sweep test check lint types imports parity slow faults ray models-table bench clean
 
 .venv/.user: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "hydra-tune needs Python 3.11 or newer; set PYTHON=/path/to/python3"; exit 1; }
@@ -22,16 +22,10 @@ unexport PYTHONDONTWRITEBYTECODE
 sweep: .venv/.user          ## a real sweep: a ViT on handwritten digits, too large for the devices it runs on
 	$(BIN)/hydra-tune sweep examples/digits/space.yaml
 
-test: .venv/.dev            ## the whole test suite
-	$(MAKE) --no-print-directory --jobs=2 test-ray test-others
-
-# By themselves, for Ray takes a process's signals and loggers for its own; beside the others, for they mostly wait for Ray.
-test-ray:
-	$(BIN)/python -m pytest -q -m "not slow" -p no:cacheprovider tests/ray
-
 # Files in their order: ordered by their number of tests, the long ones with few tests would come last, on one core.
-test-others:
+test: .venv/.dev            ## the whole test suite
 	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/ray
+	$(BIN)/python -m pytest -q -m "not slow" tests/ray  # by themselves: Ray takes a process's signals and loggers for its own
 
 parity: .venv/.dev          ## the full product of models, cuts and devices
 	$(BIN)/python -m pytest -q -m slow tests/parity -n 2 --dist loadgroup
