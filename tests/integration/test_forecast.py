@@ -532,9 +532,11 @@ def test_no_task_is_refused():
         pool.plan([])
 
 
-def test_an_error_of_the_task_is_the_callers():
+def test_an_error_of_the_task_is_told_with_its_cause():
     def broken() -> nn.Module:
         raise RuntimeError("no such model")
 
-    with HydraExecutor("cpu:1") as pool, pytest.raises(RuntimeError, match="no such model"):
+    told = "trial0 cannot be planned: it fails with RuntimeError: no such model"
+    with HydraExecutor("cpu:1") as pool, pytest.raises(TaskError, match=told) as raised:
         pool.plan([task(model=broken)])
+    assert isinstance(raised.value.__cause__, RuntimeError)
