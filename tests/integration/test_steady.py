@@ -44,7 +44,7 @@ def test_nothing_grows(tier, num_steps, tmp_path):
     first, *later = found
     assert len(later) == 3
     for look in later:
-        assert look.threads <= first.threads, "one that another pool has left may end meanwhile"
+        assert look.threads <= first.threads + 1, "one of another pool may begin or end meanwhile"
         assert look.files <= first.files
         assert abs(look.storages - first.storages) <= 4, "a copy in the background may be under way"
         assert look.storage_bytes <= first.storage_bytes + device.budget_bytes
