@@ -1,5 +1,6 @@
 """Which tasks could be computed together, and what they would gain by it, before anything is trained."""
 
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,7 @@ from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.library import PlanLibrary, Prepared
 from hydra_tune.task import TrainTask
 
+_LOGGER = logging.getLogger("hydra_tune.fusion")
 _MANY = float("inf")
 
 FusionOf = Callable[
@@ -116,7 +118,8 @@ class FusionForecasts:
             figures = self._figures.of(task, built, prepared, leaves, library, device, profiled)
         except UnfusableError as error:
             return replace(found, why_no_figures=str(error))
-        except Exception as error:  # noqa: BLE001 - what has no profile is planned all the same
+        except Exception as error:  # what has no profile is planned all the same
+            _LOGGER.info("a step cannot be profiled", exc_info=True)
             return replace(found, why_no_figures=f"profiling its step has failed with {type(error).__name__}: {error}")
         return replace(found, figures=figures)
 
@@ -148,7 +151,8 @@ class FusionForecasts:
                 self._planned[key] = compared(planner, stack, most, kept, most, insists=False, least_gain=1.0)
         except (UnfusableError, BudgetError) as error:
             return replace(found, why_not_planned=str(error))
-        except Exception as error:  # noqa: BLE001 - they run all the same
+        except Exception as error:  # they run all the same
+            _LOGGER.info("a step cannot be planned", exc_info=True)
             return replace(found, why_not_planned=f"planning its step has failed with {type(error).__name__}: {error}")
         return replace(found, planned=self._planned[key])
 
@@ -178,7 +182,8 @@ class FusionForecasts:
         bench = Bench(task, module, leaves.rebuild(leaves.tensors), library, device)
         try:
             timing = self._timings[key] = self._timed(self._timings.get(key), bench, library, room)
-        except Exception as error:  # noqa: BLE001 - what cannot be timed is planned all the same
+        except Exception as error:  # what cannot be timed is planned all the same
+            _LOGGER.info("steps cannot be timed", exc_info=True)
             return FusionForecast(group=number, room=room, told=f"cannot be timed: {type(error).__name__}: {error}")
         size = chosen_size(timing, room, _MANY)
         return FusionForecast(
