@@ -75,10 +75,10 @@ class Client:
         self._begin(ticket)  # which may take longer than the lease
 
     def next_report(self) -> Report | Over:
-        """Answer the last report, and wait for the next; `Over` only if the trial has completed.
+        """Answer the last report, and wait for the next; `Over` only if the trial has completed, or pruned itself after one.
 
         Raises:
-            TrialError: it has failed.
+            TrialError: it has failed, or has pruned itself (`on_bad_loss`) before its first report.
             PoolError: the pool has died.
         """
         while True:
@@ -183,6 +183,12 @@ class Client:
             raise TrialError(f"{name} has failed in its pool: {over.error}")
         if over.status == "unknown":
             raise PoolError(f"the pool of {name} has died and was started again, without the trial; {_REMEDY}")
+        if over.status == "pruned":
+            if not self._number:
+                raise TrialError(
+                    f"{name} has a loss that is not finite before its first report, and so no result for Ray"
+                )
+            return
         if over.status != "completed":
             raise TrialError(f"{name} was ended in its pool by somebody else ({over.status})")
 

@@ -1,5 +1,6 @@
 """Ray's schedulers on the pool: they decide, the pool does as it is told, and the numbers are those of hydra-tune alone."""
 
+import dataclasses
 import pickle
 import socket
 import sys
@@ -152,6 +153,21 @@ def test_a_search_ends_with_what_is_trained_after_the_last_report(trained, tmp_p
     assert result.metrics["step"] == 6
     assert same(hydra_tune_ray.load_module(build, result).state_dict(), trained_by_itself([config])[0])
     empty_pools(trained)
+
+
+def pruned(config):
+    """Its weights overflow in the first step."""
+    return dataclasses.replace(build({"report_every": config["report_every"], "lr": 1e30}), on_bad_loss="prune")
+
+
+@pytest.mark.slow
+def test_a_trial_that_prunes_itself_ends_with_its_last_report(trained, tmp_path):
+    made = hydra_tune_ray.trainable(pruned, pools=pools_of(trained))
+    results = searched(made, tmp_path, space={"report_every": tune.grid_search([1, 2])})
+    after, before = results
+    assert after.error is None
+    assert len(set(losses(after))) == 1
+    assert "has a loss that is not finite before its first report" in str(before.error)
 
 
 def test_what_ray_stores_of_a_search_holds_names_and_no_handles(trained):
