@@ -74,7 +74,9 @@ def test_places_of_trials_that_are_over_are_filled_at_once():
         study.optimize(objective, n_trials=8)
         sizes = [job.result().group_size for job in jobs]
     assert in_flight[:4] == [1, 2, 3, 4]
-    assert set(in_flight[4:]) <= {3, 4}
+    assert set(in_flight[4:]) <= {2, 3, 4}, (
+        "on a slow machine several are over at once; all are where places are kept till then"
+    )
     assert len(sizes) == 8
     assert min(sizes[:6]) > 1, "who comes next runs by himself"
 
