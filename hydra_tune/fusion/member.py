@@ -19,7 +19,7 @@ from hydra_tune.shard.batch import Leaves
 from hydra_tune.task import Batch
 from hydra_tune.train.capture import Place
 from hydra_tune.train.clock import UnitTimes
-from hydra_tune.train.data import no_batch, num_samples
+from hydra_tune.train.data import no_batch, num_samples, refuse_empty
 from hydra_tune.train.gathering import Picks
 from hydra_tune.train.mean import Mean
 from hydra_tune.train.snapshot import Snapshot
@@ -145,6 +145,7 @@ class Member(Trial):
         self._feed.restore(now["feed"])
         if batch is None:
             raise no_batch("train" if mode == "train" else "validate", handle, 0)
+        _refuse_empty(batch, "train" if mode == "train" else "validate", 0, 0 if mode == "train" else None)
         return Wanted.of(mode, batch)
 
     def _build(self, building: AbstractContextManager[object] | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -160,6 +161,7 @@ class Member(Trial):
         count, pending = place.batches, 0
         self._feed.gives_picks = True
         for drawn in self._draw_pass(count):
+            _refuse_empty(drawn, "train", count, place.epoch)
             wanted: Wanted | None = Wanted.of("train", drawn)
             while wanted is not None:
                 yield wanted.part(0, self._batches_alone)
@@ -190,6 +192,7 @@ class Member(Trial):
         count = 0
         self._feed.gives_picks = True
         for drawn in self._draw(self.task.validate, shuffle=False):
+            _refuse_empty(drawn, "validate", count)
             wanted: Wanted | None = Wanted.of("evaluate", drawn)
             while wanted is not None:
                 yield wanted
@@ -218,3 +221,9 @@ class Member(Trial):
         if self._keeper is not None and self._keeper.every_steps is not None:
             every.append(self._keeper.every_steps)
         return min((count - self.progress.steps % count for count in every), default=None)
+
+
+def _refuse_empty(drawn: Batch | Picks, name: str, number: int, epoch: int | None = None) -> None:
+    """As `refuse_empty`; picks have samples."""
+    if not isinstance(drawn, Picks):
+        refuse_empty(drawn, name, number, epoch)

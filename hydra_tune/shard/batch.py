@@ -80,7 +80,7 @@ def flatten(batch: Any) -> Leaves:
         batch: any nesting of tuples, lists and dicts of tensors and plain Python values.
 
     Raises:
-        TaskError: a leaf that no capture could be keyed by (it is not hashable).
+        TaskError: a leaf that no capture could be keyed by (it is not hashable), or a tensor that is not dense.
     """
     found, spec = pytree.tree_flatten(plain_mappings(batch))
     values = [_compact(value) if isinstance(value, Tensor) else value for value in found]
@@ -98,6 +98,17 @@ def flatten(batch: Any) -> Leaves:
 
 def _compact(tensor: Tensor) -> Tensor:
     """The tensor with a storage of its own: a slice of a data set must not drag the whole set to a device."""
+    if tensor.is_nested:
+        raise TaskError(
+            "a batch may hold dense tensors, and one of this batch's is nested, whose samples differ in length; pad it in the "
+            "loader's collate_fn (torch.nested.to_padded_tensor(tensor, 0.0)), with the lengths or a mask beside it, or give "
+            "its values and offsets as tensors of their own"
+        )
+    if tensor.layout is not torch.strided:
+        raise TaskError(
+            f"a batch may hold dense tensors, and one of this batch's is of layout {tensor.layout}; give tensor.to_dense(), or "
+            "its indices and values as tensors of their own, from which the step makes it"
+        )
     if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
     return tensor.clone()

@@ -79,8 +79,30 @@ def no_batch(name: str, handle: DataHandle, epoch: int | None = None) -> TaskErr
 
 
 def num_samples(batch: Batch) -> int:
-    """Samples in a batch: the first dimension of the first tensor in it that has one, else 1."""
-    return next((leaf.size(0) for leaf in _tensors(batch) if leaf.dim() > 0), 1)
+    """Samples in a batch: the first dimension of the first tensor in it that has one, empty tensors last; else 1."""
+    sizes = [leaf.size(0) for leaf in _tensors(batch) if leaf.dim() > 0]
+    return next((size for size in sizes if size), 0 if sizes else 1)
+
+
+def refuse_empty(batch: Batch, name: str, number: int, epoch: int | None = None) -> None:
+    """Refuse a batch without samples: it has no loss that is a mean, and no weight in what is averaged.
+
+    Args:
+        batch: as its data gave it.
+        name: of the handle, `train` or `validate`.
+        number: the place of the batch in its pass, from 0.
+        epoch: the epoch of a training pass.
+
+    Raises:
+        TaskError: all of its tensors have a first dimension of 0.
+    """
+    if num_samples(batch):
+        return
+    where = "of the pass" if epoch is None else f"in epoch {epoch}"
+    raise TaskError(
+        f"{name} yielded a batch of 0 samples (number {number} {where}, counted from 0), and every batch needs at least one; "
+        "leave such batches out where they are made (the batch sampler, the callable), or have collate_fn keep a sample of each"
+    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

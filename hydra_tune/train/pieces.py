@@ -47,7 +47,7 @@ def pieces(batch: Batch, count: int) -> Iterator[Piece]:
         count: pieces; a batch of fewer samples has as many pieces as samples. With 1 the batch itself is the piece.
 
     Raises:
-        TaskError: tensors whose first dimensions differ.
+        TaskError: tensors whose first dimensions differ, or that are not dense.
     """
     samples = num_samples(batch)
     count = min(count, samples)
@@ -123,6 +123,12 @@ def _is_same(buffer: Tensor, before: Tensor | None) -> bool:
 
 def _cut(value: Any, part: slice, samples: int) -> Any:
     if isinstance(value, Tensor):
+        if value.is_nested or value.layout is not torch.strided:
+            raise TaskError(
+                "split_batches cuts dense tensors, and one of the batch's is "
+                f"{'nested' if value.is_nested else f'of layout {value.layout}'}; pad it or make it dense in the loader's "
+                "collate_fn, or leave split_batches out"
+            )
         if not value.dim():
             return value
         if value.size(0) != samples:

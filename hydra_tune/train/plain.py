@@ -22,7 +22,7 @@ from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.operators import split_operators
 from hydra_tune.task import Batch, TrainTask
-from hydra_tune.train.data import no_batch, num_samples
+from hydra_tune.train.data import no_batch, num_samples, refuse_empty
 from hydra_tune.train.own import OwnCopies
 from hydra_tune.train.pieces import check_pieces, pieces
 
@@ -69,7 +69,8 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
 
     Raises:
         ConfigError: the task's data is `ShapesOnly`.
-        TaskError: data that yields nothing or cannot be copied, a loss that is not a scalar, or `split_batches="auto"`.
+        TaskError: data that yields nothing, or a batch without samples, or cannot be copied, a loss that is not a scalar, or
+            `split_batches="auto"`.
         BadLossError: a training loss that is NaN or infinite, with `on_bad_loss="fail"`.
         MetricError: an evaluation that is not made of scalars, or a metric that is not reported.
     """
@@ -150,6 +151,7 @@ class _Run:
         self.module.train()
         before = len(self.losses)
         for batch in self.own.batches(self.task.train, self.task.batch_size, shuffle=True):
+            refuse_empty(batch, "train", len(self.losses) - before, epoch)
             if self.task.num_pieces > 1 and not self.losses:
                 check_pieces(self.task, self.module, batch, self.task.num_pieces)
             self._backward(batch)
@@ -229,6 +231,7 @@ class _Run:
         self.module.eval()
         with torch.no_grad():
             for batch in self.own.batches(self.task.validate, self.task.batch_size, shuffle=False):
+                refuse_empty(batch, "validate", batches)
                 batches += 1
                 with _autocast(self.task):
                     values = dict(_scalars(self.task, self.module, batch))

@@ -33,7 +33,7 @@ from hydra_tune.task import TrainTask
 from hydra_tune.train.arrange import arrange
 from hydra_tune.train.capture import Beginning, Built, Place, decoded, encoded, place_after
 from hydra_tune.train.clock import Progress, UnitTimes
-from hydra_tune.train.data import no_batch, num_batches, num_samples
+from hydra_tune.train.data import no_batch, num_batches, num_samples, refuse_empty
 from hydra_tune.train.described import copied, is_of_the_pass
 from hydra_tune.train.drawing import DrawClock
 from hydra_tune.train.feed import Feed, Skip
@@ -167,6 +167,7 @@ class Trial:
             self._feed.check(handle)
         module, optimizer = self._build(building)
         for batch in self._draw(self.task.train, shuffle=True):
+            refuse_empty(batch, "train", 0, 0)
             self._settle_pieces(module, optimizer, batch)
             piece = next(pieces(batch, self.task.num_pieces))
             leaves = batches.flatten(piece.batch)
@@ -335,7 +336,7 @@ class Trial:
         try:
             while True:
                 try:
-                    batch = next(drawn, _END)
+                    batch = _next_of(drawn, count, epoch)
                 except Exception:
                     if step is not None:  # the error comes after what a plain loop has run by now
                         yield from self._together(step)
@@ -674,6 +675,7 @@ class Trial:
         means: dict[str, Mean] = {}
         count = 0
         for batch in self._draw(self.task.validate, shuffle=False):
+            refuse_empty(batch, "validate", count)
             leaves = batches.flatten(batch)
             kept = self._plans.find(self.module, self.optimizer, self.state, batch, leaves, "evaluate")
             self._evaluation_times, self._step_left = kept.times, kept.times.total
@@ -751,3 +753,11 @@ def _refuse_lazy(module: nn.Module) -> None:
                 f"parameter {name!r} is lazy: its shape is unknown until a forward; run one batch through the module in "
                 "model=, or give the sizes"
             )
+
+
+def _next_of(drawn: Iterator[Any], number: int, epoch: int) -> Any:
+    """The next training batch, which has samples, or the end."""
+    batch = next(drawn, _END)
+    if batch is not _END:
+        refuse_empty(batch, "train", number, epoch)
+    return batch

@@ -8,7 +8,7 @@ from hydra_tune.pool.job import OVER, Reported
 from tests.support.losable import losable
 from tests.support.shortage import Shortage
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
-from tests.unit.pool.test_fusion import assert_as_plain, sizes, task  # noqa: F401 - a fixture
+from tests.unit.pool.test_fusion import X, Y, assert_as_plain, sizes, task  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 
@@ -103,3 +103,17 @@ def test_trials_whose_timing_breaks_are_left_to_themselves(monkeypatch):
     statuses = [result.status for result in results]
     assert statuses.count("failed") == len(asked)
     assert statuses.count("completed") == 3 - len(asked)
+
+
+def test_a_member_that_comes_to_a_batch_without_samples_fails_alone(sizes):  # noqa: F811
+    seconds = [(X, Y), (X[:0], Y[:0])]
+    tasks = [
+        task(seed, epochs=2, train=lambda second=second: [(X, Y), second], validate=None, batch_size=None)
+        for seed, second in enumerate(seconds)
+    ]
+    with running(fusion="on") as pool:
+        (whole, empty), _ = trained(pool, tasks)
+    assert sizes[0] == 2
+    assert whole.status == "completed"
+    assert empty.status == "failed"
+    assert "train yielded a batch of 0 samples (number 1 in epoch 0" in str(empty.error)

@@ -75,6 +75,8 @@ def test_batches_are_counted_where_that_needs_no_drawing():
         ({"weight": torch.tensor(0.5), "x": [torch.zeros(4)]}, 4),
         ({"weight": 0.5}, 1),
         (torch.tensor(1.0), 1),
+        ({"boxes": torch.zeros(0, 4), "x": torch.zeros(6, 2)}, 6),
+        ((torch.zeros(0, 4), torch.zeros(0)), 0),
     ],
 )
 def test_samples_are_the_first_dimension_of_the_first_tensor_that_has_one(batch, count):

@@ -17,6 +17,7 @@ from hydra_tune.train.plain import train_plain
 X = torch.randn(22, 4, generator=torch.Generator().manual_seed(0))
 Y = X.sum(dim=1, keepdim=True)
 PAIR = [(X, Y)]
+RAGGED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.jagged)
 
 
 def net():
@@ -149,6 +150,21 @@ def test_validation_runs_in_evaluation_mode_and_training_goes_on_in_training_mod
     [
         ({"train": list}, TaskError, "train yielded no batch in epoch 0"),
         ({"validate": list}, TaskError, "validate yielded no batch"),
+        (
+            {"train": lambda: [*PAIR, (X[:0], Y[:0])]},
+            TaskError,
+            r"train .* 0 samples \(number 1 in epoch 0.*; leave such",
+        ),
+        (
+            {"validate": lambda: [(X[:0], Y[:0])]},
+            TaskError,
+            r"validate .* 0 samples \(number 0 of the pass.*; leave such",
+        ),
+        (
+            {"train": lambda: [(RAGGED, Y[:2])], "loss": lambda out, y: out.mean(), "split_batches": 2},
+            TaskError,
+            r"split_batches cuts dense tensors, .* nested; pad it",
+        ),
         ({"train": lambda: 3}, TaskError, "returned int, which cannot be iterated"),
         ({"train": lambda: [X]}, TaskError, r"needs batches \(input, target\), got Tensor"),
         ({"loss": lambda out, y: out - y}, TaskError, r"loss must return a scalar tensor, got .* \(22, 1\)"),

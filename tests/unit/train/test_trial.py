@@ -288,6 +288,11 @@ def test_a_global_tensor_of_the_step_is_read_anew(monkeypatch):
         assert against_plain(described, pool.submit(described).result(PATIENCE_SECONDS)) == []
 
 
+def ragged(layout):
+    return torch.nested.nested_tensor([torch.ones(size, 8) for size in (3, 2)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -305,6 +310,23 @@ def test_a_global_tensor_of_the_step_is_read_anew(monkeypatch):
         ({"train": lambda: [{"x": X, "y": Y}]}, TaskError, r"needs batches \(input, target\), got dict"),
         ({"train": list}, TaskError, "train yielded no batch in epoch 0"),
         ({"validate": list}, TaskError, "validate yielded no batch"),
+        (
+            {"train": lambda: [(X, Y), (X[:0], Y[:0])]},
+            TaskError,
+            r"train .* 0 samples \(number 1 in epoch 0.*; leave such",
+        ),
+        (
+            {"validate": lambda: [(X[:0], Y[:0])]},
+            TaskError,
+            r"validate .* 0 samples \(number 0 of the pass.*; leave such",
+        ),
+        ({"train": lambda: [(ragged(torch.jagged), Y)]}, TaskError, "dense tensors, .* nested.* pad it"),
+        ({"train": lambda: [(ragged(torch.strided), Y)]}, TaskError, "dense tensors, .* nested.* pad it"),
+        (
+            {"train": lambda: [(X.to_sparse(), Y)]},
+            TaskError,
+            r"dense tensors, .* torch.sparse_coo; give tensor.to_dense\(\)",
+        ),
     ],
 )
 def test_what_cannot_work_is_named(changes, error, message):
