@@ -20,7 +20,7 @@ from hydra_tune.fusion.planner.instructions import Instruction, Kind
 from hydra_tune.fusion.planner.lowering import lowered
 from hydra_tune.fusion.planner.schedule import Schedule, Segment
 from hydra_tune.fusion.planner.step_graph import StepGraph
-from hydra_tune.fusion.planner.storages import without_statistics
+from hydra_tune.fusion.planner.storages import overwritten, without_statistics
 from hydra_tune.fusion.planner.verify import verify_graph
 
 
@@ -164,7 +164,7 @@ class _Rewriter:
         assert step.ops.index(node) < step.num_forward, f"{node} is used before it has run"
         (storage,) = step.seen.storages[node.name]
         if storage not in self._schedule.arrays[side].maps:
-            new[node] = self._copy(node, side, "", lambda n: self._value(side, n))  # a view of a parameter
+            new[node] = self._of_static(side, node)
         elif storage in decided.recomputes:
             return self._value_again(side, storage, node)
         elif storage in decided.swaps:
@@ -175,6 +175,15 @@ class _Rewriter:
             self.needed.append(node)
             new[node] = self._argument(f"a{side}_{node.name}")
         return new[node]
+
+    def _of_static(self, side: int, node: fx.Node) -> fx.Node:
+        """A value of the forward in a parameter, buffer or batch: a view made anew, or what has been overwritten, as it is."""
+        step = self._steps[side]
+        if step.seen.writes[node.name]:
+            assert not step.seen.makes[node.name], f"{node} would run a second time"
+            own = step.seen.storages[node.name]
+            return self._value(side, next(one for one in overwritten(node)[0] if step.seen.storages[one.name] == own))
+        return self._copy(node, side, "", lambda n: self._value(side, n))
 
     def _value_again(self, side: int, storage: str, node: fx.Node) -> fx.Node:
         """What stands for a node's value where a storage is recomputed."""

@@ -121,6 +121,23 @@ class Swish(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Counting(nn.Module):
+    """Buffers that the forward overwrites, and the backward needs as they are then."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.register_buffer("count", torch.ones(1))
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x):
+        y = self.first(x)
+        with torch.no_grad():
+            self.count.add_(1)
+            self.scale.mul_(0.9).add_(y.mean(0), alpha=0.1)
+        return self.head(torch.tanh(y * self.scale.view(4, 4).flatten() / self.count) * self.scale)
+
+
 class DLRM(nn.Module):
     def __init__(self):
         super().__init__()
@@ -150,6 +167,7 @@ MODELS = {
 EXAMPLES = MODELS | {
     "attention": (Attention, lambda: (torch.randn(6, 5, 8), torch.randint(4, (6,)))),
     "swish": (Swish, _images),
+    "counting": (Counting, lambda: (torch.randn(32, 8), torch.randint(4, (32,)))),
     "mixed": (Mixed, lambda: (torch.randn(32, 8), torch.randint(4, (32,)))),
 }
 OPTIMIZERS = {

@@ -117,6 +117,14 @@ def test_models_of_several_dtypes_are_planned():
     assert_same_as_unplanned(schedule, ("mixed", "mixed"))
 
 
+@pytest.mark.parametrize(("share", "policy"), [(1.0, Policy()), (0.4, Policy(swaps=False))])
+def test_buffers_that_the_forward_overwrites_are_overwritten_once(share, policy):
+    """The backward reads them, and so do operators that are computed again."""
+    schedule = limited(("counting", "counting"), share, policy)
+    assert bool(schedule.decisions[0].recomputes) == (share < 1)
+    assert_same_as_unplanned(schedule, ("counting", "counting"))
+
+
 def test_one_goes_on_alone_when_its_partner_has_ended():
     schedule = limited(("cnn", "cnn"), 0.6)
     assert_same_as_unplanned(schedule, ("cnn", "cnn"), (1, STEPS))
