@@ -65,6 +65,7 @@ class CpuDevice:
     """
 
     shares_generator = True
+    is_host = True
 
     def __init__(self, index: int, budget_bytes: int, link_bandwidth: float | None = None) -> None:
         self.name = f"cpu:{index}"

@@ -90,6 +90,7 @@ class CudaDevice:
     """
 
     shares_generator = False  # each draws from its GPU's, in turn
+    is_host = False
 
     def __init__(
         self, index: int, budget_bytes: int, part: int | None = None, closed: Callable[[], None] = lambda: None

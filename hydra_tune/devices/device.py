@@ -55,6 +55,7 @@ class Device(Protocol):
         alignment: bytes to which its allocator aligns; views of a flat buffer are aligned alike, since kernels may round
             differently otherwise.
         shares_generator: whether its generator is also another device's (true of CPU devices).
+        is_host: whether it computes with the host's cores, in the host's memory (true of CPU devices).
     """
 
     name: str
@@ -62,6 +63,7 @@ class Device(Protocol):
     budget_bytes: int
     alignment: int
     shares_generator: bool
+    is_host: bool
 
     @property
     def generator(self) -> RandomGenerator:

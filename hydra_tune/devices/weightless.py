@@ -127,7 +127,7 @@ class WeightlessDevice:
         self.torch_device = torch.device("cpu")
         self.budget_bytes = like.budget_bytes
         self.alignment = like.alignment
-        self.shares_generator = like.shares_generator
+        self.shares_generator, self.is_host = like.shares_generator, like.is_host
         self.generator = DefaultCpuGenerator()
         self.moment = 0
         self.now = 0.0

@@ -40,13 +40,17 @@ class GroupStreams(RandomStreams):
         return GroupGenerator([member.generator for member in self._members], self.active, self.probabilities)
 
     def mark(self) -> Any:
-        """Where they all stand, for `go_back`."""
-        return [member.mark() for member in self._members]
+        """Where they all stand, for `go_back`; on a GPU also while they draw."""
+        turns = None if self._turns is None else self._turns.get_state()
+        return [member.mark() for member in self._members], turns
 
     def go_back(self, mark: Any) -> None:
         """Have them stand where they stood."""
-        for member, own in zip(self._members, mark, strict=True):
+        marks, turns = mark
+        for member, own in zip(self._members, marks, strict=True):
             member.go_back(own)
+        if self._turns is not None and turns is not None:  # or what they have drawn would be kept where this ends
+            self._turns.set_state(turns)
 
     def generator_on(self, device: Device) -> RandomGenerator:
         """What a unit's recompute is to start from, while they draw on a device."""

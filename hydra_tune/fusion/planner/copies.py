@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from hydra_tune.fusion.planner.heap import keep_freed_memory
 from hydra_tune.fusion.planner.nodes import view_of
+
+_STREAMS: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+_MAKING = threading.Lock()
 
 
 class Copies(Protocol):
@@ -47,6 +51,9 @@ class Copies(Protocol):
 
     def arrived(self, handle: Any) -> Tensor:
         """Wait for that; gives the bytes."""
+
+    def give_up(self) -> None:
+        """Have what is under way over, and let go of it: whoever began it will not come for it."""
 
     def close(self) -> None:
         """End what runs in the background."""
@@ -122,6 +129,11 @@ class ThreadCopies:
         """As of `Copies`."""
         return self._awaited(handle)
 
+    def give_up(self) -> None:
+        """As of `Copies`."""
+        nothing = torch.empty(0)
+        self._ask(nothing, nothing).wait()  # behind all that was asked for before
+
     def close(self) -> None:
         """As of `Copies`."""
         self._asked.put(None)
@@ -164,7 +176,7 @@ class CudaCopies:
         self.waited_seconds = 0.0  # the host never does
         self._device = device
         self._host = {name: torch.empty(size, dtype=torch.uint8, pin_memory=True) for name, size in sizes.items()}
-        self._out, self._in = _stream(device), _stream(device)
+        self._out, self._in = _streams(device)
         self._held: dict[int, Tensor] = {}  # under way; if nobody comes to wait for them, until all streams have ended
 
     def offload(self, value: Tensor, storage: str) -> tuple[Tensor, Tensor, torch.cuda.Event]:
@@ -201,11 +213,18 @@ class CudaCopies:
         del self._held[id(made)]
         return made
 
+    def give_up(self) -> None:
+        """As of `Copies`."""
+        try:
+            for stream in (self._out, self._in, torch.cuda.current_stream(self._device)):
+                stream.synchronize()
+        finally:
+            self._held.clear()
+
     def close(self) -> None:
         """As of `Copies`."""
-        for stream in (self._out, self._in, torch.cuda.current_stream(self._device)):
-            stream.synchronize()
-        self._held.clear()
+        with suppress(RuntimeError):  # of a GPU that is lost, whose memory is nobody's any more
+            self.give_up()
 
     def _copied(self, storage: str, source: Tensor) -> Tensor:
         return self._host[storage].copy_(source, non_blocking=True)
@@ -224,8 +243,12 @@ def _bytes_of(value: Tensor) -> Tensor:
     return view_of(value, torch.uint8, [value.untyped_storage().nbytes()], [1], 0)
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Those of a GPU, outward and inward: torch gives its few streams out again and again, that of the computing as well."""
+    with _MAKING:
+        if device not in _STREAMS:
+            _STREAMS[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        return _STREAMS[device]
 
 
 def _event() -> torch.cuda.Event:

@@ -16,6 +16,7 @@ from hydra_tune.fusion.planner import nodes
 from hydra_tune.fusion.planner.copies import Copies
 from hydra_tune.fusion.planner.filling import filled, located
 from hydra_tune.fusion.planner.rewrite import Merged
+from hydra_tune.shard.placing import moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,12 @@ class Interpreter:
         merged: the graph.
         copies: of its device.
         draw: a sub-array's side and the number of its noise -> the random numbers.
+        place: the device, which stands for any that the graph names: it may have been traced for another one of its kind.
     """
 
-    def __init__(self, merged: Merged, copies: Copies, draw: Callable[[int, int], Tensor]) -> None:
+    def __init__(self, merged: Merged, copies: Copies, draw: Callable[[int, int], Tensor], place: torch.device) -> None:
         self._outputs = merged.outputs
-        self._copies, self._draw = copies, draw
+        self._copies, self._draw, self._place = copies, draw, place
         self._places = {node: place for place, node in enumerate(merged.graph.nodes)}
         self._arguments: list[tuple[str, int]] = []
         self._constants: list[tuple[int, Tensor]] = []
@@ -50,7 +52,7 @@ class Interpreter:
             if node.op == "placeholder":
                 self._arguments.append((str(node.target), self._places[node]))
             elif node.op == "get_attr":
-                self._constants.append((self._places[node], getattr(merged.owner, str(node.target))))
+                self._constants.append((self._places[node], getattr(merged.owner, str(node.target)).to(place)))
             elif node.op == "output":
                 self._results = [self._places[one] for one in node.args[0]]
             else:
@@ -84,7 +86,8 @@ class Interpreter:
         return dict(zip(self._outputs, (values[place] for place in self._results), strict=True))
 
     def _call(self, node: fx.Node, ends: tuple[int, ...]) -> _Call:
-        args, kwargs = located(tuple(node.args), self._places), located(dict(node.kwargs), self._places)
+        given, named = moved(tuple(node.args), self._place), moved(dict(node.kwargs), self._place)
+        args, kwargs = located(given, self._places), located(named, self._places)
         return _Call(self._places[node], self._meaning(node), args, kwargs, ends)
 
     def _meaning(self, node: fx.Node) -> Callable[..., Any]:

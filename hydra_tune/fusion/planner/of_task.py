@@ -125,14 +125,15 @@ class TaskArrays:
         graph = shard.graph
         operands = Operands(
             state=self._stacked(size, [self._state[name] for name in graph.state]),
-            constants=[plan.constants[name].to(self._device) for name in graph.constants],
+            constants=[plan.constants[name] for name in graph.constants],
             inputs=self._stacked(size, [self._inputs[place] for place in graph.inputs]),
             live_in=(),
         )
         trains = [self._state[name].requires_grad for name in graph.state]
         tracer = UpdateTracer([self._optimizer] * size)
-        return step_graph(graph.module, list(graph.state), operands, trains, size, tracer, self._groups)
+        place = None if self._device.type == "cpu" else self._device
+        return step_graph(graph.module, list(graph.state), operands, trains, size, tracer, self._groups, place)
 
     def _stacked(self, size: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of the geometry that so many stacked have; on a CPU nobody writes to their bytes, so they take no memory."""
-        return [torch.empty((size, *one.shape), dtype=one.dtype, device=self._device) for one in tensors]
+        """Tensors of the geometry that so many stacked have; nobody writes to their bytes, so they take no memory."""
+        return [torch.empty((size, *one.shape), dtype=one.dtype, device="cpu") for one in tensors]

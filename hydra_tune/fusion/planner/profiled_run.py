@@ -1,6 +1,7 @@
 """A step's graph run node by node for its profile (Algorithm A), its feature maps away between forward and backward."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -9,13 +10,15 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from hydra_tune.devices.cuda import CudaGenerator
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.drawing import GroupGenerator
+from hydra_tune.fusion.drawing import GroupGenerator, TurnsGenerator
 from hydra_tune.fusion.planner.arrays import FeatureMap
 from hydra_tune.fusion.planner.filling import filled, located
 from hydra_tune.fusion.planner.nodes import draw, view_of
 from hydra_tune.fusion.planner.step_graph import StepGraph
 from hydra_tune.fusion.planner.storages import Layout, is_like, layout_of
+from hydra_tune.shard.placing import moved
 
 
 class Clock(Protocol):
@@ -73,13 +76,13 @@ class ProfiledRun:
         self._step, self._device, self._clock = step, device, clock
         self._host: dict[str, Tensor] = {}
         count = next(iter(step.geometry.values())).size(0)
-        self._generators = GroupGenerator([torch.Generator(device) for _ in range(count)])
+        self._generators = _generators(step, device, count)
         self._nodes = [node for node in step.graph.nodes if node.op != "output"]
         self._places = {node: place for place, node in enumerate(self._nodes)}
         self._given = {
             self._places[node]: made_up(step.geometry[node.name], device)
             if node.op == "placeholder"
-            else getattr(step.owner, str(node.target))
+            else getattr(step.owner, str(node.target)).to(device)
             for node in self._nodes
             if node.op in ("placeholder", "get_attr")
         }
@@ -212,8 +215,8 @@ class ProfiledRun:
                 node=node,
                 place=self._places[node],
                 run=self._meaning(node),
-                args=located(tuple(node.args), self._places),
-                kwargs=located(dict(node.kwargs), self._places),
+                args=located(moved(tuple(node.args), self._device), self._places),
+                kwargs=located(moved(dict(node.kwargs), self._device), self._places),
                 ends=tuple(ends.get(node, ())),
                 back=tuple(name for name, one in maps.items() if one.first_backward == rank - forward),
                 away=tuple(name for name, one in maps.items() if one.last_forward == rank),
@@ -223,9 +226,15 @@ class ProfiledRun:
 
     def _meaning(self, node: fx.Node) -> Callable[..., Any]:
         if node.target is draw:
-            return lambda number: self._step.noise[number].draw(self._generators, self._device)
+            return self._draw
         assert callable(node.target), "an operator"
         return node.target
+
+    def _draw(self, number: int) -> Tensor:
+        """As members' numbers are drawn on the device, in its memory and with its kernels."""
+        turn = CudaGenerator(self._device).in_turn() if self._device.type == "cuda" else nullcontext()
+        with turn:
+            return self._step.noise[number].draw(self._generators, self._device)
 
     def _away(self, storage: str) -> None:
         """Stage 3."""
@@ -262,7 +271,19 @@ class ProfiledRun:
                 self._values[self._places[node]] = made
 
 
+def _generators(step: StepGraph, device: torch.device, count: int) -> GroupGenerator:
+    """Members' generators of no trial; those that drop with probabilities of their own have some."""
+    probabilities = {one.slot: [0.5] * count for one in step.noise if one.slot is not None}
+    if device.type != "cuda":
+        return GroupGenerator([torch.Generator(device) for _ in range(count)], probabilities=probabilities)
+    states = [torch.Generator(device).get_state() for _ in range(count)]
+    return TurnsGenerator(states, CudaGenerator(device), [True] * count, probabilities)
+
+
 def made_up(like: Tensor, device: torch.device) -> Tensor:
     """A tensor of some geometry with numbers that no operator minds: small ones, and the first of each table."""
     made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
-    return made.uniform_(0.25, 0.75) if like.is_floating_point() else made.zero_()
+    if not like.is_floating_point():
+        return made.zero_()
+    # Not from the default generator: on a GPU another thread may have it stand where a trial's stream does.
+    return made.uniform_(0.25, 0.75, generator=torch.Generator(device))

@@ -6,7 +6,6 @@ more steps to make, the other goes on alone, forward and backward one after the 
 recomputations.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from hydra_tune.fusion.planner.interpreter import Interpreter
 from hydra_tune.fusion.planner.rewrite import Merged, losses_of, rewritten
 from hydra_tune.fusion.planner.schedule import Schedule, Segment
 from hydra_tune.fusion.planner.step_graph import StepGraph
+from hydra_tune.fusion.planner.stopwatch import stopwatch_for
 
 _Arguments = Callable[[int], Mapping[str, Tensor]]
 
@@ -32,9 +32,7 @@ class PlannedRun:
         arguments: of each sub-array: the number of a step -> its graph's arguments, rates for that step among them.
             What they give is asked for once for the forward and once for the backward, and must be the same batch.
         draw: a sub-array's side and the number of its noise -> random numbers.
-
-    Attributes:
-        seconds: that graphs have taken in all: of the calling thread, and what that has waited for copies.
+        merged: its graphs, where they are there already; they are of no device.
     """
 
     def __init__(
@@ -44,20 +42,26 @@ class PlannedRun:
         device: torch.device,
         arguments: Sequence[_Arguments],
         draw: Callable[[int, int], Tensor],
+        merged: Mapping[Segment, Merged] | None = None,
     ) -> None:
-        self.merged: dict[Segment, Merged] = rewritten(schedule, steps)
+        self.merged = rewritten(schedule, steps) if merged is None else merged
         sizes = {
-            f"a{side}_{name}": array.sizes[name]
-            for side, array in enumerate(schedule.arrays)
+            f"a{side}_{name}": step.seen.sizes[name]
+            for side, step in enumerate(steps)
             for name in schedule.decisions[side].swaps
         }
-        self.seconds = 0.0
         self._copies: Copies = copies_for(device, sizes)
-        self._graphs = {one: Interpreter(merged, self._copies, draw) for one, merged in self.merged.items()}
+        self._watch = stopwatch_for(device, self._copies)
+        self._graphs = {one: Interpreter(graph, self._copies, draw, device) for one, graph in self.merged.items()}
         self._arguments = arguments
         self._left: dict[str, Any] = {}
         self._begun = [0] * len(steps)
         self._ended = [0] * len(steps)
+
+    @property
+    def seconds(self) -> float:
+        """That graphs have taken in all, as of `stopwatch.py`."""
+        return self._watch.seconds
 
     def close(self) -> None:
         """End the copying."""
@@ -77,7 +81,7 @@ class PlannedRun:
             self.segment(Segment(backward, self._next(ready, backward)), take)
 
     def segment(self, segment: Segment, take: Callable[[int, int, Tensor], None] | None = None) -> None:
-        """Run one merged graph.
+        """Run one merged graph; of one that fails nothing is left, neither values nor copies under way.
 
         Args:
             segment: which.
@@ -90,9 +94,13 @@ class PlannedRun:
             if side is not None:
                 own = self._arguments[side](numbers[side])
                 given |= {f"a{side}_{name}": tensor for name, tensor in own.items()}
-        began = time.thread_time() + self._copies.waited_seconds
-        found = graph.run({name: given.pop(name) for name in graph.arguments})
-        self.seconds += time.thread_time() + self._copies.waited_seconds - began
+        try:
+            with self._watch.running():
+                found = graph.run({name: given.pop(name) for name in graph.arguments})
+        except BaseException:
+            given.clear()
+            self._copies.give_up()
+            raise
         if segment.backward is not None:
             self._ended[segment.backward] += 1
         if segment.forward is not None:

@@ -87,6 +87,7 @@ def step_graph(
     count: int,
     tracer: UpdateTracer,
     groups: dict[str, int],
+    place: torch.device | None = None,
 ) -> StepGraph:
     """Trace the step of a sub-array.
 
@@ -98,18 +99,20 @@ def step_graph(
         count: members.
         tracer: of their updates.
         groups: parameter -> its parameter group.
+        place: the device to trace for, wherever the operands are now; None: theirs.
 
     Raises:
         UnfusableError: the step has an operator that cannot be planned, or tensors on several devices; the message
             names it.
     """
-    _check_devices(names, operands)
+    if place is None:
+        _check_devices(names, operands)
     try:
-        joint = traced(run, names, operands, trains, "loss", count)
+        joint = traced(run, names, operands, trains, "loss", count, place=place)
     except Exception as error:
         calls = _Calls()
         with suppress(Exception), calls:
-            traced(run, names, operands, trains, "loss", count)
+            traced(run, names, operands, trains, "loss", count, place=place)
         raise UnfusableError(
             f"its operator {calls.last} cannot be traced on tensors without bytes ({_told(error)}); it runs unplanned"
         ) from error
@@ -180,7 +183,7 @@ class _Builder:
         self._num_constants, self._num_inputs = len(operands.constants), len(operands.inputs)
         with self._mode:
             self._fakes = [
-                torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+                torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=joint.place)
                 for tensor in operands.all
             ]
         self._graph = fx.Graph(joint.pure)

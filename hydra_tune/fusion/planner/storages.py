@@ -93,8 +93,9 @@ def seen(
                 values[node] = arguments[node.name]
             elif node.op == "get_attr":
                 constant = getattr(owner, str(node.target))
+                place = next(iter(arguments.values())).device  # where it is when the graph runs
                 values[node] = torch.empty_strided(
-                    constant.size(), constant.stride(), dtype=constant.dtype, device=constant.device
+                    constant.size(), constant.stride(), dtype=constant.dtype, device=place
                 )
             elif node.target is draw:
                 values[node] = drawn[node.args[0]]

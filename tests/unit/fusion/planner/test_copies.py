@@ -14,6 +14,7 @@ GPU = torch.device("cuda", 0)
 def gpus(request, monkeypatch):
     made = Gpus(request.param)
     monkeypatch.setattr(copies, "torch", made)
+    monkeypatch.setattr(copies, "_STREAMS", {})
     with made.computing_on(Stream(made, GPU)):
         yield made
 
@@ -83,3 +84,35 @@ def test_what_is_under_way_is_over_when_they_are_closed(gpus, made):
     made.close()
     assert all_are(made._host["map"], 3)
     assert not made._held
+
+
+def test_what_nobody_comes_for_is_over_and_let_go_of_when_they_are_given_up(gpus, made):
+    going, first = on(gpus, 3), made.release(made.offload(on(gpus, 4), "other"))
+    made.offload(going, "map")
+    made.prefetch(first)
+    made.give_up()
+    assert not made._held
+    assert all_are(made._host["map"], 3)
+    again = made.arrived(made.prefetch(made.release(made.offload(on(gpus, 5), "map"))))  # they go on
+    gpus.finish()
+    assert all_are(again, 5)
+
+
+def test_a_gpu_has_one_pair_of_streams_however_many_plans_there_are(made):
+    """Torch has few, and gives them out again: a further one might be that of the computing."""
+    other = copies.copies_for(GPU, {})
+    elsewhere = copies.copies_for(torch.device("cuda", 1), {})
+    assert (other._out, other._in) == (made._out, made._in)
+    assert {elsewhere._out, elsewhere._in}.isdisjoint({made._out, made._in})
+
+
+def test_of_a_gpu_that_is_lost_they_can_be_closed(made, monkeypatch):
+    def lost(_stream):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Stream, "synchronize", lost)
+    made.offload(torch.zeros(SIZE, dtype=torch.uint8), "map")
+    with pytest.raises(RuntimeError, match="illegal"):
+        made.give_up()
+    assert not made._held
+    made.close()

@@ -14,6 +14,7 @@ from hydra_tune.fusion.planner.rewrite import Merged
 from hydra_tune.fusion.planner.schedule import Segment
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 OPERATORS = {"neg", "mul", "add", "relu", "exp", "sum"}
 
 
@@ -97,7 +98,7 @@ def run():
     given = {"a0_x": x, "a0_h_on_host": h.view(-1).view(torch.uint8), "a1_x": y}
     try:
         with Operators(log):
-            found = Interpreter(merged(), copies, no_draws).run(given)
+            found = Interpreter(merged(), copies, no_draws, CPU).run(given)
     finally:
         copies.close()
     return found, log, (x, y, h)
@@ -119,7 +120,7 @@ def test_values_are_those_of_the_operators_alone(run):
 
 
 def test_what_it_is_given_is_taken_out_of_the_callers_hands():
-    graph = Interpreter(merged(), Told({"a1_r": 16}, []), no_draws)
+    graph = Interpreter(merged(), Told({"a1_r": 16}, []), no_draws, CPU)
     assert graph.arguments == ["a0_x", "a0_h_on_host", "a1_x"]
     given = {name: torch.ones(2, 2) for name in graph.arguments} | {"a0_h_on_host": torch.zeros(16, dtype=torch.uint8)}
     seen = weakref.ref(given["a0_h_on_host"])
@@ -127,3 +128,26 @@ def test_what_it_is_given_is_taken_out_of_the_callers_hands():
     graph._copies.close()
     assert given == {}
     assert seen() is None
+
+
+class Doubled(nn.Module):
+    """Has a constant."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.register_buffer("two", torch.full((2,), 2.0, device=place))
+
+
+def test_what_a_graph_traced_for_another_device_makes_is_where_it_runs():
+    """Of its kind; here there is no other device of the CPU's kind, and one whose tensors have no bytes stands for it."""
+    graph = fx.Graph()
+    x, two = graph.placeholder("a0_x"), graph.get_attr("two")
+    ones = graph.call_function(aten.full.default, ([2], 1.0), {"device": torch.device("meta")})
+    graph.output((graph.call_function(aten.add.Tensor, (graph.call_function(aten.mul.Tensor, (x, two)), ones)),))
+    made = Merged(segment=Segment(None, 0), graph=graph, outputs=("a0_losses",), owner=Doubled("cpu"))
+    copies = ThreadCopies({})
+    found = Interpreter(made, copies, no_draws, CPU).run({"a0_x": torch.tensor([3.0, 4.0])})
+    there = Interpreter(made, copies, no_draws, torch.device("meta")).run({"a0_x": torch.empty(2, device="meta")})
+    copies.close()
+    assert found["a0_losses"].tolist() == [7.0, 9.0]
+    assert there["a0_losses"].device.type == "meta"

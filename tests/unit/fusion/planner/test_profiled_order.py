@@ -19,6 +19,8 @@ SQUARE = 4 * 4 * 4
 class Ones:
     """Noise that is none."""
 
+    slot = None
+
     def draw(self, _generators, device):
         return torch.ones(4, 4, device=device)
 

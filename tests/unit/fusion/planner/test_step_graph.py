@@ -1,11 +1,15 @@
 """A step's graph trains as each member's own model and optimizer do."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional
 
 from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.fusion.planner.nodes import draw
+from hydra_tune.fusion.planner.step_graph import step_graph
+from tests.unit.fusion.planner import made as tests_made
 from tests.unit.fusion.planner.made import EXAMPLES, MODELS, OPTIMIZERS, run_unplanned, sub_array
 
 
@@ -76,3 +80,16 @@ def test_updates_are_made_before_the_backward_is_over():
     argument = step.state["head.weight"]
     first = next(rank for rank, node in enumerate(step.ops) if argument in step.seen.writes[node.name])
     assert first < step.num_forward + (len(step.ops) - step.num_forward) // 2
+
+
+def test_a_step_is_traced_for_a_device_other_than_that_of_its_tensors(monkeypatch):
+    """As for a GPU, while parameters are on the host or on several; here one whose tensors have no bytes."""
+    place = torch.device("meta")
+    here = sub_array("dlrm").step
+    monkeypatch.setattr(tests_made, "step_graph", partial(step_graph, place=place))
+    there = tests_made._traced.__wrapped__("dlrm", 2, "adamw", "cpu")[0]
+    assert {one.device for one in there.geometry.values()} == {place}
+    assert {one.device for one in here.geometry.values()} == {torch.device("cpu")}
+    assert [str(node.target) for node in there.ops] == [str(node.target) for node in here.ops]
+    named = [value for node in there.ops for value in node.kwargs.values() if isinstance(value, torch.device)]
+    assert set(named) <= {place}

@@ -1,0 +1,49 @@
+"""The streams of a group on a device whose generator its members have in turn."""
+
+import pytest
+import torch
+
+from hydra_tune.devices.own_generator import own_generator
+from hydra_tune.fusion.drawing import Noise, draw_all
+from hydra_tune.fusion.streams import GroupStreams
+from hydra_tune.train.streams import RandomStreams
+from tests.support.turns import TurnsDevice
+
+NOISE = [Noise(torch.ops.aten.bernoulli_.float, torch.Size((64,)), (1,), torch.float32, (0.5,))]
+
+
+@pytest.fixture
+def device():
+    made = TurnsDevice(0, 1 << 20)
+    with torch.random.fork_rng(devices=[]):
+        yield made
+    made.close()
+
+
+def draw():
+    (found,) = draw_all(NOISE, own_generator(), torch.device("cpu"))
+    return found.tolist()
+
+
+def test_they_go_back_while_they_draw_and_stay_there(device):
+    """A forward that has failed within a unit draws the same again, whether in this unit or in the next."""
+    streams = GroupStreams([RandomStreams(seed) for seed in (1, 2)])
+    with streams.drawing(device, keep=True):
+        first = draw()
+        mark = streams.mark()
+        second = draw()
+        streams.go_back(mark)
+        assert draw() == second != first
+        streams.go_back(mark)
+    with streams.drawing(device, keep=True):
+        assert draw() == second
+
+
+def test_a_mark_from_between_two_units_is_where_they_go_back_to(device):
+    streams = GroupStreams([RandomStreams(seed) for seed in (1, 2)])
+    mark = streams.mark()
+    with streams.drawing(device, keep=True):
+        first = draw()
+    streams.go_back(mark)
+    with streams.drawing(device, keep=True):
+        assert draw() == first
