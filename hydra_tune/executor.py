@@ -107,7 +107,8 @@ class HydraExecutor:
             for each size of a group and kind of batch; it takes from seconds to a minute each. None: they are not.
         fusion_planner: "auto" has trials of which fewer fit a device than could be a group be computed together all the same,
             with activations swapped to the host or computed again as planned, where that is predicted to be faster than smaller
-            groups; "on" wherever it can be planned; "off" never. See docs/planner.md.
+            groups, and never on GPUs, where no planned step has been run; "on" wherever it can be planned, on GPUs as well;
+            "off" never. See docs/planner.md.
         plans_only: only `plan` and `profile` are asked for. Devices that are not there, or not as large as `device_memory`, are
             then stood for by as many CPU devices of that memory, which take none of it.
 

@@ -91,8 +91,7 @@ class GroupTrial(Trial):
         self._computing = Computing(self._places, device)
         self.captures = Captures(CudaRecorder())
         self.records = plans.records and device.torch_device.type == "cuda"
-        is_planned = planner is not None and device.torch_device.type == "cpu"
-        self._planned = PlannedGroup(planner, device, desk.measured) if planner is not None and is_planned else None
+        self._planned = None if planner is None else PlannedGroup(planner, device, desk.measured)
         self._units_done = 0  # of the present step
         for seat in seats:
             self._places.welcome(seat)

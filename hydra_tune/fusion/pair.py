@@ -143,7 +143,7 @@ class PairTrial(Trial):
             states = first.state_of(planned, 0, self._device), second.state_of(planned, 1, self._device)
             self._known[key] = Ways(
                 planned,
-                lambda one: PairedSteps(one, states, self._device),
+                lambda one: PairedSteps(one, states),
                 self._planner.replanned,
                 self._desk.measured,
             )

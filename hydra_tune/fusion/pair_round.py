@@ -12,7 +12,7 @@ one half each is merged with nothing.
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from torch import Tensor
 from hydra_tune.devices.device import Device
 from hydra_tune.fusion.measured import Ways
 from hydra_tune.fusion.planned import PlannedStep
+from hydra_tune.fusion.planned_device import StepsOnDevice
 from hydra_tune.fusion.planned_state import StepState
-from hydra_tune.fusion.planner.run import PlannedRun
 from hydra_tune.fusion.planner.schedule import Segment
 from hydra_tune.fusion.rounds import SECONDS, Round
 from hydra_tune.fusion.steps import leave_out_bad
@@ -52,9 +52,13 @@ class Half(Round):
         """Of its parameters, buffers and optimizer state."""
         return self._blocks()
 
+    def drawing(self, device: Device) -> AbstractContextManager[object]:
+        """Around its next forward, and around the capture gate: on a GPU it is the group's turn with the generator."""
+        return self._drawing(device)
+
     @contextmanager
     def computing(self, state: StepState, device: Device) -> Iterator[None]:
-        """Around its next forward; what has failed there leaves no trace.
+        """Around its next forward, while it draws; what has failed there leaves no trace.
 
         Args:
             state: the group's, as the step's arguments.
@@ -71,14 +75,14 @@ class Half(Round):
         )
         del tensors
         mark = rules.streams.mark() if graph.stochastic else None
-        state.begin(operands)
         try:
-            with self._drawing(device), self._buffers_kept():
+            state.begin(operands, device.torch_device)
+            with self._buffers_kept():
                 yield
         except BaseException:
             if mark is not None:
                 rules.streams.go_back(mark)
-            state.given = {}
+            state.forget()
             raise
 
     def has_computed(self, losses: Sequence[float]) -> None:
@@ -111,31 +115,31 @@ class PairedSteps:
     Args:
         planned: the steps.
         states: of both groups, as the steps' arguments.
-        device: any of the pool.
     """
 
-    def __init__(self, planned: PlannedStep, states: tuple[StepState, StepState], device: Device) -> None:
+    def __init__(self, planned: PlannedStep, states: tuple[StepState, StepState]) -> None:
         self.planned = planned
         self.states = first, second = states
-        given = [lambda _: first.given, lambda _: second.given]
-        place = device.torch_device
-        self._run = PlannedRun(
-            planned.part.schedule, planned.graphs, place, given, lambda side, number: states[side].draw(number)
-        )
+        given = [lambda: first.given, lambda: second.given]
+        self._steps = StepsOnDevice(planned, given, lambda side, number: states[side].draw(number))
 
     def close(self) -> None:
         """End the copying."""
-        self._run.close()
+        self._steps.close()
 
     @property
     def seconds(self) -> float:
         """That their steps have taken so far."""
-        return self._run.seconds
+        return self._steps.seconds
+
+    def on(self, device: Device) -> None:
+        """As of `StepsOnDevice`."""
+        self._steps.on(device)
 
     def run(self, backward: int | None, forward: int | None) -> list[float]:
         """The backward of one and the forward of the other, or one of these alone; the losses of the latter's members."""
         found: list[Tensor] = []
-        self._run.segment(Segment(backward, forward), lambda _side, _number, losses: found.append(losses))
+        self._steps.run.segment(Segment(backward, forward), lambda _side, _number, losses: found.append(losses))
         losses: list[float] = found[0].tolist() if found else []
         return losses
 
@@ -194,6 +198,7 @@ class PairRound:
         with pager.lease(self._blocks(), self._workspace_bytes):
             waited = time.perf_counter() - start
             until = start + waited + SECONDS
+            self._steps.on(device)
             backward: int | None = None
             forward = self._first()
             while backward is not None or forward is not None:
@@ -205,7 +210,8 @@ class PairRound:
 
     def _segment(self, backward: int | None, forward: int | None, device: Device) -> None:
         states = self._steps.states
-        with GATE.shared(), torch.no_grad(), ExitStack() as around:
+        drawing = nullcontext() if forward is None else self._halves[forward].drawing(device)
+        with drawing, GATE.shared(), torch.no_grad(), ExitStack() as around:
             if backward is not None:
                 around.enter_context(not_repeatable(STEP_BEGUN))
                 around.enter_context(states[backward].updating())

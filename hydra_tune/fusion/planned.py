@@ -6,7 +6,9 @@ Knows plans of groups and geometry of tensors; what runs is `planned_round.py`.
 import logging
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -14,16 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hydra_tune.errors import BudgetError, UnfusableError
+from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
+from hydra_tune.fusion.planner.allocated import allocated, on_all
 from hydra_tune.fusion.planner.arrays import Array
 from hydra_tune.fusion.planner.layouts import as_laid_out
 from hydra_tune.fusion.planner.memory import simulated
 from hydra_tune.fusion.planner.portfolio import MARGIN, Member, Part, Planner
-from hydra_tune.fusion.planner.profiler import CpuClock, Profiles
+from hydra_tune.fusion.planner.profiled_run import Clock
+from hydra_tune.fusion.planner.profiler import CpuClock, CudaClock, Profiles
 from hydra_tune.fusion.planner.replan import Trial as Ran
 from hydra_tune.fusion.planner.replan import fitted, key_of
 from hydra_tune.fusion.planner.step_graph import StepGraph, step_graph
 from hydra_tune.fusion.planner.updates import UpdateTracer
+from hydra_tune.fusion.stand import HOST, Stand
 from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.compute import Operands
@@ -112,16 +117,20 @@ class StepPlanner:
     Args:
         budget_bytes: memory of the smallest device.
         alignment: bytes to which they align allocations.
+        stands: gives devices to profile on, one of each kind that steps run on, now; the first one's times count.
     """
 
-    def __init__(self, budget_bytes: int, alignment: int) -> None:
+    def __init__(
+        self, budget_bytes: int, alignment: int, stands: Callable[[], Sequence[Stand]] = lambda: (HOST,)
+    ) -> None:
         self.budget_bytes = budget_bytes
         self._alignment = alignment
+        self._stands = stands
         self._lock = threading.Lock()
         self._making = threading.Lock()  # one plan at a time, for their profiles would disturb each other
         self._graphs: WeakKeyDictionary[Prepared, dict[Hashable, StepGraph]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[Prepared, dict[Hashable, PlannedStep | Exception]] = WeakKeyDictionary()
-        self._profiles = Profiles(lambda _: CpuClock(time.thread_time))
+        self._profiles = Profiles(clock_of)
 
     def fits(self, prepared: Prepared) -> bool:
         """Whether a group's step needs no plan."""
@@ -148,8 +157,11 @@ class StepPlanner:
                     known[key] = self._planned(stacks)
                 except (UnfusableError, BudgetError) as error:
                     known[key] = error
+                except HydraTuneError as error:  # no device was to be had to profile it on; the next time there may be
+                    raise UnfusableError(f"its step was not profiled: {error}") from error
                 except Exception as error:  # what runs without a plan must not fail for want of one
                     _LOGGER.info("a step cannot be planned", exc_info=True)
+                    traceback.clear_frames(error.__traceback__)  # or what a profile has made would stay on the device
                     known[key] = UnfusableError(f"planning has failed with {type(error).__name__}: {error}")
             found = known[key]
         if isinstance(found, Exception):
@@ -207,20 +219,29 @@ class StepPlanner:
 
     def _planner(self, graphs: Sequence[StepGraph]) -> tuple[tuple[Array, ...], Planner, int]:
         """What is known of graphs, who plans the first of them, and the memory there is for all of them at once."""
-        device = next(iter(graphs[0].geometry.values())).device
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # this thread's, as devices compute
-        try:
-            with GATE.shared():
-                known = {id(graph): self._profiles.array("group", graph, device) for graph in graphs}
-        finally:
-            torch.set_num_threads(threads)
+        stands = self._stands()
+        each = [self._profiled(stand, graphs) for stand in stands]
+        known = {id(graph): on_all([arrays[id(graph)] for arrays in each]) for graph in graphs}
         arrays = tuple(known[id(graph)] for graph in graphs)
         # Each tensor of the groups' state lies by itself, which takes so much more.
         slack = self._alignment * sum(len(graph.state) + len(graph.moments) for graph in graphs)
         limit_bytes = max(0, self.budget_bytes - slack)
-        planner = Planner(array=lambda _: arrays[0], limit_bytes=limit_bytes, is_duplex=device.type != "cpu")
+        is_duplex = stands[0].place.type != "cpu"
+        planner = Planner(array=lambda _: arrays[0], limit_bytes=limit_bytes, is_duplex=is_duplex)
         return arrays, planner, limit_bytes
+
+    def _profiled(self, stand: Stand, graphs: Sequence[StepGraph]) -> dict[int, Array]:
+        """What is known of graphs, by identity, on one kind of devices; measured there if it is the first time."""
+        is_known = all(self._profiles.knows(graph, stand.place) for graph in graphs)
+        threads = torch.get_num_threads()
+        with nullcontext() if is_known else stand.borrowed():
+            torch.set_num_threads(1)  # this thread's, as devices compute
+            try:
+                with GATE.shared():
+                    found = {id(graph): self._profiles.array("group", graph, stand.place) for graph in graphs}
+            finally:
+                torch.set_num_threads(threads)
+        return {id(graph): allocated(found[id(graph)], graph, stand.rounding) for graph in graphs}
 
     def _graph(self, stack: Stack) -> StepGraph:
         known, key = self._graphs.setdefault(stack.prepared, {}), stack.key
@@ -242,10 +263,19 @@ class StepPlanner:
             live_in=(),
         )
         trains = [tensor.requires_grad for tensor in operands.state]
+        stand = self._stands()[0]
+        place = None if stand.place.type == "cpu" else stand.place
         with GATE.exclusive():
             try:
                 found = step_graph(
-                    graph.module, graph.state, operands, trains, stack.updates.count, stack.updates, dict(stack.groups)
+                    graph.module,
+                    graph.state,
+                    operands,
+                    trains,
+                    stack.updates.count,
+                    stack.updates,
+                    dict(stack.groups),
+                    place,
                 )
             except UnfusableError:
                 raise
@@ -255,7 +285,29 @@ class StepPlanner:
                 ) from error
         if not updated(found) <= stack.groups.keys():
             raise UnfusableError("it overwrites buffers after its loss; it runs unplanned")
-        return as_laid_out(found, next(iter(found.geometry.values())).device)
+        if stand is not HOST:
+            self._check_static(found)
+        with stand.borrowed():
+            return as_laid_out(found, stand.place)
+
+    def _check_static(self, graph: StepGraph) -> None:
+        """Refuse a step that could not even be profiled on a device."""
+        needed = sum(graph.seen.sizes[name] for name in graph.geometry)
+        if needed > self.budget_bytes:
+            raise BudgetError(
+                f"parameters, optimizer state and batch of the trials of a step take {format_bytes(needed)}, and a device has "
+                f"{format_bytes(self.budget_bytes)} for them; give it more memory, or fuse fewer",
+                enough_bytes=needed,
+            )
+
+
+def clock_of(device: torch.device) -> Clock:
+    """On a CPU device the CPU time of the calling thread, which does not run on while others have the core.
+
+    Args:
+        device: where a step is profiled.
+    """
+    return CudaClock(device) if device.type == "cuda" else CpuClock(time.thread_time)
 
 
 def stack_of(prepared: Prepared, built: Sequence[tuple[nn.Module, Optimizer]], inputs: Sequence[Tensor]) -> Stack:

@@ -13,8 +13,8 @@ from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.measured import Measured, Ways
 from hydra_tune.fusion.optimizers import OptimizerAtOnce
 from hydra_tune.fusion.planned import PlannedStep, StepPlanner, stack_of
+from hydra_tune.fusion.planned_device import StepsOnDevice
 from hydra_tune.fusion.planned_state import StepState, stack_now
-from hydra_tune.fusion.planner.run import PlannedRun
 from hydra_tune.fusion.rounds import Round, Rules
 from hydra_tune.fusion.steps import leave_out_bad
 from hydra_tune.memory.pressure import not_repeatable
@@ -31,44 +31,49 @@ class PlannedSteps:
     Args:
         planned: the step.
         state: the group's, as the step's arguments.
-        device: any of the pool.
     """
 
-    def __init__(self, planned: PlannedStep, state: StepState, device: Device) -> None:
+    def __init__(self, planned: PlannedStep, state: StepState) -> None:
         self.planned = planned
         self._state = state
-        given = [lambda _: state.given]
-        graphs, place = planned.graphs, device.torch_device
-        self._run = PlannedRun(planned.part.schedule, graphs, place, given, lambda _side, number: state.draw(number))
+        self._steps = StepsOnDevice(planned, [lambda: state.given], lambda _side, number: state.draw(number))
 
     def close(self) -> None:
         """End the copying."""
-        self._run.close()
+        self._steps.close()
 
     @property
     def seconds(self) -> float:
         """That its steps have taken so far."""
-        return self._run.seconds
+        return self._steps.seconds
 
     @property
     def optimizer(self) -> OptimizerAtOnce:
         """The group's."""
         return self._state.optimizer
 
+    def on(self, device: Device) -> None:
+        """As of `StepsOnDevice`."""
+        self._steps.on(device)
+
     def forward(self, operands: Operands) -> list[float]:
-        """The losses of all members."""
-        self._state.begin(operands)
+        """The losses of all members; what has failed leaves nothing on the device."""
         found: list[Tensor] = []
         forward, _ = self.planned.part.schedule.segments
-        self._run.segment(forward, lambda _side, _number, losses: found.append(losses))
-        losses: list[float] = found[0].tolist()
+        try:
+            self._state.begin(operands, self._steps.place)
+            self._steps.run.segment(forward, lambda _side, _number, losses: found.append(losses))
+            losses: list[float] = found[0].tolist()  # a GPU is waited for: members without a finite loss take no step
+        except BaseException:
+            self._state.forget()
+            raise
         return losses
 
     def backward(self) -> None:
         """Backward and update, for the members that the optimizer has as active."""
         _, backward = self.planned.part.schedule.segments
         with self._state.updating():
-            self._run.segment(backward)
+            self._steps.run.segment(backward)
 
 
 class PlannedRound(Round):
@@ -101,7 +106,7 @@ class PlannedRound(Round):
 
     def _trained(self, operands: Operands, device: Device) -> list[float]:
         """As of `Round`; what has failed in the forward leaves no trace."""
-        del device
+        self._planned.on(device)
         rules, is_stochastic = self._rules, self._rules.shard.graph.stochastic
         mark = rules.streams.mark() if is_stochastic else None
         with torch.no_grad(), self._buffers_kept():
@@ -193,4 +198,4 @@ class PlannedGroup:
         stack = stack_now(prepared, state, inputs, is_clipped=is_clipped)
         planned = self._planner.planned(stack)
         own = StepState(planned.graphs[0], state, stack, self._device)
-        return Ways(planned, lambda one: PlannedSteps(one, own, self._device), self._planner.replanned, self._tell)
+        return Ways(planned, lambda one: PlannedSteps(one, own), self._planner.replanned, self._tell)

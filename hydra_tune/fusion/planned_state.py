@@ -2,6 +2,9 @@
 
 Note: masks. A planned step updates all members, each parameter as soon as nothing needs it any more. What members have that
 take no step, because they rest or their loss is not finite, is put aside on the host before the backward and put back after.
+
+Note: where. Parameters, buffers and optimizer state are on the device of the unit that runs; batches, constants and rates are
+on the host, and are sent there for each step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +34,7 @@ class StepState:
         graph: of its step.
         state: the group's.
         stack: what the step was planned for.
-        device: any of the pool.
+        device: any of the pool, for host memory.
 
     Attributes:
         given: the arguments of the step that has begun; none between two steps.
@@ -42,7 +45,7 @@ class StepState:
         self._graph = graph
         self._state, self._updates, self._groups = state, stack.updates, stack.groups
         self._trained = tuple(name for name in graph.state if name in updated(graph))
-        self._device = device.torch_device
+        self._place = device.torch_device  # where the step that has begun computes
         self._make_moments(device)
 
     @property
@@ -51,23 +54,30 @@ class StepState:
         assert isinstance(self._state.optimizer, OptimizerAtOnce), "others are not planned"
         return self._state.optimizer
 
-    def begin(self, operands: Operands) -> None:
-        """A step begins, on this batch and at the rates that there are now."""
+    def begin(self, operands: Operands, place: torch.device) -> None:
+        """A step begins, on this batch and at the rates that there are now, where its parameters are by now."""
+        self._place = place
         self.given = self._arguments(operands)
+
+    def forget(self) -> None:
+        """The step that had begun comes to nothing: what it was given may leave the device."""
+        self.given = {}
 
     def draw(self, number: int) -> Tensor:
         """Random numbers of the step, from the generator that stands for the members' own."""
         group = own_generator()
         assert isinstance(group, GroupGenerator), "stacked members draw from generators of their own"
-        return self._graph.noise[number].draw(group, self._device)
+        return self._graph.noise[number].draw(group, self._place)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Around the backward with its updates, for the members that the optimizer has as active."""
         optimizer = self.optimizer
-        with self._put_aside([index for index, active in enumerate(optimizer.active) if not active]):
-            yield
-        self.given = {}
+        try:
+            with self._put_aside([index for index, active in enumerate(optimizer.active) if not active]):
+                yield
+        finally:
+            self.forget()
         optimizer.note_step(self._state.tensors[name] for name in self._trained)
         self._state.touched(self._trained)
         for block in self._state.optimizer_groups(self._trained):
@@ -91,14 +101,15 @@ class StepState:
         graph, tensors = self._graph, self._state.tensors
         found = {argument: tensors[name].detach() for name, argument in graph.state.items()}
         found |= {a: self.optimizer.state[tensors[name]][moment] for (name, moment), a in graph.moments.items()}
-        found |= dict(zip(graph.constants, operands.constants, strict=True))
-        found |= {a: tensor.contiguous() for a, tensor in zip(graph.inputs, operands.inputs, strict=True)}
+        found |= {a: sent(tensor, self._place) for a, tensor in zip(graph.constants, operands.constants, strict=True)}
+        inputs = zip(graph.inputs, operands.inputs, strict=True)
+        found |= {argument: sent(tensor.contiguous(), self._place) for argument, tensor in inputs}
         known: dict[int, list[tuple[float, ...]]] = {}
         for argument, rate in graph.rates.items():
             if rate.group not in known:
                 known[rate.group] = self._updates.rates(rate.group, *self._steps(rate.group))
             values, shape = known[rate.group][rate.number], graph.geometry[argument].shape
-            found[argument] = torch.tensor(values, dtype=rate.dtype, device=self._device).view(shape)
+            found[argument] = sent(torch.tensor(values, dtype=rate.dtype, device="cpu").view(shape), self._place)
         return found
 
     def _steps(self, group: int) -> tuple[list[int], list[bool] | None]:
@@ -121,13 +132,31 @@ class StepState:
 
     @contextmanager
     def _put_aside(self, members: Sequence[int]) -> Iterator[None]:
-        tensors = [self.given[self._graph.state[name]] for name in self._trained] if members else []
-        tensors += [self.given[argument] for argument in self._graph.moments.values()] if members else []
-        rows = torch.tensor(members, device=self._device)
+        if not members:
+            yield
+            return
+        tensors = [self.given[self._graph.state[name]] for name in self._trained]
+        tensors += [self.given[argument] for argument in self._graph.moments.values()]
+        rows = sent(torch.tensor(members, device="cpu"), self._place)
         kept = [tensor[rows].cpu() for tensor in tensors]
         yield
         for tensor, before in zip(tensors, kept, strict=True):
-            tensor[rows] = before.to(self._device)
+            tensor[rows] = sent(before, self._place)
+
+
+def sent(tensor: Tensor, place: torch.device) -> Tensor:
+    """A tensor of the host on the device that computes, for what is asked of it from now on; the host does not wait.
+
+    Only pinned memory is copied by a GPU itself, behind what it has still to do. Torch's allocator of such memory knows of the
+    copy, and gives the memory to nobody before it is over.
+
+    Args:
+        tensor: a tensor, which may be there already.
+        place: the device.
+    """
+    if tensor.device == place:
+        return tensor
+    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(place, non_blocking=True)
 
 
 def stack_now(prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], *, is_clipped: bool) -> Stack:

@@ -171,7 +171,9 @@ class Round:
     def _run(self, device: Device, pager: Pager) -> float:
         start = time.perf_counter()
         blocks = self._blocks()
-        with pager.lease(list(blocks), self._workspace_bytes), self._drawing(device):
+        # Members go on to their next batches within; one whose loader hangs must not have a GPU's generator meanwhile.
+        drawing = self._drawing(device) if device.shares_generator else nullcontext()
+        with pager.lease(list(blocks), self._workspace_bytes), drawing:
             waited = time.perf_counter() - start
             until = start + waited + SECONDS
             while self._batches is not None:
@@ -187,7 +189,8 @@ class Round:
 
     def _compute(self, batches: StackedBatches, device: Device) -> bool:
         """The next of the batches; returns whether there is nothing in it that a member has to see at once."""
-        made = self._step(batches.leaves(len(self._made)), device)
+        with nullcontext() if device.shares_generator else self._drawing(device):
+            made = self._step(batches.leaves(len(self._made)), device)
         self._made.append(made)
         self._noise = None
         self.steps += 1

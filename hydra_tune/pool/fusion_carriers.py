@@ -27,11 +27,12 @@ from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.fusion.planned_sizes import PlannedSizes
 from hydra_tune.fusion.plans import GroupPlans
 from hydra_tune.fusion.seat import Desk, Seat
+from hydra_tune.fusion.stand import HOST
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.pool.fusion_ends import Ends
 from hydra_tune.pool.fusion_entry import CarrierEvents, Entry
-from hydra_tune.pool.fusion_finder import Finder
+from hydra_tune.pool.fusion_finder import NOT_ON_GPUS, Finder
 from hydra_tune.pool.fusion_group import LiveGroup
 from hydra_tune.pool.fusion_table import FusionTable
 from hydra_tune.pool.job import Job, Result
@@ -80,11 +81,13 @@ class Carriers:
         self._library = library
         self._plans = GroupPlans(library, backend)
         self._planner: StepPlanner | None = None
-        sizes = None
-        if plans_steps != "off":
-            self._planner = StepPlanner(table.pool.budget_bytes, library.budget.alignment)
+        sizes, why_not = None, None
+        if plans_steps == "auto" and HOST not in table.pool.stands:
+            why_not = NOT_ON_GPUS
+        elif plans_steps != "off":
+            self._planner = StepPlanner(table.pool.budget_bytes, library.budget.alignment, lambda: table.pool.stands)
             sizes = PlannedSizes(self._plans, self._planner, insists=plans_steps == "on")
-        self._finder = Finder(table, self._plans, library, most, chooser, sizes)
+        self._finder = Finder(table, self._plans, library, most, chooser, sizes, why_not)
         self.ends = Ends(table, self)
 
     def carry(self, entry: Entry) -> None:
@@ -133,7 +136,7 @@ class Carriers:
                 entry.trial = self._finder.build(entry, device, helpers, host, tenant, times)
             wanted = None
             if not entry.most:
-                entry.most, wanted = self._finder.fusable(entry, entry.trial, device)
+                entry.most, wanted = self._finder.fusable(entry, entry.trial)
             is_absent = self._joins(entry)
             if not is_absent:
                 others = self._finder.others(entry, wanted, device)

@@ -22,10 +22,12 @@ from hydra_tune.checkpoint.every import Every
 from hydra_tune.checkpoint.saved import Saved
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
+from hydra_tune.fusion.stand import Stand
 from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.eventlog import EventLog
+from hydra_tune.pool.borrowing import Borrowing
 from hydra_tune.pool.checkpoints import Checkpoints, Origin, TrialKeeper
 from hydra_tune.pool.core import Core
 from hydra_tune.pool.faults import Faults, Retried
@@ -145,6 +147,7 @@ class Pool:
             changed=core.changed,
         )
         self._losses = Losses(core, self._devices, self._pagers, self._lost)
+        self._borrowing = Borrowing(self._devices, self._pagers, lambda: core.gone | core.leaving)
         self._lost_devices: set[str] = set()
         self._instrument = instrument
         self._workers = {name: self._worker(device) for name, device in self._devices.items()}
@@ -173,7 +176,8 @@ class Pool:
         return pager
 
     def _worker(self, device: Device) -> Worker:
-        return Worker(self._core, device, self._pagers[device.name], self._instrument, self._recorder, self._losses)
+        pager, turn = self._pagers[device.name], self._borrowing.turn(device.name)
+        return Worker(self._core, device, pager, self._instrument, self._recorder, self._losses, turn)
 
     def _start_worker(self, name: str) -> None:
         thread = threading.Thread(target=self._workers[name].work, name=f"hydra-{name}", daemon=True)
@@ -205,6 +209,11 @@ class Pool:
     def budget_bytes(self) -> int:
         """Device memory that models are cut for."""
         return self._library.budget.budget_bytes
+
+    @property
+    def stands(self) -> tuple[Stand, ...]:
+        """Devices that steps are profiled on, as of `Borrowing`."""
+        return self._borrowing.stands
 
     def begin_again(self, retried: Retried, error: BaseException) -> "Callable[[], Beginning | None]":
         """What a trial that another keeps the account of begins again from, as of `Faults.beginning`."""

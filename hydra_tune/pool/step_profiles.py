@@ -1,6 +1,5 @@
 """Profiles steps of trials of one kind, as they would be planned on a device of the pool; each kind once."""
 
-import time
 from collections.abc import Hashable
 
 import torch
@@ -9,10 +8,10 @@ from torch import nn
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.key import fusion_key
+from hydra_tune.fusion.planned import clock_of
 from hydra_tune.fusion.planner.figures import StepFigures, figures_of
 from hydra_tune.fusion.planner.of_task import TaskArrays
-from hydra_tune.fusion.planner.profiled_run import Clock
-from hydra_tune.fusion.planner.profiler import CpuClock, CudaClock, Profiles
+from hydra_tune.fusion.planner.profiler import Profiles
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.shard.library import PlanLibrary, Prepared
 from hydra_tune.task import TrainTask
@@ -27,7 +26,7 @@ class StepProfiles:
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._profiles = Profiles(_clock)
+        self._profiles = Profiles(clock_of)
         self._known: dict[Hashable, StepFigures] = {}
 
     def of(
@@ -63,8 +62,3 @@ class StepProfiles:
             is_duplex = where.type == "cuda"  # a CPU device has one thread that copies
             self._known[key] = figures_of(arrays.array, num_trials, self._budget_bytes, is_duplex=is_duplex)
         return self._known[key]
-
-
-def _clock(device: torch.device) -> Clock:
-    """On a CPU device the CPU time of the calling thread, which does not run on while others have the core."""
-    return CudaClock(device) if device.type == "cuda" else CpuClock(time.thread_time)

@@ -10,6 +10,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import Need, Prefetch
 from hydra_tune.observe.turns import current_turn
+from hydra_tune.pool.borrowing import DeviceTurn
 from hydra_tune.pool.core import Core, Probe
 from hydra_tune.pool.faults import found_lost
 from hydra_tune.pool.losses import Losses
@@ -37,6 +38,7 @@ class Worker:
         instrument: returns a context manager, entered around every unit.
         recorder: keeps what happens; None: nothing is kept.
         losses: told if the device is lost.
+        turn: with the device.
 
     Attributes:
         busy_seconds: time spent in units.
@@ -51,6 +53,7 @@ class Worker:
         instrument: Instrument | None,
         recorder: Recorder | None,
         losses: Losses,
+        turn: DeviceTurn,
     ) -> None:
         self.busy_seconds = 0.0
         self.units = 0
@@ -60,6 +63,7 @@ class Worker:
         self._instrument = instrument
         self._recorder = recorder
         self._losses = losses
+        self._device_turn = turn
         self._is_lost = False
         self._taken: PendingUnit | None = None  # the unit that runs, as long as it may turn out not to have begun
         self._pressure = Pressure(device, pager)
@@ -203,7 +207,8 @@ class Worker:
         self._taken = pending if pending.kind in _GRAPH_KINDS else None
         if self._prefetch is not None:
             self._prefetch.asks = lambda: self._next_needs(record, pending)
-        seconds = self._pressure.run(record.job.name, pending, lambda: self._timed_unit(record, pending))
+        with self._device_turn.unit():
+            seconds = self._pressure.run(record.job.name, pending, lambda: self._timed_unit(record, pending))
         self._taken = None
         trial.finished(pending, seconds)
         return seconds

@@ -1,0 +1,262 @@
+"""Planned steps on devices that are not the host's, as GPUs are (`tests/support/stand_in_gpu.py`): when asked for, and how."""
+
+import functools
+import logging
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hydra_tune.errors import HydraTuneError
+from hydra_tune.fusion.planned_state import StepState
+from hydra_tune.fusion.planner.interpreter import Interpreter
+from hydra_tune.fusion.planner.run import PlannedRun
+from hydra_tune.fusion.planner.schedule import Segment
+from hydra_tune.fusion.stand import HOST
+from hydra_tune.memory.pager import Pager
+from hydra_tune.pool import borrowing, settings
+from hydra_tune.pool.borrowing import Borrowing, DeviceTurn
+from hydra_tune.pool.fusion_finder import NOT_ON_GPUS
+from hydra_tune.shard.gate import CaptureGate
+from tests.support.stand_in_gpu import Generator, StandInGpu
+from tests.unit.pool.tasks import PATIENCE_SECONDS, running
+from tests.unit.pool.test_planned_steps import bits, task
+
+pytestmark = pytest.mark.timeout(120)
+
+GROUP, PAIR = 480 << 10, 310 << 10  # each trial takes more than on a CPU device, by what allocations are rounded
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pools are of so many of them, of so many bytes; those that were opened."""
+    opened = []
+
+    def opening(count, nbytes):
+        def devices(*_):
+            opened[:] = [StandInGpu(index, nbytes) for index in range(count)]
+            return list(opened)
+
+        monkeypatch.setattr(settings, "open_devices", devices)
+        return opened
+
+    return opening
+
+
+def pool_of(**options):
+    return running(**({"fusion": "on", "fusion_size": 4, "fusion_planner": "on"} | options))
+
+
+def tasks_of(epochs=1):
+    return [task(seed, epochs=epochs) for seed in range(4)]
+
+
+@pytest.fixture
+def segments(monkeypatch):
+    """Merged graphs that were run, by the number of the groups that they were planned for, and where."""
+    found = []
+    segment = PlannedRun.segment
+
+    def noted(self, which, take=None):
+        found.append((len(self._ended), which))
+        segment(self, which, take)
+
+    monkeypatch.setattr(PlannedRun, "segment", noted)
+    return found
+
+
+@functools.cache
+def roomy(size, epochs=1):
+    """The same groups where everything is kept, on such a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "open_devices", lambda *_: [StandInGpu(0, 64 << 20)])
+        with running(fusion="on", fusion_size=size, fusion_planner="off") as pool:
+            results = pool.run(tasks_of(epochs))
+    assert {result.group_size for result in results} == {size}
+    return [bits(result) for result in results]
+
+
+def test_a_group_has_the_bits_of_one_for_which_there_is_room(gpus, segments):
+    opened = gpus(1, GROUP)
+    with pool_of() as pool:
+        results = pool.run(tasks_of())
+        stats = pool.stats().devices["cpu:0"]
+    assert [result.error for result in results] == [None] * 4
+    assert {result.group_size for result in results} == {4}
+    assert [bits(result) for result in results] == roomy(4)
+    assert 0.5 * GROUP < stats.peak_bytes <= GROUP
+    assert segments
+    assert opened[0].num_reclaimed > 0
+
+
+@pytest.fixture(autouse=True)
+def turns_before_gates(monkeypatch):
+    """Who holds the capture gate must not wait for a GPU's generator: whoever has that may wait for the gate."""
+    own, shared, in_turn = threading.local(), CaptureGate.shared, Generator.in_turn
+    wrong = []
+
+    @contextmanager
+    def noted(gate):
+        with shared(gate):
+            own.depth = getattr(own, "depth", 0) + 1
+            try:
+                yield
+            finally:
+                own.depth -= 1
+
+    def asked(generator):
+        if getattr(own, "depth", 0):
+            wrong.append(threading.current_thread().name)
+        return in_turn(generator)
+
+    monkeypatch.setattr(CaptureGate, "shared", noted)
+    monkeypatch.setattr(Generator, "in_turn", asked)
+    yield
+    assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_two_groups_in_turn_have_the_bits_of_each_alone(gpus, segments, count):
+    gpus(count, PAIR)
+    with pool_of() as pool:
+        results = pool.run(tasks_of(2))
+        peaks = [device.peak_bytes for device in pool.stats().devices.values()]
+    assert [result.error for result in results] == [None] * 4
+    assert {result.group_size for result in results} == {2}
+    assert [bits(result) for result in results] == roomy(2, 2)
+    assert max(peaks) <= PAIR
+    assert (2, Segment(0, 1)) in segments
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nbytes", "size"), [(GROUP, 4), (PAIR, 2)])
+def test_a_forward_that_runs_out_of_memory_is_repeated_with_the_numbers_it_had_drawn(gpus, nbytes, size, monkeypatch):
+    """What the members have drawn is undone, which on such a device is with whoever has the generator's turn."""
+    segment, failed = PlannedRun.segment, []
+
+    def fails(self, which, take=None):
+        segment(self, which, take)
+        if which.backward is None and not failed:
+            failed.append(which)
+            self._left = {}
+            self._begun[which.forward] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(PlannedRun, "segment", fails)
+    gpus(1, nbytes)
+    with pool_of() as pool:
+        results = pool.run(tasks_of(2))
+        assert pool.stats().devices["cpu:0"].units_repeated == 1
+    assert [result.error for result in results] == [None] * 4
+    assert failed
+    assert [bits(result) for result in results] == roomy(size, 2)
+
+
+@pytest.mark.slow
+def test_what_has_failed_holds_nothing_on_the_device(gpus, monkeypatch):
+    """Else what leaves the device for the repeat would not be free there."""
+    states, run = [], StepState.begin
+    held = []
+
+    def begin(self, *arguments):
+        states.append(self)
+        run(self, *arguments)
+
+    def relieve(self):
+        held.extend(len(state.given) for state in states)
+        relieved(self)
+
+    def fails(self, given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    relieved = Pager.relieve
+    monkeypatch.setattr(StepState, "begin", begin)
+    monkeypatch.setattr(Pager, "relieve", relieve)
+    monkeypatch.setattr(Interpreter, "run", fails)
+    gpus(1, GROUP)
+    with pool_of() as pool:
+        results = pool.run(tasks_of())
+    assert states
+    assert set(held) == {0}
+    assert all(result.error is None or isinstance(result.error, HydraTuneError) for result in results)
+
+
+def test_they_are_planned_where_that_is_asked_for_and_the_log_says_so_once(gpus, segments, caplog):
+    gpus(1, GROUP)
+    with pool_of(fusion_planner="auto") as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
+        results = pool.run([task(seed, epochs=1) for seed in range(4)])
+    assert [result.error for result in results] == [None] * 4
+    assert max(result.group_size for result in results) < 4
+    assert segments == []
+    assert [record.getMessage() for record in caplog.records].count(NOT_ON_GPUS) == 1
+
+
+def test_who_borrows_a_device_waits_for_its_unit_and_the_next_unit_waits_for_him():
+    turn, order, has_begun, may_end = DeviceTurn(), [], threading.Event(), threading.Event()
+
+    def first():
+        with turn.unit():
+            has_begun.set()
+            assert may_end.wait(PATIENCE_SECONDS)
+            order.append("unit")
+
+    def second():
+        with turn.unit():
+            order.append("next unit")
+
+    def borrow():
+        with turn.borrowed("cuda:0"):
+            order.append("borrowed")
+
+    running_one, borrower, later = (threading.Thread(target=run) for run in (first, borrow, second))
+    running_one.start()
+    assert has_begun.wait(PATIENCE_SECONDS)
+    borrower.start()
+    while not turn._asking:
+        time.sleep(0.001)
+    later.start()
+    while later.is_alive() and len(turn._changed._waiters) < 2:
+        time.sleep(0.001)
+    may_end.set()
+    for thread in (running_one, borrower, later):
+        thread.join(PATIENCE_SECONDS)
+    assert order == ["unit", "borrowed", "next unit"]
+
+
+def test_a_unit_that_does_not_end_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(borrowing, "_PATIENCE_SECONDS", 0.0)
+    turn = DeviceTurn()
+    with turn.unit(), pytest.raises(HydraTuneError, match="device cuda:0 has been busy"), turn.borrowed("cuda:0"):
+        pass
+    with turn.unit():
+        pass
+
+
+class OtherKind(StandInGpu):
+    """Of another kind."""
+
+
+def test_steps_are_profiled_on_one_device_of_each_kind_that_is_there_the_smallest_first():
+    devices = {
+        name: kind(index, nbytes)
+        for index, (name, kind, nbytes) in enumerate(
+            [
+                ("a", StandInGpu, 9 << 20),
+                ("b", OtherKind, 8 << 20),
+                ("c", StandInGpu, 7 << 20),
+                ("d", OtherKind, 6 << 20),
+            ]
+        )
+    }
+    away = {"d"}
+    lending = Borrowing(devices, {}, lambda: away)
+    asked = [stand.borrowed.args[0].budget_bytes >> 20 for stand in lending.stands]
+    assert asked == [7, 8]
+    assert {stand.rounding for stand in lending.stands} == {512}
+    away |= {"a", "b", "c"}
+    assert lending.stands == (HOST,)
+    for device in devices.values():
+        device.close()
