@@ -576,6 +576,7 @@ class Trial:
             facts, tensors = encoded(
                 self._built.module,
                 self._built.state()
+                | self._not_adopted()
                 | {
                     "place": asdict(self._place),
                     "streams": self._streams.state(),
@@ -592,6 +593,10 @@ class Trial:
                 },
             )
         return Snapshot(facts=facts, tensors=tensors, state=self.state)
+
+    def _not_adopted(self) -> dict[str, Any]:
+        """What the trial goes on from and has not taken over yet: a pass that was at its end is left before there is a plan."""
+        return {} if self._saved is None else {name: self._saved[name] for name in ("optimizer", "trained")}
 
     @property
     def may_be_saved(self) -> bool:

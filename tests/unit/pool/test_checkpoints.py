@@ -13,9 +13,10 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune.checkpoint import files
 from hydra_tune.checkpoint.every import Every, parse_every
-from hydra_tune.checkpoint.folder import CheckpointFolder, generations
+from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError, ConfigError
+from hydra_tune.train.capture import decoded
 from tests.parity.exact import differences
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running, task
 
@@ -70,6 +71,30 @@ def test_another_pool_goes_on_from_any_report(tmp_path):
             assert against_plain(described, result) == []
             pool.remove_checkpoint("trial")
             assert pool.find_checkpoint("trial") is None
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_trial_that_is_saved_before_it_has_computed_anything_has_its_optimizers_state_in_the_file(tmp_path, count):
+    """Gone on with at the end of an epoch, it is saved at the beginning of the next; alone, and computed with another."""
+    described = [task(epochs=3, report_every=3, seed=seed) for seed in range(count)]
+    with running(checkpoint_dir=tmp_path / "first") as pool:
+        jobs = [at_report(pool, one, 1, str(seed)) for seed, one in enumerate(described)]
+        paths = [job.checkpoint(PATIENCE_SECONDS) for job in jobs]
+        for job in jobs:
+            job.cancel()
+    fusion = "off" if count == 1 else "on"
+    with running(checkpoint_dir=tmp_path / "second", checkpoint_every=3, fusion=fusion) as pool:
+        events = pool.events()
+        jobs = [pool.submit(one, str(seed), events, resume_from=paths[seed]) for seed, one in enumerate(described)]
+        assert {events.get(PATIENCE_SECONDS).step for _ in jobs} == {6}
+        folder = pool.find_checkpoint("0").path.parent
+        for job in jobs:
+            job.cancel()
+        saved_again = folder / f"{generations(folder)[-1]:08}.manifest"
+    assert decoded(load_checkpoint(saved_again))["progress"]["steps"] == 3
+    with running() as pool:
+        result = finished(pool.submit(described[0], resume_from=saved_again))
+    assert against_plain(described[0], result) == []
 
 
 def test_with_little_host_memory_a_trial_is_written_from_where_it_lies(tmp_path):
