@@ -8,6 +8,7 @@ import torch
 
 from hydra_tune.errors import OutOfMemoryError
 from hydra_tune.fusion.planned_device import StepsOnDevice
+from hydra_tune.fusion.planned_state import sent
 from hydra_tune.fusion.planner.profiler import Profile, array_of, copied_at
 from hydra_tune.fusion.planner.schedule import undecided
 from tests.unit.fusion.planner.made import run_unplanned, sub_array
@@ -57,3 +58,33 @@ def test_what_was_planned_for_devices_of_another_kind_is_refused_by_name():
     _, steps = steps_of(sub_array("dlrm"))
     with pytest.raises(OutOfMemoryError, match="planned for devices of the kind 'cpu', and cuda:0 is none"):
         steps.on(SimpleNamespace(torch_device=torch.device("cuda", 0), name="cuda:0"))
+
+
+class Batch:
+    """A tensor of the host, in memory that a GPU can copy by itself or not."""
+
+    device = FIRST
+
+    def __init__(self, log, *, is_pinned):
+        self.log, self._is_pinned = log, is_pinned
+
+    def is_pinned(self):
+        return self._is_pinned
+
+    def pin_memory(self):
+        self.log.append("pinned")
+        return Batch(self.log, is_pinned=True)
+
+    def to(self, place, *, non_blocking):
+        assert self._is_pinned, "the host would wait for all that was asked of the GPU before"
+        self.log.append((place, non_blocking))
+        return place
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_what_is_sent_to_a_gpu_is_copied_from_pinned_memory_without_waiting(is_pinned):
+    gpu, log = torch.device("cuda", 0), []
+    assert sent(Batch(log, is_pinned=is_pinned), gpu) == gpu
+    assert log == ([] if is_pinned else ["pinned"]) + [(gpu, True)]
+    here = Batch(log, is_pinned=False)
+    assert sent(here, FIRST) is here

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hydra_tune.errors import HydraTuneError
+from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.fusion.planned_state import StepState
 from hydra_tune.fusion.planner.interpreter import Interpreter
 from hydra_tune.fusion.planner.run import PlannedRun
@@ -78,7 +79,15 @@ def roomy(size, epochs=1):
     return [bits(result) for result in results]
 
 
-def test_a_group_has_the_bits_of_one_for_which_there_is_room(gpus, segments):
+def test_a_group_has_the_bits_of_one_for_which_there_is_room(gpus, segments, monkeypatch):
+    """Its memory is as an allocator gives it, and its profile is made with nothing else on the device."""
+    planned, steps = StepPlanner.planned, []
+
+    def noted(self, *stacks):
+        steps.append(planned(self, *stacks))
+        return steps[-1]
+
+    monkeypatch.setattr(StepPlanner, "planned", noted)
     opened = gpus(1, GROUP)
     with pool_of() as pool:
         results = pool.run(tasks_of())
@@ -89,6 +98,8 @@ def test_a_group_has_the_bits_of_one_for_which_there_is_room(gpus, segments):
     assert 0.5 * GROUP < stats.peak_bytes <= GROUP
     assert segments
     assert opened[0].num_reclaimed > 0
+    sizes = [size for step in steps for array in step.part.schedule.arrays for size in array.sizes.values()]
+    assert {size % 512 for size in sizes} == {0}
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +195,7 @@ def test_what_has_failed_holds_nothing_on_the_device(gpus, monkeypatch):
     assert all(result.error is None or isinstance(result.error, HydraTuneError) for result in results)
 
 
+@pytest.mark.slow
 def test_they_are_planned_where_that_is_asked_for_and_the_log_says_so_once(gpus, segments, caplog):
     gpus(1, GROUP)
     with pool_of(fusion_planner="auto") as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
