@@ -39,12 +39,15 @@ class Again:
         self.run = None
 
 
-def test_stacked_and_recorded_steps_and_processes_are_a_table(benchmark, tmp_path):
+@pytest.mark.parametrize("has_processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_stacked_and_recorded_steps_and_processes_are_a_table(benchmark, tmp_path, monkeypatch, has_processes):
     again = Again()
+    if not has_processes:
+        monkeypatch.setattr(benchmark, "process_rows", lambda *_given: None)
     table = benchmark.main(["tiny", "--device", "cpu", "--quick", "--counts", "2", "--out", str(tmp_path)], again)
     (row,) = table.rows
     assert (row.model, row.members, table.missing) == ("tiny", 2, [])
-    assert min(row.one_by_one, row.processes, row.stacked, row.graphed) > 0
+    assert min(row.one_by_one, row.stacked, row.graphed, *[row.processes] * has_processes) > 0
     assert again.replays
     assert again.run is None, "the recording has been given up"
     found = json.loads((tmp_path / "gpu_fusion.json").read_text())
@@ -52,7 +55,8 @@ def test_stacked_and_recorded_steps_and_processes_are_a_table(benchmark, tmp_pat
     assert found["device"] == "cpu"
     lines = (tmp_path / "gpu_fusion.md").read_text().splitlines()
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
-    assert lines[-1].startswith(f"| tiny | 2 | {row.one_by_one:.4g} | {row.processes:.4g} | {row.stacked:.4g} |")
+    processes = f"{row.processes:.4g}" if has_processes else "-"
+    assert lines[-1].startswith(f"| tiny | 2 | {row.one_by_one:.4g} | {processes} | {row.stacked:.4g} |")
 
 
 def test_stacked_steps_are_those_of_the_models_alone(benchmark):

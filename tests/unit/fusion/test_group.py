@@ -90,9 +90,12 @@ def test_an_optimizer_without_a_form_for_all_steps_each_member_by_itself(make, n
         assert_as_plain(run, index, task)
 
 
-@pytest.mark.parametrize("num_shards", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_group_in_several_shards_is_as_each_member_alone(num_shards):
-    tasks = [double_task("gpt2", seed=s, epochs=1, optimizer=partial(SGD, lr=0.05, momentum=0.9)) for s in range(2)]
+@pytest.mark.parametrize(
+    ("make", "num_shards"),
+    [(small, 2), *(pytest.param(partial(double_task, "gpt2"), n, marks=pytest.mark.slow) for n in (2, 3))],
+)
+def test_a_group_in_several_shards_is_as_each_member_alone(make, num_shards):
+    tasks = [make(seed=s, epochs=1, optimizer=partial(SGD, lr=0.05, momentum=0.9)) for s in range(2)]
     run = Run(tasks, num_shards=num_shards)
     assert run.trial.num_shards == num_shards
     assert "forward" in run.units

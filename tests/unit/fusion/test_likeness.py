@@ -17,7 +17,7 @@ from tests.unit.fusion.groups import Run, assert_as_plain
 from tests.unit.shard.bench import bench, task_of
 
 _GENERATOR = torch.Generator().manual_seed(1)
-X = torch.randn(18, 5, 8, generator=_GENERATOR, dtype=torch.float64)
+X = torch.randn(18, 2, 8, generator=_GENERATOR, dtype=torch.float64)
 Y = torch.randint(4, (18,), generator=_GENERATOR)
 
 
@@ -84,13 +84,13 @@ def plan(module):
     [
         (Net(0.1), Net(0.1, scale=2.0)),
         (Leaves(0.1), Leaves(0.0)),
-        (nn.Sequential(nn.AlphaDropout(0.1), nn.Flatten(), nn.Linear(40, 4)),) * 2,
+        (nn.Sequential(nn.AlphaDropout(0.1), nn.Flatten(), nn.Linear(16, 4)),) * 2,
     ],
     ids=["another number", "no dropout", "a kind whose masks depend on it"],
 )
 def test_what_differs_in_more_is_told_apart(one, other):
     if one is other:
-        other = nn.Sequential(nn.AlphaDropout(0.2), nn.Flatten(), nn.Linear(40, 4))
+        other = nn.Sequential(nn.AlphaDropout(0.2), nn.Flatten(), nn.Linear(16, 4))
     with pytest.raises(UnfusableError, match="its graph has"):
         probabilities([plan(one), plan(other)])
 

@@ -12,7 +12,7 @@ from tests.unit.shard.bench import bench, task_of
 
 _GENERATOR = torch.Generator().manual_seed(3)
 VECTORS = torch.randn(6, 8, generator=_GENERATOR, dtype=torch.float64)
-MOMENTS = torch.randn(6, 5, 8, generator=_GENERATOR, dtype=torch.float64)
+MOMENTS = torch.randn(6, 3, 8, generator=_GENERATOR, dtype=torch.float64)
 IDS = torch.randint(7, (6, 5), generator=_GENERATOR)
 CLASSES = torch.randint(3, (6,), generator=_GENERATOR)
 
@@ -93,7 +93,7 @@ def check(module, inputs, *, is_traced, loss=functional.cross_entropy):
     "options",
     [
         {"kind": nn.GRU, "num_layers": 2, "bidirectional": True, "dropout": 0.3},
-        {"kind": nn.LSTM, "num_layers": 2, "bidirectional": True, "dropout": 0.3},
+        pytest.param({"kind": nn.LSTM, "num_layers": 2, "bidirectional": True, "dropout": 0.3}, marks=pytest.mark.slow),
         {"kind": nn.LSTM, "bias": False},
         {"kind": nn.RNN, "num_layers": 2, "dropout": 1.0},
         {"kind": nn.RNN, "nonlinearity": "relu"},

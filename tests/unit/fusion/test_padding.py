@@ -88,7 +88,7 @@ def assert_all_as_plain(run, tasks):
     ("kind", "sizes", "optimizer"),
     [
         (Mlp, (16, 24, 32), partial(AdamW, lr=1e-2)),
-        (Transformer, (16, 24), partial(SGD, lr=0.05, momentum=0.9)),
+        pytest.param(Transformer, (16, 24), partial(SGD, lr=0.05, momentum=0.9), marks=pytest.mark.slow),
         pytest.param(Gru, (16, 24, 32), partial(AdamW, lr=1e-2), marks=pytest.mark.slow),
         pytest.param(Gru, (16, 24, 32), partial(SGD, lr=0.05, momentum=0.9), marks=pytest.mark.slow),
     ],

@@ -93,7 +93,7 @@ def task(loss, seed=0, p=0.1, **changes):
         "validate": TensorDataset(X[:8], Y[:8]),
         "batch_size": 8,
         "loss": loss,
-        "epochs": 3,
+        "epochs": 2,
         "seed": seed,
     }
     return TrainTask(**(arguments | changes))
@@ -102,7 +102,7 @@ def task(loss, seed=0, p=0.1, **changes):
 def test_members_with_losses_of_their_own_are_as_alone(caplog):
     """Another probability of dropout, a last batch that is smaller, and who comes late to the place of another loss."""
     tasks = [
-        task(functional.cross_entropy, epochs=2),
+        task(functional.cross_entropy, epochs=1),
         task(SMOOTHED, 1),
         task(focal, 2, p=0.4),
         task(weighted, 3, max_grad_norm=0.1),
@@ -132,7 +132,7 @@ def test_members_with_metrics_of_their_own_have_these():
 
 def test_members_whose_losses_begin_alike_are_as_alone():
     """And go on with other values than the others: what these take from is common to all."""
-    tasks = [task(focal, validate=None, epochs=2), task(beside_softmax, 1), task(constant_scale, 2)]
+    tasks = [task(focal, validate=None, epochs=1), task(beside_softmax, 1), task(constant_scale, 2)]
     run = Run(tasks)
     for index, one in enumerate(tasks):
         assert_as_plain(run, index, one)
