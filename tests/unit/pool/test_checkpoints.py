@@ -20,6 +20,7 @@ from hydra_tune.train.capture import decoded
 from tests.parity.exact import differences
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running, task
 
+pytestmark = pytest.mark.usefixtures("captured_once")
 REPORTS = {"epochs": 3, "report_every": 1}
 
 

@@ -21,7 +21,7 @@ from hydra_tune.pool.job import OVER, Failed, Finished, Reported
 from hydra_tune.shard import library
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 
 _GENERATOR = torch.Generator().manual_seed(1)
 X = torch.randn(24, 8, generator=_GENERATOR, dtype=torch.float64)
@@ -266,7 +266,7 @@ def test_auto_leaves_trials_alone_that_gain_too_little_with_the_bits_of_the_plai
         assert [h["val_loss"] for h in result.history] == [h["val_loss"] for h in plain.history]
 
 
-def test_auto_captures_nothing_more_where_there_are_too_few_steps_to_find_out(monkeypatch):
+def test_auto_captures_nothing_more_where_there_are_too_few_steps_to_find_out(monkeypatch, captured_once):
     """Trials of one family and of different dropout, which would have to be compared; waits until all are there."""
     captured = []
     capture = library.capture
@@ -275,6 +275,7 @@ def test_auto_captures_nothing_more_where_there_are_too_few_steps_to_find_out(mo
     counts = {}
     for fusion in ("off", "auto"):
         captured.clear()
+        captured_once.clear()
         with running(fusion=fusion) as pool:
             results = pool.run(described)
         assert {result.group_size for result in results} == {1}

@@ -17,7 +17,7 @@ from hydra_tune.pool.job import OVER, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 from tests.unit.pool.test_planned_steps import CNN, X, Y, bits, task
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 
 MEMORY = "280KiB"  # one trial needs 142 as it is, and a planned group of four 295
 SGD = (partial(torch.optim.SGD, momentum=0.9),)

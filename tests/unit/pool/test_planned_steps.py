@@ -18,7 +18,7 @@ from hydra_tune.fusion.planned_round import PlannedSteps
 from hydra_tune.pool.job import OVER, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 
 _GENERATOR = torch.Generator().manual_seed(0)
 X, Y = torch.randn(20, 3, 8, 8, generator=_GENERATOR), torch.randint(4, (20,), generator=_GENERATOR)

@@ -18,7 +18,7 @@ from hydra_tune.simulate.replay import replay
 from hydra_tune.simulate.script import scripts_of
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, against_plain, running, task
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 TIGHT = {"num_shards": 3, "device_memory": "8KiB", "link_bandwidth": "20MB/s"}
 
 
