@@ -117,12 +117,20 @@ def assert_same_search(driver, sampler, pruner):
     return seen
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+# Each is another one with a little changed.
+OF_OTHERS = {"multivariate tpe", "liar tpe", "nsga-iii", "percentile", "hyperband, auto"}
+
+
+def each(names):
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in OF_OTHERS)) for name in names]
+
+
+@pytest.mark.parametrize("sampler", each(SAMPLERS))
 def test_every_sampler_searches_as_in_stock_optuna(sampler, driver):
     assert_same_search(driver, sampler, "successive halving")
 
 
-@pytest.mark.parametrize("pruner", PRUNERS)
+@pytest.mark.parametrize("pruner", each(PRUNERS))
 def test_every_pruner_prunes_as_in_stock_optuna(pruner, driver):
     seen = assert_same_search(driver, "random", pruner)
 

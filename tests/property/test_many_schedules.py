@@ -36,7 +36,7 @@ def excess(policy, seed):
     return pool.now - bound, longest_unit + ShardedLRTF().slack_steps * slack
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))])
 def test_within_the_longest_unit_and_the_slack_of_the_bound(block):
     for seed in range(100 * block, 100 * block + 100):
         beyond, allowed = excess(ShardedLRTF(), seed)
@@ -45,5 +45,5 @@ def test_within_the_longest_unit_and_the_slack_of_the_bound(block):
 
 def test_the_limit_means_something():
     """First come, first served is beyond it on some of the same instances."""
-    cases = [excess(Fifo(), seed) for seed in range(200)]
-    assert sum(beyond > allowed for beyond, allowed in cases) > 5
+    cases = [excess(Fifo(), seed) for seed in range(50)]
+    assert any(beyond > allowed for beyond, allowed in cases)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 WITHOUT = """
@@ -33,8 +35,8 @@ if result.error is not None:
     raise result.error
 assert result.num_shards == 2
 assert result.metrics == train_plain(task).metrics
+print("trained")
 """
-
 
 FOR_GPUS = """
 import runpy
@@ -54,17 +56,18 @@ print(*sorted(path.name for path in found))
 """
 
 
-def run(program, *arguments):
-    command = [sys.executable, "-c", WITHOUT + program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module")
+def done():
+    """One after the other in one process: to load torch takes seconds."""
+    command = [sys.executable, "-c", WITHOUT + PROGRAM + FOR_GPUS, str(ROOT)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_pool_trains_without_them(done):
+    assert done.stdout.startswith("trained\n"), done.stderr
+
+
+def test_what_is_for_gpus_is_imported_without_them(done):
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_pool_trains_without_them():
-    run(PROGRAM)
-
-
-def test_what_is_for_gpus_is_imported_without_them():
-    found = run(FOR_GPUS, str(ROOT)).split()
+    found = done.stdout.split()
     assert {"gpu_fusion.py", "gpu_spill.py", "mutwo.py", "test_cuda.py", "test_planned_pairs.py"} <= set(found)

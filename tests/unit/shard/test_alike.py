@@ -50,7 +50,9 @@ def deep():
     return bench(task_of(Deep()), vectors(), alignment=64)
 
 
-@pytest.mark.parametrize("name", ["vit", pytest.param("gpt2", marks=pytest.mark.slow), "gpt2_attention", "cnn"])
+@pytest.mark.parametrize(
+    "name", ["vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gpt2_attention")), "cnn"]
+)
 def test_candidates_of_one_key_need_the_same(name):
     made = parity_bench(name)
     alike, _ = groups(made)

@@ -179,7 +179,7 @@ def test_a_model_that_must_run_whole_and_does_not_fit_says_why():
     assert "whole it needs" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cnn", "gpt2"))])
 def test_further_plans_of_a_trial_are_cut_like_its_first(name):
     plans, task = library(num_shards=4), build(name)
     batch = first_batch(task)

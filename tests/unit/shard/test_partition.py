@@ -53,7 +53,7 @@ def test_shards_cover_the_step_at_allowed_cuts_and_each_fits(benches, name, shar
     assert max(peaks(made, edges)) <= budget - budget // 10
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "vit")) for name in NAMES])
 def test_the_smallest_budget_works_and_a_little_less_does_not(benches, name):
     made = benches[name]
     need = made.partitioner(1 << 40).smallest_budget()

@@ -20,6 +20,16 @@ from tests.support.tracker import Account, Mode
 from tests.unit.shard.bench import bench, parity_bench, task_of, vectors
 
 CUTS = (1, 2, 8)
+NAMES = (*MODELS, "unet", "token", "lstm", "gru")
+
+
+def in_turn(names, cuts):
+    """Every model with every cut; in every run of the tests the cuts take turns."""
+    return [
+        pytest.param(name, cut, marks=[pytest.mark.slow] * (column != row % len(cuts)))
+        for row, name in enumerate(names)
+        for column, cut in enumerate(cuts)
+    ]
 
 
 class NoGenerator:
@@ -134,16 +144,14 @@ def piloted_units(plan):
     return found
 
 
-@pytest.mark.parametrize("num_shards", CUTS)
-@pytest.mark.parametrize("name", [*MODELS, "unet", "token", "lstm", "gru"])
+@pytest.mark.parametrize(("name", "num_shards"), in_turn(NAMES, CUTS))
 def test_the_peak_of_each_unit_is_piloted_to_the_byte(name, num_shards):
     made = made_bench(name)
     plan = made.plan(*made.spread(min(num_shards, len(made.analysis.cuts) + 1)))
     assert piloted_units(plan) == measured_units(made, plan)
 
 
-@pytest.mark.parametrize("num_shards", [2, 8])
-@pytest.mark.parametrize("name", [*MODELS, "unet", "token", "lstm"])
+@pytest.mark.parametrize(("name", "num_shards"), in_turn(NAMES[:-1], CUTS[1:]))
 def test_what_is_kept_and_the_peaks_beside_it_are_piloted_to_the_byte(name, num_shards):
     made = made_bench(name)
     plan = made.plan(*made.spread(min(num_shards, len(made.analysis.cuts) + 1)))

@@ -23,7 +23,7 @@ def tiny_chains(rng):
     return {f"job{i}": [float(rng.randint(1, 6)) for _ in range(rng.randint(1, 3))] for i in range(rng.randint(1, 3))}
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 25))])
 def test_both_find_what_trying_everything_finds(seed):
     rng = random.Random(seed)
     chains, num_devices = tiny_chains(rng), rng.randint(1, 3)
@@ -54,7 +54,7 @@ def test_better_than_the_longest_first(scale):
     assert schedule.status == "optimal"
 
 
-@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_hundreds_of_units(num_devices):
     rng = random.Random(num_devices)
     chains = {f"job{i}": [rng.uniform(0.5, 2.0) for _ in range(rng.randint(20, 60))] for i in range(6)}

@@ -479,8 +479,17 @@ def test_skipping_repeats_changes_no_figure(seed, policy):
     assert dataclasses.replace(skipped, units_skipped=0) == plain
 
 
-@pytest.mark.parametrize("policy", ["lrtf", "fifo"])
-@pytest.mark.parametrize("memory_bytes", [None, 3, 8])
+@pytest.mark.parametrize(
+    ("memory_bytes", "policy"),
+    [
+        (None, "lrtf"),
+        (3, "fifo"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((None, "fifo"), (3, "lrtf"), (8, "lrtf"), (8, "fifo"))
+        ),
+    ],
+)
 def test_equal_trials_are_skipped_for_the_most_part(policy, memory_bytes):
     """Guards that the comparison above compares with something."""
     trials = Workload(num_trials=6, num_shards=4, steps=2000, shard_bytes=1).trials(0)
