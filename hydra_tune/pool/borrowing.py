@@ -19,7 +19,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import DeviceLostError, HydraTuneError
 from hydra_tune.fusion.stand import HOST, Stand
 from hydra_tune.memory.pager import Pager
-from hydra_tune.pool.faults import first_line, found_lost, may_be_the_devices
+from hydra_tune.pool.faults import first_line, found_lost
 
 _PATIENCE_SECONDS = 60.0  # for units that have begun; one may hang in a data loader
 
@@ -119,8 +119,8 @@ class Borrowing:
                 self._pagers[device.name].relieve()
                 device.reclaim()
                 yield
-        except RuntimeError as error:
-            if may_be_the_devices(error) and found_lost(device) is not None:
+        except Exception as error:  # whatever has been made of the device's own by whoever runs something there
+            if found_lost(device) is not None:
                 raise DeviceLostError(f"device {device.name} is lost ({first_line(error)})") from error
             raise
         finally:

@@ -5,11 +5,12 @@ import logging
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hydra_tune.errors import HydraTuneError
+from hydra_tune.errors import DeviceLostError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.fusion.planned_state import StepState
 from hydra_tune.fusion.planner.interpreter import Interpreter
@@ -272,3 +273,43 @@ def test_steps_are_profiled_on_one_device_of_each_kind_that_is_there_the_smalles
     assert lending.stands == (HOST,)
     for device in devices.values():
         device.close()
+
+
+def test_what_fails_on_a_device_that_is_lost_says_so_whatever_was_made_of_it(monkeypatch):
+    """So that a step is profiled on another device the next time, and not held to be one that cannot be planned."""
+
+    def lost():
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    device = StandInGpu(0, 1 << 20)
+    lending = Borrowing({"cuda:0": device}, {"cuda:0": Pager(device)}, tuple)
+    device.name = "cuda:0"
+    lending.turn("cuda:0")
+    with pytest.raises(UnfusableError, match="as it is"), lending.borrowed(device):
+        raise UnfusableError("as it is")
+    monkeypatch.setattr(device, "synchronize", lost)
+    with pytest.raises(DeviceLostError, match="device cuda:0 is lost"), lending.borrowed(device):
+        raise UnfusableError("its operator fails")
+    assert lending.turn("cuda:0")._is_borrowed is False
+    device.close()
+
+
+def test_a_step_that_was_not_profiled_for_want_of_a_device_is_planned_the_next_time(monkeypatch):
+    """Other failures are remembered, for planning takes long."""
+    errors = [DeviceLostError("device cuda:0 is lost"), ValueError("a defect"), None]
+    asked = []
+
+    def plans(_self, stacks):
+        asked.append(stacks)
+        raise errors[len(asked) - 1]
+
+    monkeypatch.setattr(StepPlanner, "_planned", plans)
+    planner, stack = StepPlanner(1 << 20, 512), SimpleNamespace(prepared=Kept(), key="one")
+    for why in ("its step was not profiled: device cuda:0 is lost", "a defect", "a defect"):
+        with pytest.raises(UnfusableError, match=why):
+            planner.planned(stack)
+    assert len(asked) == 2
+
+
+class Kept:
+    """Stands for a plan, by which plans of steps are kept."""
