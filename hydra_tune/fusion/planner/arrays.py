@@ -76,6 +76,7 @@ class Array:
         at_once: storages whose copies the thread that computes makes itself, for handing them over would take longer.
         hand_seconds: that handing over any other copy takes of that thread.
         results: storages that the step leaves behind (the losses), which are kept to the segment's end.
+        returning: feature maps that may be brought back several times in a backward, for it leaves them as they are.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Array:
     at_once: frozenset[str] = frozenset()
     hand_seconds: float = 0.0
     results: frozenset[str] = frozenset()
+    returning: frozenset[str] = frozenset()
 
     @property
     def seconds(self) -> float:
@@ -121,6 +123,15 @@ class Array:
     def backward_uses(self) -> Mapping[str, tuple[int, int]]:
         """First and last rank at which the backward touches each storage."""
         return _uses(self.backward)
+
+    @cached_property
+    def backward_ranks(self) -> Mapping[str, tuple[int, ...]]:
+        """All ranks at which the backward touches each storage."""
+        found: dict[str, list[int]] = {}
+        for rank, op in enumerate(self.backward):
+            for name in dict.fromkeys((*op.reads, *op.makes, *op.writes)):
+                found.setdefault(name, []).append(rank)
+        return {name: tuple(ranks) for name, ranks in found.items()}
 
     @cached_property
     def maps(self) -> Mapping[str, FeatureMap]:

@@ -1,8 +1,9 @@
 """What bounds the memory of all plans from below: the operator that needs most beside what no plan takes away.
 
-A plan takes feature maps away between their last use in the forward and their first in the backward. So there are at each
-operator, whatever is decided: what only the forward or only the backward uses, while it is used; feature maps from making to
-last use in the forward, and from first to last use in the backward; and maps that are never moved, for they are small, always.
+A plan takes feature maps away between their last use in the forward and their first in the backward, and those that it may
+bring back several times also between their uses there. So there are at each operator, whatever is decided: what only the
+forward or only the backward uses, while it is used; feature maps from making to last use in the forward, and from first to
+last use in the backward, or at their uses alone; and maps that are never moved, for they are small, always.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,9 +39,15 @@ def least(array: Array) -> Least:
     there: set[str] = set()
     forward = list(_needs(array, array.forward, _forward_ends(array, kept), {}, there))
     returns: dict[int, list[str]] = {}
+    ends = {rank: list(names) for rank, names in array.all_backward_ends.items()}
     for name, one in array.maps.items():
-        returns.setdefault(one.first_backward, []).append(name)
-    backward = list(_needs(array, array.backward, array.all_backward_ends, returns, there))
+        if name in array.returning and name in array.in_seconds and name not in kept:
+            for rank in array.backward_ranks[name]:
+                returns.setdefault(rank, []).append(name)
+                ends.setdefault(rank, []).append(name)
+        else:
+            returns.setdefault(one.first_backward, []).append(name)
+    backward = list(_needs(array, array.backward, ends, returns, there))
     return max([*forward, *backward], key=lambda one: one.num_bytes, default=Least(0, "", 0))
 
 

@@ -13,6 +13,7 @@ again. So are those that follow one another, whole stretches at a time (note on 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from hydra_tune.fusion.planner.arrays import Array, FeatureMap, Op
@@ -75,7 +76,9 @@ class _Side:
             self._look_up(name, maps[name], needs)
         for found in self.prompts.values():
             found.sort(key=lambda one: (_first(one, needs), one.made))
-        self._change_ends(needs)
+        self._change_ends(
+            needs, {name: self._returns(maps[name], each) for name, each in self.decisions.returns.items()}
+        )
         self.leaving_ranks = sorted(self.leaves)
 
     def _line(self, key: str, ops: Sequence[Op], ends: Mapping[int, tuple[str, ...]]) -> Line:
@@ -110,16 +113,29 @@ class _Side:
         else:
             self.recomputed.setdefault(one.first_backward, []).append(one)
 
-    def _change_ends(self, needs: Mapping[str, tuple[int, int]]) -> None:
-        """Sources of recomputations are freed where the last of those has used them."""
+    def _returns(self, one: FeatureMap, each: Mapping[int, int]) -> set[int]:
+        """Send for a map again before the uses behind its absences; ranks behind which it is taken away for them."""
+        uses, found = self.decisions.uses(one, self.array.backward_ranks[one.name]), set[int]()
+        for left, prompt in each.items():
+            next_use = bisect_left(uses, left + 1)
+            if not 0 < next_use < len(uses) or uses[next_use - 1] in found:
+                continue  # a recomputation that needed it there has been undone, or needs it now
+            last, need = uses[next_use - 1], uses[next_use]
+            found.add(last)
+            if one.name not in self.array.at_once:
+                self.prompts.setdefault(min(max(prompt, last + 1), need), []).append(one)
+            self.arrivals.setdefault(need, []).append(one)
+        return found
+
+    def _change_ends(self, needs: Mapping[str, tuple[int, int]], away: Mapping[str, set[int]]) -> None:
+        """Sources of recomputations are freed where the last of those has used them, and maps where they are taken away."""
         maps, base = self.array.maps, self.array.all_backward_ends
         later = {name: last for name, (_, last) in needs.items() if last != maps[name].last_backward}
-        if not later:
-            return
-        for rank in {*later.values(), *(maps[name].last_backward for name in later)}:
+        for rank in {*later.values(), *(maps[name].last_backward for name in later), *chain(*away.values())}:
             own = [name for name in base.get(rank, ()) if name not in maps]
             left = [name for name in base.get(rank, ()) if name in maps and name not in later]
             left += [name for name, last in later.items() if last == rank]
+            left += [name for name, ranks in away.items() if rank in ranks]
             ends = (*own, *sorted(left, key=self.array.order.__getitem__))
             key = ("ends", rank, ends)
             if key not in self.known:

@@ -10,11 +10,13 @@ Differs from the algorithm as printed:
 * A recomputed source that the update would have overwritten, or that is random, makes a candidate one for swapping
   alone.
 * Where nothing is left that would bring the peak down, forward operators that were multiplexed there are taken out.
+* Where that does not help either, swapped maps that the backward uses on both sides of the peak are taken away there once
+  more (`returns.py`).
 * When all is decided, swaps that were timed while memory was short everywhere are timed again, and what has proved
   needless is undone.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -23,6 +25,7 @@ from hydra_tune.fusion.planner.lowering import start_bytes, stretched
 from hydra_tune.fusion.planner.memory import Memory, followed, peak_of, simulated
 from hydra_tune.fusion.planner.recomputations import can_join, updated_recomputations
 from hydra_tune.fusion.planner.recompute_overhead import recompute_overhead
+from hydra_tune.fusion.planner.returns import returned
 from hydra_tune.fusion.planner.schedule import Candidate, Schedule, Segment
 from hydra_tune.fusion.planner.swap_overhead import Case, Proposal, swap_overhead
 from hydra_tune.fusion.planner.timeline import Times, timed
@@ -114,7 +117,7 @@ class _Search:
             )
             again = max((one for one in idle if self._may_recompute(one)), key=lambda one: one.ratio, default=None)
             if swap is None and again is None:
-                if not self._unmultiplexed(segment):
+                if not self._unmultiplexed(segment) and not self._returned(segment, memory):
                     return
                 continue
             proposal = None if swap is None else self._proposal(swap)
@@ -138,6 +141,10 @@ class _Search:
     def polish(self) -> None:
         """Time swaps again, and undo what is not needed; each change is kept if the step is not slower and memory suffices."""
         seconds = self._seconds(self.schedule)
+        for there in self._without_returns():
+            found = self._seconds(there)
+            if found <= seconds:
+                self.schedule, seconds = there, found
         for one in list(self.decided):
             before = self.schedule
             for changed in (self._undone(one), self._timed_again(one)):
@@ -150,6 +157,19 @@ class _Search:
             if self.schedule is not before and one.name not in self._all(one.side):
                 self.decided.remove(one)
 
+    def _without_returns(self) -> Iterator[Schedule]:
+        """The schedule as it is when each comes, without one of the absences between uses."""
+        each = [
+            (side, name, left)
+            for side, d in enumerate(self.schedule.decisions)
+            for name in d.returns
+            for left in d.returns[name]
+        ]
+        for side, name, left in each:
+            changed = self.schedule.copy()
+            del changed.decisions[side].returns[name][left]
+            yield changed
+
     def _all(self, side: int) -> set[str]:
         decisions = self.schedule.decisions[side]
         return decisions.swaps.keys() | decisions.recomputes.keys()
@@ -159,6 +179,7 @@ class _Search:
         decisions = changed.decisions[one.side]
         if one.name in decisions.swaps:
             del decisions.swaps[one.name]
+            decisions.returns.pop(one.name, None)
             return changed
         if any(one.name in other.sources for other in decisions.recomputes.values()):
             return None
@@ -191,6 +212,21 @@ class _Search:
         if segment.backward is None or not self.schedule.decisions[segment.backward].slots:
             return False
         self.schedule.decisions[segment.backward].slots = {}
+        return True
+
+    def _returned(self, segment: Segment, memory: Memory) -> bool:
+        """Have a map that is used on both sides of the peak be away there; whether there was one."""
+        if segment.backward is None or not self._policy.swaps:
+            return False
+        left = self._candidates[segment.backward]
+        changed = returned(self.schedule, segment, memory, {name for name, one in left.items() if one.can_swap})
+        if changed is None:
+            return False
+        self.schedule = changed
+        for name in left.keys() & changed.decisions[segment.backward].swaps.keys():
+            one = left[name]
+            self._take(one, 0)
+            self.decided.append(Decided(one.side, name, Case.NO_OVERLAP, one.map.in_seconds))
         return True
 
     def _idle(self, segment: Segment, memory: Memory) -> list[Candidate]:

@@ -251,6 +251,7 @@ def array_of(name: str, step: StepGraph, profile: Profile) -> Array:
         at_once=_at_once(profile.out_seconds, profile.in_seconds, profile.hand_seconds),
         hand_seconds=profile.hand_seconds,
         results=frozenset(facts.storages[output.args[0][0].name]),
+        returning=_returning(step),
     )
 
 
@@ -285,6 +286,16 @@ def _scaled(seconds: dict[str, float], clock: Clock, whole: float) -> dict[str, 
 
 def _nothing() -> None:
     pass
+
+
+def _returning(step: StepGraph) -> frozenset[str]:
+    """Storages that the backward does not overwrite, of which it makes nothing but single tensors, which can be viewed anew."""
+    facts = step.seen
+    backward = step.ops[step.num_forward :]
+    written = {storage for node in backward for storage in facts.writes[node.name]}
+    inside = {storage for node in backward if node.name not in facts.places for storage in facts.storages[node.name]}
+    made = {storage for node in step.ops[: step.num_forward] for storage in facts.makes[node.name]}
+    return frozenset(made - written - inside)
 
 
 def _is_view(step: StepGraph, node: fx.Node) -> bool:

@@ -235,7 +235,11 @@ def _run(fresh: Sequence[Member], known: dict[Hashable, Trial], measure: Measure
 
 def _decided(schedule: Schedule) -> tuple[Hashable, ...]:
     moved = (
-        (frozenset(one.swaps.items()), frozenset((name, how.ops) for name, how in one.recomputes.items()))
+        (
+            frozenset(one.swaps.items()),
+            frozenset((name, how.ops) for name, how in one.recomputes.items()),
+            frozenset((name, *each.items()) for name, each in one.returns.items()),
+        )
         for one in schedule.decisions
     )
     befores = (schedule.forward_before(one) for one in schedule.segments if one.backward is not None)

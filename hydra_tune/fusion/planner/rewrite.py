@@ -113,6 +113,7 @@ class _Rewriter:
             made = self._graph.call_function(nodes.release, (self._moving.pop(key),))
             self._on_host[self._host_name(one)] = made
         elif one.kind is Kind.PREFETCH:
+            self._forget(one)
             back = nodes.prefetch_at_once if one.is_at_once else nodes.prefetch
             self._moving[key] = self._graph.call_function(back, (self._argument(self._host_name(one)),))
         elif one.kind is Kind.ARRIVE:
@@ -161,8 +162,9 @@ class _Rewriter:
             setattr(self._owner, name, getattr(step.owner, str(node.target)))
             new[node] = self._graph.get_attr(name)
             return new[node]
-        assert step.ops.index(node) < step.num_forward, f"{node} is used before it has run"
         (storage,) = step.seen.storages[node.name]
+        has_run = step.ops.index(node) < step.num_forward or storage in decided.returns  # what views it is made anew
+        assert has_run, f"{node} is used before it has run"
         if storage not in self._schedule.arrays[side].maps:
             new[node] = self._of_static(side, node)
         elif storage in decided.recomputes:
@@ -200,6 +202,12 @@ class _Rewriter:
         assert not step.seen.makes[node.name], f"{node} is needed to recompute {storage} and is not run again"
         again[node] = self._copy(node, side, f"_for_{storage}", lambda n: self._value_again(side, storage, n))
         return again[node]
+
+    def _forget(self, one: Instruction) -> None:
+        """What stood for values in a storage is of no use any more when it comes back once more."""
+        places, new = self._steps[one.side].seen.places, self._new[one.side]
+        for node in [node for node in new if node.name in places and places[node.name].storage == one.storage]:
+            del new[node]
 
     def _latest(self, one: Instruction) -> fx.Node:
         """A tensor in a storage: the last that the forward has made."""

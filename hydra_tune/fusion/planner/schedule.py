@@ -4,7 +4,7 @@ One state for both segments of a pair, for what is decided for a sub-array shows
 back what in the other its forward gave away.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hydra_tune.fusion.planner.arrays import Array, FeatureMap
@@ -55,16 +55,20 @@ class Decisions:
         swaps: feature map -> rank of the backward operator before which it is sent for (`prefetch_prompt`).
         recomputes: feature map -> how it is recomputed, before its first use in the backward.
         slots: rank of a backward operator -> seconds of the other sub-array's forward that are run before it.
+        returns: swapped feature map -> ranks of backward operators behind which it is taken away once more, until its next
+            use -> ranks before which it is sent for again.
     """
 
     swaps: dict[str, int] = field(default_factory=dict)
     recomputes: dict[str, Candidate] = field(default_factory=dict)
     slots: dict[int, float] = field(default_factory=dict)
+    returns: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def copy(self) -> "Decisions":
         """One that may be changed."""
         recomputes = {name: replace(one) for name, one in self.recomputes.items()}
-        return Decisions(dict(self.swaps), recomputes, dict(self.slots))
+        returns = {name: dict(each) for name, each in self.returns.items()}
+        return Decisions(dict(self.swaps), recomputes, dict(self.slots), returns)
 
     def first_need(self, one: FeatureMap) -> int:
         """Rank of the first backward operator that needs a feature map, itself or for a recomputation."""
@@ -79,6 +83,15 @@ class Decisions:
                 first, last = found.get(name) or (maps[name].first_backward, maps[name].last_backward)
                 found[name] = min(first, at), max(last, at)
         return found
+
+    def uses(self, one: FeatureMap, ranks: Sequence[int]) -> list[int]:
+        """Ranks of the backward operators that need a feature map, themselves or for a recomputation.
+
+        Args:
+            one: the feature map.
+            ranks: of those that use it.
+        """
+        return sorted({*ranks, *self._recomputed_from(one)})
 
     def recompute_seconds(self, rank: int) -> float:
         """How long is recomputed before a backward operator."""

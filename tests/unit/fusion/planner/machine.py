@@ -37,9 +37,10 @@ class Machine:
             elif one.kind == "offload":
                 self.host[side, one.storage] = self.device[side, one.storage]
             elif one.kind == "arrive":
-                self.device[side, one.storage] = self.host.pop((side, one.storage))
+                self.device[side, one.storage] = self.host[side, one.storage]
             for name in one.frees:
                 del self.device[side, name]
+        self.host = {key: value for key, value in self.host.items() if key[0] != segment.backward}
         self.peaks[segment] = max(peak, self.peaks.get(segment, 0))
 
     def _bytes(self) -> int:
