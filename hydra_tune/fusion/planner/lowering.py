@@ -232,17 +232,23 @@ class _Lowering:
                 self._run(side.move(Kind.PREFETCH, sent, rank))
             if rank in multiplexed:
                 self._forward_to(multiplexed[rank])
-            for sent in side.arrivals.get(rank, ()):
-                if sent.name in side.array.at_once:
-                    self._run(side.move(Kind.PREFETCH, sent, rank))
-                self._run(side.move(Kind.ARRIVE, sent, rank))
-            for wanted in sorted(side.recomputed.get(rank, ()), key=lambda one: one.made):
-                again = side.again(wanted)
+            wanted = sorted(side.recomputed.get(rank, ()), key=lambda one: one.made)
+            sources = {source for one in wanted for source in side.decisions.recomputes[one.name].sources}
+            self._arrive(side, [one for one in side.arrivals.get(rank, ()) if one.name in sources], rank)
+            for again in map(side.again, wanted):
                 self._run_all(again, 0, len(again.instructions))
+            self._arrive(side, [one for one in side.arrivals.get(rank, ()) if one.name not in sources], rank)
             if rank in side.changed:
                 self._run(side.changed[rank])
                 done = rank + 1
         self._run_all(line, done, len(line.instructions))
+
+    def _arrive(self, side: _Side, maps: Sequence[FeatureMap], rank: int) -> None:
+        """Wait for copies back: what is recomputed is beside those that are not its sources (Algorithm H, lines 11 to 18)."""
+        for one in maps:
+            if one.name in side.array.at_once:
+                self._run(side.move(Kind.PREFETCH, one, rank))
+            self._run(side.move(Kind.ARRIVE, one, rank))
 
     def _forward_to(self, num_forward: int) -> None:
         assert self._segment.forward is not None, "no forward"

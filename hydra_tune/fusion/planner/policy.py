@@ -285,7 +285,7 @@ class _Search:
         for name, prompt in list(decisions.swaps.items()):
             need = decisions.first_need(array.maps[name])
             decisions.swaps[name] = min(prompt, need)
-            later = recomputed.seconds
+            later = 0.0 if name in recomputed.sources else recomputed.seconds  # which waits for its sources
             while decisions.swaps[name] < at <= need and array.backward[decisions.swaps[name]].seconds <= later:
                 later -= array.backward[decisions.swaps[name]].seconds
                 decisions.swaps[name] += 1

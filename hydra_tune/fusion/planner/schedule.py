@@ -93,9 +93,15 @@ class Decisions:
         """
         return sorted({*ranks, *self._recomputed_from(one)})
 
-    def recompute_seconds(self, rank: int) -> float:
-        """How long is recomputed before a backward operator."""
-        return sum(one.seconds for one in self.recomputes.values() if one.map.first_backward == rank)
+    def recompute_seconds(self, rank: int, source: str = "") -> float:
+        """How long is recomputed before a backward operator.
+
+        Args:
+            rank: of the operator.
+            source: what is made of this feature map is left out.
+        """
+        each = (one for one in self.recomputes.values() if one.map.first_backward == rank and source not in one.sources)
+        return sum(one.seconds for one in each)
 
     def _recomputed_from(self, source: FeatureMap) -> Iterable[int]:
         return (one.map.first_backward for one in self.recomputes.values() if source.name in one.sources)

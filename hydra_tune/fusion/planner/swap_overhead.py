@@ -18,6 +18,7 @@ Differs from the algorithm as printed:
   swap's prompt need not be the first. A conflict is a swap that is on its way at the access, whichever that is; what
   remains of it (line 13) is its copy without the backward operators and recomputations that it has had beside it.
 * What a swap takes of the thread that computes is added, and small maps that this thread copies itself hide nothing.
+* What is recomputed of this map at the access (line 4) waits for its copy, and hides none of it.
 * The link may be busy with several other swaps: an operator hides this copy only where no other swap is on its way.
 """
 
@@ -99,7 +100,7 @@ class _Search:
         return replace(found, seconds=found.seconds + 2 * self._array.hand_seconds)
 
     def _beside(self, *, is_interleaved: bool) -> Proposal:
-        rest = self._candidate.map.in_seconds - self._decided.recompute_seconds(self._access)
+        rest = self._candidate.map.in_seconds - self._decided.recompute_seconds(self._access, self._candidate.name)
         whole = rest
         if self._now.by_rank[self._access] > self._trial.limit_bytes:
             return self._without_overlap(rest)
@@ -167,10 +168,7 @@ class _Search:
         if memory.peak_bytes > limit and memory.peak_bytes >= self._before.peak_bytes:
             return False
         pairs = zip(memory.by_rank, self._before.by_rank, strict=True)
-        if not all(now <= max(limit, before) for now, before in pairs):
-            return False
-        self._now = memory
-        return True
+        return all(now <= max(limit, before) for now, before in pairs)
 
     def _walk_back(self, rest: float) -> tuple[float, int]:
         """Begin the copy earlier, as long as there is room for the map; what is left then, and where it begins."""

@@ -1,5 +1,7 @@
 """Algorithm G and the instructions that it follows: every storage counted once, from its making to its end."""
 
+from dataclasses import replace
+
 import pytest
 
 from hydra_tune.fusion.planner.candidates import candidates_of
@@ -104,6 +106,23 @@ def test_a_swapped_map_comes_back_before_it_is_recomputed_from():
     verify_schedule(schedule)
 
 
+def test_what_is_recomputed_at_a_use_is_beside_the_copy_that_the_use_waits_for():
+    """Algorithm H: first what is sent for, then what is recomputed, then the wait; but sources are waited for before."""
+    forward = [op("a"), op("m", is_random=True), op("b"), op("c", reads=["m"]), op("end")]
+    made = array(
+        forward, [op("p"), op("d", reads=["a", "b", "c"])], dict.fromkeys("abc", 10), copy={"a": 1.5, "m": 0.0}
+    )
+    schedule = one(made)
+    schedule.decisions[0].swaps["a"] = 1
+    schedule.decisions[0].recomputes["b"] = candidates_of(made, 0)["b"]
+    assert told(schedule, BACKWARD) == [
+        ("run", 0), ("prefetch", "a"), ("recompute", "b"), ("arrive", "a"), ("run", 1),
+    ]  # fmt: skip
+    verify_schedule(schedule)
+    found = times_of(schedule, is_duplex=True)
+    assert (found.recompute, found.stall, found.copies) == (1.0, 0.5, 1.5)
+
+
 def test_both_sub_arrays_of_a_segment_count():
     schedule = undecided((chain(3, num_bytes=10, static=1), chain(2, num_bytes=100, static=2)), 1000)
     assert curve(schedule, Segment(0, 1)) == (33, 23, 13, 103, 203, 203)
@@ -153,3 +172,52 @@ def test_what_does_not_hold_is_found(spoil):
         del instructions[next(place for place, i in enumerate(instructions) if i.kind is kind)]
     with pytest.raises(AssertionError):
         verify_instructions(schedule, segment, instructions)
+
+
+def test_the_peak_is_where_both_sub_arrays_have_come_to_then():
+    """Backward of z2, z1, z0 of 10 bytes each and `dw` with 7 more; between rank 1 and 2 the other's two of 100, of which the
+    second works in 50 beside."""
+    first = array(
+        [op("z0"), op("z1"), op("z2")],
+        [op("d2", reads=["z2"]), op("dw", reads=["z1"], workspace=7), op("d0", reads=["z0"])],
+        dict.fromkeys(["z0", "z1", "z2"], 10),
+    )
+    second = array([op("y0"), op("y1", workspace=50), op("y2")], [op("e", reads=["y0", "y1"])], {"y0": 100, "y1": 100})
+    schedule = undecided((first, second), 1000)
+    schedule.decisions[0].slots[2] = 2.0
+    found = simulated(schedule, Segment(0, 1))
+    assert found.by_rank == (30, 27, 260, 200)
+    assert (found.peak_bytes, found.peak_backward, found.peak_forward) == (260, 2, 1)
+    alone = simulated(undecided((first,), 1000), BACKWARD)
+    assert (alone.peak_bytes, alone.peak_backward, alone.by_rank) == (30, 0, (30, 27, 10, 0))
+    busier = replace(
+        first, backward=(first.backward[0], replace(first.backward[1], workspace_bytes=17), first.backward[2])
+    )
+    alone = simulated(undecided((busier,), 1000), BACKWARD)
+    assert (alone.peak_bytes, alone.peak_backward) == (37, 1)
+    alone = simulated(undecided((second,), 1000), FORWARD)
+    assert (alone.peak_bytes, alone.peak_forward) == (250, 1)
+
+
+def test_the_workspace_of_an_operator_that_ends_a_source_counts():
+    """`e` works in 40 bytes beside `a`, which it ends though it does not read it: `b` is made of it there."""
+    forward = [op("a"), op("b", reads=["a"]), op("end")]
+    made = array(forward, [op("d", reads=["a"]), op("e", reads=["b"], workspace=40)], {"a": 10, "b": 20})
+    schedule = one(made)
+    schedule.decisions[0].recomputes["b"] = candidates_of(made, 0)["b"]
+    assert curve(schedule, BACKWARD) == (10, 30, 70)
+    assert simulated(schedule, BACKWARD).peak_bytes == 70
+    assert simulated(schedule, BACKWARD).by_rank == (10, 70, 0)
+
+
+def test_copies_to_the_host_go_one_after_the_other():
+    """Both leave behind the second operator, with 1.5 seconds each: until 3.5 and 5 seconds, the fourth and the fifth."""
+    made = array([op(name) for name in ("a", "b", "p", "q", "r")], [op("d", reads=["a", "b"])], {"a": 10, "b": 10})
+    forward = [made.forward[0], op("b", reads=["a"]), *made.forward[2:]]
+    made = replace(made, forward=tuple(forward), out_seconds={"a": 1.5, "b": 1.5}, in_seconds={"a": 1.0, "b": 1.0})
+    schedule = one(made)
+    schedule.decisions[0].swaps.update(a=0, b=0)
+    assert told(schedule, FORWARD) == [
+        ("run", 0), ("run", 1), ("offload", "a"), ("offload", "b"), ("run", 2), ("run", 3), ("release", "a"), ("run", 4),
+        ("release", "b"),
+    ]  # fmt: skip

@@ -18,6 +18,8 @@ def test_a_map_is_made_again_of_the_nearest_ones_kept():
 def test_what_the_backward_does_not_use_is_made_again_on_the_way():
     made = array([op("a"), op("t", reads=["a"]), op("b", reads=["t"])], [op("d", reads=["a", "b"])], {})
     assert lineage(made, "b") == Lineage(frozenset(["a"]), frozenset([1, 2]))
+    found = candidates_of(made, 0)["b"]
+    assert (found.seconds, found.total_seconds) == (2.0, 2.0)  # `t` and `b`, a second each
 
 
 def test_what_is_overwritten_in_place_is_made_again_with_its_overwriting():
@@ -80,6 +82,7 @@ def test_e_a_source_that_is_recomputed_is_replaced_by_its_own_sources():
     decisions, _, counts = decided(chain(5), "z2", "z1")
     later = decisions.recomputes["z2"]
     assert (later.sources, later.ops, later.seconds) == (frozenset(["z0"]), frozenset([1, 2]), 2.0)
+    assert later.total_seconds == 2.0
     assert counts == [1, 2]
 
 
@@ -116,6 +119,7 @@ def test_f_a_swapped_source_is_passed_over_unless_it_cannot_be_made_again():
     swapped = candidates.pop("m")
     updated_candidates(mask, Decisions(swaps={"m": 0}), swapped, 0, candidates)
     assert candidates["a"].sources == frozenset(["m"])
+    assert candidates["a"].can_recompute
 
 
 def test_what_cannot_be_recomputed_where_others_need_it_is_not():
@@ -148,6 +152,26 @@ def test_what_is_small_and_what_the_step_leaves_behind_are_no_candidates():
         [op("a"), op("b"), op("c")], [op("d", reads=["a", "b", "c"])], {"a": 10_000, "b": 1, "c": 10_000}, results=["c"]
     )
     assert list(candidates_of(made, 0)) == ["a"]
+
+
+def test_a_map_whose_copies_were_not_timed_is_recomputed_alone():
+    made = array([op("a"), op("b")], [op("d", reads=["a", "b"])], {"a": 4, "b": 4}, copy={"b": 1.0})
+    assert {name: one.can_swap for name, one in candidates_of(made, 0).items()} == {"a": False, "b": True}
+
+
+def test_f_a_candidate_is_not_computed_for_a_recomputation_that_finds_it_there():
+    """`a` is used at `d0` and `d2`: if it is recomputed it is there when `b` is, at `d1`; before `c`, at `d3`, it has gone."""
+    forward = [op("a"), op("b", reads=["a"]), op("c", reads=["a"])]
+    backward = [op("d0", reads=["a"]), op("d1", reads=["b"]), op("d2", reads=["a"]), op("d3", reads=["c"])]
+    _, left, _ = decided(array(forward, backward, {"a": 4, "b": 4, "c": 4}), "b")
+    assert left["a"].total_seconds == 1.0
+    _, left, _ = decided(array(forward, backward, {"a": 4, "b": 4, "c": 4}), "b", "c")
+    assert left["a"].total_seconds == 2.0
+
+
+def test_an_update_by_the_very_operator_that_uses_a_map_comes_behind_its_recomputation():
+    backward = [op("d", reads=["a", "w"], writes=["w"])]
+    assert lineage(array([op("a", reads=["w"])], backward, {}), "a") is not None
 
 
 def test_a_candidate_whose_recomputed_source_cannot_be_made_again_then_is_swapped_or_kept():

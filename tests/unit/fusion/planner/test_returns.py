@@ -6,15 +6,20 @@ from random import Random
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.fusion.planner.candidates import candidates_of
 from hydra_tune.fusion.planner.least import least
 from hydra_tune.fusion.planner.lowering import lowered
 from hydra_tune.fusion.planner.memory import curve, peak_of
 from hydra_tune.fusion.planner.policy import Policy, planned
+from hydra_tune.fusion.planner.profiler import Profile, array_of
 from hydra_tune.fusion.planner.returns import absence
+from hydra_tune.fusion.planner.rewrite import rewritten
 from hydra_tune.fusion.planner.schedule import Segment, undecided
+from hydra_tune.fusion.planner.step_graph import StepGraph
+from hydra_tune.fusion.planner.storages import seen
 from hydra_tune.fusion.planner.verify import verify_schedule
 from tests.unit.fusion.planner.hand import array, op
 from tests.unit.fusion.planner.machine import Machine, alone
@@ -23,6 +28,7 @@ from tests.unit.fusion.planner.test_planned_run import array as traced
 from tests.unit.fusion.planner.test_planned_run import assert_same_as_unplanned, limited, tracked
 from tests.unit.fusion.planner.test_random_plans import random_array
 
+aten = torch.ops.aten
 BACKWARD, FORWARD = Segment(0, None), Segment(None, 0)
 
 
@@ -168,3 +174,63 @@ def test_bottlenecks_are_planned_within_a_bound_below_what_maps_need_that_stay(m
     assert schedule.decisions[0].returns
     assert peak_of(schedule)[1].peak_bytes == schedule.limit_bytes
     assert_same_as_unplanned(schedule, (name,), (3,))
+
+
+def test_what_need_not_be_away_stays():
+    schedule = undecided((twice(),), 35)
+    schedule.decisions[0].swaps.update(a=0, b=1)
+    schedule.decisions[0].returns["a"] = {0: 2}
+    found, _ = planned(schedule)
+    assert not any(found.decisions[0].returns.values())
+    assert schedule.decisions[0].returns == {"a": {0: 2}}
+
+
+def transposed_twice():
+    """A rectifier whose map the backward transposes once and uses twice."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    with mode:
+        geometry = {"x": torch.empty(4, 4)}
+    x = graph.placeholder("x")
+
+    def call(name, target, *args):
+        return graph.create_node("call_function", target, args, name=name)
+
+    r = call("r", aten.relu.default, x)
+    loss = call("loss", aten.sum.default, r)
+    rt = call("rt", aten.t.default, r)
+    d = call("d", aten.mul.Tensor, rt, x)
+    e = call("e", aten.neg.default, d)
+    call("f", aten.mul.Tensor, rt, e)
+    graph.output((loss,))
+    owner = fx.GraphModule({}, fx.Graph())
+    return StepGraph(
+        graph=graph, owner=owner, num_forward=2, geometry=geometry, inputs=("x",), state={}, constants=(), moments={}, rates={},
+        noise=(), seen=seen(graph, owner, geometry, [], mode),
+    )  # fmt: skip
+
+
+def test_a_view_of_what_has_come_back_again_is_made_anew():
+    made = transposed_twice()
+    own = array_of("", made, Profile(out_seconds={"r": 1.0}, in_seconds={"r": 1.0}))
+    assert own.returning == {"r", "loss"}
+    schedule = undecided((own,), 1000)
+    schedule.decisions[0].swaps["r"] = 0
+    schedule.decisions[0].returns["r"] = {1: 3}
+    text = rewritten(schedule, [made])[BACKWARD].text()
+    assert (
+        text
+        == """\
+a0_r_on_host = argument
+a0_x = argument
+prefetch = prefetch(a0_r_on_host)
+arrived = arrived(prefetch)
+view_of = view_of(arrived, torch.float32, [4, 4], [4, 1], 0)
+a0_rt = aten.t.default(view_of)
+a0_d = aten.mul.Tensor(a0_rt, a0_x)
+a0_e = aten.neg.default(a0_d)
+prefetch_1 = prefetch(a0_r_on_host)
+arrived_1 = arrived(prefetch_1)
+view_of_1 = view_of(arrived_1, torch.float32, [4, 4], [1, 4], 0)
+a0_f = aten.mul.Tensor(view_of_1, a0_e)
+return \n"""
+    )

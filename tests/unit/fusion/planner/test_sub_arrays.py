@@ -78,3 +78,16 @@ def test_without_a_bound_all_partitions_come():
 def test_a_bound_spares_most_of_many_partitions():
     best = 2.5
     assert sum(1 for _ in within(40, lambda size: 1.0 + 0.01 * size, lambda: best)) < 100
+
+
+def test_pairs_are_of_close_times_and_not_of_close_sizes():
+    """The trial of one takes as long as the three, and the two as the four."""
+    seconds = {1: 9.0, 2: 1.0, 3: 8.0, 4: 2.0}
+    found = pairs(sizes(seconds), lambda one: seconds[one.size])
+    assert [{one.size for one in pair.sub_arrays} for pair in found] == [{2, 4}, {1, 3}]
+
+
+def test_a_partition_that_can_only_be_as_fast_as_the_best_one_known_is_left_out():
+    """Each trial takes a second by itself, so that all partitions of four take at least four."""
+    assert list(within(4, float, lambda: 4.0)) == []
+    assert (2, 2) in set(within(4, float, lambda: 4.5))

@@ -1,5 +1,7 @@
 """Algorithm C: where a swap begins, what hides it, and what is left to wait for."""
 
+from dataclasses import replace
+
 import pytest
 
 from hydra_tune.fusion.planner.candidates import candidates_of
@@ -111,3 +113,82 @@ def test_a_copy_begins_only_where_there_is_room_for_it(limit, prompt):
     schedule = undecided((made,), limit)
     proposal = swap_overhead(schedule, candidates_of(made, 0)["z0"])
     assert proposal.prompt == prompt
+
+
+def quiet(*seconds):
+    """A partner whose forward makes nothing."""
+    forward = [op(f"y{i}", makes=(), seconds=one) for i, one in enumerate(seconds)]
+    return array([*forward, op("loss", seconds=0.0)], [op("e")], {}, name="quiet")
+
+
+def test_nothing_hides_a_swap_that_is_needed_while_memory_is_short():
+    """Line 6: the access is within the peak, and forward operators that take no memory are not put there either."""
+    made = array([op("a"), op("rest")], [op("d0"), op("d1", reads=["a"], workspace=20)], {"a": 4}, copy={"a": 2.0})
+    found = swap_overhead(undecided((made, quiet(1.0, 1.0)), 12), candidates_of(made, 0)["a"])
+    assert (found.case, found.seconds, found.prompt, found.slots) == (Case.NO_OVERLAP, 2.0, 1, {})
+
+
+def test_forward_operators_are_added_only_where_the_peak_falls():
+    """Of 24 bytes at `d2`, where `a` has come back, its swap takes none away; of 28 at `d0` it does."""
+
+    def slots(at_first):
+        backward = [op("d0", workspace=at_first), op("d1", reads=["a"]), op("d2", reads=["a"], workspace=20)]
+        made = array([op("a"), op("rest")], backward, {"a": 4}, copy={"a": 1.0})
+        return swap_overhead(undecided((made, quiet(1.0)), 14), candidates_of(made, 0)["a"]).slots
+
+    assert slots(at_first=0) == {}
+    assert slots(at_first=24) == {1: 1.0}
+
+
+def test_a_swap_that_is_needed_by_the_same_operator_is_no_conflict():
+    """It has to have come by then anyhow, and was counted when it was decided."""
+    forward = [op("a"), op("b"), op("rest")]
+    made = array(
+        forward, [op("d0", workspace=20), op("d1", reads=["a", "b"])], {"a": 4, "b": 4}, copy={"a": 3.0, "b": 2.0}
+    )
+    schedule = undecided((made,), 8)
+    schedule.decisions[0].swaps["a"] = 1
+    found = swap_overhead(schedule, candidates_of(made, 0)["b"])
+    assert (found.case, found.seconds) == (Case.NO_OVERLAP, 2.0)
+
+
+def test_operators_that_another_swap_has_beside_it_hide_no_second_one():
+    """z0 is used at rank 4 and takes 1.5 seconds; the copy of z1, for rank 3, is on its way from rank 1 on. So ranks 3 and 0
+    hide that of z0, and ranks 2 and 1 do not; without the other one ranks 3 and 2 do."""
+    made = chain(5, copy=1.5)
+    schedule = undecided((made,), 100)
+    schedule.decisions[0].swaps["z1"] = 1
+    found = swap_overhead(schedule, candidates_of(made, 0)["z0"])
+    assert (found.case, found.prompt, found.seconds) == (Case.MIXED, 0, 0.0)
+    del schedule.decisions[0].swaps["z1"]
+    assert swap_overhead(schedule, candidates_of(made, 0)["z0"]).prompt == 2
+
+
+def test_handing_both_copies_over_is_added_and_small_ones_hide_nothing():
+    """Half a second each: of z0 that is hidden, there and back; what the computing thread copies itself takes 1.0 and 2.0."""
+    made = replace(chain(5, copy=2.0), hand_seconds=0.5, out_seconds=dict.fromkeys(chain(5).maps, 1.0))
+    found = swap_overhead(undecided((made,), 100), candidates_of(made, 0)["z0"])
+    assert (found.case, found.prompt, found.seconds) == (Case.MIXED, 2, 1.0)
+    at_once = replace(made, at_once=frozenset(["z0"]))
+    found = swap_overhead(undecided((at_once,), 100), candidates_of(at_once, 0)["z0"])
+    assert (found.case, found.prompt, found.seconds) == (Case.NO_OVERLAP, 4, 3.0)
+
+
+def test_a_source_is_sent_for_before_the_first_recomputation_that_needs_it():
+    """z0 is used at rank 4, and z1 is made of it at rank 3; its copy takes two operators."""
+    made = chain(5, copy=2.0)
+    schedule = undecided((made,), 100)
+    assert swap_overhead(schedule, candidates_of(made, 0)["z0"]).prompt == 2
+    schedule.decisions[0].recomputes["z1"] = replace(candidates_of(made, 0)["z1"], seconds=0.0)
+    assert swap_overhead(schedule, candidates_of(made, 0)["z0"]).prompt == 1
+
+
+def test_what_is_recomputed_of_a_map_waits_for_its_copy():
+    """z1 takes a second to be made of z0 at rank 3; before that there is room for z0 from rank 2 on."""
+    made = chain(5, copy=3.0)
+    schedule = undecided((made,), 12)
+    schedule.decisions[0].recomputes["z1"] = candidates_of(made, 0)["z1"]
+    found = swap_overhead(schedule, candidates_of(made, 0)["z0"])
+    assert (found.prompt, found.seconds) == (1, 1.0)
+    schedule.decisions[0].recomputes["z1"] = replace(candidates_of(made, 0)["z1"], sources=frozenset())
+    assert swap_overhead(schedule, candidates_of(made, 0)["z0"]).seconds == 0.0
