@@ -8,7 +8,8 @@ is longer than the launching.
 
 Differs: where the host computes, looking at the clock takes as long as a small node, and nodes that follow each other at
 once find more in its caches. So each run is followed by passes in which only whole stretches between copies are timed,
-and the nodes' times are made to add up to those.
+and the nodes' times are made to add up to those. The pace of the machine is looked at beside each pass (`pace.py`), and
+graphs that are profiled one after another are told as if it had always been as at the first.
 
 Where another thread copies, what handing over takes of the computing one is measured once (`handing.py`), and smaller
 copies than that are left to the computing thread.
@@ -28,6 +29,7 @@ from hydra_tune.fusion.planner.arrays import Array, Op
 from hydra_tune.fusion.planner.handing import hand_seconds
 from hydra_tune.fusion.planner.heap import keep_freed_memory
 from hydra_tune.fusion.planner.nodes import draw
+from hydra_tune.fusion.planner.pace import Pace, Paced
 from hydra_tune.fusion.planner.profiled_run import Clock, ProfiledRun
 from hydra_tune.fusion.planner.step_graph import StepGraph
 from hydra_tune.fusion.planner.storages import overwritten
@@ -125,6 +127,7 @@ class Profile:
         out_seconds: of each feature map's copy to the host.
         in_seconds: of its copy back.
         hand_seconds: of the computing thread, for each copy that another makes.
+        pace_seconds: what `Pace` took meanwhile; 0 where nodes are not timed by the host.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -132,10 +135,20 @@ class Profile:
     out_seconds: dict[str, float] = field(default_factory=dict)
     in_seconds: dict[str, float] = field(default_factory=dict)
     hand_seconds: float = 0.0
+    pace_seconds: float = 0.0
+
+    def at_pace(self, pace_seconds: float) -> "Profile":
+        """What it would be while `Pace` takes so long: copies as they are, for they wait for memory instead."""
+        if not (pace_seconds and self.pace_seconds):
+            return self
+        ratio = pace_seconds / self.pace_seconds
+        return replace(
+            self, seconds={name: one * ratio for name, one in self.seconds.items()}, pace_seconds=pace_seconds
+        )
 
 
 class Profiles:
-    """Measures each graph once for each device.
+    """Measures each graph once for each device; seconds of all are at the pace that the device had at the first.
 
     Args:
         clock: of a device; by its kind, unless given.
@@ -148,6 +161,7 @@ class Profiles:
         hand: Callable[[torch.device], float] = hand_seconds,
     ) -> None:
         self._hand, self._hands = hand, dict[str, float]()
+        self._paces: dict[str, float] = {}
         self._clock = clock or (lambda device: CudaClock(device) if device.type == "cuda" else CpuClock())
         self._known: dict[tuple[str, str], Profile] = {}
         self._lock = threading.Lock()
@@ -166,7 +180,8 @@ class Profiles:
                 if str(device) not in self._hands:
                     self._hands[str(device)] = self._hand(device)
                 found = measured(step, device, self._clock(device))
-                self._known[key] = replace(found, hand_seconds=self._hands[str(device)])
+                pace = self._paces.setdefault(str(device), found.pace_seconds)
+                self._known[key] = replace(found.at_pace(pace), hand_seconds=self._hands[str(device)])
             return array_of(name, step, self._known[key])
 
     def knows(self, step: StepGraph, device: torch.device) -> bool:
@@ -178,6 +193,14 @@ class Profiles:
         """
         with self._lock:
             return (_text_of(step), str(device)) in self._known
+
+    def pace_seconds(self, device: torch.device) -> float:
+        """What `Pace` took at the pace at which all seconds of a device are; 0 where the host times nothing, and before all.
+
+        Args:
+            device: where graphs ran.
+        """
+        return self._paces.get(str(device), 0.0)
 
 
 def measured(step: StepGraph, device: torch.device, clock: Clock) -> Profile:
@@ -193,19 +216,19 @@ def measured(step: StepGraph, device: torch.device, clock: Clock) -> Profile:
     run = ProfiledRun(step, array_of("", step, Profile()).maps, device, clock)
     workspace: dict[str, int] = {}
     each: list[dict[str, float]] = []
-    whole: list[float] = []
+    passes = Paced(Pace(lambda: clock.whole() or 0.0))
     for number in range(WARM_UPS + RUNS):
         # What a warm-up leaves to a library for good (cuBLAS's workspace of a stream) no node needs again.
         run.once(workspace if number >= WARM_UPS else {})
         found = clock.seconds()
-        passes = [seconds for _ in range(WHOLE_PASSES) if (seconds := run.whole()) is not None]
+        if clock.whole() is not None:
+            passes.time(run.whole, WHOLE_PASSES, counts=number >= WARM_UPS)
         clock.seconds()
         if number >= WARM_UPS:
             each.append(found)
-            whole += passes
     medians = {name: statistics.median(one[name] for one in each) for name in each[0]}
-    if whole:
-        medians |= _scaled({node.name: medians[node.name] for node in step.ops}, clock, statistics.median(whole))
+    if passes.seconds:
+        medians |= _scaled({node.name: medians[node.name] for node in step.ops}, clock, passes.seconds)
     nodes = {node.name for node in step.ops}
     free = {node.name for node in step.ops if _is_view(step, node)} if device.type == "cuda" else set()
     return Profile(
@@ -213,6 +236,7 @@ def measured(step: StepGraph, device: torch.device, clock: Clock) -> Profile:
         workspace_bytes=workspace,
         out_seconds={name[4:]: seconds for name, seconds in medians.items() if name.startswith("out ")},
         in_seconds={name[3:]: seconds for name, seconds in medians.items() if name.startswith("in ")},
+        pace_seconds=passes.pace_seconds,
     )
 
 

@@ -64,6 +64,34 @@ def test_where_the_host_computes_nodes_add_up_to_what_whole_passes_take():
     assert max(found.seconds.values()) < 1
 
 
+class Slower(Steps):
+    """A clock that goes on by more at each look, as of a machine that has become slower."""
+
+    by = 1.0
+
+    def _look(self):
+        self.looks += self.by
+        return float(self.looks)
+
+
+def test_a_graph_profiled_while_the_machine_is_slower_is_told_as_at_the_pace_of_the_first():
+    clocks = []
+
+    def clock(_device):
+        clocks.append(Slower())
+        clocks[-1].by = 1.0 if len(clocks) == 1 else 3.0
+        return clocks[-1]
+
+    steps = [sub_array("dlrm", count).step for count in (2, 3, 2)]
+    profiles = Profiles(clock, hand=lambda _: 0.5)
+    first, slower = (profiles.array("", step, CPU) for step in steps[:2])
+    alone = Profiles(clock, hand=lambda _: 0.5).array("", steps[1], CPU)
+    assert len(clocks) == 3
+    assert alone.seconds == pytest.approx(3 * slower.seconds)
+    assert slower.seconds == pytest.approx(first.seconds), "as many looks, each a stretch"
+    assert slower.hand_seconds == 0.5
+
+
 def test_a_sub_array_has_all_that_the_planner_asks_for():
     step = sub_array("cnn").step
     array = Profiles().array("cnn", step, CPU)
