@@ -1,6 +1,6 @@
 """μ-TWO's comparison (Figures 7 and 8): fusing what fits, fusing everything in less memory, and planned pairs.
 
-    python benchmarks/mutwo.py [vit] [mobilenet] ... [--count 2 4 8] [--demand 2 6]
+    python benchmarks/mutwo.py [vit] [mobilenet] ... [--count 2 4 8] [--demand 2 6] [--json FILE] [--markdown FILE]
     python benchmarks/mutwo.py --device cuda            # ViT and BERT of the paper's sizes, in less than 8 minutes
     python benchmarks/mutwo.py --smallest               # the least memory that any plan of a pair needs
 
@@ -21,6 +21,7 @@ import argparse
 import sys
 import time
 from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that nothing has to be installed
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that nothing 
 import torch
 from mutwo_models import MODELS, SCALES, model
 from mutwo_runs import in_turn, one_by_one
+from mutwo_table import CAPUCHIN, HFTA, Ran, Row, Table
 
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
@@ -46,9 +48,9 @@ from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.budget import Budget
 from hydra_tune.shard.library import PlanLibrary
 
-HFTA, CAPUCHIN = "fits, one after another", "full fusion"
 ENDLESS = 1 << 60
 ROOM = 0.02  # beyond the smallest limit that a plan meets, where a demand is beyond it
+SETTLING = 0.4  # of a case's seconds of measuring: each round of the run-off
 OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, lr=1e-3), "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9)}
 ON_GPU = ((4, 2.0, None), (6, 6.0, 2))  # trials, demand, the most trials in a sub-array: what there is time to plan
 
@@ -66,9 +68,15 @@ class Family:
         member = Member(task, library, host)
         wanted = member.peek()["train"]
         prepared = GroupPlans(library).of_member(member, wanted)
-        self._arrays = TaskArrays(task, member.built(), prepared, wanted.leaves, library, Profiles(), device)
+        self._profiles = Profiles()
+        self._arrays = TaskArrays(task, member.built(), prepared, wanted.leaves, library, self._profiles, device)
         self.array, self.step = cache(self._arrays.array), self._arrays.step
         host.close()
+
+    @property
+    def pace_seconds(self):
+        """At which all profiles are told."""
+        return self._profiles.pace_seconds(self.device)
 
     def needs(self, size):
         """Bytes of so many trials in one sub-array with everything kept."""
@@ -81,61 +89,98 @@ class Family:
         return Planner(array=self.array, limit_bytes=limit, is_duplex=is_duplex, max_size=max_size)
 
 
-def compare(family, num_trials, demand, max_size, options, *, is_given=True):
-    limit = int(family.needs(num_trials) / demand)
-    start = time.process_time()
-    planner = family.planner(limit, max_size)
-    portfolio = planner.portfolio(num_trials)
-    seconds = time.process_time() - start
-    print(
-        f"\n{family.name}, {num_trials} trials, demand {demand:g} x {format_bytes(limit)}; "
-        f"planned in {seconds:.1f} s of CPU time"
-    )
-    print(portfolio.table(), flush=True)
-    members = [one for one in portfolio.members if one.fits]
-    if not members:
-        at_least = min(one.peak_bytes for one in portfolio.members)
-        can_be = family.needs(num_trials) / at_least
-        print(
-            f"no plan fits: the smallest needs {format_bytes(at_least)}, which is a demand of {can_be:.2f}", flush=True
-        )
-        if is_given:  # what can be run is beside it
-            compare(family, num_trials, can_be * (1 - ROOM), max_size, options, is_given=False)
-        return
-    held = max(sum(part.sizes) for one in members for part in one.parts)
-    kept = max((size for size in range(1, num_trials + 1) if family.needs(size) <= limit), default=0)
-    title = f"{family.name}, {num_trials} trials, demand {demand:.2f}, {format_bytes(limit)}"
-    print(f"trials on the device at once: {kept} fused with everything kept, up to {held} in these plans")
+def compare(family, row, options):
+    """Plan and measure a case, and fill its row."""
+    begun = time.monotonic()
+    needs = family.needs(row.trials)
+    set_limit(family, row, int(needs / row.wanted_demand))
+    planner, members = planned(family, row)
+    if not members:  # what can be run is beside it
+        at_least = min(one.peak_bytes for one in planner.portfolio(row.trials).members)
+        row.why = f"no plan was found; the smallest needs {format_bytes(at_least)}, at which plans are compared"
+        row.limit_bytes = int(at_least * (1 + ROOM))
+        planner, members = planned(family, row)
+    row.demand = needs / row.limit_bytes
+    row.held = max(sum(part.sizes) for one in members for part in one.parts)
+    print(f"trials on the device at once: {row.kept} fused with everything kept, up to {row.held} in these plans")
     if family.device.type == "cuda":
         members = [one for one in members if one is members[0] or one.name in (HFTA, CAPUCHIN)]
         found = one_by_one(family, members, options.warm_up, options.warm_seconds, options.steps)
-        report(members, found, members[0])
-        row(title, members, found, members[0])
+        chosen = members[0]
     else:
-        row(title, *compare_on_cpu(family, num_trials, planner, members, options))
+        members, found, chosen = compare_on_cpu(family, row, planner, members, options)
+    fill(row, members, found, chosen)
+    row.taken_seconds += time.monotonic() - begun
+    report(row)
 
 
-def row(title, members, measured, chosen):
-    """All that counts of a case in one line."""
-    took = {one.name: found.seconds * 1e3 for one, found in zip(reversed(members), reversed(measured), strict=True)}
-    told = [f"{name} {took[name]:.1f} ms" if name in took else f"{name} does not fit" for name in (HFTA, CAPUCHIN)]
-    own = next(
-        found.seconds * 1e3 for one, found in zip(members, measured, strict=True) if key_of(one) == key_of(chosen)
+def set_limit(family, row, limit):
+    """The limit of a case: what was asked for, unless it is known that no plan meets it."""
+    bound, why = bound_of(family, row.trials, row.max_size)
+    row.limit_bytes = limit
+    if bound > limit:
+        row.limit_bytes = int(bound * (1 + ROOM))
+        needed = f"{why}, {format_bytes(bound)} in all"
+        row.why = f"no plan needs as little as {format_bytes(limit)}: {needed}, at which plans are compared"
+
+
+def bound_of(family, num_trials, max_size):
+    """Bytes that no plan is below, and what needs them: one trial with all kept, a pair, or all trials in one sub-array."""
+    one = family.array(1)
+    static = undecided((one,) * min(num_trials, 2), ENDLESS).static_bytes
+    bound = least(one)
+    found = [(family.needs(1), "one trial with everything kept is the least")]
+    found.append(
+        (
+            static + bound.num_bytes,
+            f"the least is {bound.op} of one trial in a pair, beside {format_bytes(static)} static",
+        )
     )
-    told.append(
-        f"chosen {own:.1f} ms ({chosen.name})" + (f", {took[HFTA] / own:.2f} over HFTA" if HFTA in took else "")
+    if max_size is None or num_trials <= max_size:
+        every = family.array(num_trials)
+        bound = least(every)
+        found.append((every.static_bytes + bound.num_bytes, f"the least is {bound.op} of all in one sub-array"))
+    return min(found)
+
+
+def planned(family, row):
+    """The planner of a row's limit, and the members of its portfolio that fit."""
+    start = time.process_time()
+    planner = family.planner(row.limit_bytes, row.max_size)
+    portfolio = planner.portfolio(row.trials)
+    seconds = time.process_time() - start
+    print(
+        f"\n{family.name}, {row.trials} trials, demand {row.wanted_demand:g}, {format_bytes(row.limit_bytes)}; "
+        f"planned in {seconds:.1f} s of CPU time"
     )
-    fastest = min(took, key=took.__getitem__)
-    print(f"row: {title}: {'; '.join(told)}; fastest {took[fastest]:.1f} ms ({fastest})", flush=True)
+    if row.why:
+        print(row.why)
+    print(portfolio.table(), flush=True)
+    sizes = range(1, row.trials + 1)
+    row.kept = sum(1 for _ in takewhile(lambda size: family.needs(size) <= row.limit_bytes, sizes))
+    return planner, [one for one in portfolio.members if one.fits]
 
 
-def compare_on_cpu(family, num_trials, planner, members, options):
+def fill(row, members, measured, chosen):
+    """What was measured, into a row; members that do the same were measured once."""
+    for one, found in zip(members, measured, strict=True):
+        sizes = [list(part.sizes) for part in one.parts]
+        times = one.seconds, found.seconds, found.clock_seconds
+        row.ran.append(Ran(one.name, sizes, *times, one.peak_bytes, found.peak_bytes))
+    row.chosen = [key_of(one) for one in members].index(key_of(chosen))
+    for number, one in enumerate(members):
+        row.names.setdefault(one.name, number)
+
+
+def compare_on_cpu(family, row, planner, members, options):
     """The plan that a run-off settles on, and then all of them once more, measured for themselves; these, and the plan."""
 
     def measure(few):
-        return [one.seconds for one in in_turn(family, few, options.warm_up, options.steps, LEAVES_AT)]
+        most = options.seconds * SETTLING
+        return [one.seconds for one in in_turn(family, few, options.warm_up, options.steps, LEAVES_AT, most)]
 
-    found = settled(planner, num_trials, measure)
+    found = settled(planner, row.trials, measure)
+    row.corrections = len(found.corrections)
     for one in found.corrections:
         compute = ", ".join(f"{size}: {ratio:.2f}" for size, ratio in sorted(one.compute.items()))
         print(
@@ -145,32 +190,31 @@ def compare_on_cpu(family, num_trials, planner, members, options):
     each: dict = {}
     for one in (*members, *(trial.member for trial in found.trials)):
         each.setdefault(key_of(one), one)
+    row.names = {one.name: list(each).index(key_of(one)) for one in reversed(members)}
     each = list(each.values())
-    took = in_turn(family, each, options.warm_up, options.steps, most_seconds=options.seconds)
-    report(each, took, found.member, members[0])
+    took = in_turn(family, each, options.warm_up, options.steps, most_seconds=options.seconds * (1 - SETTLING))
     return each, took, found.member
 
 
-def report(members, measured, chosen, predicted=None):
-    """A row of each; how far the chosen one is from the fastest, and the one that was predicted to be."""
-    print(f"{'':36} predicted  measured  ratio  over HFTA  over Capuchin  hours of 10,000  allocated/planned")
-    took = {one.name: found for one, found in zip(reversed(members), reversed(measured), strict=True)}
-    for one, found in zip(members, measured, strict=True):
-        is_chosen = key_of(one) == key_of(chosen)
-        over = [f"{took[name].seconds / found.seconds:.2f}" if name in took else "-" for name in (HFTA, CAPUCHIN)]
-        peak = "-" if found.peak_bytes is None else f"{found.peak_bytes / one.peak_bytes:.2f}"
+def report(row):
+    """A line of each that was run; how far the chosen one is from the fastest; and all that counts in one line."""
+    print(
+        f"{'':36} predicted  measured  ratio  by the clock  over HFTA  over Capuchin  hours of 10,000  allocated/planned"
+    )
+    for one in row.ran:
+        over = [f"{row.of(name).seconds / one.seconds:.2f}" if name in row.names else "-" for name in (HFTA, CAPUCHIN)]
+        peak = "-" if one.allocated_bytes is None else f"{one.allocated_bytes / one.planned_bytes:.2f}"
         print(
-            f"{one.name + (' (chosen)' if is_chosen else ''):36} {one.seconds * 1e3:9.2f} {found.seconds * 1e3:9.2f} "
-            f"{one.seconds / found.seconds:6.2f} {over[0]:>10} {over[1]:>14} {found.seconds / 0.36:15.3f} {peak:>18}",
-            flush=True,
+            f"{one.name + (' (chosen)' if one is row.own else ''):36} {one.predicted_seconds * 1e3:9.2f} "
+            f"{one.seconds * 1e3:9.2f} {one.predicted_seconds / one.seconds:6.2f} {one.clock_seconds * 1e3:13.2f} "
+            f"{over[0]:>10} {over[1]:>14} {one.seconds / 0.36:16.3f} {peak:>18}"
         )
-    fastest = min(found.seconds for found in measured)
-    for what, wanted in (("chosen", chosen), ("predicted to be the fastest", predicted)):
-        for one, found in zip(members, measured, strict=True):
-            if wanted is not None and key_of(one) == key_of(wanted):
-                print(f"the one {what} takes {found.seconds / fastest:.2f} times what the fastest takes")
-    if HFTA not in took:
+    predicted = min(row.ran, key=lambda one: one.predicted_seconds)
+    for what, one in (("chosen", row.own), ("predicted to be the fastest", predicted)):
+        print(f"the one {what} takes {one.seconds / row.fastest.seconds:.2f} times what the fastest takes")
+    if HFTA not in row.names:
         print("not even one trial at a time fits with everything kept")
+    print(f"row: {' | '.join(row.cells())}; {row.taken_seconds:.0f} s", flush=True)
 
 
 def smallest(family):
@@ -216,47 +260,69 @@ def asked():
     parser.add_argument("--warm-up", type=int, help="steps that are not measured: 100 on a GPU, else 3")
     parser.add_argument("--warm-seconds", type=float, default=8.0, help="on a GPU no more of them than this takes")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=15.0, help="on a CPU no more steps of a case than these take")
-    parser.add_argument("--minutes", type=float, default=6.0, help="on a GPU nothing is begun after these")
+    parser.add_argument("--seconds", type=float, default=8.0, help="on a CPU no more steps of a case than these take")
+    parser.add_argument("--minutes", type=float, help="nothing is begun after these: 6 on a GPU, else 13.5")
+    parser.add_argument("--json", type=Path, help="keeps rows as they come; those that are there are not run again")
+    parser.add_argument("--markdown", type=Path, help="the table, as it comes")
     parser.add_argument("--smallest", action="store_true", help="only tell the smallest limits")
-    return parser.parse_args()
+    options = parser.parse_args()
+    on_gpu = options.device.type == "cuda"
+    options.scale = options.scale or ("table" if on_gpu else "cpu")
+    options.optimizer = options.optimizer or ("sgd" if on_gpu else "adamw")
+    options.warm_up = options.warm_up if options.warm_up is not None else 100 if on_gpu else 3
+    options.minutes = options.minutes if options.minutes is not None else 6.0 if on_gpu else 13.5
+    return options
 
 
-def told(name, action):
-    """Do something, or say why no plan is made of that model."""
-    try:
-        action()
-    except (UnfusableError, torch.OutOfMemoryError) as error:
-        print(f"{name}: not planned: {error}", flush=True)
+def of_family(name, rows, options, table, ends):
+    """Rows of one model; those that there is no time for are said to be missing."""
+    begun, family = time.monotonic(), None
+    for row in rows:
+        if time.monotonic() > ends:
+            print(
+                f"\n{name}, {row.trials} trials, demand {row.wanted_demand:g}: not run, {options.minutes:g} minutes are over"
+            )
+            continue
+        try:
+            if family is None:
+                family = Family(name, options.scale, options.device, options.optimizer)
+                row.taken_seconds = time.monotonic() - begun
+            compare(family, row, options)
+        except (UnfusableError, torch.OutOfMemoryError) as error:
+            row.why = f"not planned: {error}"
+            print(f"{name}: {row.why}", flush=True)
+        table.add(row)
 
 
 def main():
     options, begun = asked(), time.monotonic()
-    on_gpu = options.device.type == "cuda"
-    scale = options.scale or ("table" if on_gpu else "cpu")
-    optimizer = options.optimizer or ("sgd" if on_gpu else "adamw")
-    options.warm_up = options.warm_up if options.warm_up is not None else 100 if on_gpu else 3
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    on = torch.cuda.get_device_name(options.device) if on_gpu else "cpu"
-    print(f"device: {on}, torch {torch.__version__}, {scale}, {optimizer}", flush=True)
+    on_gpu = options.device.type == "cuda"
+    setting = {
+        "device": torch.cuda.get_device_name(options.device) if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "scale": options.scale,
+        "optimizer": options.optimizer,
+        "warm-up": options.warm_up,
+        "steps": options.steps,
+        "seconds": options.seconds,
+    }
+    print(", ".join(f"{name} {value}" for name, value in setting.items()), flush=True)
+    names = ["vit", "bert"] if on_gpu else [name for name in MODELS if options.scale in MODELS[name]]
     if options.smallest:
         print(
             "pair of one trial each: static, with everything kept, smallest, bound, share, met, operator of the bound"
         )
-    names = ["vit", "bert"] if on_gpu else [name for name in MODELS if scale in MODELS[name]]
+        for name in options.models or names:
+            smallest(Family(name, options.scale, options.device, options.optimizer))
+        return
+    table = Table(setting, options.json, options.markdown)
     for name in options.models or names:
-        family = Family(name, scale, options.device, optimizer)
-        if options.smallest:
-            told(name, partial(smallest, family))
-            continue
-        for num_trials, demand, max_size in cases(options, on_gpu=on_gpu):
-            if on_gpu and time.monotonic() - begun > options.minutes * 60:
-                print(
-                    f"\n{name}, {num_trials} trials, demand {demand:g}: not run, {options.minutes:g} minutes are over"
-                )
-            else:
-                told(name, partial(compare, family, num_trials, demand, max_size, options))
+        rows = [Row(name, *case) for case in cases(options, on_gpu=on_gpu)]
+        missing = [row for row in rows if not table.has(row)]
+        of_family(name, missing, options, table, begun + options.minutes * 60)
+    print(f"\n{table.markdown()}\n{time.monotonic() - begun:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

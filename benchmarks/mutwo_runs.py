@@ -1,4 +1,8 @@
-"""Steps of a portfolio's members, measured: in turns on a CPU, one member after the other on a GPU."""
+"""Steps of a portfolio's members, measured: in turns on a CPU, one member after the other on a GPU.
+
+A CPU that others have a part in changes its pace within a second, which profiles look at (`planner/pace.py`). Steps are told at
+the pace of the profiles, so that what was predicted can be held against them, and as they took by the clock beside.
+"""
 
 import gc
 import statistics
@@ -8,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hydra_tune.fusion.drawing import GroupGenerator
+from hydra_tune.fusion.planner.pace import Pace
 from hydra_tune.fusion.planner.profiled_run import made_up
 from hydra_tune.fusion.planner.run import PlannedRun
 from hydra_tune.fusion.planner.run_off import RunOff
@@ -81,27 +86,45 @@ class Runners:
 
 @dataclass
 class Measured:
-    """Seconds of a step, and on a GPU the most bytes that were allocated."""
+    """What a step takes.
+
+    Attributes:
+        seconds: on a CPU at the pace of the profiles.
+        clock_seconds: by the clock.
+        peak_bytes: on a GPU the most that were allocated.
+    """
 
     seconds: float
+    clock_seconds: float
     peak_bytes: int | None = None
 
 
 def in_turn(family, members, warm_up, steps, leaves_at=None, most_seconds=float("inf")):
-    """What a step of each takes; they take turns, at least three after so many seconds.
+    """What a step of each takes on a CPU; they take turns, at least three after so many seconds.
 
     With `leaves_at` who is that many times slower leaves.
     """
     runners = Runners(family, members)
-    race = RunOff(range(len(members)), warm_ups=warm_up, turns=steps, leaves_at=leaves_at or float("inf"))
-    start, done = time.perf_counter(), 0
-    while (number := race.next) is not None:
-        race.took(runners.step(number))
-        done += 1
-        if done >= (warm_up + LEAST_STEPS) * len(members) and time.perf_counter() - start > most_seconds:
-            break
+    found = raced(runners, len(members), family.pace_seconds, warm_up, steps, leaves_at, most_seconds)
     runners.close()
-    return [Measured(race.seconds[number]) for number in range(len(members))]
+    return found
+
+
+def raced(runners, count, pace_seconds, warm_up, steps, leaves_at=None, most_seconds=float("inf")):
+    """As `in_turn`, of so many members whose runners are there and stay, at the pace at which `Pace` takes so long."""
+    race = RunOff(range(count), warm_ups=warm_up, turns=steps, leaves_at=leaves_at or float("inf"))
+    pace, clocks, done = Pace(time.perf_counter), [[] for _ in range(count)], [0] * count
+    start, before = time.perf_counter(), pace.seconds()
+    while (number := race.next) is not None:
+        seconds, after = runners.step(number), pace.seconds()
+        race.took(seconds * pace_seconds / ((before + after) / 2))
+        before = after
+        done[number] += 1
+        if done[number] > warm_up:
+            clocks[number].append(seconds)
+        if min(done) >= warm_up + LEAST_STEPS and time.perf_counter() - start > most_seconds:
+            break
+    return [Measured(race.seconds[number], statistics.median(clocks[number])) for number in range(count)]
 
 
 def one_by_one(family, members, warm_up, warm_seconds, steps):
@@ -120,7 +143,8 @@ def one_by_one(family, members, warm_up, warm_seconds, steps):
         torch.cuda.reset_peak_memory_stats(family.device)
         times = [runners.step(0) for _ in range(steps)]
         peak = torch.cuda.max_memory_allocated(family.device) - before
-        found.append(Measured(statistics.median(times), peak))
+        usual = statistics.median(times)
+        found.append(Measured(usual, usual, peak))
         runners.close()
         del runners
     return found

@@ -1,17 +1,28 @@
 """What the planner predicts against what is measured: seconds and peak of every plan that fits, and the choice of a run-off.
 
-    python benchmarks/predicted.py [cnn] [resnet] [bert] [dlrm] [--share 1.0 0.8 0.6 0.4]
+    python benchmarks/predicted.py [cnn] [resnet] [bert] [vit] [dlrm] [--share 1.0 0.8 0.6 0.4] [--rounds 7]
 
-Four trials of a model of `mutwo_models.py` at the scale of a CPU, in a share of what two sub-arrays of two need at once beside
-their static tensors with everything kept. All plans of the portfolio that fit and differ take turns, after warming up. A line
-has the least and the most of predicted over measured: seconds of a step as the profile has them, seconds after what the
-run-off has corrected, and bytes beside static tensors, measured by the tests' own tracker; then the time of the plan that the
-run-off has settled on, and of the one that was predicted to be fastest, over the fastest.
+Four trials of a model of `mutwo_models.py` at the scale of a CPU, in shares of what two sub-arrays of two need at once beside
+their static tensors with everything kept. All plans of the portfolio that fit and differ are run.
+
+A machine that others have a part in changes its pace within a second, and a profile takes less than one. So there are
+rounds: in each the sub-arrays are profiled anew, and then all plans make steps in turn; and the same few operators are timed
+beside each pass of a profile and each step (`planner/pace.py`). `by the clock` is what the first profiles predict, those that
+plans are made by, over the median of all that was measured as the clock has it: the errors of profiler and timeline and the
+change of pace together. `at one pace` is what the profiles of a round predict for the same plans, over what that round has
+measured at the pace of those profiles, of which the median over the rounds is taken: the errors of profiler and timeline.
+
+A line has the least and the most of these among all plans; then the corrections of the run-off, and what is predicted by the
+last, over the median of what was measured by the clock; bytes beside static tensors, measured by the tests' own tracker; and
+the time of the plan that the run-off has settled on, and of the one that was predicted to be fastest, over the fastest. Below
+each model is how far the profiles of the same sub-array differed between the rounds: the least and the most, over their median.
 """
 
 import argparse
 import gc
+import statistics
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,16 +32,64 @@ sys.path[:0] = [str(ROOT)]
 
 from mutwo import ENDLESS, Family  # noqa: E402 - benchmarks/ is the script's folder
 from mutwo_models import MODELS  # noqa: E402
-from mutwo_runs import Runners, in_turn  # noqa: E402
+from mutwo_runs import Runners, in_turn, raced  # noqa: E402
 
 from hydra_tune.errors import BudgetError  # noqa: E402 - tests/ needs the path above
 from hydra_tune.fusion.planner.memory import peak_of  # noqa: E402
-from hydra_tune.fusion.planner.replan import key_of, settled  # noqa: E402
-from hydra_tune.fusion.planner.run_off import LEAVES_AT  # noqa: E402
+from hydra_tune.fusion.planner.portfolio import Planner  # noqa: E402
+from hydra_tune.fusion.planner.profiler import Profiles  # noqa: E402
+from hydra_tune.fusion.planner.replan import Settled, key_of, settled  # noqa: E402
+from hydra_tune.fusion.planner.run_off import LEAVES_AT, RunOff  # noqa: E402
 from hydra_tune.fusion.planner.schedule import undecided  # noqa: E402
 from tests.support.tracker import StorageTracker  # noqa: E402
 
 TRIALS = 4
+USUAL = ("cnn", "resnet", "bert", "vit", "dlrm")
+
+
+@dataclass
+class Case:
+    """A model in a share of its memory.
+
+    Attributes:
+        share: of it.
+        planner: by the first profiles.
+        first: what those plan, by what it does.
+        found: of the run-off.
+        members: all that are run: `first`, and what else the run-off has tried.
+        runners: of these.
+        took: what a step of each took at the pace of the profiles, by round.
+        clocks: the same by the clock.
+        ratios: what the profiles of a round predict for each, over that.
+    """
+
+    share: float
+    planner: Planner
+    first: dict
+    found: Settled
+    members: list
+    runners: Runners
+    took: list[list[float]] = field(default_factory=list)
+    clocks: list[list[float]] = field(default_factory=list)
+    ratios: list[list[float]] = field(default_factory=list)
+
+    def round(self, arrays, pace_seconds, steps):
+        """Steps of all in turn, and what is predicted for them by arrays that were profiled just now, at that pace."""
+        found = raced(self.runners, len(self.members), pace_seconds, 1, steps)
+        self.took.append([one.seconds for one in found])
+        self.clocks.append([one.clock_seconds for one in found])
+        planner = self.planner.corrected(arrays.get)
+        predicted = [planner.told(one).seconds for one in self.members]
+        self.ratios.append([seconds / one.seconds for seconds, one in zip(predicted, found, strict=True)])
+
+    @property
+    def seconds(self):
+        """Of a step of each, by all rounds."""
+        race = RunOff(range(len(self.members)), warm_ups=0, turns=len(self.took), leaves_at=float("inf"))
+        for took in self.took:
+            for seconds in took:
+                race.took(seconds)
+        return {key_of(one): race.seconds[number] for number, one in enumerate(self.members)}
 
 
 def limits(family, shares):
@@ -59,7 +118,8 @@ def peaks(family, members):
     return found
 
 
-def compare(family, limit, share, options):
+def planned(family, limit, share, options):
+    """What is run in a share; None where nothing fits, which is said."""
     planner = family.planner(limit)
 
     def measure(few):
@@ -70,20 +130,34 @@ def compare(family, limit, share, options):
         found = settled(planner, TRIALS, measure)
     except BudgetError as error:
         print(f"{family.name:8} {share:5.0%}  {error}", flush=True)
-        return
-    each = {key_of(one): one for one in reversed(portfolio.members) if one.fits}
-    after = {key_of(one.member): one.member for one in found.trials}
-    members = list({**each, **{key: one for key, one in after.items() if key not in each}}.values())
-    took = dict(zip(map(key_of, members), in_turn(family, members, options.warm_up, options.steps), strict=True))
-    seconds = {key: one.seconds for key, one in took.items()}
-    first = [one.seconds / seconds[key] for key, one in each.items()]
-    second = [one.seconds / seconds[key] for key, one in after.items()]
+        return None
+    first = {key_of(one): one for one in reversed(portfolio.members) if one.fits}
+    after = {key_of(trial.member): trial.member for trial in found.trials}
+    members = list({**after, **first}.values())
+    return Case(share, planner, first, found, members, Runners(family, members))
+
+
+def told_of(family, case):
+    """A line of the table."""
+    seconds = case.seconds
+    rounds = {
+        key_of(one): statistics.median(ratios[number] for ratios in case.ratios)
+        for number, one in enumerate(case.members)
+    }
+    clocks = {
+        key_of(one): statistics.median(clock[number] for clock in case.clocks)
+        for number, one in enumerate(case.members)
+    }
+    first = [one.seconds / clocks[key] for key, one in case.first.items()]
+    second = [trial.member.seconds / clocks[key_of(trial.member)] for trial in case.found.trials]
     fastest = min(seconds.values())
-    over = [seconds[key_of(one)] / fastest for one in (found.member, portfolio.best)]
-    columns = [told(first), told(second), told(peaks(family, members))]
+    predicted = min(case.first.values(), key=lambda one: one.seconds)
+    over = [seconds[key_of(one)] / fastest for one in (case.found.member, predicted)]
+    columns = [told(first), told(rounds.values()), told(second), told(peaks(family, case.members))]
     print(
-        f"{family.name:8} {share:5.0%} {len(members):5} {columns[0]:>12} {len(found.corrections):9} {columns[1]:>12} "
-        f"{columns[2]:>12} {over[0]:8.2f} {over[1]:9.2f}  {found.member.name}",
+        f"{family.name:8} {case.share:5.0%} {len(case.members):5} {columns[0]:>12} {columns[1]:>12} "
+        f"{len(case.found.corrections):9} {columns[2]:>12} {columns[3]:>12} {over[0]:8.2f} {over[1]:9.2f}  "
+        f"{case.found.member.name}",
         flush=True,
     )
 
@@ -93,20 +167,56 @@ def told(ratios):
     return f"{min(ratios):.2f}-{max(ratios):.2f}"
 
 
+def compare(name, options):
+    """All shares of a model, in rounds."""
+    family = Family(name, "cpu", torch.device("cpu"), "adamw")
+    found = [
+        planned(family, limit, share, options)
+        for share, limit in zip(options.share, limits(family, options.share), strict=True)
+    ]
+    cases = [one for one in found if one is not None]
+    sizes = sorted({size for case in cases for one in case.members for part in one.parts for size in part.sizes})
+    profiled = {size: [] for size in sizes}
+    for _ in range(options.rounds):
+        profiles = Profiles()
+        arrays = {size: profiles.array(str(size), family.step(size), family.device) for size in sizes}
+        pace = profiles.pace_seconds(family.device)
+        for size, array in arrays.items():
+            profiled[size].append((array.seconds, array.seconds / pace))
+        for case in cases:
+            case.round(arrays, pace, options.turns)
+    for case in cases:
+        told_of(family, case)
+        case.runners.close()
+    for size, each in profiled.items():
+        usual = statistics.median(seconds for seconds, _ in each)
+        by_clock, at_pace = (
+            told([one / statistics.median(found) for one in found]) for found in zip(*each, strict=True)
+        )
+        print(
+            f"{name:8} a step of {size}: {usual * 1e3:.1f} ms; its profiles {by_clock} times that, at one pace {at_pace}"
+        )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*", help="of " + ", ".join(MODELS) + "; else cnn resnet bert dlrm")
+    parser.add_argument("models", nargs="*", help="of " + ", ".join(MODELS) + "; else " + " ".join(USUAL))
     parser.add_argument("--share", nargs="+", type=float, default=[1.0, 0.8, 0.6, 0.4])
     parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=9, help="of each plan in the run-off")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--turns", type=int, default=3, help="steps of each plan in a round, after one that does not count"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print("model    limit plans      seconds corrected        after         peak   chosen predicted")
-    for name in options.models or ["cnn", "resnet", "bert", "dlrm"]:
-        family = Family(name, "cpu", torch.device("cpu"), "adamw")
-        for share, limit in zip(options.share, limits(family, options.share), strict=True):
-            compare(family, limit, share, options)
+    print(
+        "model    limit plans by the clock  at one pace corrected        after         peak   chosen predicted",
+        flush=True,
+    )
+    for name in options.models or USUAL:
+        compare(name, options)
 
 
 if __name__ == "__main__":
