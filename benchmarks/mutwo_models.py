@@ -1,8 +1,9 @@
-"""The models of μ-TWO's Table 1 in plain PyTorch, at three scales; needs torch alone.
+"""The models of μ-TWO's Table 1 in plain PyTorch, at several scales; needs torch alone.
 
 `table`: parameters and batch sizes of that table (the smaller of its two). It has 60M for the ViT, which is 8 layers of width
 768; the lengths of texts are not in it, and are 128 here. `cpu`: few and narrow layers, for steps of milliseconds on one
-thread. `tiny`: as deep as `table` and as narrow as can be: its graphs in little time. Attention is written out, as softmax of a
+thread. `tiny`: as deep as `table` and as narrow as can be: its graphs in little time. `large`: two that are not in the table,
+with maps of megabytes, whose copies on a CPU are made by another thread. Attention is written out, as softmax of a
 product, so that it is traced alike on every device.
 """
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-SCALES = ("tiny", "cpu", "table")
+SCALES = ("tiny", "cpu", "large", "table")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,20 @@ class CNN(nn.Module):
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = functional.relu(norm(conv(x)))
         return self.head(x.mean((2, 3)))
+
+
+class MLP(nn.Module):
+    """Square layers; not in the table."""
+
+    def __init__(self, width, depth):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(width, width) for _ in range(depth)), nn.Linear(width, 10)
+
+    def forward(self, x):
+        """Class scores."""
+        for layer in self.layers:
+            x = functional.relu(layer(x))
+        return self.head(x)
 
 
 class Bottleneck(nn.Module):
@@ -230,6 +245,10 @@ class DLRM(nn.Module):
         return self.top(torch.cat([dense, (found @ found.transpose(1, 2)).flatten(1)], 1))
 
 
+def _rows(count, width, classes):
+    return torch.randn(count, width), torch.randint(classes, (count,))
+
+
 def _images(count, side, classes):
     return torch.randn(count, 3, side, side), torch.randint(classes, (count,))
 
@@ -301,7 +320,8 @@ MODELS = {
         "table": (8, 128, 50257, 768, 12, 12, 0),
     },
     "dlrm": {"tiny": (8, 26, 10, 4, 8), "cpu": (256, 6, 100, 16, 128), "table": (512, 26, 24000, 64, 512)},
-    "cnn": {"cpu": ((16, 16, 32, 32), 16, 16)},
+    "cnn": {"cpu": ((16, 16, 32, 32), 16, 16), "large": ((16, 16, 16, 16, 16), 8, 64)},
+    "mlp": {"large": (4096, 256, 8)},
 }
 """The arguments of each one's maker, by scale."""
 
@@ -320,6 +340,9 @@ def model(name: str, scale: str) -> Model:
     if name == "cnn":
         widths, count, side = given
         return Model(partial(CNN, widths), partial(_images, count, side, 10))
+    if name == "mlp":
+        count, width, depth = given
+        return Model(partial(MLP, width, depth), partial(_rows, count, width, 10))
     if name == "resnet":
         return _resnet(*given, stem=scale == "table")
     makers: dict[str, Any] = {"vit": _vit, "mobilenet": _mobilenet, "bert": _text, "gpt2": _text, "dlrm": _dlrm}

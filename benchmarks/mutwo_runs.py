@@ -116,7 +116,8 @@ def raced(runners, count, pace_seconds, warm_up, steps, leaves_at=None, most_sec
     pace, clocks, done = Pace(time.perf_counter), [[] for _ in range(count)], [0] * count
     start, before = time.perf_counter(), pace.seconds()
     while (number := race.next) is not None:
-        seconds, after = runners.step(number), pace.seconds()
+        seconds = runners.step(number)
+        after = pace.seconds(seconds)
         race.took(seconds * pace_seconds / ((before + after) / 2))
         before = after
         done[number] += 1

@@ -114,7 +114,7 @@ class Row:
             self.model,
             str(self.trials),
             demand,
-            f"{self.limit_bytes / 2**20:.1f} MiB",
+            f"{self.limit_bytes / 2**20:.3g} MiB",
             f"{self.kept} / {self.held}",
             _milliseconds(hfta),
             _milliseconds(capuchin),
@@ -177,7 +177,12 @@ class Table:
     def markdown(self):
         """All rows."""
         setting = ", ".join(f"{name} {value}" for name, value in self._setting.items())
-        lines = [f"Milliseconds of a step of all trials; {setting}.", "", _line(HEADS), "|" + "---|" * len(HEADS)]
+        lines = [
+            f"Steps of all trials, on a CPU at the pace of the profiles; {setting}.",
+            "",
+            _line(HEADS),
+            "|" + "---|" * len(HEADS),
+        ]
         lines += [_line(row.cells()) for row in self.rows]
         said = [f"* {row.model}, {row.trials} trials, {row.wanted_demand:g}: {row.why}" for row in self.rows if row.why]
         taken = sum(row.taken_seconds for row in self.rows)

@@ -1,6 +1,6 @@
 """What the planner predicts against what is measured: seconds and peak of every plan that fits, and the choice of a run-off.
 
-    python benchmarks/predicted.py [cnn] [resnet] [bert] [vit] [dlrm] [--share 1.0 0.8 0.6 0.4] [--rounds 7]
+    python benchmarks/predicted.py [cnn] [resnet] [bert] [vit] [dlrm] [--share 1.0 0.8 0.6 0.4] [--rounds 5]
 
 Four trials of a model of `mutwo_models.py` at the scale of a CPU, in shares of what two sub-arrays of two need at once beside
 their static tensors with everything kept. All plans of the portfolio that fit and differ are run.
@@ -204,7 +204,7 @@ def main():
     parser.add_argument("--share", nargs="+", type=float, default=[1.0, 0.8, 0.6, 0.4])
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=9, help="of each plan in the run-off")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--turns", type=int, default=3, help="steps of each plan in a round, after one that does not count"
     )

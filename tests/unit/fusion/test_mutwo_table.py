@@ -30,7 +30,7 @@ def row_of(table, trials=4, *, has_hfta=True):
 
 def test_a_row_tells_speedups_over_both_and_hours_of_ten_thousand_iterations(table):
     cells = dict(zip(table.HEADS, row_of(table).cells(), strict=True))
-    assert (cells["limit"], cells["at once: kept / planned"]) == ("3.0 MiB", "2 / 4")
+    assert (cells["limit"], cells["at once: kept / planned"]) == ("3 MiB", "2 / 4")
     assert (cells["as HFTA"], cells["full fusion"]) == ("12.0 ms", "does not fit")
     assert cells["chosen"] == "8.0 ms (interleaved, 2+2)"
     assert (cells["over HFTA"], cells["over full fusion"], cells["chosen / fastest"]) == ("1.50", "-", "1.00")

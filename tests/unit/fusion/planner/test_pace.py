@@ -15,7 +15,7 @@ class Machine:
         machine = self
 
         class Fixed(Pace):
-            def seconds(self):
+            def seconds(self, beside=0.0):
                 return machine.work(1.0)
 
         return Fixed(lambda: machine.time)
@@ -44,6 +44,12 @@ def test_times_that_do_not_count_are_left_out():
     assert paced.seconds == 2.0
 
 
-def test_the_pace_is_between_two_looks_at_the_clock():
-    looks = iter((3.0, 7.5))
-    assert Pace(lambda: next(looks)).seconds() == 4.5
+def test_the_pace_is_the_mean_of_small_operators_and_a_long_one():
+    looks = iter((3.0, 7.0, 16.0))
+    assert Pace(lambda: next(looks)).seconds() == pytest.approx(6.0), "4 and 9"
+
+
+def test_beside_what_takes_long_it_is_looked_at_for_longer():
+    looks = iter(range(1000))
+    assert Pace(lambda: next(looks)).seconds(beside=100.0) == 1.0
+    assert next(looks) == 3 * 3, "three looks of one second are 3% of 100"
