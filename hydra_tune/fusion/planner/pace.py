@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 _TIMES, _LARGE_TIMES = 30, 6
-_SIDE = 128
+_SIDES = (8, 64), (64, 64), (128, 128)
 _SHARE, _MOST_LOOKS = 0.03, 64
 _LEAST_SECONDS = 1e-6  # where a clock goes on in greater steps
 
@@ -40,11 +40,11 @@ class Pace:
         Args:
             beside: seconds of what they are timed beside; looks go on for a small share of it.
         """
-        operands = torch.zeros(8, 64), torch.zeros(64, 64), torch.zeros(_SIDE, _SIDE)
+        few, one, many = (torch.zeros(*sides, dtype=torch.float32, device="cpu") for sides in _SIDES)
         found: list[float] = []
         with torch.no_grad():
             while not found or (math.fsum(found) < _SHARE * beside and len(found) < _MOST_LOOKS):
-                found.append(max(_LEAST_SECONDS, self._look(*operands)))
+                found.append(max(_LEAST_SECONDS, self._look(few, one, many)))
         return statistics.fmean(found)
 
     def _look(self, few: Tensor, one: Tensor, many: Tensor) -> float:
