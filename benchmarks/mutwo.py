@@ -100,6 +100,10 @@ def compare(family, row, options):
         row.why = f"no plan was found; the smallest needs {format_bytes(at_least)}, at which plans are compared"
         row.limit_bytes = int(at_least * (1 + ROOM))
         planner, members = planned(family, row)
+    if not members:
+        row.why += "; none was found there either"
+        print(row.why, flush=True)
+        return
     row.demand = needs / row.limit_bytes
     row.held = max(sum(part.sizes) for one in members for part in one.parts)
     print(f"trials on the device at once: {row.kept} fused with everything kept, up to {row.held} in these plans")
@@ -315,7 +319,10 @@ def main():
             "pair of one trial each: static, with everything kept, smallest, bound, share, met, operator of the bound"
         )
         for name in options.models or names:
-            smallest(Family(name, options.scale, options.device, options.optimizer))
+            try:
+                smallest(Family(name, options.scale, options.device, options.optimizer))
+            except UnfusableError as error:
+                print(f"{name}: not planned: {error}", flush=True)
         return
     table = Table(setting, options.json, options.markdown)
     for name in options.models or names:
