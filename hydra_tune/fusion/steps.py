@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.fusion.captures import CapturedComputing
+from hydra_tune.fusion.clipping import clip_, factors_of, norms_of
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.streams import GroupStreams
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
@@ -20,8 +21,6 @@ from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.step import EvaluationStep, PendingUnit, Step
 from hydra_tune.train.training import OptimizerStep
 from hydra_tune.train.training_batch import Part, TrainingBatch
-
-_CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
 
 
 class GroupGradients(Gradients):
@@ -43,6 +42,11 @@ class GroupGradients(Gradients):
             "a group that does not clip admits nobody who does"
         )
 
+    @property
+    def limits(self) -> Tensor:
+        """To what each member's norm is clipped: (members,), float64, without end for one that does not clip; on the host."""
+        return torch.tensor([math.inf if limit is None else limit for limit in self._limits], dtype=torch.float64)
+
     def objective(self, share: float) -> Objective:
         """The sum of the members' losses, each divided by the batches of a step; its gradients are those of each."""
         assert share == 1.0, "a group takes batches whole"
@@ -54,14 +58,10 @@ class GroupGradients(Gradients):
         if self._max_norm is None:
             return
         norms = [self._member_norms[name] for name in order if name in self._member_norms]
-        totals = torch.linalg.vector_norm(torch.stack(norms), dim=0)
-        limits = torch.tensor([math.inf if limit is None else limit for limit in self._limits], dtype=totals.dtype)
-        factors = (limits / (totals + _CLIP_EPSILON)).clamp(max=1.0)
-        factors[limits.isinf()] = 1.0  # whatever the norm is
+        factors = factors_of(norms, self.limits)
         for parameter in parameters:
-            gradient = parameter.grad
-            assert gradient is not None
-            gradient.mul_(factors.to(gradient).view(-1, *[1] * (gradient.dim() - 1)))
+            assert parameter.grad is not None
+            clip_(parameter.grad, factors)
 
     def next_step(self) -> None:
         """The step is over."""
@@ -71,7 +71,7 @@ class GroupGradients(Gradients):
     def _take_norms(self, gradients: Mapping[str, Tensor]) -> None:
         if not gradients:
             return
-        norms = [torch.linalg.vector_norm(gradient.flatten(1), dim=1).double() for gradient in gradients.values()]
+        norms = [norms_of(gradient) for gradient in gradients.values()]
         for name, own in zip(gradients, torch.stack(norms).cpu(), strict=True):  # which a GPU is waited for once
             self._member_norms[name] = own
 

@@ -70,7 +70,25 @@ def test_members_of_each_architecture_are_as_alone(name):
         assert_as_plain(run, index, task)
 
 
-@pytest.mark.parametrize("make", [small, pytest.param(partial(double_task, "cnn"), marks=pytest.mark.slow)])
+class Scaled(nn.Module):
+    """A parameter of one number, which is (members,) when it is stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.scale = nn.Linear(8, 4), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.scale * self.head(x)
+
+
+def scaled():
+    return Scaled().double()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [small, partial(small, model=scaled), pytest.param(partial(double_task, "cnn"), marks=pytest.mark.slow)],
+)
 def test_momentum_and_clipping_are_each_members_own(make):
     tasks = [
         make(seed=s, optimizer=partial(SGD, lr=0.05, momentum=0.5 + 0.2 * s), max_grad_norm=0.1 * s or None)
