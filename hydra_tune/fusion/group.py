@@ -269,8 +269,9 @@ class GroupTrial(Trial):
         if self._planned is not None and self._kinds.first is not None:
             seats = self._places.live or self.seats
             built = [seats[min(index, len(seats) - 1)].member.built() for index in range(size)]
+            is_clipped = any(seat.member.task.max_grad_norm is not None for seat in seats)
             for prepared, inputs in self._kinds.stacked(size):
-                self._planned.make_ready(prepared, built, inputs)
+                self._planned.make_ready(prepared, built, inputs, is_clipped=is_clipped)
 
     def _compute(
         self, bucket: Sequence[Seat], prepared: Prepared, likeness: Likeness, *, is_all: bool
@@ -287,7 +288,7 @@ class GroupTrial(Trial):
                 kind=wanted_of(bucket[0]).leaves.signature,
                 state=state,
                 inputs=part.leaves.tensors,
-                is_clipped=self._places.gradients.has_two_phases,
+                gradients=self._places.gradients,
                 steps_done=min(seat.member.progress.steps for seat in bucket),
             )
             yield half.unit()
@@ -296,8 +297,7 @@ class GroupTrial(Trial):
                 return half.steps
         planned = None
         if self._planned is not None:
-            is_clipped = self._places.gradients.has_two_phases
-            planned = self._planned.steps(prepared, state, part.leaves.tensors, is_clipped=is_clipped)
+            planned = self._planned.steps(prepared, state, part.leaves.tensors, self._places.gradients)
         if planned is not None or (is_all and self._goes_round(prepared)):
             return (yield from self._computing.go_round(bucket, part, batches, resting, like, planned, is_all=is_all))
         if part.plan.mode == "train":

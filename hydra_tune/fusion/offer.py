@@ -9,6 +9,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.fusion.pair_round import Half
 from hydra_tune.fusion.planned import PlannedStep, Stack
 from hydra_tune.fusion.planned_state import StepState, stack_now
+from hydra_tune.fusion.steps import GroupGradients
 from hydra_tune.shard.library import Prepared
 from hydra_tune.train.state import ModelState
 
@@ -23,7 +24,7 @@ class Offer:
         kind: of the batches.
         state: the group's.
         inputs: a stacked batch, of which only the geometry counts.
-        is_clipped: whether updates wait for the norm of all gradients.
+        gradients: the group's rules for them.
         steps_done: of the member that is furthest behind.
     """
 
@@ -32,7 +33,7 @@ class Offer:
     kind: Hashable
     state: ModelState
     inputs: Sequence[Tensor]
-    is_clipped: bool
+    gradients: GroupGradients
     steps_done: int
 
     @property
@@ -42,8 +43,8 @@ class Offer:
         Raises:
             UnfusableError: no steps of such groups are planned; with the reason.
         """
-        return stack_now(self.prepared, self.state, self.inputs, is_clipped=self.is_clipped)
+        return stack_now(self.prepared, self.state, self.inputs, self.gradients)
 
     def state_of(self, planned: PlannedStep, side: int, device: Device) -> StepState:
         """The group's state, as arguments of one of two planned steps."""
-        return StepState(planned.graphs[side], self.state, self.stack, device)
+        return StepState(planned.graphs[side], self.state, self.stack, device, self.gradients)

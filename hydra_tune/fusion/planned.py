@@ -36,7 +36,6 @@ from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import Prepared
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
-CLIPS = "gradients are clipped by the norm of all of them (max_grad_norm), and planned steps update as they go"
 _MAX_KEPT = 8  # plans of one stacked step
 
 
@@ -50,6 +49,7 @@ class Stack:
         inputs: its stacked batch.
         groups: parameter -> its parameter group, of those that are trained.
         updates: of its members' optimizers.
+        is_clipped: whether any member's gradients are clipped by the norm of all of them.
     """
 
     prepared: Prepared
@@ -57,13 +57,14 @@ class Stack:
     inputs: Sequence[Tensor]
     groups: Mapping[str, int]
     updates: UpdateTracer
+    is_clipped: bool = False
 
     @property
     def key(self) -> Hashable:
         """Stacks of one plan with equal keys have the same step."""
         tensors = (*self.state.values(), *self.inputs)
         geometry = tuple((one.dtype, one.shape, one.stride(), one.requires_grad) for one in tensors)
-        return geometry, tuple(self.groups.items()), self.updates.key
+        return geometry, tuple(self.groups.items()), self.updates.key, self.is_clipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -276,6 +277,7 @@ class StepPlanner:
                     stack.updates,
                     dict(stack.groups),
                     place,
+                    is_clipped=stack.is_clipped,
                 )
             except UnfusableError:
                 raise
@@ -310,13 +312,20 @@ def clock_of(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock(time.thread_time)
 
 
-def stack_of(prepared: Prepared, built: Sequence[tuple[nn.Module, Optimizer]], inputs: Sequence[Tensor]) -> Stack:
+def stack_of(
+    prepared: Prepared,
+    built: Sequence[tuple[nn.Module, Optimizer]],
+    inputs: Sequence[Tensor],
+    *,
+    is_clipped: bool,
+) -> Stack:
     """What a group of trials would compute on.
 
     Args:
         prepared: the group's plan.
         built: modules and optimizers of the members; only read.
         inputs: the batch of one of them.
+        is_clipped: whether any of them clips its gradients.
 
     Raises:
         UnfusableError: their optimizers have no form for all members at once.
@@ -329,6 +338,7 @@ def stack_of(prepared: Prepared, built: Sequence[tuple[nn.Module, Optimizer]], i
         inputs=[_stacked(tensor, size) for tensor in inputs],
         groups=groups_of(first, optimizer),
         updates=UpdateTracer([own for _, own in built]),
+        is_clipped=is_clipped,
     )
 
 

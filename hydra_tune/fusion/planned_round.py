@@ -16,7 +16,7 @@ from hydra_tune.fusion.planned import PlannedStep, StepPlanner, stack_of
 from hydra_tune.fusion.planned_device import StepsOnDevice
 from hydra_tune.fusion.planned_state import StepState, stack_now
 from hydra_tune.fusion.rounds import Round, Rules
-from hydra_tune.fusion.steps import leave_out_bad
+from hydra_tune.fusion.steps import GroupGradients, leave_out_bad
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.batch import Leaves
@@ -143,7 +143,7 @@ class PlannedGroup:
         return sum(ways.host_bytes for ways in self._known.values())
 
     def steps(
-        self, prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], *, is_clipped: bool
+        self, prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], gradients: GroupGradients
     ) -> Ways[PlannedSteps] | None:
         """Those of a plan; None where the device has room for them as they are.
 
@@ -151,7 +151,7 @@ class PlannedGroup:
             prepared: the group's plan.
             state: the group's.
             inputs: its stacked batch, of which only the geometry counts.
-            is_clipped: whether updates wait for the norm of all gradients.
+            gradients: the group's rules for them.
 
         Raises:
             OutOfMemoryError: there is no room for them, planned or not.
@@ -160,7 +160,7 @@ class PlannedGroup:
             return None
         if prepared not in self._known:
             try:
-                self._known[prepared] = self._made(prepared, state, inputs, is_clipped=is_clipped)
+                self._known[prepared] = self._made(prepared, state, inputs, gradients)
             except UnfusableError as error:
                 raise OutOfMemoryError(
                     f"a step of a group needs {format_bytes(prepared.plan.peak_bytes)} at once and cannot be planned: {error}",
@@ -171,7 +171,12 @@ class PlannedGroup:
         return self._known[prepared]
 
     def make_ready(
-        self, prepared: Prepared, built: Sequence[tuple[nn.Module, Optimizer]], inputs: Sequence[Tensor]
+        self,
+        prepared: Prepared,
+        built: Sequence[tuple[nn.Module, Optimizer]],
+        inputs: Sequence[Tensor],
+        *,
+        is_clipped: bool,
     ) -> None:
         """Plan a step for another number of members, if it needs a plan; on any thread.
 
@@ -179,12 +184,13 @@ class PlannedGroup:
             prepared: the plan for them.
             built: modules and optimizers of the members.
             inputs: the batch of one of them.
+            is_clipped: whether any of them clips its gradients.
 
         Raises:
             UnfusableError, BudgetError: as of `StepPlanner.planned`.
         """
         if prepared.plan.mode == "train" and not self._planner.fits(prepared):
-            self._planner.planned(stack_of(prepared, built, inputs))
+            self._planner.planned(stack_of(prepared, built, inputs, is_clipped=is_clipped))
 
     def clear(self) -> None:
         """The group has another state, or none."""
@@ -193,9 +199,9 @@ class PlannedGroup:
         self._known.clear()
 
     def _made(
-        self, prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], *, is_clipped: bool
+        self, prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], gradients: GroupGradients
     ) -> Ways[PlannedSteps]:
-        stack = stack_now(prepared, state, inputs, is_clipped=is_clipped)
+        stack = stack_now(prepared, state, inputs, gradients)
         planned = self._planner.planned(stack)
-        own = StepState(planned.graphs[0], state, stack, self._device)
+        own = StepState(planned.graphs[0], state, stack, self._device, gradients)
         return Ways(planned, lambda one: PlannedSteps(one, own), self._planner.replanned, self._tell)

@@ -10,7 +10,7 @@ from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.chooser import steps_of
 from hydra_tune.fusion.likeness import Likeness
 from hydra_tune.fusion.member import Member, Wanted
-from hydra_tune.fusion.planned import CLIPS, Stack, StepPlanner, stack_of
+from hydra_tune.fusion.planned import Stack, StepPlanner, stack_of
 from hydra_tune.fusion.planned_choice import KEPT, PAIR, WHOLE, PlannedChoice, PlannedWay, chosen_of
 from hydra_tune.fusion.plans import GroupPlans, layout_of
 from hydra_tune.shard.library import Prepared
@@ -50,7 +50,7 @@ class PlannedSizes:
         Returns:
             What was compared, and what is to be preferred; None where nothing was. The log says why.
         """
-        key = kind, len(members), room
+        key = kind, room, tuple(member.task.max_grad_norm is not None for member in members)
         with self._lock:
             if key not in self._known:
                 try:
@@ -66,8 +66,6 @@ class PlannedSizes:
         own, found = self._plans.of_members(members, wanted)
         if found.rows is not None:
             raise UnfusableError("their losses are not the same, for which no steps are planned")
-        if any(member.task.max_grad_norm is not None for member in members):
-            raise UnfusableError(CLIPS)
         began = time.thread_time()
 
         def stack(begin: int, end: int) -> Stack:
@@ -87,7 +85,9 @@ class PlannedSizes:
 
     def _stack(self, own: Prepared, found: Likeness, members: Sequence[Member], wanted: Wanted) -> Stack:
         stacked = self._plans.stacked(own, len(members), slots=found.drops)
-        return stack_of(stacked, [member.built() for member in members], wanted.leaves.tensors)
+        is_clipped = any(member.task.max_grad_norm is not None for member in members)
+        built = [member.built() for member in members]
+        return stack_of(stacked, built, wanted.leaves.tensors, is_clipped=is_clipped)
 
     def _most_evaluated(self, member: Member, own: Prepared) -> int:
         """How many can be evaluated at once, which is not planned."""

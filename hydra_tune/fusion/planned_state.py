@@ -19,9 +19,10 @@ from hydra_tune.devices.own_generator import own_generator
 from hydra_tune.errors import OutOfMemoryError, UnfusableError
 from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.fusion.optimizers import OptimizerAtOnce
-from hydra_tune.fusion.planned import CLIPS, Stack, groups_of, updated
+from hydra_tune.fusion.planned import Stack, groups_of, updated
 from hydra_tune.fusion.planner.step_graph import StepGraph
 from hydra_tune.fusion.planner.updates import UpdateTracer
+from hydra_tune.fusion.steps import GroupGradients
 from hydra_tune.shard.compute import Operands
 from hydra_tune.shard.library import Prepared
 from hydra_tune.train.state import ModelState
@@ -35,14 +36,17 @@ class StepState:
         state: the group's.
         stack: what the step was planned for.
         device: any of the pool, for host memory.
+        gradients: the group's rules for them.
 
     Attributes:
         given: the arguments of the step that has begun; none between two steps.
     """
 
-    def __init__(self, graph: StepGraph, state: ModelState, stack: Stack, device: Device) -> None:
+    def __init__(
+        self, graph: StepGraph, state: ModelState, stack: Stack, device: Device, gradients: GroupGradients
+    ) -> None:
         self.given: dict[str, Tensor] = {}
-        self._graph = graph
+        self._graph, self._gradients = graph, gradients
         self._state, self._updates, self._groups = state, stack.updates, stack.groups
         self._trained = tuple(name for name in graph.state if name in updated(graph))
         self._place = device.torch_device  # where the step that has begun computes
@@ -104,6 +108,8 @@ class StepState:
         found |= {a: sent(tensor, self._place) for a, tensor in zip(graph.constants, operands.constants, strict=True)}
         inputs = zip(graph.inputs, operands.inputs, strict=True)
         found |= {argument: sent(tensor.contiguous(), self._place) for argument, tensor in inputs}
+        if graph.limits is not None:
+            found[graph.limits] = sent(self._gradients.limits, self._place)
         known: dict[int, list[tuple[float, ...]]] = {}
         for argument, rate in graph.rates.items():
             if rate.group not in known:
@@ -159,23 +165,28 @@ def sent(tensor: Tensor, place: torch.device) -> Tensor:
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(place, non_blocking=True)
 
 
-def stack_now(prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], *, is_clipped: bool) -> Stack:
+def stack_now(prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], gradients: GroupGradients) -> Stack:
     """What a group computes on now.
 
     Args:
         prepared: its plan.
         state: its own.
         inputs: its stacked batch, of which only the geometry counts.
-        is_clipped: whether updates wait for the norm of all gradients.
+        gradients: the group's rules for them.
 
     Raises:
         UnfusableError: no steps of such groups are planned; with the reason.
     """
-    if is_clipped:
-        raise UnfusableError(CLIPS)
     optimizer = state.optimizer
     if not isinstance(optimizer, OptimizerAtOnce):
         raise UnfusableError("its optimizer steps each member by itself")
     updates = UpdateTracer(optimizer.members, optimizer.rates)
     groups = groups_of(state.module, optimizer)
-    return Stack(prepared=prepared, state=state.tensors, inputs=inputs, groups=groups, updates=updates)
+    return Stack(
+        prepared=prepared,
+        state=state.tensors,
+        inputs=inputs,
+        groups=groups,
+        updates=updates,
+        is_clipped=gradients.has_two_phases,
+    )

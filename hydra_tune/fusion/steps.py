@@ -45,7 +45,9 @@ class GroupGradients(Gradients):
     @property
     def limits(self) -> Tensor:
         """To what each member's norm is clipped: (members,), float64, without end for one that does not clip; on the host."""
-        return torch.tensor([math.inf if limit is None else limit for limit in self._limits], dtype=torch.float64)
+        return torch.tensor(
+            [math.inf if limit is None else limit for limit in self._limits], dtype=torch.float64, device="cpu"
+        )
 
     def objective(self, share: float) -> Objective:
         """The sum of the members' losses, each divided by the batches of a step; its gradients are those of each."""

@@ -141,11 +141,12 @@ class FusionForecasts:
         planner, plans = StepPlanner(self._budget_bytes, library.budget.alignment), GroupPlans(library)
 
         def stack(begin: int, end: int) -> Stack:
-            return stack_of(plans.stacked(prepared, end - begin), [built] * (end - begin), leaves.tensors)
+            size, is_clipped = end - begin, task.max_grad_norm is not None
+            return stack_of(plans.stacked(prepared, size), [built] * size, leaves.tensors, is_clipped=is_clipped)
 
         try:
             check_plannable(task, prepared)
-            key = (fusion_key(task, *built), leaves.signature, most)
+            key = (fusion_key(task, *built), leaves.signature, most, task.max_grad_norm is None)
             if key not in self._planned:
                 kept = kept_way(planner, stack(0, room))
                 self._planned[key] = compared(planner, stack, most, kept, most, insists=False, least_gain=1.0)

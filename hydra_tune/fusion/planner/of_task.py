@@ -53,11 +53,6 @@ def check_plannable(task: TrainTask, prepared: Prepared) -> None:
             f"its step is cut into {len(plan.shards)} shards, and plans are made of steps in one; it runs unplanned. "
             "Where the device has room for one trial in one shard, it can be planned"
         )
-    if task.max_grad_norm is not None:
-        raise UnfusableError(
-            f"it clips gradients (max_grad_norm={task.max_grad_norm:g}) by the norm of all of them, and in a planned step "
-            "they are never there together; it runs unplanned"
-        )
 
 
 class TaskArrays:
@@ -97,6 +92,7 @@ class TaskArrays:
             for number, group in enumerate(self._optimizer.param_groups)
             for parameter in group["params"]
         }
+        self._is_clipped = task.max_grad_norm is not None
         self._steps: dict[int, StepGraph] = {}
 
     def step(self, size: int) -> StepGraph:
@@ -132,7 +128,17 @@ class TaskArrays:
         trains = [self._state[name].requires_grad for name in graph.state]
         tracer = UpdateTracer([self._optimizer] * size)
         place = None if self._device.type == "cpu" else self._device
-        return step_graph(graph.module, list(graph.state), operands, trains, size, tracer, self._groups, place)
+        return step_graph(
+            graph.module,
+            list(graph.state),
+            operands,
+            trains,
+            size,
+            tracer,
+            self._groups,
+            place,
+            is_clipped=self._is_clipped,
+        )
 
     def _stacked(self, size: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors of the geometry that so many stacked have; nobody writes to their bytes, so they take no memory."""

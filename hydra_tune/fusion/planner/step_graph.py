@@ -1,5 +1,8 @@
 """A sub-array's step as one flat graph: forward, backward, and each parameter's update as soon as nothing needs it any more.
 
+Where gradients are clipped by the norm of all of them, the updates come behind that norm (`clipped.py`), those of the smallest
+parameters first: all gradients are there then, and an update has a copy of its own beside them.
+
 The graph is traced on tensors without bytes (§3.2, step 3, and appendix B.1.2, B.1.3), so it may be of any size.
 Random numbers are drawn by nodes of their own, just before they are used, in the order in which the step draws them.
 Differs: the paper has two graphs per sub-array; here they are one, with the place where it divides, and `rewrite.py`
@@ -14,16 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.drawing import Noise, noting
+from hydra_tune.fusion.drawing import Noise
+from hydra_tune.fusion.planner.clipped import ClippedGradients, emitted
+from hydra_tune.fusion.planner.in_the_way import Calls, check_devices, told, value_draws
 from hydra_tune.fusion.planner.nodes import draw
 from hydra_tune.fusion.planner.storages import Seen, seen
 from hydra_tune.fusion.planner.updates import TracedUpdate, UpdateTracer
 from hydra_tune.fusion.tracing import Traced, traced
 from hydra_tune.shard.compute import Operands
 from hydra_tune.shard.stochastic import draws_random_numbers
+
+_LIMITS = "limits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,8 @@ class StepGraph:
         constants: arguments that are constants of the model, in order.
         moments: parameter, name of a tensor of its optimizer state -> argument.
         rates: argument -> what it is.
+        limits: the argument that has the norm to which each member's gradients are clipped, in float64, without end for one
+            that does not clip; None where nobody does.
         noise: what it draws.
         seen: what its nodes make, read and overwrite.
     """
@@ -70,6 +78,7 @@ class StepGraph:
     constants: tuple[str, ...]
     moments: dict[tuple[str, str], str]
     rates: dict[str, Rate]
+    limits: str | None = None
     noise: tuple[Noise, ...]
     seen: Seen
 
@@ -88,6 +97,8 @@ def step_graph(
     tracer: UpdateTracer,
     groups: dict[str, int],
     place: torch.device | None = None,
+    *,
+    is_clipped: bool = False,
 ) -> StepGraph:
     """Trace the step of a sub-array.
 
@@ -98,71 +109,31 @@ def step_graph(
         trains: for each of the names, whether its gradient is wanted.
         count: members.
         tracer: of their updates.
-        groups: parameter -> its parameter group.
+        groups: parameter -> its parameter group, in the optimizer's order.
         place: the device to trace for, wherever the operands are now; None: theirs.
+        is_clipped: whether gradients are clipped by the norm of all of a member's.
 
     Raises:
         UnfusableError: the step has an operator that cannot be planned, or tensors on several devices; the message
             names it.
     """
     if place is None:
-        _check_devices(names, operands)
+        check_devices(names, operands)
     try:
         joint = traced(run, names, operands, trains, "loss", count, place=place)
     except Exception as error:
-        calls = _Calls()
+        calls = Calls()
         with suppress(Exception), calls:
             traced(run, names, operands, trains, "loss", count, place=place)
         raise UnfusableError(
-            f"its operator {calls.last} cannot be traced on tensors without bytes ({_told(error)}); it runs unplanned"
+            f"its operator {calls.last} cannot be traced on tensors without bytes ({told(error)}); it runs unplanned"
         ) from error
     if joint is None:
         raise UnfusableError(
-            f"it draws random numbers that depend on values ({', '.join(_value_draws(run, operands))}), which no graph can "
+            f"it draws random numbers that depend on values ({', '.join(value_draws(run, operands))}), which no graph can "
             "draw ahead; it runs unplanned"
         )
-    return _Builder(joint, names, operands, tracer, groups).built()
-
-
-def _value_draws(run: Any, operands: Operands) -> list[str]:
-    """The operators whose random numbers depend on values."""
-    mode, calls = FakeTensorMode(), _Calls()
-    fakes = [mode.from_tensor(tensor.detach()) for tensor in operands.all]
-    with mode, torch.no_grad(), noting() as noted, calls:
-        run(*fakes)
-    return sorted(calls.random | set(noted.refused))
-
-
-def _told(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which operators are called, where something is wrong with one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.last = "(none)"
-        self.random: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.last = str(func)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.random.add(self.last)
-        return func(*args, **(kwargs or {}))
-
-
-def _check_devices(names: Sequence[str], operands: Operands) -> None:
-    kinds = {"constant": operands.constants, "tensor of the batch": operands.inputs}
-    each = [*zip(names, operands.state, strict=True)]
-    each += [(f"{kind} {place}", one) for kind, tensors in kinds.items() for place, one in enumerate(tensors)]
-    found: dict[str, str] = {}
-    for name, tensor in each:
-        found.setdefault(str(tensor.device), name)
-    if len(found) > 1:
-        told_of = ", ".join(f"{name} on {device}" for device, name in sorted(found.items()))
-        raise UnfusableError(f"its tensors are on several devices ({told_of}), and a plan is of one; it runs unplanned")
+    return _Builder(joint, names, operands, tracer, groups, is_clipped=is_clipped).built()
 
 
 class _Builder:
@@ -175,8 +146,10 @@ class _Builder:
         operands: Operands,
         tracer: UpdateTracer,
         groups: dict[str, int],
+        *,
+        is_clipped: bool,
     ) -> None:
-        self._joint, self._names, self._groups = joint, names, groups
+        self._joint, self._names, self._groups, self._is_clipped = joint, names, groups, is_clipped
         self._mode = FakeTensorMode()
         self._tracer, self._count = tracer, tracer.count
         self._old = [node for node in joint.pure.graph.nodes if node.op == "placeholder"]
@@ -192,6 +165,7 @@ class _Builder:
         self._moments: dict[tuple[str, str], str] = {}
         self._rates: dict[str, Rate] = {}
         self._updates: dict[str, TracedUpdate] = {}
+        self._clipped: ClippedGradients | None = None
 
     def built(self) -> StepGraph:
         """The graph."""
@@ -203,6 +177,7 @@ class _Builder:
         for old, name, fake in zip(self._old, arguments, self._fakes, strict=False):
             self._new[old] = self._argument(name, fake)
         self._trace_updates()
+        self._clipped = self._clipping()
         losses = self._emit()
         self._graph.output((self._new[losses],))
         self._graph.lint()
@@ -218,6 +193,7 @@ class _Builder:
             constants=tuple(arguments[len(self._names) : first]),
             moments=self._moments,
             rates=self._rates,
+            limits=None if self._clipped is None else _LIMITS,
             noise=self._joint.noise,
             seen=seen(self._graph, self._joint.pure, self._geometry, self._drawn(), self._mode),
         )
@@ -236,7 +212,7 @@ class _Builder:
             fake, group = self._fakes[list(self._names).index(name)], self._groups[name]
             key = (group, fake.shape, fake.stride(), fake.dtype)
             if key not in known:
-                known[key] = self._tracer.traced(group, fake, self._mode)
+                known[key] = self._tracer.traced(group, fake, self._mode, is_clipped=self._is_clipped)
             self._updates[name] = update = known[key]
             for moment in update.state:
                 with self._mode:
@@ -255,6 +231,13 @@ class _Builder:
                     self._rates[argument] = rate
                     self._argument(argument, like)
 
+    def _clipping(self) -> ClippedGradients | None:
+        if not self._is_clipped or not self._updates:
+            return None
+        with self._mode:
+            limits = torch.empty(self._count, dtype=torch.float64, device=self._fakes[0].device)
+        return ClippedGradients(self._graph, self._argument(_LIMITS, limits), tuple(self._groups), self._mode)
+
     def _drawn(self) -> list[Tensor]:
         with self._mode:
             return [one.room(self._count, self._fakes[0].device) for one in self._joint.noise]
@@ -269,13 +252,19 @@ class _Builder:
         (output,) = (node for node in self._joint.pure.graph.nodes if node.op == "output")
         losses, *gradients = output.args[0]
         draws = self._draws_before(place)
-        updates = self._updates_after(body, place, dict(zip(self._joint.trained, gradients, strict=True)))
+        facts = self._facts()
+        wanted = dict(zip(self._joint.trained, gradients, strict=True))
+        norms = self._norms_after(place, place[losses], wanted)
+        updates = self._updates_after(body, place, wanted, facts)
         for position, node in enumerate(body):
             if node.op == "call_function" and draws_random_numbers(node):
                 raise UnfusableError(f"{node.target} draws random numbers where none can be given; it runs unplanned")
             for number in draws.get(position, ()):
                 self._new[self._noise()[number]] = self._graph.call_function(draw, (number,))
             self._new[node] = self._graph.node_copy(node, self._new.__getitem__)
+            for name in norms.get(position, ()):
+                assert self._clipped is not None, "norms are taken to clip"
+                self._clipped.take(name, self._new[wanted[name]], facts.places[wanted[name].name])
             for name, gradient in updates.get(position, ()):
                 self._emit_update(name, gradient)
         found: fx.Node = losses
@@ -291,13 +280,31 @@ class _Builder:
             found.setdefault(soonest, []).insert(0, number)
         return found
 
-    def _updates_after(
-        self, body: list[fx.Node], place: dict[fx.Node, int], gradients: dict[str, fx.Node]
-    ) -> dict[int, list[tuple[str, fx.Node]]]:
-        """Where each parameter is updated: when its gradient is there and nothing reads the parameter any more."""
+    def _facts(self) -> Seen:
+        """What the nodes of the traced forward and backward do."""
         geometry = {node.name: fake for node, fake in zip(self._old, self._fakes, strict=False)}
         geometry |= {n.name: drawn for n, drawn in zip(self._noise(), self._drawn(), strict=True)}
-        facts = seen(self._joint.pure.graph, self._joint.pure, geometry, [], self._mode)
+        return seen(self._joint.pure.graph, self._joint.pure, geometry, [], self._mode)
+
+    def _norms_after(
+        self, place: dict[fx.Node, int], losses: int, gradients: dict[str, fx.Node]
+    ) -> dict[int, list[str]]:
+        """Where the norms of each gradient are taken, if they are: when it is there, in the backward."""
+        found: dict[int, list[str]] = {}
+        for name in self._updates if self._clipped is not None else ():
+            found.setdefault(max(losses, place[gradients[name]]), []).append(name)
+        return found
+
+    def _updates_after(
+        self, body: list[fx.Node], place: dict[fx.Node, int], gradients: dict[str, fx.Node], facts: Seen
+    ) -> dict[int, list[tuple[str, fx.Node]]]:
+        """Where each parameter is updated: when its gradient is there and nothing reads the parameter any more.
+
+        Or, where gradients are clipped, when all of them are there.
+        """
+        if self._clipped is not None:
+            small = sorted(self._updates, key=lambda name: self._fakes[list(self._names).index(name)].nbytes)
+            return {len(body) - 1: [(name, gradients[name]) for name in small]}
         last = {storage: place[node] for node in body for storage in facts.storages.get(node.name, ())}
         for node in body:
             for storage in facts.reads.get(node.name, ()):
@@ -319,17 +326,12 @@ class _Builder:
             for a, rate in self._rates.items()
             if rate.group == update.group
         }
-        given = iter(
-            [
-                self._new[self._old[list(self._names).index(name)]],
-                self._new[gradient],
-                *(nodes[self._moments[name, moment]] for moment in update.state),
-                *(nodes[rates[number, fake.dim(), fake.dtype]] for number in range(update.num_rates)),
-            ]
-        )
-        new: dict[fx.Node, fx.Node] = {}
-        for node in update.module.graph.nodes:
-            if node.op == "placeholder":
-                new[node] = next(given)
-            elif node.op == "call_function":
-                new[node] = self._graph.node_copy(node, new.__getitem__)
+        factors = () if self._clipped is None else (self._clipped.factors(fake.dtype),)
+        given = [
+            self._new[self._old[list(self._names).index(name)]],
+            self._new[gradient],
+            *factors,
+            *(nodes[self._moments[name, moment]] for moment in update.state),
+            *(nodes[rates[number, fake.dim(), fake.dtype]] for number in range(update.num_rates)),
+        ]
+        emitted(self._graph, update.module.graph, given)

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 
 from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.clipping import clip_
 from hydra_tune.fusion.flat import Flat, Layout, Numbers
 from hydra_tune.fusion.optimizers import is_stackable
 from hydra_tune.fusion.rates import Rates
@@ -98,7 +99,8 @@ class TracedUpdate:
     """How one parameter is updated.
 
     Attributes:
-        module: takes the parameter, its gradient, its state and its rates; overwrites the first and the third.
+        module: takes the parameter, its gradient, what that is multiplied with if it is clipped, its state and its rates;
+            overwrites the parameter and the state.
         state: the names of its state's tensors.
         group: its parameter group.
         num_rates: how many rates there are.
@@ -143,31 +145,38 @@ class UpdateTracer:
         groups = [(rates.key, self._state_names(number)) for number, rates in enumerate(self._rates)]
         return self._update, str(self._switches), tuple(groups)
 
-    def traced(self, group: int, like: Tensor, mode: FakeTensorMode) -> TracedUpdate:
+    def traced(self, group: int, like: Tensor, mode: FakeTensorMode, *, is_clipped: bool = False) -> TracedUpdate:
         """The update of a parameter.
 
         Args:
             group: its parameter group.
             like: a dense tensor of its geometry, made under `mode`.
             mode: for tensors without bytes.
+            is_clipped: whether its gradient is multiplied with each member's factor first (`fusion/clipping.py`).
         """
         names = self._state_names(group)
         num_rates = len(self.rates(group, [1] * self.count))
         self._num_rates[group] = num_rates
+        num_factors = int(is_clipped)
 
         def run(p: Tensor, gradient: Tensor, *rest: Tensor) -> list[Tensor]:
+            factors, rest = rest[:num_factors], rest[num_factors:]
             given = iter(rest[len(names) :])
             layout = _layout(p)
             whole = gradient.new_empty(layout.size)  # a copy: the step overwrites it
             flat = Flat(whole, layout.parts(whole))
             flat.parts[0].copy_(gradient)
+            for factor in factors:
+                clip_(flat.parts[0], factor)
             state = dict(zip(names, rest, strict=False))
             self._step(group, layout, _flat(p), flat, state, [1] * self.count, lambda _values, _part: [next(given)])
             return []
 
         with mode:
             rate = torch.empty((self.count, *[1] * (like.dim() - 1)), dtype=like.dtype, device=like.device)
-            arguments = [torch.empty_like(like) for _ in (0, 1, *names)] + [rate.clone() for _ in range(num_rates)]
+            factor = rate.new_empty(self.count)
+            arguments = [torch.empty_like(like), torch.empty_like(like), *[factor] * num_factors]
+            arguments += [torch.empty_like(like) for _ in names] + [rate.clone() for _ in range(num_rates)]
         module = make_fx(run, tracing_mode="fake")(*arguments)
         return TracedUpdate(module, names, group, num_rates)
 

@@ -15,7 +15,7 @@ from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.observe.runlog import read_log
 from hydra_tune.pool.job import OVER, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
-from tests.unit.pool.test_planned_steps import CNN, X, Y, bits, task
+from tests.unit.pool.test_planned_steps import CNN, Noisy, X, Y, bits, task
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 
@@ -203,16 +203,21 @@ def roomy_group(epochs):
 
 @pytest.mark.slow
 def test_a_probe_shows_how_trials_beyond_the_room_would_be_computed_together():
-    clipped = task(4, max_grad_norm=1.0)
     with pool_of() as pool:
-        one, other, *_ = (trial.fusion for trial in pool.plan([task(0), clipped], probe=True).trials)
+        found = [
+            trial.fusion
+            for trial in pool.plan([task(0), task(4, max_grad_norm=1.0), task(5, model=Noisy)], probe=True).trials
+        ]
+    one, clipped, other, *_ = found
     assert one.planned is not None
     assert [way.name for way in one.planned.ways[:3]] == ["fits, one after another", "one group", "two in turn"]
     assert [way.sizes for way in one.planned.ways[:3]] == [(1,), (4,), (2, 2)]
     assert "no plan of 4 fused trials" in one.planned.ways[1].why_not
     assert one.planned.chosen.seconds_each == min(way.seconds_each for way in one.planned.ways)
+    assert clipped.planned is not None
+    assert clipped.planned != one.planned  # its gradients are there together
     assert other.planned is None
-    assert "max_grad_norm" in other.why_not_planned
+    assert "depend on values" in other.why_not_planned
 
 
 def _double():

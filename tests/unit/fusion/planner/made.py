@@ -189,6 +189,7 @@ class SubArrayMade:
     count: int
     example: Any
     device: torch.device
+    limits: Tensor
 
     def batch(self, number: int) -> list[Tensor]:
         with torch.random.fork_rng(devices=()):
@@ -202,6 +203,8 @@ class SubArrayMade:
         found |= {argument: self.moments[key] for key, argument in self.step.moments.items()}
         found |= dict(zip(self.step.constants, self.constants, strict=True))
         found |= dict(zip(self.step.inputs, self.batch(number), strict=True))
+        if self.step.limits is not None:
+            found[self.step.limits] = self.limits
         known: dict[int, list[list[float]]] = {}
         for argument, rate in self.step.rates.items():
             values = known.setdefault(rate.group, self.tracer.rates(rate.group, [number] * self.count))[rate.number]
@@ -224,7 +227,7 @@ def _benched(name):
 
 
 @functools.cache
-def _traced(name, count, optimizer, device):
+def _traced(name, count, optimizer, device, is_clipped=False):
     made, _ = _benched(name)
     plan = made.plan()
     group = stacked_plan(plan, count)
@@ -246,21 +249,29 @@ def _traced(name, count, optimizer, device):
     )
     trains = [tensor.requires_grad for tensor in state.values()]
     groups = dict.fromkeys(parameters, 0)
-    step = step_graph(shard.graph.module, list(state), operands, trains, count, tracer, groups)
+    step = step_graph(shard.graph.module, list(state), operands, trains, count, tracer, groups, is_clipped=is_clipped)
     return step, state, parameters, tracer, constants
 
 
 @functools.cache
-def _laid_out(name, count, optimizer, device):
-    step, *rest = _traced(name, count, optimizer, device)
+def _laid_out(name, count, optimizer, device, is_clipped):
+    step, *rest = _traced(name, count, optimizer, device, is_clipped)
     return as_laid_out(step, torch.device(device)), *rest
 
 
 def sub_array(
-    name: str, count: int = 2, optimizer: str = "adamw", seed: int = 0, device: str = "cpu", *, laid_out: bool = True
+    name: str,
+    count: int = 2,
+    optimizer: str = "adamw",
+    seed: int = 0,
+    device: str = "cpu",
+    *,
+    laid_out: bool = True,
+    is_clipped: bool = False,
 ) -> SubArrayMade:
+    """One; if it is clipped, the first member is, to a small norm, each of the others to more, and the last one is not."""
     make = _laid_out if laid_out else _traced
-    step, like, parameters, tracer, constants = make(name, count, optimizer, device)
+    step, like, parameters, tracer, constants = make(name, count, optimizer, device, is_clipped)
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for key, tensor in like.items():
@@ -273,9 +284,11 @@ def sub_array(
         if (key, moment) in step.moments
     }
     generators = GroupGenerator([torch.Generator(device).manual_seed(10 * seed + i) for i in range(count)])
-    return SubArrayMade(
-        step, state, moments, constants, tracer, generators, count, _benched(name)[1], torch.device(device)
+    limits = torch.tensor(
+        [*(0.1 * (1 + i) for i in range(count - 1)), float("inf")], dtype=torch.float64, device=device
     )
+    example, place = _benched(name)[1], torch.device(device)
+    return SubArrayMade(step, state, moments, constants, tracer, generators, count, example, place, limits)
 
 
 def run_unplanned(made: SubArrayMade, number: int) -> Tensor:

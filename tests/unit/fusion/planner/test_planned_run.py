@@ -23,9 +23,9 @@ STEPS = 3
 
 
 @functools.cache
-def array(name):
+def array(name, **options):
     """With times that are the same on every machine: each operator as many as the bytes that it touches."""
-    step = sub_array(name).step
+    step = sub_array(name, **options).step
     seen = step.seen
     seconds = {
         n.name: 1e-6 + 1e-9 * sum(map(seen.sizes.get, (*seen.reads[n.name], *seen.makes[n.name]))) for n in step.ops
@@ -34,14 +34,14 @@ def array(name):
 
 
 @functools.cache
-def unplanned(name, seed):
-    made = sub_array(name, seed=seed)
+def unplanned(name, seed, **options):
+    made = sub_array(name, seed=seed, **options)
     losses = [run_unplanned(made, number) for number in range(STEPS)]
     return losses, [tensor.clone() for tensor in made.everything()]
 
 
-def pair_of(names, seeds=(1, 2)):
-    return [sub_array(name, seed=seed) for name, seed in zip(names, seeds, strict=False)]
+def pair_of(names, seeds=(1, 2), **options):
+    return [sub_array(name, seed=seed, **options) for name, seed in zip(names, seeds, strict=False)]
 
 
 def started(schedule, pair):
@@ -51,17 +51,17 @@ def started(schedule, pair):
     return PlannedRun(schedule, [one.step for one in pair], CPU, [one.arguments for one in pair], draw)
 
 
-def limited(names, share, policy=None):
-    """A plan within a share of the memory that an unplanned run needs beside its static tensors."""
-    arrays = tuple(array(name) for name in names)
+def limited(names, share, policy=None, **options):
+    """A plan within a share of the memory that an unplanned run needs beside its static tensors; options are of sub-arrays."""
+    arrays = tuple(array(name, **options) for name in names)
     whole = undecided(arrays, 1 << 60)
     rest = peak_of(whole)[1].peak_bytes - whole.static_bytes
     schedule, _ = planned(undecided(arrays, whole.static_bytes + int(share * rest)), policy)
     return schedule
 
 
-def assert_same_as_unplanned(schedule, names, steps=(STEPS, STEPS)):
-    pair = pair_of(names)
+def assert_same_as_unplanned(schedule, names, steps=(STEPS, STEPS), **options):
+    pair = pair_of(names, **options)
     run = started(schedule, pair)
     losses = {}
     try:
@@ -69,7 +69,7 @@ def assert_same_as_unplanned(schedule, names, steps=(STEPS, STEPS)):
     finally:
         run.close()
     for side, (name, made) in enumerate(zip(names, pair, strict=True)):
-        expected, state = unplanned(name, side + 1)
+        expected, state = unplanned(name, side + 1, **options)
         for number in range(steps[side]):
             assert torch.equal(losses[side, number], expected[number])
         if steps[side] == STEPS:
@@ -143,10 +143,10 @@ def test_an_independent_tracker_finds_the_peak_that_was_planned(name, share):
         assert peak_of(limited((name, name), NOT_MET[name, share]))[1].peak_bytes == schedule.static_bytes + predicted
 
 
-def tracked(schedule, names):
+def tracked(schedule, names, **options):
     """Bytes of storages made beside the arguments, which are there all the time, and what was planned; the host's were taken
     before."""
-    pair = pair_of(names)
+    pair = pair_of(names, **options)
     run = started(schedule, pair)
     arguments = [made.arguments(0) for made in pair]
     run._arguments = [lambda _number, found=found: found for found in arguments]

@@ -22,7 +22,9 @@ POLICIES = [
 
 
 def random_array(random, name="random"):
-    """Operators that read, overwrite and draw at random, running statistics, workspace, and updates of parameters."""
+    """Operators that read, overwrite and draw at random, running statistics, workspace, and updates of parameters.
+
+    Some clip: behind the norm of all gradients each of these updates something."""
     forward, backward, sizes, copy = [], [], {}, {}
     storages = []
     for rank in range(random.randint(1, 9)):
@@ -56,6 +58,9 @@ def random_array(random, name="random"):
             backward.append(op(f"u{rank}", reads=["w1", made], makes=(), writes=["w1"], seconds=0.1))
         if random.random() < 0.1:
             backward.append(op(f"o{rank}", reads=[one], makes=(), writes=[one], seconds=0.1))
+    if random.random() < 0.3:
+        backward.append(op("norm", reads=gradients[1:]))
+        backward += [op(f"c{one}", reads=["norm", one, "w1"], makes=(), writes=["w1"]) for one in gradients[1:]]
     backward.append(op("end", reads=[gradients[-1], "w0"], makes=(), writes=["w0"]))
     return array(forward, backward, sizes, copy=copy, results=["loss"], name=name, static=random.randint(0, 5))
 

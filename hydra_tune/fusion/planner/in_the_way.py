@@ -1,0 +1,68 @@
+"""What stands in the way of a step's graph, by name: operators that draw by values or fail, tensors on several devices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.drawing import noting
+from hydra_tune.shard.compute import Operands
+
+
+def value_draws(run: Any, operands: Operands) -> list[str]:
+    """The operators whose random numbers depend on values.
+
+    Args:
+        run: the stacked model with its loss.
+        operands: of it; only their geometry counts.
+    """
+    mode, calls = FakeTensorMode(), Calls()
+    fakes = [mode.from_tensor(tensor.detach()) for tensor in operands.all]
+    with mode, torch.no_grad(), noting() as noted, calls:
+        run(*fakes)
+    return sorted(calls.random | set(noted.refused))
+
+
+def told(error: BaseException) -> str:
+    """An error in a line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which operators are called, where something is wrong with one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.last = "(none)"
+        self.random: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.last = str(func)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random.add(self.last)
+        return func(*args, **(kwargs or {}))
+
+
+def check_devices(names: Sequence[str], operands: Operands) -> None:
+    """Refuse tensors on several devices.
+
+    Args:
+        names: of parameters and buffers.
+        operands: of the step.
+
+    Raises:
+        UnfusableError: they are; with one tensor on each.
+    """
+    kinds = {"constant": operands.constants, "tensor of the batch": operands.inputs}
+    each = [*zip(names, operands.state, strict=True)]
+    each += [(f"{kind} {place}", one) for kind, tensors in kinds.items() for place, one in enumerate(tensors)]
+    found: dict[str, str] = {}
+    for name, tensor in each:
+        found.setdefault(str(tensor.device), name)
+    if len(found) > 1:
+        told_of = ", ".join(f"{name} on {device}" for device, name in sorted(found.items()))
+        raise UnfusableError(f"its tensors are on several devices ({told_of}), and a plan is of one; it runs unplanned")
