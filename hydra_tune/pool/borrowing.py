@@ -10,7 +10,7 @@ Who borrows has the first, the third and, as it needs it, the fourth.
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -109,22 +109,34 @@ class Borrowing:
     def borrowed(self, device: Device) -> Iterator[None]:
         """Have the calling thread compute on a device on which nothing else is, as its worker does.
 
+        Other devices that are parts of the same GPU compute nothing meanwhile, either, and keep what they have.
+
         Raises:
             DeviceLostError: it is lost.
             HydraTuneError: it is not to be had.
         """
         threads = torch.get_num_threads()
         try:
-            with self._turns[device.name].borrowed(device.name), device.worker(), device.generator.in_turn():
-                self._pagers[device.name].relieve()
-                device.reclaim()
-                yield
+            with ExitStack() as turns:
+                for name in self._beside(device):
+                    turns.enter_context(self.turn(name).borrowed(name))
+                with device.worker(), device.generator.in_turn():
+                    self._pagers[device.name].relieve()
+                    device.reclaim()
+                    yield
         except Exception as error:  # whatever has been made of the device's own by whoever runs something there
             if found_lost(device) is not None:
                 raise DeviceLostError(f"device {device.name} is lost ({first_line(error)})") from error
             raise
         finally:
             torch.set_num_threads(threads)
+
+    def _beside(self, device: Device) -> list[str]:
+        """Names of a device, and of others that are in the same place; in one order, whoever asks."""
+        away, known = self._away(), list(self._devices.items())
+        place = device.torch_device
+        beside = {name for name, other in known if other.torch_device == place and name not in away}
+        return sorted({device.name} | beside)
 
 
 def _kind(device: Device) -> str:

@@ -294,6 +294,20 @@ def test_what_fails_on_a_device_that_is_lost_says_so_whatever_was_made_of_it(mon
     device.close()
 
 
+def test_parts_of_one_gpu_are_borrowed_together():
+    """What one of them allocates and computes would be taken for what is profiled on the other."""
+    parts = {f"cuda:0/{index}": StandInGpu(index, 1 << 20) for index in range(3)}
+    for name, device in parts.items():
+        device.name = name
+    lending = Borrowing(parts, {name: Pager(device) for name, device in parts.items()}, lambda: {"cuda:0/2"})
+    with lending.borrowed(parts["cuda:0/1"]):
+        assert [lending.turn(name)._is_borrowed for name in parts] == [True, True, False]
+    assert [lending.turn(name)._is_borrowed for name in parts] == [False] * 3
+    assert [device.num_reclaimed for device in parts.values()] == [0, 1, 0]
+    for device in parts.values():
+        device.close()
+
+
 def test_a_step_that_was_not_profiled_for_want_of_a_device_is_planned_the_next_time(monkeypatch):
     """Other failures are remembered, for planning takes long."""
     errors = [DeviceLostError("device cuda:0 is lost"), ValueError("a defect"), None]
