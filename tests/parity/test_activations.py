@@ -38,7 +38,15 @@ def test_two_trials_on_two_devices_are_bitwise(references, name, mode):
     assert_same(results[1], references["mlp:11"])
 
 
-@pytest.mark.parametrize(("name", "mode"), [("dropout", "keep"), ("bfloat16 clipped", "spill"), ("tied", "keep")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param("dropout", "keep", marks=pytest.mark.slow),
+        ("bfloat16 clipped", "spill"),
+        ("tied", "keep"),
+        pytest.param("gpt2", "keep", marks=pytest.mark.slow),
+    ],
+)
 def test_batches_side_by_side_keep_activations_of_their_own(name, mode):
     described = SPLIT[name](activations=mode)
     result, count = run_split(described, devices="cpu:2", num_shards=3)

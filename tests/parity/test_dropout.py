@@ -11,10 +11,7 @@ from hydra_tune import HydraExecutor
 from tests.parity.conftest import DROPOUT_SPECS, DROPOUTS
 from tests.parity.test_parity import CUTS, DEVICES, assert_same, run, task_of
 
-FAST_ALONE = {
-    ("cnn_dropout", "layer", "cpu:1"),
-    ("mlp_native", 8, "cpu:2"),
-}
+FAST_ALONE = {("mlp_native", 8, "cpu:2")}
 FAST_CROWDS = set()  # of crowds there are others, in test_interleaving.py
 
 
@@ -76,7 +73,7 @@ class Meeting:
         return len(self._came) == 2 and not self._barrier.broken
 
 
-@pytest.mark.parametrize("cut", [1, "layer"])
+@pytest.mark.parametrize("cut", [1, pytest.param("layer", marks=pytest.mark.slow)])
 def test_two_trials_draw_on_two_devices_at_the_same_time(references, cut):
     """Each unit waits inside a dropout until the other trial's unit is inside one too, so neither can hold a lock."""
     meeting, specs = Meeting(), ["mlp:5", "mlp:11"]

@@ -11,7 +11,18 @@ from torch import nn
 from hydra_tune import Result, TrainTask
 from hydra_tune.train import grouped
 from tests.parity import models
-from tests.parity.test_splitting import Noise, Whole, accumulating, bad, broken_in, drawing, noisy, normed, reusing
+from tests.parity.test_splitting import (
+    Noise,
+    Tied,
+    Whole,
+    accumulating,
+    bad,
+    broken_in,
+    drawing,
+    noisy,
+    normed,
+    reusing,
+)
 from tests.unit.pool.tasks import SAMPLES, against_plain, running
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -59,7 +70,8 @@ GROUPED = {
     "data that draws": partial(accumulating, model=noisy, train=drawing, accumulate=3),
     "validated": partial(accumulating, model=noisy, validate=SAMPLES),
     "noise": partial(accumulating, model=Noise),
-    "tied": partial(models.build, "gpt2", accumulate=3, epochs=3),
+    "tied": partial(accumulating, model=Tied),
+    "gpt2": partial(models.build, "gpt2", accumulate=3, epochs=3),
     "convolutions": partial(models.build, "cnn", accumulate=4, epochs=3),
     "native dropout": partial(models.build, "mlp_native", accumulate=4, epochs=2, report_every="epoch"),
 }
@@ -80,14 +92,14 @@ def is_grouped(units: list[tuple[str, int]]) -> bool:
     return any(a == b and a[0] == "forward" for a, b in pairwise(units))
 
 
-# Both cuts of what is captured in a moment; of the rest one, and of "tied" (seconds) none: one is in test_activations.py.
-BOTH_CUTS = {"adamw", "dropout", "shared norm"}
+# Of others there is one with more to it, or they take seconds to capture.
+OF_OTHERS = {"adamw", "clipped", "left over", "pieces", "gpt2", "convolutions", "native dropout"}
 
 
 @pytest.mark.parametrize(
     ("name", "cut"),
     [
-        pytest.param(name, cut, marks=[pytest.mark.slow] * (name == "tied" or (cut == 2 and name not in BOTH_CUTS)))
+        pytest.param(name, cut, marks=[pytest.mark.slow] * (name in OF_OTHERS or (cut == 2 and name != "dropout")))
         for name in GROUPED
         for cut in (2, 3)
     ],
@@ -120,7 +132,7 @@ def test_no_batch_is_kept_that_the_host_has_no_room_for():
     assert not is_grouped(units)
 
 
-@pytest.mark.parametrize("batch", [0, 2, 4])
+@pytest.mark.parametrize("batch", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_bad_loss_in_a_group_ends_the_trial_where_a_plain_loop_ends_it(batch):
     described = accumulating(train=broken_in(2, batch, bad(float("nan"))), on_bad_loss="fail")
     result, units, _ = run(described, num_shards=2)

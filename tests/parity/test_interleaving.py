@@ -122,7 +122,7 @@ def crashing(task: TrainTask) -> TrainTask:
 
 
 @pytest.mark.parametrize(
-    "spec", [pytest.param(spec, marks=[pytest.mark.slow] * (spec.model != "gpt2")) for spec in WATCHED], ids=str
+    "spec", [pytest.param(spec, marks=[pytest.mark.slow] * (spec.model != "random_depth")) for spec in WATCHED], ids=str
 )
 def test_beside_pruned_and_crashing_neighbours(references, spec):
     with pool(policy=AnyOrder(3), max_concurrent=8) as executor:

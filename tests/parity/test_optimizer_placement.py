@@ -33,7 +33,11 @@ TASKS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "tied")) for name in TASKS])
+# Large ones, and those of which another has all that they have.
+OF_OTHERS = {"tied", "convolutions", "adamw", "batches together"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OF_OTHERS)) for name in TASKS])
 def test_updates_on_the_host_are_bitwise(name):
     for devices, cut in (("cpu:1", 1), ("cpu:2", 3)):
         described = TASKS[name]()
@@ -79,7 +83,9 @@ def test_a_disk_beside_it_is_refused(tmp_path, placement):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, pytest.param(torch.optim.Adam, marks=pytest.mark.slow), torch.optim.SGD]
+)
 def test_kernels_are_those_that_the_users_optimizer_asks_for(make, fused):
     """Fused kernels round otherwise than torch's default: they run where they were asked for, and nowhere else."""
     described = task(optimizer=partial(make, lr=0.1, fused=fused), epochs=1)

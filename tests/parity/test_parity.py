@@ -18,7 +18,7 @@ from tests.support.tracker import StorageTracker
 
 CUTS = (1, 2, 8, "layer")
 DEVICES = ("cpu:1", "cpu:2")
-FAST_ALONE = {("cnn", 8, "cpu:2"), ("vit", 1, "cpu:1")}
+FAST_ALONE = {("mlp", 8, "cpu:2"), ("vit", 1, "cpu:1")}
 FAST_CROWDS: set[tuple[Any, str]] = set()  # of crowds there are others, in test_interleaving.py
 
 

@@ -106,6 +106,19 @@ class Noise(nn.Module):
         return self.inner(x + 0.1 * torch.randn_like(x))
 
 
+class Tied(nn.Module):
+    """The first and the last shard share a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+        self.inner = nn.Sequential(nn.ReLU(), nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inner(self.first(x)))
+
+
 def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
@@ -132,7 +145,8 @@ SPLIT = {
     "left over": partial(accumulating, accumulate=3, model=noisy),
     "pieces": partial(accumulating, accumulate=1, split_batches=3, model=noisy, report_every=2),
     "pieces of several batches": partial(accumulating, accumulate=2, split_batches=2, model=noisy, max_grad_norm=0.1),
-    "tied": partial(models.build, "gpt2", accumulate=3, epochs=3),
+    "tied": partial(accumulating, model=Tied),
+    "gpt2": partial(models.build, "gpt2", accumulate=3, epochs=3),
 }
 NORMED = {
     "normed": partial(accumulating, model=normed),
@@ -168,13 +182,18 @@ def run(described: TrainTask, way: str | None = None, **options: Any) -> tuple[R
     return result, sum(device.units > 0 for device in devices)
 
 
-LARGE = {"tied"}  # takes seconds to capture; in every run of the tests test_activations.py has it on two devices
+# Of each of the others there is one with more to it, but for gpt2, which takes seconds to capture.
+IN_TEAMS = {"bfloat16 clipped", "in several rounds", "pieces of several batches"}
+IN_EVERY_RUN = IN_TEAMS | {"float16", "left over", "tied", "normed and dropped"}
 
 
 def on_devices(names: Iterable[str], *pools: tuple[str, Any]) -> list[Any]:
-    """Each of the tasks on each of the pools; in every run of the tests the pools take turns."""
+    """Each of the tasks on each of the pools; in every run of the tests the pools take turns, with some of the tasks."""
     return [
-        pytest.param(name, devices, cut, marks=[pytest.mark.slow] * (name in LARGE or (row + column) % len(pools) > 0))
+        pytest.param(
+            *(name, devices, cut),
+            marks=[pytest.mark.slow] * (name not in IN_EVERY_RUN or (row + column) % len(pools) > 0),
+        )
         for row, name in enumerate(names)
         for column, (devices, cut) in enumerate(pools)
     ]
@@ -196,10 +215,6 @@ def test_a_pipelined_trial_is_bitwise(name, devices, cut):
     assert count == int(devices[-1]), "each device is home to a shard"
 
 
-# Of each of the others there is one with more to it.
-IN_TEAMS = {"float16", "bfloat16 clipped", "in several rounds", "left over", "pieces of several batches"}
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_TEAMS)) for name in SPLIT]
 )
@@ -215,7 +230,9 @@ def test_a_trial_whose_batches_go_through_each_shard_in_teams_is_bitwise(monkeyp
     assert made.call_count > 0
 
 
-@pytest.mark.parametrize("name", IN_ORDER)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "native dropout")) for name in IN_ORDER]
+)
 def test_a_trial_whose_batches_depend_on_each_other_runs_in_order(name):
     described = IN_ORDER[name]()
     result, count = run(described, devices="cpu:2", num_shards=None if "whole" in name else 3)
@@ -223,7 +240,7 @@ def test_a_trial_whose_batches_depend_on_each_other_runs_in_order(name):
     assert count == 1
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_units_of_one_trial_are_under_way_at_once(count):
     meeting, described = Meeting(count, skip=6), accumulating()
     with running(devices=f"cpu:{count}", instrument=meeting, num_shards=1) as pool:
@@ -355,8 +372,8 @@ def test_an_update_finds_no_gradients_of_what_runs_at_the_same_time():
     ("way", "name"),
     [
         (PIPELINED, "normed and dropped"),
-        pytest.param(PIPELINED, "tied", marks=pytest.mark.slow),
-        (PIPELINED, "float16"),
+        pytest.param(PIPELINED, "gpt2", marks=pytest.mark.slow),
+        pytest.param(PIPELINED, "float16", marks=pytest.mark.slow),
         (DATA_PARALLEL, "dropout"),
     ],
 )
@@ -384,7 +401,7 @@ def wide() -> dict[str, Any]:
     return {"train": torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(dim=1))}
 
 
-@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+@pytest.mark.parametrize("way", [pytest.param(DATA_PARALLEL, marks=pytest.mark.slow), PIPELINED])
 def test_a_second_trial_in_the_middle_changes_no_bit_of_either(way):
     first, second = accumulating(model=noisy, epochs=6), accumulating(model=noisy, seed=8)
     with splitting(way, devices="cpu:2", num_shards=3) as pool:
@@ -518,7 +535,15 @@ def bad(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return X[:5] * scale, Y[:5]
 
 
-@pytest.mark.parametrize(("way", "batch"), [(DATA_PARALLEL, 0), (DATA_PARALLEL, 2), (DATA_PARALLEL, 4), (PIPELINED, 2)])
+@pytest.mark.parametrize(
+    ("way", "batch"),
+    [
+        pytest.param(DATA_PARALLEL, 0, marks=pytest.mark.slow),
+        pytest.param(DATA_PARALLEL, 2, marks=pytest.mark.slow),
+        (DATA_PARALLEL, 4),
+        (PIPELINED, 2),
+    ],
+)
 def test_a_bad_loss_ends_the_trial_where_a_plain_loop_ends_it(way, batch):
     def described(on_bad_loss: str) -> TrainTask:
         return accumulating(train=broken_in(2, batch, bad(float("nan"))), on_bad_loss=on_bad_loss)
@@ -567,8 +592,15 @@ def drawing() -> Iterator[Any]:
         yield X[start : start + 8] + 0.1 * torch.rand(8, 8) + 0.01 * random.random(), Y[start : start + 8]
 
 
-@pytest.mark.parametrize("data", [reusing, drawing])
-@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+@pytest.mark.parametrize(
+    ("way", "data"),
+    [
+        (DATA_PARALLEL, drawing),
+        (PIPELINED, reusing),
+        pytest.param(DATA_PARALLEL, reusing, marks=pytest.mark.slow),
+        pytest.param(PIPELINED, drawing, marks=pytest.mark.slow),
+    ],
+)
 def test_batches_that_are_drawn_ahead_are_those_of_a_plain_loop(way, data):
     described = accumulating(model=noisy, train=data, accumulate=3)
     result, count = run(described, way, devices="cpu:2", num_shards=2)
@@ -576,7 +608,7 @@ def test_batches_that_are_drawn_ahead_are_those_of_a_plain_loop(way, data):
     assert count == 2
 
 
-@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+@pytest.mark.parametrize("way", [pytest.param(DATA_PARALLEL, marks=pytest.mark.slow), PIPELINED])
 def test_validation_between_helped_steps(way):
     described = accumulating(model=noisy, validate=SAMPLES, max_grad_norm=0.5, epochs=5)
     result, count = run(described, way, devices="cpu:3", num_shards=3)
@@ -584,7 +616,7 @@ def test_validation_between_helped_steps(way):
     assert count == 3
 
 
-@pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
+@pytest.mark.parametrize("way", [DATA_PARALLEL, pytest.param(PIPELINED, marks=pytest.mark.slow)])
 def test_helped_and_unhelped_steps_take_turns(way):
     """Each report waits for an answer, and another trial comes and goes: steps are split or not as devices are free."""
     described = accumulating(model=noisy, epochs=8)
