@@ -9,7 +9,7 @@ clock decides: an operator takes a microsecond, and a nanosecond for each byte t
 import argparse
 
 import torch
-from mutwo import Family
+from mutwo_family import Family
 from mutwo_models import MODELS
 
 from hydra_tune.fusion.planner.memory import peak_of

@@ -30,7 +30,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from mutwo import ENDLESS, Family  # noqa: E402 - benchmarks/ is the script's folder
+from mutwo_family import ENDLESS, Family  # noqa: E402 - benchmarks/ is the script's folder
 from mutwo_models import MODELS  # noqa: E402
 from mutwo_runs import Runners, in_turn, raced  # noqa: E402
 

@@ -1,0 +1,103 @@
+"""The sub-arrays of one of μ-TWO's models: graphs and profiles by size, and the least memory that plans of them can need."""
+
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that nothing has to be installed
+
+import torch
+from mutwo_models import model
+
+from hydra_tune import TrainTask
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.planner.least import least
+from hydra_tune.fusion.planner.memory import peak_of
+from hydra_tune.fusion.planner.of_task import TaskArrays
+from hydra_tune.fusion.planner.portfolio import MARGIN, Planner
+from hydra_tune.fusion.planner.profiler import Profiles
+from hydra_tune.fusion.planner.schedule import undecided
+from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.quantities import format_bytes
+from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.library import PlanLibrary
+
+ENDLESS = 1 << 60
+OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, lr=1e-3), "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9)}
+
+
+class Family:
+    """The sub-arrays of one model: graphs, profiles and arguments by size."""
+
+    def __init__(self, name, scale, device, optimizer):
+        made = model(name, scale)
+        batch = made.draw()
+        self.name, self.device = name, device
+        host = CpuDevice(0, 1 << 40)
+        library = PlanLibrary(Budget(budget_bytes=1 << 40, buffer_fraction=0.0, alignment=host.alignment))
+        task = TrainTask(model=made.build, train=lambda: [batch], optimizer=OPTIMIZERS[optimizer], loss=made.loss)
+        member = Member(task, library, host)
+        wanted = member.peek()["train"]
+        prepared = GroupPlans(library).of_member(member, wanted)
+        self._profiles = Profiles()
+        self._arrays = TaskArrays(task, member.built(), prepared, wanted.leaves, library, self._profiles, device)
+        self.array, self.step = cache(self._arrays.array), self._arrays.step
+        host.close()
+
+    @property
+    def pace_seconds(self):
+        """At which all profiles are told."""
+        return self._profiles.pace_seconds(self.device)
+
+    def needs(self, size):
+        """Bytes of so many trials in one sub-array with everything kept."""
+        return peak_of(undecided((self.array(size),), ENDLESS))[1].peak_bytes
+
+    def planner(self, limit_bytes, max_size=None):
+        """Of a limit that its plans may use to the last byte."""
+        limit = int(limit_bytes / (1 - MARGIN)) + 1
+        is_duplex = self.device.type == "cuda"
+        return Planner(array=self.array, limit_bytes=limit, is_duplex=is_duplex, max_size=max_size)
+
+
+def bound_of(family, num_trials, max_size):
+    """Bytes that no plan is below, and what needs them: one trial with all kept, a pair, or all trials in one sub-array."""
+    one = family.array(1)
+    static = undecided((one,) * min(num_trials, 2), ENDLESS).static_bytes
+    bound = least(one)
+    found = [(family.needs(1), "one trial with everything kept is the least")]
+    found.append(
+        (
+            static + bound.num_bytes,
+            f"the least is {bound.op} of one trial in a pair, beside {format_bytes(static)} static",
+        )
+    )
+    if max_size is None or num_trials <= max_size:
+        every = family.array(num_trials)
+        bound = least(every)
+        found.append((every.static_bytes + bound.num_bytes, f"the least is {bound.op} of all in one sub-array"))
+    return min(found)
+
+
+def smallest(family):
+    """The least that any plan of two sub-arrays of one trial needs, and whether it is found when that is the limit."""
+    array = family.array(1)
+    whole = undecided((array, array), ENDLESS)
+    kept = peak_of(whole)[1].peak_bytes
+    at_least = min(one.peak_bytes for one in pairs_of_two(family, 1))
+    found = min(one.peak_bytes for one in pairs_of_two(family, at_least))
+    share = (at_least - whole.static_bytes) / (kept - whole.static_bytes)
+    met = "yes" if found <= at_least else f"no: {format_bytes(found)}"
+    bound = least(array)
+    sizes = map(format_bytes, (whole.static_bytes, kept, at_least, whole.static_bytes + bound.num_bytes))
+    print(
+        ("{:10} " + "{:>11} " * 4 + "{:>6}  {:4} {}").format(family.name, *sizes, f"{share:.0%}", met, bound.op),
+        flush=True,
+    )
+
+
+def pairs_of_two(family, limit_bytes):
+    """Parts of two trials that are run in turn, planned for a limit."""
+    members = family.planner(limit_bytes).portfolio(2).members
+    return [part for one in members for part in one.parts if part.sizes == (1, 1)]
