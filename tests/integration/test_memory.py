@@ -126,7 +126,9 @@ def test_a_prune_at_a_report_returns_every_byte():
         assert tracker.current_bytes == 0
 
 
-@pytest.mark.parametrize("activations", ["keep", pytest.param("spill", marks=pytest.mark.slow), "recompute"])
+@pytest.mark.parametrize(
+    "activations", ["keep", *(pytest.param(each, marks=pytest.mark.slow) for each in ("spill", "recompute"))]
+)
 def test_a_cancel_in_mid_run_lets_the_running_unit_end_and_no_other_begin(activations):
     """After four forward units: what they have kept goes with their graphs."""
     tracker = StorageTracker()

@@ -69,7 +69,7 @@ def train(described: TrainTask, devices: str) -> Result:
     return result
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_does_not_fit_is_refused_with_a_remedy_that_works(tied):
     described = partial(task, model=partial(Language, tied=tied))
     error = train(described(), "cpu:1").error
@@ -100,8 +100,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "devices"),
+    [
+        pytest.param(case, devices, marks=[pytest.mark.slow] * ((devices == "cpu:1") != (case == "tied")))
+        for case in CASES
+        for devices in ("cpu:1", "cpu:2")
+    ],
+)
 def test_a_model_of_pieces_has_the_bits_of_a_plain_loop(case, devices):
     described = task(**CASES[case])
     result = train(described, devices)
@@ -133,7 +139,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "feature", [pytest.param(each, marks=[pytest.mark.slow] * (each == "float16")) for each in FEATURES]
+    "feature", [pytest.param(each, marks=[pytest.mark.slow] * ("float16" in each)) for each in FEATURES]
 )
 def test_pieces_with_all_else_that_a_task_may_ask_for(feature):
     """Tied over all shards, with dropout and parameter groups."""
