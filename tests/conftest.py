@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import gc
+import multiprocessing
 import signal
 
 import pytest
@@ -12,6 +13,8 @@ from tests.support.captured_once import captured_once as capturing_once
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # The plain loop gives the pool's numbers with one intra-op thread, like every device of a pool.
 torch.set_num_threads(1)
+# Workers of data loaders, and the programs of tests/support/forked.py, are forked from a process that has loaded all this.
+multiprocessing.set_forkserver_preload(["tests.support.warm"])
 
 
 def pytest_collection_finish() -> None:

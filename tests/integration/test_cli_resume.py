@@ -12,16 +12,25 @@ from tests.support.cli_project import Project
 
 SECONDS = 120
 NUM_TRIALS = 4
+# Each pass takes a while in the run that is interrupted, so that it is not over before, however slow the machine is.
+WAITING = """
+def batches():
+    time.sleep(0.2 * Path("waiting").exists())
+"""
 
 
 def project_in(folder):
     folder.mkdir()
     project = Project(folder)
-    project.change("width: {values: [8, 16]}", "width: {values: [8, 16]}\n  epochs: {value: 25}")
+    project.change("width: {values: [8, 16]}", "width: {values: [8, 16]}\n  epochs: {value: 8}")
     project.change("run_cap: 8", f"run_cap: {NUM_TRIALS}\nmethod: random\nname: first")
     project.change("max_concurrent: 4", "max_concurrent: 2")
     kept = f"storage: sqlite:///trials.db, keep_best: {NUM_TRIALS}, checkpoint_dir: saved"
     project.change("hydra: {", f"hydra: {{{kept}, ")
+    model = folder / "model.py"
+    model.write_text(
+        "import time\nfrom pathlib import Path\n" + model.read_text().replace("\ndef batches():\n", WAITING)
+    )
     return project
 
 
@@ -39,7 +48,8 @@ def outcome(project):
 def interrupt(project, number, *, at_once=2, meanwhile=lambda _process: None):
     """Run the sweep until so many trials have new checkpoints, and send a signal."""
     before = set(project.folder.glob("saved/*/*.manifest"))
-    with project.start() as process:
+    (project.folder / "waiting").touch()
+    with project.fork() as process:
         deadline = time.monotonic() + SECONDS
         while len({path.parent for path in set(project.folder.glob("saved/*/*.manifest")) - before}) < at_once:
             assert process.poll() is None, process.communicate()
@@ -48,6 +58,7 @@ def interrupt(project, number, *, at_once=2, meanwhile=lambda _process: None):
         meanwhile(process)
         process.send_signal(number)
         printed, errors = process.communicate(timeout=SECONDS)
+    (project.folder / "waiting").unlink()
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), errors
     return printed
 

@@ -1,11 +1,8 @@
 """The event log of real pools: it says what `pool.stats()` says, it survives its process, and no result depends on it."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +21,7 @@ from tests.integration.test_disk import task as large_task
 from tests.integration.test_whole import Branches
 from tests.integration.test_whole import task as whole_task
 from tests.support.cli_project import Project
+from tests.support.forked import Forked, run_code
 from tests.unit.pool.tasks import PATIENCE_SECONDS, SAMPLES, against_plain, running, task
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
@@ -169,23 +167,15 @@ import sys
 from hydra_tune import HydraExecutor
 from tests.unit.pool.tasks import task
 
-if __name__ == "__main__":
-    pool = HydraExecutor(devices="cpu:2", num_shards=3, device_memory="8KiB", event_log=sys.argv[1])
-    for seed in range(3):
-        pool.submit(task(epochs=100_000, seed=seed), name=f"trial {seed}")
-    print("submitted", flush=True)
-    input()
+pool = HydraExecutor(devices="cpu:2", num_shards=3, device_memory="8KiB", event_log=sys.argv[1])
+for job in [pool.submit(task(epochs=100_000, seed=seed), name=f"trial {seed}") for seed in range(3)]:
+    job.result()
 """
 
 
 def test_the_log_of_a_run_that_was_killed_is_readable(tmp_path):
-    root, path = Path(__file__).parents[2], tmp_path / "run.jsonl"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    (tmp_path / "killed.py").write_text(KILLED)
-    arguments = [sys.executable, str(tmp_path / "killed.py"), str(path)]
-    with subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, env=environment
-    ) as process:
+    path = tmp_path / "run.jsonl"
+    with Forked(run_code, KILLED, path) as process:
         end = time.monotonic() + PATIENCE_SECONDS
         while not (path.exists() and path.read_bytes().count(b'"unit"') > 200):
             assert process.poll() is None

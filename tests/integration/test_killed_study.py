@@ -1,9 +1,6 @@
 """A search whose process is killed goes on in another: the same trials under the same numbers, and the same values."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -17,29 +14,23 @@ from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.folder import load_checkpoint
 from hydra_tune_optuna.resuming import Resuming
 from hydra_tune_optuna.weights import StudyWeights
-from tests.support.killed_study import RATES, begin, build, saved_trials, storage
+from tests.support.forked import Forked
+from tests.support.killed_study import RATES, begin, build, main, saved_trials, storage
 
-ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0
 short = partial(build, epochs=1)
 
 
 def kill_among_checkpoints(folder: Path) -> None:
     """Start a search and kill it once two trials are saved, and both have more to do."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.killed_study", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'integrations'}"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while saved_trials(folder) < 2:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    with Forked(main, folder) as process:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while saved_trials(folder) < 2:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
 
 
 def outcome(study: optuna.Study) -> list:
@@ -170,5 +161,5 @@ def test_weights_of_a_trial_that_was_told_before_they_were_written(tmp_path, mon
         assert pool.find_checkpoint("killed/0") is None
         assert len(study.trials) == 1
         found = study.load_module(0).state_dict()
-    assert steps == 96
+    assert steps == 48
     assert all(torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in found.items())

@@ -4,8 +4,6 @@ import os
 import pty
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -18,6 +16,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.observe.screen import sweep_lines
 from hydra_tune.pool.watch import Watch
 from tests.support.cli_project import Project
+from tests.support.forked import Forked, run_code
 
 X = torch.linspace(-1, 1, 64).reshape(16, 4)
 
@@ -122,8 +121,11 @@ def test_an_error_in_the_block_ends_the_view(capsys):
 
 
 SCRIPT = """
-import logging, sys, threading, time
-sys.path.insert(0, {folder!r})
+import logging, os, sys, threading, time
+terminal = os.open(sys.argv[1], os.O_RDWR | os.O_NOCTTY)
+for number in (1, 2):
+    os.dup2(terminal, number)
+os.close(terminal)
 import model
 from hydra_tune import HydraExecutor
 
@@ -146,27 +148,23 @@ def on_terminal(tmp_path):
     """Run a script on a terminal of its own and interrupt it when it has sent some text; returns all that was sent."""
     Project(tmp_path)
     main, terminal = pty.openpty()
-    (tmp_path / "script.py").write_text(SCRIPT.format(folder=str(tmp_path)))
 
     def run(until):
-        process = subprocess.Popen(
-            [sys.executable, "script.py"],
-            cwd=tmp_path,
-            env=Project.environment(TERM="xterm-256color", COLUMNS="80", LINES="24"),
-            stdin=subprocess.DEVNULL, stdout=terminal, stderr=terminal,
-        )  # fmt: skip
-        os.close(terminal)
-        sent, deadline = "", time.monotonic() + 120
-        while time.monotonic() < deadline:
-            try:
-                data = os.read(main, 1 << 16)
-            except OSError:  # the other end is closed
-                break
-            sent += data.decode(errors="replace")
-            if until and until in sent:
-                process.send_signal(signal.SIGINT)
-                until = ""
-        assert process.wait(60) == 0
+        environment = Project.environment(TERM="xterm-256color", COLUMNS="80", LINES="24")
+        with Forked(run_code, SCRIPT, os.ttyname(terminal), cwd=tmp_path, environment=environment) as process:
+            sent, deadline = os.read(main, 1 << 16).decode(errors="replace"), time.monotonic() + 120
+            os.close(terminal)  # the process has it
+            while time.monotonic() < deadline:
+                try:
+                    data = os.read(main, 1 << 16)
+                except OSError:  # the other end is closed
+                    break
+                sent += data.decode(errors="replace")
+                if until and until in sent:
+                    process.send_signal(signal.SIGINT)
+                    until = ""
+            process.communicate(60)
+            assert process.returncode == 0
         return sent
 
     yield run

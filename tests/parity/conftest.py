@@ -1,18 +1,15 @@
 """References are computed once per test run."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.parity import reference
 from tests.parity.models import MODELS
+from tests.support.forked import forked
 
-ROOT = Path(__file__).parents[2]
 SPECS = (*(f"{name}:5" for name in MODELS), "mlp:11", "cnn_by_epoch:11", "vit:11", "gpt2:11")
 DROPOUTS = ("gpt2_attention", "gpt2_bfloat16", "cnn_dropout", "mlp_native")
 DROPOUT_SPECS = tuple(f"{name}:{seed}" for name in DROPOUTS for seed in (5, 11))
@@ -22,13 +19,7 @@ DROPOUT_SPECS = tuple(f"{name}:{seed}" for name in DROPOUTS for seed in (5, 11))
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What plain PyTorch gives, by `name:seed`."""
     output = tmp_path_factory.mktemp("references") / "references.pt"
-    subprocess.run(
-        [sys.executable, "-m", "tests.parity.reference", str(output), *SPECS, *DROPOUT_SPECS],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=120,
-    )
+    forked(reference.main, output, *SPECS, *DROPOUT_SPECS, timeout=120).check_returncode()
     return torch.load(output, weights_only=True)
 
 

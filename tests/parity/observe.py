@@ -1,8 +1,5 @@
 """Runs tasks of the registry on a pool and says what was seen: the path each took, and whether its bits are the same."""
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,11 +14,12 @@ from hydra_tune import HydraExecutor, Result
 from hydra_tune.errors import CaptureError
 from hydra_tune.shard import library
 from hydra_tune.task import TrainTask
+from tests.parity import reference
 from tests.parity.exact import differences, without_seconds
 from tests.parity.registry import Spec, build
+from tests.support.forked import forked
 from tests.support.tracker import StorageTracker
 
-ROOT = Path(__file__).parents[2]
 REFERENCE_SECONDS = 280
 
 
@@ -39,14 +37,7 @@ def reference_of(specs: Iterable[Spec]) -> dict[Spec, Any]:
     wanted = list(dict.fromkeys(specs))
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "references.pt"
-        subprocess.run(
-            [sys.executable, "-m", "tests.parity.reference", str(output), *map(str, wanted)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            check=True,
-            timeout=REFERENCE_SECONDS,
-            capture_output=True,
-        )
+        forked(reference.main, output, *wanted, timeout=REFERENCE_SECONDS).check_returncode()
         found = torch.load(output, weights_only=True)
     return {spec: found[str(spec)] for spec in wanted}
 
@@ -66,14 +57,14 @@ def run(specs: list[Spec], **options: Any) -> list[Seen]:
     return [Seen(result, *plans.get(id(task), ({}, {}))) for task, result in zip(tasks, results, strict=True)]
 
 
-def difference(seen: Seen, reference: dict[str, Any]) -> list[str]:
+def difference(seen: Seen, expected: dict[str, Any]) -> list[str]:
     """What of a completed task is not the reference's, to the last bit."""
     actual = {
         "history": without_seconds(seen.result.history),
         "state": dict(seen.result.state_dict()),
         "optimizer": seen.result.optimizer_state_dict(),
     }
-    return list(differences({key: reference[key] for key in actual}, actual))
+    return list(differences({key: expected[key] for key in actual}, actual))
 
 
 @contextmanager

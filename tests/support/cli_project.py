@@ -11,6 +11,7 @@ from unittest import mock
 from click.testing import CliRunner
 
 from hydra_tune.cli import main
+from tests.support.forked import Forked, forked, run_module
 
 MODEL = """
 import threading
@@ -123,16 +124,17 @@ class Project:
             start_new_session=True,
         )
 
+    def fork(self, *arguments):
+        """The same in a process that has loaded torch already, for what is not about an interpreter that comes up."""
+        return Forked(*self._forked(*arguments), cwd=self.folder, environment=self.environment())
+
     def run(self, *arguments):
-        return subprocess.run(
-            self.command(*arguments),
-            cwd=self.folder,
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        """The same to its end."""
+        return forked(*self._forked(*arguments), cwd=self.folder, environment=self.environment())
+
+    @staticmethod
+    def _forked(*arguments):
+        return run_module, "hydra_tune", "sweep", "space.yaml", *arguments
 
     def call(self, *arguments):
         """The same within this process, which need not load torch once more; for what is not about processes."""

@@ -16,7 +16,7 @@ from tests.support.killed import described
 RATES = (1e-3, 3e-3, 1e-2)
 
 
-def build(trial: optuna.Trial, epochs: int = 8) -> TrainTask:
+def build(trial: optuna.Trial, epochs: int = 4) -> TrainTask:
     """A trial of twelve steps an epoch, with a report after every fifth."""
     task = described(trial.number, epochs)
     rate = trial.suggest_float("lr", 1e-4, 1e-1, log=True)
