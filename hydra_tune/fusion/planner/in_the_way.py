@@ -12,15 +12,20 @@ from hydra_tune.fusion.drawing import noting
 from hydra_tune.shard.compute import Operands
 
 
-def value_draws(run: Any, operands: Operands) -> list[str]:
+def value_draws(run: Any, operands: Operands, place: torch.device | None = None) -> list[str]:
     """The operators whose random numbers depend on values.
 
     Args:
         run: the stacked model with its loss.
         operands: of it; only their geometry counts.
+        place: where it runs; None: where they are.
     """
     mode, calls = FakeTensorMode(), Calls()
-    fakes = [mode.from_tensor(tensor.detach()) for tensor in operands.all]
+    with mode:
+        fakes = [
+            torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=place or one.device)
+            for one in operands.all
+        ]
     with mode, torch.no_grad(), noting() as noted, calls:
         run(*fakes)
     return sorted(calls.random | set(noted.refused))

@@ -129,9 +129,9 @@ def step_graph(
             f"its operator {calls.last} cannot be traced on tensors without bytes ({told(error)}); it runs unplanned"
         ) from error
     if joint is None:
+        draws = ", ".join(value_draws(run, operands, place))
         raise UnfusableError(
-            f"it draws random numbers that depend on values ({', '.join(value_draws(run, operands))}), which no graph can "
-            "draw ahead; it runs unplanned"
+            f"it draws random numbers that depend on values ({draws}), which no graph can draw ahead; it runs unplanned"
         )
     return _Builder(joint, names, operands, tracer, groups, is_clipped=is_clipped).built()
 
