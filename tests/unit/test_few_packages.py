@@ -70,4 +70,11 @@ def test_a_pool_trains_without_them(done):
 def test_what_is_for_gpus_is_imported_without_them(done):
     assert done.returncode == 0, done.stderr
     found = done.stdout.split()
-    assert {"gpu_fusion.py", "gpu_spill.py", "mutwo.py", "test_cuda.py", "test_planned_pairs.py"} <= set(found)
+    assert {
+        "gpu_fusion.py",
+        "gpu_spill.py",
+        "mutwo.py",
+        "test_cuda.py",
+        "test_planned_groups.py",
+        "test_planned_pairs.py",
+    } <= set(found)
