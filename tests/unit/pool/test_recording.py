@@ -59,8 +59,14 @@ def test_the_scheduler_is_told_that_trials_of_one_plan_are_alike():
     assert None not in kinds
 
 
-@pytest.mark.parametrize("options", [{}, TIGHT], ids=["ample", "tight"])
-@pytest.mark.parametrize("policy", ["lrtf", "lrtf_paper", "fair"])
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        pytest.param(policy, options, marks=[pytest.mark.slow] * ((row + column) % 2 > 0), id=f"{policy}-{name}")
+        for row, policy in enumerate(("lrtf", "lrtf_paper", "fair"))
+        for column, (name, options) in enumerate((("tight", TIGHT), ("ample", {})))
+    ],
+)
 def test_one_device_is_replayed_to_the_nanosecond(policy, options):
     # With one device no two workers race for a block, so everything follows from what was measured; but for a job that is over,
     # whose bytes another thread gives back: where memory is tight a run in some dozens makes room just then. So it has three.
