@@ -24,6 +24,7 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError, SpillError
 from hydra_tune.memory.block import Block, Group, Kind
 from tests.parity.exact import differences, without_seconds
+from tests.support.forked import Forked, forked, run_code
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 
@@ -350,9 +351,8 @@ def run_python(code, *arguments, before=(), **options):
 
 
 def test_a_disk_that_takes_no_more_fails_that_trial_and_no_other(tmp_path):
-    process = run_python(LIMITED, tmp_path)
-    output, _ = process.communicate(timeout=4 * PATIENCE_SECONDS)
-    assert output.strip().endswith("as expected"), output
+    done = forked(run_code, LIMITED, tmp_path)
+    assert done.stdout.strip().endswith("as expected"), done
 
 
 FULL = """
@@ -413,15 +413,15 @@ with pool(pathlib.Path(sys.argv[1])) as executor:
 
 
 def test_what_a_killed_process_leaves_is_removed_at_the_next_start(tmp_path):
-    process = run_python(ENDLESS, tmp_path)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while len(files(tmp_path)) < DEPTH and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    alive = ours(tmp_path)
-    with pool(tmp_path):
-        assert set(alive) < set(ours(tmp_path)), "of a process that lives nothing is removed"
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=PATIENCE_SECONDS)
+    with Forked(run_code, ENDLESS, tmp_path) as process:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len(files(tmp_path)) < DEPTH and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        alive = ours(tmp_path)
+        with pool(tmp_path):
+            assert set(alive) < set(ours(tmp_path)), "of a process that lives nothing is removed"
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=PATIENCE_SECONDS)
     assert ours(tmp_path) == alive
     assert files(tmp_path)
     (tmp_path / "hydra-tune-notes").mkdir()

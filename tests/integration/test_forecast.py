@@ -1,8 +1,6 @@
 """What `HydraExecutor.plan` says a step moves, against what a run counts."""
 
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +14,10 @@ from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import BudgetError, ConfigError, TaskError
 from hydra_tune.shard import compute
 from hydra_tune.train.rehearsal import Rehearsal
+from tests.support.forked import forked, run_code
 from tests.unit.pool.tasks import running, task
+
+pytestmark = pytest.mark.usefixtures("captured_once")
 
 WIDTH, LAYERS = 64, 8
 LINEAR_BUDGET = "117KiB"  # about what one unit needs, so that next to nothing stays
@@ -110,10 +111,8 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-OF_OTHERS = {
-    "grouped",
-    "recomputed",
-}  # "clipped" is the one with more to it, and a test of a model without bytes the other
+# "clipped" and "accumulated" are those with more to them, and a test of a model without bytes has "recomputed".
+OF_OTHERS = {"one batch", "grouped", "recomputed", "kept"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in OF_OTHERS)) for case in CASES])
@@ -128,7 +127,7 @@ def test_without_sending_ahead_it_is_what_is_counted_to_the_byte(case):
     assert sum(bytes_out.values()) > 0
 
 
-@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("activations", [pytest.param("recompute", marks=pytest.mark.slow), "keep"])
 def test_with_it_about_that(activations):
     """What is sent ahead depends on how fast copies are, by some percent; left out of the plan, far more would be missing."""
     make = partial(noisy, activations=activations)
@@ -416,7 +415,7 @@ def test_what_is_kept_is_chosen_by_no_clock(monkeypatch):
     assert all(plan == plans[0] for plan in plans)
 
 
-@pytest.mark.parametrize("buffer_fraction", [0.0, 0.15])
+@pytest.mark.parametrize("buffer_fraction", [pytest.param(0.0, marks=pytest.mark.slow), 0.15])
 def test_a_step_takes_as_long_as_its_copies_at_least(buffer_fraction):
     bandwidth = 10_000_000
     options = {"device_memory": "300KiB", "link_bandwidth": bandwidth, "buffer_fraction": buffer_fraction}
@@ -490,7 +489,7 @@ print(trial.num_shards, trial.parameter_bytes, (after - before) // 1024)
 
 def test_a_large_model_takes_no_memory():
     """MiB of the process's peak: less than the model alone, of which torch's own tables and one batch are a small part."""
-    run = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=False, timeout=300)
+    run = forked(run_code, LARGE)
     assert run.returncode == 0, run.stderr
     num_shards, parameter_bytes, grown = map(int, run.stdout.split())
     assert num_shards > 1
@@ -500,8 +499,9 @@ def test_a_large_model_takes_no_memory():
 
 def test_architectures_are_numbered():
     with running() as pool:
-        first, second, third = pool.plan([noisy(2), noisy(3, optimizer=torch.optim.SGD), linear(2)]).trials
-        (again,) = pool.plan([linear(5)]).trials
+        other = partial(task, model=lambda: nn.Linear(8, 4))
+        first, second, third = pool.plan([task(), task(optimizer=torch.optim.SGD), other()]).trials
+        (again,) = pool.plan([other(epochs=5)]).trials
     assert [first.architecture, second.architecture, third.architecture, again.architecture] == [0, 0, 1, 1]
 
 

@@ -123,7 +123,8 @@ def test_a_sweep_of_the_file_made_small_gives_plain_numbers_from_spilled_shards(
 
 
 def test_losses_and_weights_are_plain_to_the_bit(example, text_file):
-    tasks = [example("bert").build(batch_size=8, lr=lr, data=text_file, **SMALL_BERT) for lr in (1e-2, 1e-3)]
+    sizes = SMALL_BERT | {"layers": 1}
+    tasks = [example("bert").build(batch_size=8, lr=lr, data=text_file, **sizes) for lr in (1e-2, 1e-3)]
     with HydraExecutor("cpu:2", device_memory="500KiB") as pool:
         results = pool.run(tasks)
     for task, result in zip(tasks, results, strict=True):
@@ -135,7 +136,7 @@ def test_losses_and_weights_are_plain_to_the_bit(example, text_file):
 
 
 def test_without_data_a_plan_says_so_loudly_and_a_sweep_is_refused(example, tmp_path):
-    parameters = {name: {"value": value} for name, value in SMALL_BERT.items()}
+    parameters = {name: {"value": value} for name, value in SMALL_BERT.items()} | {"layers": {"value": 1}}
     path = write_sweep(tmp_path, "bert", parameters, {"devices": "cuda:0,1,2,3,4,5,6,97", "device_memory": "2MiB"})
     done = CliRunner().invoke(main, ["plan", str(path), "--trials", "1"])
     assert done.exit_code == 0, done.output

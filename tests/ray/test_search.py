@@ -121,7 +121,7 @@ def weights_in(folder, config):
     return load_module(build(config), folder / FOLDER).state_dict()
 
 
-@pytest.mark.parametrize("report_every", [3, 100])
+@pytest.mark.parametrize("report_every", [3, pytest.param(100, marks=pytest.mark.slow)])
 def test_what_is_trained_after_the_last_report_is_saved(trained, tmp_path, report_every):
     config = {"lr": 0.01, "epochs": 2, "report_every": report_every}  # 8 steps, of which 2 or 8 are after it
     (wanted,) = trained_by_itself([config])
