@@ -83,8 +83,14 @@ def loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
     return DataLoader(dataset, **({"batch_size": 8, "num_workers": 1} | options))
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("end", ["completed", "pruned", "cancelled", "failed"])
+@pytest.mark.parametrize(
+    ("end", "persistent"),
+    [
+        pytest.param(end, persistent, marks=[pytest.mark.slow] * (persistent != (row % 2 > 0)))
+        for row, end in enumerate(("completed", "pruned", "cancelled", "failed"))
+        for persistent in (False, True)
+    ],
+)
 def test_no_worker_outlives_its_trial(end, persistent):
     train = DataLoader(Augmented(), 8, num_workers=2, persistent_workers=persistent)
 

@@ -105,7 +105,7 @@ def test_members_are_as_alone(model, make):
     assert run.units.count("backward") == 21
 
 
-@pytest.mark.parametrize("model", [net, apart])
+@pytest.mark.parametrize("model", [pytest.param(net, marks=pytest.mark.slow), apart])
 def test_members_whose_data_end_at_other_batches_of_a_step_are_as_alone(model):
     """Within one step some want whole batches, some their last, and some no more."""
     counts = (26, 16, 18, 34)
@@ -143,7 +143,7 @@ def only_sums(module, batch):
     return 0.01 * module.head.weight.sum() + module.first.weight.sum() * batch[0].mean()
 
 
-@pytest.mark.parametrize(("step", "limit"), [(penalized, None), (only_sums, 0.5)])
+@pytest.mark.parametrize(("step", "limit"), [pytest.param(penalized, None, marks=pytest.mark.slow), (only_sums, 0.5)])
 def test_gradients_that_are_one_number_everywhere_add_up(step, limit):
     tasks = [small(seed=s, loss=None, step=step, max_grad_norm=limit) for s in range(2)]
     assert_all_as_plain(Run(tasks), tasks)
