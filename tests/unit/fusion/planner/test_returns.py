@@ -135,11 +135,9 @@ def all_away(name, share):
     return schedule
 
 
-@pytest.mark.parametrize(
-    "name", ["dlrm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "transformer"))]
-)
+@pytest.mark.parametrize("name", ["dlrm", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_traced_steps_have_the_same_bits_wherever_maps_are_away_and_their_views_made_anew(name):
-    schedule = all_away(name, 0.6)
+    schedule = all_away(name, 0.3)
     verify_schedule(schedule)
     assert_same_as_unplanned(schedule, (name, name))
     measured, predicted = tracked(schedule, (name, name))

@@ -12,11 +12,13 @@ class Held:
     """A copy that does not end until it is let go, which keeps the copying thread; it notes which thread that is."""
 
     def __init__(self, copies):
-        self._go, self.by = threading.Event(), None
+        self._go, self._begun, self.by = threading.Event(), threading.Event(), None
         copies._asked.put(_Flight(self, self, threading.Event()))
+        assert self._begun.wait(60)
 
     def copy_(self, _source):
         self.by = threading.current_thread()
+        self._begun.set()
         assert self._go.wait(60)
 
     def let_go(self):
@@ -30,6 +32,16 @@ def copies():
     made.close()
 
 
+def noted(order, copy):
+    """Copying that notes where to, and by which thread."""
+
+    def copy_(self, *given, **options):
+        order.append((self.data_ptr(), threading.current_thread().name))
+        return copy(self, *given, **options)
+
+    return copy_
+
+
 def tensor(*values):
     return torch.tensor(values)
 
@@ -38,15 +50,15 @@ def numbers(copy):
     return copy.view(torch.float32).tolist()
 
 
-def test_the_computing_thread_goes_on_while_another_copies_in_the_order_that_was_asked(copies):
-    held = Held(copies)
+def test_the_computing_thread_goes_on_while_another_copies_in_the_order_that_was_asked(copies, monkeypatch):
+    held, order = Held(copies), []
+    monkeypatch.setattr(torch.Tensor, "copy_", noted(order, torch.Tensor.copy_))
     first, second = copies.offload(tensor(1.0, 2.0), "a"), copies.offload(tensor(3.0, 4.0), "b")
     coming = copies.prefetch(torch.tensor([7] * 8, dtype=torch.uint8))
     assert not any(one.is_done.is_set() for one in (first, second, coming))  # and this thread is here
     held.let_go()
     assert copies.arrived(coming).tolist() == [7] * 8
-    assert first.is_done.is_set()  # asked before
-    assert second.is_done.is_set()
+    assert order == [(one.to.data_ptr(), "planned copies") for one in (first, second, coming)]
     assert held.by.name == "planned copies"
     assert numbers(copies.release(first)) == [1.0, 2.0]
     assert numbers(copies.release(second)) == [3.0, 4.0]
@@ -78,8 +90,11 @@ def test_what_has_been_sent_is_held_until_its_copy_has_ended_and_dropped_then(co
 def test_small_copies_are_made_by_the_computing_thread_at_once(copies):
     """The copying thread is busy all the while."""
     held = Held(copies)
-    on_host = copies.release(copies.offload_at_once(tensor(1.0, 2.0), "a"))
-    assert numbers(copies.arrived(copies.prefetch_at_once(on_host))) == [1.0, 2.0]
+    leaving = copies.offload_at_once(tensor(1.0, 2.0), "a")
+    assert leaving.is_done is None
+    coming = copies.prefetch_at_once(copies.release(leaving))
+    assert coming.is_done is None
+    assert numbers(copies.arrived(coming)) == [1.0, 2.0]
     assert copies.waited_seconds == 0
     held.let_go()
 
