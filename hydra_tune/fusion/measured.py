@@ -140,7 +140,8 @@ class Ways(Generic[S]):
             return
         try:
             again, *others = self._replan(self._first, self._seconds)
-            self._made += [self._make(one) for one in others]
+            for other in others:  # one by one: those that were made before another failed are ended below
+                self._made.append(self._make(other))
             self._predicted = [one.part.times.seconds for one in (again, *others)]
         except Exception:  # the steps that there are go on
             _LOGGER.info("steps cannot be planned once more", exc_info=True)

@@ -106,3 +106,22 @@ def test_steps_for_which_nothing_else_is_found_go_on_as_they_are():
     (found,) = told
     assert found.is_replanned
     assert [(way.predicted_seconds, way.is_chosen) for way in found.ways] == [(pytest.approx(3.0), True)]
+
+
+def test_of_ways_of_which_one_cannot_be_made_none_is_left_running():
+    replan, _ = replanning(planned("swaps", 1.0), planned("again", 1.0))
+    told, made = [], []
+
+    def make(one):
+        if one.part.way == "again":
+            raise MemoryError
+        made.append(Steps(one))
+        return made[-1]
+
+    ways = Ways(planned("kept", 1.0), make, replan, told.append)
+    assert run(ways, {"kept": 5.0}, 30) == ["kept"] * 30
+    assert [(one.planned.part.way, one.is_closed) for one in made] == [("kept", False), ("swaps", True)]
+    (found,) = told
+    assert [way.how for way in found.ways] == ["kept"]
+    ways.close()
+    assert made[0].is_closed
