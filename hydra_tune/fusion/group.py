@@ -297,7 +297,10 @@ class GroupTrial(Trial):
                 return half.steps
         planned = None
         if self._planned is not None:
-            planned = self._planned.steps(prepared, state, part.leaves.tensors, self._places.gradients)
+            is_one_loss = likeness.rows is None
+            planned = self._planned.steps(
+                prepared, state, part.leaves.tensors, self._places.gradients, is_one_loss=is_one_loss
+            )
         if planned is not None or (is_all and self._goes_round(prepared)):
             return (yield from self._computing.go_round(bucket, part, batches, resting, like, planned, is_all=is_all))
         if part.plan.mode == "train":

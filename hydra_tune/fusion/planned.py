@@ -21,6 +21,7 @@ from hydra_tune.fusion.planner.allocated import allocated, on_all
 from hydra_tune.fusion.planner.arrays import Array
 from hydra_tune.fusion.planner.layouts import as_laid_out
 from hydra_tune.fusion.planner.memory import simulated
+from hydra_tune.fusion.planner.of_task import check_plannable
 from hydra_tune.fusion.planner.portfolio import MARGIN, Member, Part, Planner
 from hydra_tune.fusion.planner.profiled_run import Clock
 from hydra_tune.fusion.planner.profiler import CpuClock, CudaClock, Profiles
@@ -34,8 +35,10 @@ from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.compute import Operands
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import Prepared
+from hydra_tune.task import TrainTask
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
+OWN_LOSSES = "their losses are not the same, for which no steps are planned"
 _MAX_KEPT = 8  # plans of one stacked step
 
 
@@ -340,6 +343,36 @@ def stack_of(
         updates=UpdateTracer([own for _, own in built]),
         is_clipped=is_clipped,
     )
+
+
+def check_planned(task: TrainTask, prepared: Prepared) -> None:
+    """Refuse a task of whose kind no groups with planned steps are made.
+
+    Args:
+        task: one of them.
+        prepared: its plan.
+
+    Raises:
+        UnfusableError: with the reason.
+    """
+    check_plannable(task, prepared)
+    check_values(prepared)
+
+
+def check_values(prepared: Prepared) -> None:
+    """Refuse a plan that holds for some batches only: several steps are made at once, and nobody looks at their batches.
+
+    Args:
+        prepared: the plan.
+
+    Raises:
+        UnfusableError: it does.
+    """
+    if prepared.guard is not None:
+        raise UnfusableError(
+            "the step's Python asks for values of the batch, and a planned step is made for all batches of a kind; it runs "
+            "unplanned"
+        )
 
 
 def _member(step: PlannedStep) -> Member:

@@ -12,7 +12,7 @@ from hydra_tune.errors import BudgetError, OutOfMemoryError, UnfusableError
 from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.measured import Measured, Ways
 from hydra_tune.fusion.optimizers import OptimizerAtOnce
-from hydra_tune.fusion.planned import PlannedStep, StepPlanner, stack_of
+from hydra_tune.fusion.planned import OWN_LOSSES, PlannedStep, StepPlanner, check_values, stack_of
 from hydra_tune.fusion.planned_device import StepsOnDevice
 from hydra_tune.fusion.planned_state import StepState, stack_now
 from hydra_tune.fusion.rounds import Round, Rules
@@ -143,7 +143,13 @@ class PlannedGroup:
         return sum(ways.host_bytes for ways in self._known.values())
 
     def steps(
-        self, prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], gradients: GroupGradients
+        self,
+        prepared: Prepared,
+        state: ModelState,
+        inputs: Sequence[Tensor],
+        gradients: GroupGradients,
+        *,
+        is_one_loss: bool,
     ) -> Ways[PlannedSteps] | None:
         """Those of a plan; None where the device has room for them as they are.
 
@@ -152,6 +158,7 @@ class PlannedGroup:
             state: the group's.
             inputs: its stacked batch, of which only the geometry counts.
             gradients: the group's rules for them.
+            is_one_loss: whether all members have the same loss.
 
         Raises:
             OutOfMemoryError: there is no room for them, planned or not.
@@ -160,6 +167,8 @@ class PlannedGroup:
             return None
         if prepared not in self._known:
             try:
+                if not is_one_loss:  # somebody has come whose is another
+                    raise UnfusableError(OWN_LOSSES)  # noqa: TRY301 - told as whatever else there is
                 self._known[prepared] = self._made(prepared, state, inputs, gradients)
             except UnfusableError as error:
                 raise OutOfMemoryError(
@@ -201,6 +210,7 @@ class PlannedGroup:
     def _made(
         self, prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], gradients: GroupGradients
     ) -> Ways[PlannedSteps]:
+        check_values(prepared)
         stack = stack_now(prepared, state, inputs, gradients)
         planned = self._planner.planned(stack)
         own = StepState(planned.graphs[0], state, stack, self._device, gradients)

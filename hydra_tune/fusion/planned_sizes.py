@@ -10,7 +10,7 @@ from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.chooser import steps_of
 from hydra_tune.fusion.likeness import Likeness
 from hydra_tune.fusion.member import Member, Wanted
-from hydra_tune.fusion.planned import Stack, StepPlanner, stack_of
+from hydra_tune.fusion.planned import OWN_LOSSES, Stack, StepPlanner, stack_of
 from hydra_tune.fusion.planned_choice import KEPT, PAIR, WHOLE, PlannedChoice, PlannedWay, chosen_of
 from hydra_tune.fusion.plans import GroupPlans, layout_of
 from hydra_tune.shard.library import Prepared
@@ -33,7 +33,21 @@ class PlannedSizes:
     def __init__(self, plans: GroupPlans, planner: StepPlanner, *, insists: bool) -> None:
         self._plans, self._planner, self._insists = plans, planner, insists
         self._lock = threading.Lock()
-        self._known: dict[Hashable, PlannedChoice | None] = {}
+        self._known: dict[Hashable, dict[int, PlannedChoice | None]] = {}
+        self._looked: dict[Hashable, float] = {}  # seconds that it took to trace and profile a group that fits
+
+    def keeps(self, kind: Hashable, num_trials: int, room: int, *, clips: bool) -> bool:
+        """Whether so many trials, or more, have been looked at already, and no more than fit were to be preferred.
+
+        Args:
+            kind: what their steps have in common.
+            num_trials: the most that could be one job.
+            room: how many fit as they are.
+            clips: whether they clip their gradients by the norm of all.
+        """
+        with self._lock:
+            known = self._known.get((kind, room, clips), {})
+            return any(count >= num_trials and (one is None or one.size <= room) for count, one in known.items())
 
     def best(
         self, kind: Hashable, members: Sequence[Member], wanted: Wanted, room: int, least_gain: float = 1.0
@@ -50,22 +64,50 @@ class PlannedSizes:
         Returns:
             What was compared, and what is to be preferred; None where nothing was. The log says why.
         """
-        key = kind, room, tuple(member.task.max_grad_norm is not None for member in members)
-        with self._lock:
-            if key not in self._known:
-                try:
-                    self._known[key] = self._best(members, wanted, room, least_gain)
-                except Exception as error:  # whatever there is to it comes up again where the trials run
-                    is_known = isinstance(error, HydraTuneError)
-                    what = "no more than %d of %d trials are computed together: %s"
-                    _LOGGER.info(what, room, len(members), error, exc_info=not is_known)
-                    self._known[key] = None
-            return self._known[key]
+        try:
+            own, found = self._plans.of_members(members, wanted)
+            if found.rows is not None:
+                raise UnfusableError(OWN_LOSSES)  # noqa: TRY301 - told as whatever else there is
+            clips = tuple(member.task.max_grad_norm is not None for member in members)
+            alike = clips[0] if len(set(clips)) == 1 else clips
+            with self._lock:
+                return self._remembered((kind, room, alike), own, found, members, wanted, room, least_gain)
+        except Exception as error:  # whatever there is to it comes up again where the trials run
+            is_known = isinstance(error, HydraTuneError)
+            what = "no more than %d of %d trials are computed together: %s"
+            _LOGGER.info(what, room, len(members), error, exc_info=not is_known)
+            return None
 
-    def _best(self, members: Sequence[Member], wanted: Wanted, room: int, least_gain: float) -> PlannedChoice:
-        own, found = self._plans.of_members(members, wanted)
-        if found.rows is not None:
-            raise UnfusableError("their losses are not the same, for which no steps are planned")
+    def _remembered(
+        self,
+        key: Hashable,
+        own: Prepared,
+        likeness: Likeness,
+        members: Sequence[Member],
+        wanted: Wanted,
+        room: int,
+        least_gain: float,
+    ) -> PlannedChoice | None:
+        """What was chosen for so many, or for more of whom these may be the rest; else what is chosen now."""
+        known = self._known.setdefault(key, {})
+        earlier = (one for count, one in known.items() if count > len(members) and one is not None)
+        found = next((one for one in earlier if one.size <= len(members)), None)
+        if found is not None or len(members) in known:
+            return found or known[len(members)]
+        known[len(members)] = None  # unless it can be told
+        known[len(members)] = self._best(key, own, likeness, members, wanted, room, least_gain)
+        return known[len(members)]
+
+    def _best(
+        self,
+        key: Hashable,
+        own: Prepared,
+        found: Likeness,
+        members: Sequence[Member],
+        wanted: Wanted,
+        room: int,
+        least_gain: float,
+    ) -> PlannedChoice:
         began = time.thread_time()
 
         def stack(begin: int, end: int) -> Stack:
@@ -73,7 +115,8 @@ class PlannedSizes:
 
         kept = kept_way(self._planner, stack(0, room))
         work = kept.seconds_each * sum(steps_of(member) for member in members)
-        if not self._insists and _COST_SHARE * work < _PLANNING * (time.thread_time() - began):
+        looked = self._looked.setdefault(key, time.thread_time() - began)  # which is known the next time
+        if not self._insists and _COST_SHARE * work < _PLANNING * looked:
             raise UnfusableError(f"their steps, {work:.3g} s in all, are too few to plan them")
         evaluated = self._most_evaluated(members[0], own)
         choice = compared(
@@ -135,13 +178,16 @@ def compared(
     """
     ways, chosen = [kept], kept
     for size in _sizes(num_trials, kept.trials):
-        wholes = [[stack(0, size)]] if size <= most else []
         half = (size + 1) // 2
-        pairs = [[stack(0, half), stack(half, size)]] if half <= most else []
-        tried = [_tried(planner, stacks) for stacks in (*wholes, *pairs)]
+        tried = [
+            _tried(planner, [stack(0, size)]) if size <= most else _not_evaluated(WHOLE, (size,), most),
+            _tried(planner, [stack(0, half), stack(half, size)])
+            if half <= most
+            else _not_evaluated(PAIR, (half, size - half), most),
+        ]
         ways += tried
-        fastest = min(tried, key=lambda way: way.seconds_each, default=kept)
-        if insists and tried and fastest.seconds is not None:
+        fastest = min(tried, key=lambda way: way.seconds_each)
+        if insists and fastest.seconds is not None:
             chosen = fastest
             break
         if fastest.seconds_each < min(kept.seconds_each / least_gain, chosen.seconds_each):
@@ -160,6 +206,12 @@ def _tried(planner: StepPlanner, stacks: Sequence[Stack]) -> PlannedWay:
     except (BudgetError, UnfusableError) as error:
         return replace(way, why_not=str(error))
     return replace(way, how=step.part.way, seconds=step.part.times.seconds, peak_bytes=step.peak_bytes)
+
+
+def _not_evaluated(name: str, sizes: tuple[int, ...], most: int) -> PlannedWay:
+    """One group, or two in turn, of which one has too many members."""
+    why = f"a device has room for {most} of them when they are evaluated, which is not planned"
+    return PlannedWay(name=name, sizes=sizes, why_not=why)
 
 
 def _sizes(most: int, room: int) -> list[int]:

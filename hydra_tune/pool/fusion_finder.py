@@ -11,6 +11,7 @@ from hydra_tune.fusion.choice import LEAST_GAIN
 from hydra_tune.fusion.chooser import Choice, Chooser, steps_of
 from hydra_tune.fusion.key import fusion_key
 from hydra_tune.fusion.member import Member, Wanted
+from hydra_tune.fusion.planned import check_planned
 from hydra_tune.fusion.planned_sizes import PlannedSizes
 from hydra_tune.fusion.plans import GroupPlans, layout_of, room_for
 from hydra_tune.pool.fusion_entry import Entry
@@ -148,16 +149,15 @@ class Finder:
             if self._table.free():
                 self._tell_why_not()
             return taken
-        if entry.job.task.accumulate > 1:  # whose steps are not planned
-            return taken
-        more = self._take(entry, entry.trial, most - 1 - len(taken), device)
+        kind = (entry.key, wanted.leaves.signature)
+        more = self._further(entry, taken, wanted, kind, device, self._sizes)
         if not more:
             return taken
         together = [entry, *taken, *more]
         members = [one.trial for one in together if one.trial is not None]
         least = LEAST_GAIN if self._chooser is not None and room == 1 else 1.0
         try:
-            choice = self._sizes.best((entry.key, wanted.leaves.signature), members, wanted, room, least)
+            choice = self._sizes.best(kind, members, wanted, room, least)
         except BaseException:
             self._leave(together[1:])
             raise
@@ -169,6 +169,23 @@ class Finder:
                 log_plan(self._table.pool.log, carrier.key, choice, len(together))
         self._leave(together[entry.most :])
         return together[1 : entry.most]
+
+    def _further(
+        self, entry: Entry, taken: list[Entry], wanted: Wanted, kind: Hashable, device: Device, sizes: PlannedSizes
+    ) -> list[Entry]:
+        """Those who wait beyond the room there is; none is built where it is known that no steps are planned for them."""
+        room, most, free = entry.most, self._most_of(entry.key), self._table.free()
+        assert entry.trial is not None
+        try:
+            check_planned(entry.job.task, self._plans.of_member(entry.trial, wanted))
+        except UnfusableError as error:
+            if any(one.key in (None, entry.key) for one in free):
+                _LOGGER.info("no more than %d trials like %s are computed together: %s", room, entry.job.name, error)
+            return []
+        clips = entry.job.task.max_grad_norm is not None
+        if sizes.keeps(kind, min(most, 1 + len(taken) + len(free)), room, clips=clips):
+            return []
+        return self._take(entry, entry.trial, most - 1 - len(taken), device)
 
     def _fitting(self, entry: Entry, wanted: Wanted | None, device: Device) -> list[Entry]:
         """As many as there is room for."""

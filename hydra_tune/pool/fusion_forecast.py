@@ -12,11 +12,10 @@ from hydra_tune.errors import BudgetError, UnfusableError
 from hydra_tune.fusion.choice import Timing, chosen_size, next_size, sizes, why
 from hydra_tune.fusion.chooser import UntracedPlans, timed_alone
 from hydra_tune.fusion.key import check_task, fusion_key
-from hydra_tune.fusion.planned import Stack, StepPlanner, stack_of
+from hydra_tune.fusion.planned import Stack, StepPlanner, check_planned, stack_of
 from hydra_tune.fusion.planned_choice import PlannedChoice
 from hydra_tune.fusion.planned_sizes import compared, kept_way
 from hydra_tune.fusion.planner.figures import StepFigures
-from hydra_tune.fusion.planner.of_task import check_plannable
 from hydra_tune.fusion.plans import GroupPlans, check_updates, room_for
 from hydra_tune.fusion.probe import Bench
 from hydra_tune.pool.step_profiles import StepProfiles
@@ -136,8 +135,10 @@ class FusionForecasts:
     ) -> FusionForecast:
         """The same, with how more of them would be computed together than a device has room for."""
         room = min(most, self._budget_bytes // prepared.plan.peak_bytes)
-        if not 1 <= room < most or device.torch_device.type != "cpu":
+        if not 1 <= room < most:
             return found
+        if device.torch_device.type != "cpu":
+            return replace(found, why_not_planned="what planned steps would take is predicted on CPU devices alone")
         planner, plans = StepPlanner(self._budget_bytes, library.budget.alignment), GroupPlans(library)
 
         def stack(begin: int, end: int) -> Stack:
@@ -145,7 +146,7 @@ class FusionForecasts:
             return stack_of(plans.stacked(prepared, size), [built] * size, leaves.tensors, is_clipped=is_clipped)
 
         try:
-            check_plannable(task, prepared)
+            check_planned(task, prepared)
             key = (fusion_key(task, *built), leaves.signature, most, task.max_grad_norm is None)
             if key not in self._planned:
                 kept = kept_way(planner, stack(0, room))

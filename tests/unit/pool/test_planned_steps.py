@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from functools import partial
 
 import pytest
@@ -178,6 +179,37 @@ def test_what_cannot_be_planned_is_computed_in_smaller_groups_and_the_log_says_w
     assert {result.group_size for result in results} == {2}
     assert steps == []
     assert "depend on values" in caplog.text
+
+
+class Asks(CNN):
+    """Python that asks for values of the batch."""
+
+    def forward(self, x):
+        return super().forward(x * 2 if x.mean() > 0.01 else x)
+
+
+NOT_PLANNED = {
+    "several batches": ({"accumulate": 2}, {}, r"of several batches \(accumulate=2\)"),
+    "several shards": ({}, {"num_shards": 2}, "its step is cut into 2 shards"),
+    "values of the batch": ({"model": Asks}, {}, "asks for values of the batch"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["several batches", *(pytest.param(k, marks=pytest.mark.slow) for k in [*NOT_PLANNED][1:])]
+)
+def test_the_log_and_a_probe_say_why_steps_are_not_planned(steps, caplog, kind):
+    changes, options, why = NOT_PLANNED[kind]
+    tasks = [task(seed, epochs=1, **changes) for seed in range(4)]
+    with pool_of(**options) as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
+        results = pool.run(tasks)
+        (probed,) = pool.plan(tasks[:1], probe=True).trials
+    assert [result.error for result in results] == [None] * 4
+    assert max(result.group_size for result in results) < 4
+    assert steps == []
+    (line,) = {line for line in caplog.messages if line.startswith("no more than ")}
+    assert re.search(rf"^no more than \d trials like job \d are computed together: .*{why}", line)
+    assert re.search(why, probed.fusion.why_not_planned)
 
 
 class Noisy(CNN):
