@@ -39,7 +39,7 @@ def asked(monkeypatch):
 
     kept = PlannedWay(name=KEPT, sizes=(1,), seconds=1.0, peak_bytes=1)
     monkeypatch.setattr(planned_sizes, "compared", compared)
-    monkeypatch.setattr(planned_sizes, "stack_of", lambda *_: None)
+    monkeypatch.setattr(planned_sizes, "stack_of", lambda *_, **__: None)
     monkeypatch.setattr(planned_sizes, "kept_way", lambda *_: kept)
     monkeypatch.setattr(planned_sizes, "steps_of", lambda _: 100)
     return found
