@@ -52,8 +52,7 @@ def tracker(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("share", [0.8, 0.65])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "share"), [*((name, 0.65) for name in MODELS), ("cnn", 0.8), ("resnet", 0.8)])
 def test_the_most_that_there_is_at_once_is_what_was_predicted_and_within_the_budget(tmp_path, tracker, name, share):
     """Of four trials, in a share of what all of them need at once with everything kept."""
     with HydraExecutor("cpu:1", "1GiB") as pool:
