@@ -113,10 +113,17 @@ class StepState:
         known: dict[int, list[tuple[float, ...]]] = {}
         for argument, rate in graph.rates.items():
             if rate.group not in known:
-                known[rate.group] = self._updates.rates(rate.group, *self._steps(rate.group))
+                known[rate.group] = self._rates(rate.group)
             values, shape = known[rate.group][rate.number], graph.geometry[argument].shape
             found[argument] = sent(torch.tensor(values, dtype=rate.dtype, device="cpu").view(shape), self._place)
         return found
+
+    def _rates(self, group: int) -> list[tuple[float, ...]]:
+        """Of the members' steps; what computes otherwise than was planned is computed in smaller groups, planned anew."""
+        try:
+            return self._updates.rates(group, *self._steps(group))
+        except UnfusableError as error:
+            raise OutOfMemoryError(f"{error}, in smaller groups", enough_bytes=None) from error
 
     def _steps(self, group: int) -> tuple[list[int], list[bool] | None]:
         """How many steps the members have made, and whose momentum has begun."""

@@ -63,8 +63,17 @@ class _OneRun(Run):
         return self._asked(values)
 
     def state(self, name: str, first: Callable[[], Numbers] = float) -> Flat:
-        """As of `Run`."""
+        """As of `Run`.
+
+        Raises:
+            UnfusableError: the step that was traced has no such state.
+        """
         del first
+        if name not in self._states[0]:
+            raise UnfusableError(
+                f"a step of its optimizer needs {name!r}, which the traced one has not: options have changed that decide what "
+                "it computes; it runs unplanned"
+            )
         return _flat(self._states[0][name])
 
     def like(self, whole: Tensor) -> Flat:

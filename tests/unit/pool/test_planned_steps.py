@@ -198,6 +198,53 @@ NOT_PLANNED = {
 @pytest.mark.parametrize(
     "kind", ["several batches", *(pytest.param(k, marks=pytest.mark.slow) for k in [*NOT_PLANNED][1:])]
 )
+def double(model):
+    return model().double()
+
+
+class MomentumLater:
+    """A scheduler that gives SGD a momentum from its third step on."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self):
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["momentum"] = 0.9 if self.steps > 2 else 0.0
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def test_members_whose_optimizers_begin_to_compute_otherwise_go_on_in_groups_planned_anew(steps, caplog):
+    caplog.set_level(logging.INFO, "hydra_tune.fusion")
+    tasks = [
+        task(
+            seed,
+            model=partial(double, CNN),
+            train=TensorDataset(X.double(), Y),
+            validate=None,
+            optimizer=partial(torch.optim.SGD, lr=1e-2 * (seed + 1)),
+            scheduler=MomentumLater,
+            scheduler_interval="step",
+        )
+        for seed in range(4)
+    ]
+    with running(devices="cpu:1", device_memory="780KiB", fusion="on", fusion_planner="on") as pool:
+        results = pool.run(tasks)
+    assert steps[0] == 4, "a planned step was made"
+    assert "momentum_buffer" in caplog.text
+    for result, one in zip(results, tasks, strict=True):
+        assert result.error is None
+        expected = train_plain(one).module.state_dict()
+        for name, tensor in result.state_dict().items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
+
+
 def test_the_log_and_a_probe_say_why_steps_are_not_planned(steps, caplog, kind):
     changes, options, why = NOT_PLANNED[kind]
     tasks = [task(seed, epochs=1, **changes) for seed in range(4)]
