@@ -14,7 +14,7 @@ from hydra_tune.pool.job import OVER, Reported
 from tests.unit.fusion.planner.made import Transformer
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 from tests.unit.pool.test_planned_pairs import MEMORY as PAIR_MEMORY
-from tests.unit.pool.test_planned_pairs import segments
+from tests.unit.pool.test_planned_pairs import kept, segments
 from tests.unit.pool.test_planned_steps import CNN, MEMORY, X, Y, bits, steps, task
 
 __all__ = ["segments", "steps"]  # fixtures
@@ -39,11 +39,7 @@ def planned(tasks, memory, **options):
 
 @functools.cache
 def roomy(size, optimizer=None, epochs=2):
-    """The same groups where everything is kept."""
-    with running(fusion="on", fusion_size=size, fusion_planner="off") as pool:
-        results = pool.run(tasks_of(epochs=epochs, **({} if optimizer is None else {"optimizer": optimizer})))
-    assert {result.group_size for result in results} == {size}
-    return [bits(result) for result in results]
+    return kept(size, tasks_of(epochs=epochs, **({} if optimizer is None else {"optimizer": optimizer})))
 
 
 TOKENS = TensorDataset(torch.randint(11, (24, 32), generator=torch.Generator().manual_seed(3)), torch.arange(24) % 4)
@@ -68,8 +64,7 @@ def test_transformers_that_clip_have_the_bits_of_groups_that_have_room(steps, se
     assert {result.group_size for result in results} == {size}
     assert bool(segments) == (size == 2)
     assert bool(steps) == (size == 4)
-    with running(fusion="on", fusion_size=size, fusion_planner="off") as pool:
-        assert [bits(result) for result in results] == [bits(result) for result in pool.run(tasks_of(**changes))]
+    assert [bits(result) for result in results] == kept(size, tasks_of(**changes))
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,19 @@ def tasks_of(optimizer=None, epochs=(2, 2, 2, 2)):
     return [task(seed, epochs=count, **own) for seed, count in enumerate(epochs)]
 
 
+def kept(size, tasks):
+    """The same groups where everything is kept, one after the other: so short ones would else be over as others come."""
+    results = []
+    with running(fusion="on", fusion_size=size, fusion_planner="off") as pool:
+        for first in range(0, len(tasks), size):
+            results += pool.run(tasks[first : first + size])
+    assert {result.group_size for result in results} == {size}
+    return [bits(result) for result in results]
+
+
 @functools.cache
 def roomy(optimizer=None, epochs=(2, 2, 2, 2)):
-    """The same groups where everything is kept."""
-    with running(fusion="on", fusion_size=2, fusion_planner="off") as pool:
-        results = pool.run(tasks_of(optimizer, epochs))
-    assert {result.group_size for result in results} == {2}
-    return [bits(result) for result in results]
+    return kept(2, tasks_of(optimizer, epochs))
 
 
 # The first group's second step is its last of this kind of batch; the third, smaller batch of an epoch is a unit of its own.
