@@ -51,15 +51,25 @@ def test_a_pair_that_is_saved_again_and_again_has_the_bits_of_one_that_is_not(tm
 
 
 def test_pairs_that_share_a_device_with_a_disk_have_the_bits_of_each_alone(tmp_path, parts):
-    """Two of them under way, of which the device has room for one, and the host for less than both."""
-    tasks = single_precision(epochs=(6,) * 4) * 2
-    with pool_of(spill_dir=tmp_path, host_memory="440KiB", max_concurrent=8) as pool:
-        results = pool.run(tasks)
-        disk = pool.stats().disk
-        assert_nothing_is_left(pool)
+    """Three under way, of which the device has room for one, and the host for less than all.
+
+    How much they swap is as profiles have it, and whether anything goes to disk depends on that; so they are run again where
+    nothing has. Who comes as another group ends may be computed alone, which has other bits.
+    """
+    tasks, expected = single_precision(epochs=(6,) * 4) * 3, roomy(epochs=(6,) * 4) * 3
+    written = 0
+    for _ in range(4):
+        with pool_of(spill_dir=tmp_path, host_memory="400KiB", max_concurrent=12) as pool:
+            results = pool.run(tasks)
+            written += pool.stats().disk.bytes_written
+            assert_nothing_is_left(pool)
+        found = [(bits(one), other) for one, other in zip(results, expected, strict=True) if one.group_size == 2]
+        assert len(found) >= 8
+        assert [one for one, _ in found] == [other for _, other in found]
+        if written:
+            break
     assert parts["pair"]
-    assert [bits(result) for result in results] == roomy(epochs=(6,) * 4) * 2
-    assert disk.bytes_written > 0
+    assert written > 0
 
 
 def test_the_weights_of_the_best_of_a_pruned_search_are_kept_as_they_are_alone(tmp_path, parts):
