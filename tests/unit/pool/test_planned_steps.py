@@ -195,9 +195,6 @@ NOT_PLANNED = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", ["several batches", *(pytest.param(k, marks=pytest.mark.slow) for k in [*NOT_PLANNED][1:])]
-)
 def double(model):
     return model().double()
 
@@ -245,6 +242,9 @@ def test_members_whose_optimizers_begin_to_compute_otherwise_go_on_in_groups_pla
             torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    "kind", ["several batches", *(pytest.param(k, marks=pytest.mark.slow) for k in [*NOT_PLANNED][1:])]
+)
 def test_the_log_and_a_probe_say_why_steps_are_not_planned(steps, caplog, kind):
     changes, options, why = NOT_PLANNED[kind]
     tasks = [task(seed, epochs=1, **changes) for seed in range(4)]
