@@ -19,6 +19,7 @@ _HOMES = {
     "Result": "hydra_tune.pool.job",
     "ShapesOnly": "hydra_tune.shapes_only",
     "TrainTask": "hydra_tune.task",
+    "TrialsFailed": "hydra_tune.errors",
     "load_module": "hydra_tune.train.weights",
     "train_plain": "hydra_tune.train.plain",
 }

@@ -4,9 +4,70 @@ Each message says what failed, what was expected against what was found (with un
 nothing of the rest of the package.
 """
 
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_NUM_CAUSES = 3
+_NUM_NUMBERS = 8
+
 
 class HydraTuneError(Exception):
     """Base of every error raised by hydra-tune."""
+
+
+def first_line(error: BaseException) -> str:
+    """The class of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'?` for the closest of `known`, or nothing where none is close."""
+    lower = {candidate.lower(): candidate for candidate in known}
+    close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.7)
+    return f"did you mean {lower[close[0]]!r}?" if close else ""
+
+
+def with_hint(text: str, name: str, known: Iterable[str]) -> str:
+    """A message, followed by what `did_you_mean` says."""
+    hint = did_you_mean(name, known)
+    return f"{text}; {hint}" if hint else text
+
+
+class TrialsFailed(HydraTuneError):  # noqa: N818 - it tells of trials, several of which may have completed
+    """Some of the trials of `HydraExecutor.run` have failed, and all of them have ended.
+
+    Args:
+        results: of all tasks, in their order.
+
+    Attributes:
+        results: as given; those that completed have their weights.
+    """
+
+    def __init__(self, results: Sequence[Any]) -> None:
+        self.results = list(results)
+        failed = [(number, result.error) for number, result in enumerate(self.results) if result.status == "failed"]
+        causes: dict[str, list[int]] = {}
+        for number, error in failed:
+            causes.setdefault("no error is known" if error is None else first_line(error), []).append(number)
+        lines = [f"{_numbered(numbers)}: {cause}" for cause, numbers in causes.items()]
+        rest = len(lines) - _NUM_CAUSES
+        more = [f"and {rest} other causes"] if rest > 0 else []
+        super().__init__(
+            f"{len(failed)} of {len(self.results)} trials failed ({'; '.join([*lines[:_NUM_CAUSES], *more])}). The log has the "
+            "traceback of each, and this error's .results has every trial's result, completed ones included; with "
+            "on_error='return' run() returns that list instead of raising"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.results,)
+
+
+def _numbered(numbers: Sequence[int]) -> str:
+    """Some trials by their places in the list."""
+    shown = ", ".join(map(str, numbers[:_NUM_NUMBERS])) + ("" if len(numbers) <= _NUM_NUMBERS else ", ...")
+    return f"task {shown}" if len(numbers) == 1 else f"tasks {shown}"
 
 
 class TaskError(HydraTuneError, ValueError):
@@ -83,6 +144,30 @@ class LoaderWorkerError(TaskError):
 
 class DeviceLostError(HydraTuneError):
     """A device that fails at all it is asked, with state of a trial that nobody else has."""
+
+
+class TrialCrashedError(HydraTuneError):
+    """A trial that has ended the process that it ran in, again and again, and is not run any more.
+
+    Args:
+        name: of the trial.
+        crashes: how often.
+        how: it has ended the process, the last time.
+
+    Attributes:
+        how: as given.
+    """
+
+    def __init__(self, name: str, crashes: int, how: str) -> None:
+        self.name, self.crashes, self.how = name, crashes, how
+        super().__init__(
+            f"{name} has ended the pool's process {crashes} times while it ran, the last time by {how}, and is not tried "
+            "again; the others go on. Train its task alone, by train_plain in python -X faulthandler, to see where its code, "
+            "or a library that this calls, crashes or exits"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.crashes, self.how)
 
 
 class WeightsError(HydraTuneError, ValueError):

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from inspect import Parameter, signature
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, overload
 
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.checkpoint.saved import Saved
 from hydra_tune.devices.discovery import open_device, parse_bandwidth
-from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
+from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError, TrialsFailed, did_you_mean
 from hydra_tune.interrupts import ends_in_order, is_interrupt
+from hydra_tune.isolation.parent import THERE_IS, Isolated
 from hydra_tune.observe.snapshot import Goal
 from hydra_tune.pool.checkpoints import Origin
 from hydra_tune.pool.faults import check_retries
@@ -26,9 +28,7 @@ from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkp
 from hydra_tune.pool.fusion import Fusion
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
 from hydra_tune.pool.live import shown
-from hydra_tune.pool.options import (
-    check_count,
-)
+from hydra_tune.pool.options import check_count, check_flag
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.settings import Settings
 from hydra_tune.pool.stats import PoolStats
@@ -40,11 +40,14 @@ from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.partition import NumShards
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
-from hydra_tune.train.workers import is_worker_starting
+from hydra_tune.train import workers
 
 _HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
 _MOST_PROFILED = 8  # trials, where nobody says how many
 _NO_CHECKPOINTS = "this executor has no checkpoints; make it with HydraExecutor(checkpoint_dir=...)"
+
+OnError = Literal["raise", "return"]
+"""As of `HydraExecutor.run`."""
 
 
 class HydraExecutor:
@@ -86,6 +89,8 @@ class HydraExecutor:
         record: keep what happens for `recording()`: some kilobytes of host memory for each unit run.
         event_log: a file for what happens, written while the pool runs, which `hydra-tune trace` reads: units, copies, what
             becomes of trials. Replaced if it is there; missing folders are made. None: none is written.
+        event_log_limit: the size at which units and copies are left out of that file, and counted instead, e.g. "50MB"; what
+            becomes of trials, their reports and ends included, is always written. None for no limit. See docs/trace.md.
         checkpoint_dir: a folder for the checkpoints of all trials, a folder each; made if it is not there. Each trial is saved
             at its reports, and what a killed process leaves another goes on from, bit for bit. None: nothing is saved.
         checkpoint_every: how often trials are saved beside that: a number of optimizer steps, or a time such as "30s".
@@ -109,12 +114,24 @@ class HydraExecutor:
             with activations swapped to the host or computed again as planned, where that is predicted to be faster than smaller
             groups, and never on GPUs, where no planned step has been run; "on" wherever it can be planned, on GPUs as well;
             "off" never. See docs/planner.md.
+        isolate: whether the pool runs in a process of its own, so that a crash of a trial (a segmentation fault, an exit) ends
+            nothing but that process, which is begun again, and all trials with it, from their checkpoints; one that has ended
+            it twice fails, with `TrialCrashedError`. Then only `run`, `submit`, `events` and `suspend` are there. See
+            docs/faults.md.
         plans_only: only `plan` and `profile` are asked for. Devices that are not there, or not as large as `device_memory`, are
             then stood for by as many CPU devices of that memory, which take none of it.
 
     Raises:
         ConfigError: an option that makes no sense, by name.
     """
+
+    def __new__(cls, *_: object, **options: object) -> Self:  # noqa: D102 - for its errors alone
+        known = _options_of(cls)
+        for name in options:
+            if name not in known:
+                hint = did_you_mean(name.replace("fuse", "fusion"), known) or f"known are {', '.join(known)}"
+                raise ConfigError(f"HydraExecutor has no option {name!r}; {hint}")
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -132,6 +149,7 @@ class HydraExecutor:
         optimizer_placement: Literal["device", "host", "auto"] = "device",
         spill_dir: str | os.PathLike[str] | None = None,
         event_log: str | os.PathLike[str] | None = None,
+        event_log_limit: str | int | None = "5MB",
         plans_only: bool = False,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: str | int | None = None,
@@ -143,8 +161,9 @@ class HydraExecutor:
         fusion_size: int = 16,
         fusion_compile: str | None = None,
         fusion_planner: Literal["off", "on", "auto"] = "auto",
+        isolate: bool = False,
     ) -> None:
-        if is_worker_starting():
+        if workers.is_worker_starting():
             raise ConfigError(
                 "HydraExecutor is made while a new process imports the main script, as a DataLoader's workers do; put what "
                 "the script does under if __name__ == '__main__':"
@@ -164,6 +183,7 @@ class HydraExecutor:
             optimizer_placement=optimizer_placement,
             spill_dir=spill_dir,
             event_log=event_log,
+            event_log_limit=event_log_limit,
             plans_only=plans_only,
             checkpoint_dir=checkpoint_dir,
             checkpoint_every=checkpoint_every,
@@ -176,6 +196,11 @@ class HydraExecutor:
             fusion_planner=fusion_planner,
         )
         self._stop_seconds = parse_seconds(stop_seconds, what="stop_seconds")
+        check_flag("isolate", isolate)
+        self._isolated = Isolated(self._begin_isolated) if isolate else None
+        if self._isolated is not None:
+            self._settings.check_isolated()
+            _shut_down_at_exit(self._isolated)
         self._signals = ExitStack()
         self._lock = threading.Lock()
         self._pool: Pool | None = None
@@ -200,6 +225,14 @@ class HydraExecutor:
         if self._settings.admission == "eager" or self._settings.members:
             return self.width
         return min(self.width, len(self.device_names))
+
+    @property
+    def num_abreast_alone(self) -> int:
+        """The same where no two trials can be computed together, whatever `fusion` says."""
+        if not self._width:
+            self._started()
+        flying = self._settings.max_concurrent or self._width
+        return flying if self._settings.admission == "eager" else min(flying, len(self.device_names))
 
     @property
     def fusion_size(self) -> int:
@@ -263,6 +296,20 @@ class HydraExecutor:
         if resume_from is not None and warm_start is not None:
             raise ConfigError("resume_from goes on with a trial, and warm_start begins one; give one of the two")
         retries = self._settings.max_retries if max_retries is None else check_retries(max_retries)
+        if self._isolated is not None:
+            return self._submit_isolated(
+                task,
+                name,
+                events,
+                priority=priority,
+                resume_from=resume_from,
+                resume=resume,
+                warm_start=warm_start,
+                labels=None if labels is None else dict(labels),
+                saved_as=saved_as,
+                max_retries=retries,
+            )
+        self._prepare_workers([task])
         pool, origin = self._started(), Origin()
         path = resume_from if warm_start is None else warm_start
         if path is not None:
@@ -280,6 +327,20 @@ class HydraExecutor:
             max_retries=retries,
         )
         return self._watched(job)
+
+    def _submit_isolated(self, task: TrainTask, name: str | None, events: EventStream | None, **options: Any) -> Job:
+        assert self._isolated is not None
+        self._check_is_up()
+        for option in ("resume_from", "warm_start"):
+            if options[option] is not None:
+                options[option] = check_checkpoint(Path(options[option]).absolute())
+        return self._isolated.submit(task, name, events, options)
+
+    def _begin_isolated(self, crashes: int) -> "tuple[HydraExecutor, Callable[[Job], Path | None]]":
+        """In the pool's process, of which this is a copy: be an executor as any other."""
+        self._isolated, self._lock = None, threading.Lock()
+        self._settings.number_log(crashes)
+        return self, self._started().folder_of
 
     def _check_trains(self) -> None:
         if self._settings.plans_only:
@@ -446,10 +507,12 @@ class HydraExecutor:
         """
         if self.checkpoint_dir is None:
             raise ConfigError(_NO_CHECKPOINTS)
-        pool = self._pool
+        pool, seconds = self._pool, self._stop_seconds if seconds is None else seconds
+        if self._isolated is not None:
+            self._isolated.suspend(jobs, seconds)
         if pool is not None:
             front = self._fusion or pool
-            suspend(front, front.jobs() if jobs is None else jobs, self._stop_seconds if seconds is None else seconds)
+            suspend(front, front.jobs() if jobs is None else jobs, seconds)
 
     def _folder_of(self, name: str, *, is_settled: bool = True) -> Path:
         pool = self._started()
@@ -459,12 +522,39 @@ class HydraExecutor:
             pool.checkpoints.flush()
         return pool.checkpoints.root / folder_name(name)
 
-    def run(self, tasks: Iterable[TrainTask]) -> list[Result]:
+    @overload
+    def run(self, tasks: TrainTask, *, on_error: OnError = "raise") -> Result: ...
+
+    @overload
+    def run(self, tasks: Iterable[TrainTask], *, on_error: OnError = "raise") -> list[Result]: ...
+
+    def run(self, tasks: TrainTask | Iterable[TrainTask], *, on_error: OnError = "raise") -> Result | list[Result]:
         """Train tasks to their ends.
 
+        Each failure is logged when it happens, with its traceback, and the other trials go on.
+
+        Args:
+            tasks: any number of tasks, or a single one.
+            on_error: "raise" raises `TrialsFailed` if a trial has failed; "return" returns its result among the others, with
+                the error in `Result.error`.
+
         Returns:
-            Their results, in order; a failed task's has the error.
+            The results, in order; of a single task its result.
+
+        Raises:
+            TrialsFailed: trials have failed, and all have ended; its `results` are those of all trials.
+            ConfigError: something that is no task, or another `on_error`; nothing is trained then.
         """
+        if on_error not in ("raise", "return"):
+            raise ConfigError(f"on_error must be 'raise' or 'return', not {on_error!r}")
+        results = self._run([tasks] if isinstance(tasks, TrainTask) else _checked(tasks))
+        if on_error == "raise" and any(result.status == "failed" for result in results):
+            raise TrialsFailed(results) from next(result.error for result in results if result.status == "failed")
+        return results[0] if isinstance(tasks, TrainTask) else results
+
+    def _run(self, tasks: Iterable[TrainTask]) -> list[Result]:
+        tasks = list(tasks)
+        self._prepare_workers(tasks)  # of all, before the first makes a thread busy
         jobs = [self.submit(task) for task in tasks]
         try:
             return [job.result() for job in jobs]
@@ -481,7 +571,10 @@ class HydraExecutor:
         Raises:
             HydraTuneError: the executor is shut down.
         """
-        self._started()
+        if self._isolated is None:
+            self._started()
+        else:
+            self._check_is_up()
         return EventStream()
 
     def stats(self) -> PoolStats:
@@ -631,11 +724,17 @@ class HydraExecutor:
             self._is_shut_down = True
         if pool is not None:
             pool.shutdown()
+        if self._isolated is not None:
+            self._isolated.shutdown()
+        workers.leave(self)
 
     def __enter__(self) -> Self:
         self._signals.enter_context(ends_in_order())
         try:
-            self._started()
+            if self._isolated is None:
+                self._started()
+            else:
+                self._check_is_up()
         except BaseException:
             self._signals.close()
             raise
@@ -651,10 +750,20 @@ class HydraExecutor:
             finally:
                 self.shutdown()
 
+    def _prepare_workers(self, tasks: Iterable[object]) -> None:
+        handles = [handle for task in tasks if isinstance(task, TrainTask) for handle in (task.train, task.validate)]
+        if not self._is_shut_down and self._isolated is None:
+            workers.prepare(self, *handles)
+
+    def _check_is_up(self) -> None:
+        if self._is_shut_down:
+            raise HydraTuneError("the executor is shut down; make a new HydraExecutor")
+
     def _started(self) -> Pool:
         with self._lock:
-            if self._is_shut_down:
-                raise HydraTuneError("the executor is shut down; make a new HydraExecutor")
+            self._check_is_up()
+            if self._isolated is not None:
+                raise ConfigError(THERE_IS)
             if self._pool is None:
                 self._pool = self._start()
             return self._pool
@@ -665,7 +774,26 @@ class HydraExecutor:
         return pool
 
 
-def _shut_down_at_exit(pool: Pool) -> None:
+def _options_of(cls: type[HydraExecutor]) -> list[str]:
+    """The arguments that an executor, or a class made of it, takes by name."""
+    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    makers = [vars(kind)["__init__"] for kind in cls.__mro__[:-1] if "__init__" in vars(kind)]
+    found = (parameter for maker in makers for parameter in signature(maker).parameters.values())
+    return list(dict.fromkeys(p.name for p in found if p.kind in named and p.name != "self"))
+
+
+def _checked(tasks: Iterable[TrainTask]) -> list[TrainTask]:
+    """Tasks, all of them looked at before the first one is trained."""
+    if not isinstance(tasks, Iterable):
+        raise ConfigError(f"run takes a TrainTask, or an iterable of them, not {type(tasks).__name__}")
+    listed = list(tasks)
+    for number, task in enumerate(listed):
+        if not isinstance(task, TrainTask):
+            raise ConfigError(f"run takes TrainTasks, and item {number} is {type(task).__name__}; nothing was trained")
+    return listed
+
+
+def _shut_down_at_exit(pool: Pool | Isolated) -> None:
     """Threads that run torch while the interpreter ends can crash it; the executor may be forgotten before."""
     reference = weakref.ref(pool)
 

@@ -6,7 +6,6 @@ it was written and not hours later on a worker. This module knows nothing of sha
 say where a task was returned to one that does not know it.
 """
 
-import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hydra_tune.errors import ConfigError, TaskError
+from hydra_tune.closures import Closures
+from hydra_tune.errors import ConfigError, MetricError, TaskError, did_you_mean, with_hint
 from hydra_tune.quantities import parse_bytes
 
 Batch = Any
@@ -27,12 +27,26 @@ Precision = Literal["float32", "bfloat16", "float16"]
 Activations = Literal["auto", "keep", "recompute", "spill"]
 
 _LOGGER = logging.getLogger(__name__)
+_PREFIX = "val_"
 
 DataHandle = Dataset[Any] | DataLoader[Any] | Callable[[], Iterable[Batch]]
 
 
+_FUNCTIONS = (
+    "model", "optimizer", "param_groups", "loss", "step", "evaluate", "scheduler", "train", "validate"
+)  # fmt: skip
+
+
+class _Noting:
+    """What a task keeps beside its arguments: a copy or a pickle of a task has none."""
+
+    __slots__ = ("_closures",)
+
+    _closures: Closures
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainTask:
+class TrainTask(_Noting):
     """One training run, described and not yet built.
 
     The reference for what a task means is `hydra_tune.train_plain`: seed torch, numpy and random; build model, parameter
@@ -49,8 +63,8 @@ class TrainTask:
         loss: `(output, target) -> scalar`, for batches `(input, target)`. Exactly one of `loss` and `step`.
         step: `(module, batch) -> scalar loss`, for full control.
         validate: validation data, in the forms of `train`; a `Dataset` is read in order.
-        evaluate: `(module, batch) -> {name: scalar tensor}`, averaged over samples and reported as `val_<name>`;
-            default: the training loss, as `val_loss`.
+        evaluate: `(module, batch) -> {name: scalar}`, of tensors or plain numbers, averaged over samples and reported as
+            `val_<name>`, or by the name itself where that begins with `val_`; default: the training loss, as `val_loss`.
         metric: what is reported to the tuner, one name or, for several objectives, several; default `val_loss`, or
             `train_loss` where there is no `validate`.
         epochs: passes over `train`.
@@ -140,6 +154,18 @@ class TrainTask:
             raise TaskError(f"seed must be an integer from 0 to 2**32 - 1 (numpy takes no other), not {self.seed!r}")
         _check_data(self)
         _check_metric(self)
+        object.__setattr__(self, "_closures", Closures({name: getattr(self, name) for name in _FUNCTIONS}))
+
+    def warn_of_changes(self) -> None:
+        """Log which variables of its functions have changed since the task was made; to be called before they run."""
+        closures = getattr(self, "_closures", None)
+        for one in () if closures is None else closures.changed():
+            _LOGGER.warning(
+                "%s= of a TrainTask reads the variable %r, which was %s when the task was made and is %s now; the trial takes "
+                "%s. If every task of a loop was to have its own value, bind it: functools.partial(f, %s), or "
+                "lambda ..., %s=%s: ...",
+                one.argument, one.variable, one.before, one.now, one.now, one.variable, one.variable, one.variable,
+            )  # fmt: skip
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -234,9 +260,8 @@ def _check_backend(backend: object) -> None:
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        close = difflib.get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else []
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise TaskError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}{hint}")
+        text = f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}"
+        raise TaskError(with_hint(text, value, choices) if isinstance(value, str) else text)
 
 
 def _check_data(task: TrainTask) -> None:
@@ -270,6 +295,80 @@ def _check_not_empty(name: str, handle: object) -> None:
         raise TaskError(f"{name} is empty: {type(handle).__name__} of length 0")
 
 
+def reported_names(values: Mapping[str, float]) -> dict[str, float]:
+    """What `evaluate` has returned, by the names that are reported: `val_<name>`, once where the name begins so itself.
+
+    Raises:
+        MetricError: two of them are reported by one name.
+    """
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        reported = name if name.startswith(_PREFIX) else f"{_PREFIX}{name}"
+        if reported in found:
+            raise MetricError(
+                f"evaluate returned both {name.removeprefix(_PREFIX)!r} and {reported!r}, which are both reported as "
+                f"{reported!r}; rename one"
+            )
+        found[reported] = value
+    return found
+
+
+def check_reported(wanted: Iterable[str], metrics: Mapping[str, float]) -> None:
+    """Refuse a report without what the tuner is to be told.
+
+    Raises:
+        MetricError: a name is not among the metrics.
+    """
+    for name in wanted:
+        if name not in metrics:
+            raise MetricError(
+                with_hint(f"metric {name!r} is not reported; reported are {', '.join(metrics)}", name, metrics)
+            )
+
+
+def number_of(value: object) -> float | None:
+    """A number of Python's or numpy's, or an array of one, as a float; None of anything else."""
+    if isinstance(value, int | float):
+        return float(value)
+    is_numpys = type(value).__module__.partition(".")[0] == "numpy"  # which is not imported for this
+    if is_numpys and getattr(value, "size", 0) == 1:
+        found = getattr(value, "item", lambda: None)()
+        return float(found) if isinstance(found, int | float) else None
+    return None
+
+
+def returned(value: object) -> str:
+    """What a task's function has returned instead of a scalar tensor, in words, and the remedy."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}; reduce it, e.g. with .mean()"
+    symbolic = (torch.SymFloat, torch.SymInt, torch.SymBool)  # numbers that a capture does not know
+    if number_of(value) is not None or isinstance(value, symbolic):
+        return "a plain number, as .item() and float() make one, which has no gradient; return the tensor itself"
+    return f"{type(value).__name__}; return a tensor, e.g. functional.cross_entropy(output, target)"
+
+
+def backward_called() -> TaskError:
+    """The error of a training step that has made gradients itself."""
+    return TaskError(
+        "step= or loss= calls backward() itself, so that every gradient would be added up twice; return the loss, and leave "
+        "backward(), optimizer.step() and zero_grad() to hydra-tune"
+    )
+
+
+def not_metrics(value: object) -> MetricError:
+    """The error of an `evaluate` that returned no mapping."""
+    kind = "a tensor" if isinstance(value, Tensor) else type(value).__name__
+    return MetricError(f"evaluate= must return {{name: scalar}}, not {kind}; name the value, as in {{'acc': value}}")
+
+
+def not_a_metric(name: str, value: object) -> MetricError:
+    """The error of an `evaluate` that returned something else than a scalar."""
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return MetricError(
+        f"evaluate= returned {name!r} as {kind}, not as a scalar; reduce it over the batch, e.g. with .mean()"
+    )
+
+
 def _check_metric(task: TrainTask) -> None:
     given: object = task.metric
     names: Sequence[object] = given if isinstance(given, tuple) else (given,)
@@ -278,8 +377,9 @@ def _check_metric(task: TrainTask) -> None:
     for name in task.metrics:
         if name == "train_loss":
             continue
-        if not name.startswith("val_"):
-            raise TaskError(f"metric {name!r} is never reported; reported are train_loss and val_<name>")
+        if not name.startswith(_PREFIX):
+            hint = did_you_mean(name, ["train_loss"]) or f"did you mean '{_PREFIX}{name}'?"
+            raise TaskError(f"metric {name!r} is never reported; reported are train_loss and val_<name>; {hint}")
         if task.validate is None:
             raise TaskError(f"metric {name!r} needs validation data; give validate=, or metric='train_loss'")
         if task.evaluate is None and name != "val_loss":

@@ -17,6 +17,13 @@ torch.set_num_threads(1)
 multiprocessing.set_forkserver_preload(["tests.support.warm"])
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Where pytest-timeout is not installed its settings in pyproject.toml are no mistake: nobody reads them."""
+    if not pluginmanager.hasplugin("timeout"):
+        for name in ("timeout", "timeout_method"):
+            parser.addini(name, "of pytest-timeout, which is not there")
+
+
 def pytest_collection_finish() -> None:
     """Leave out of each later look for garbage what lives as long as the process: a million objects of packages and tests."""
     gc.collect()

@@ -16,6 +16,7 @@ from hydra_tune.checkpoint.files import file_error, make_private_folder, remove_
 from hydra_tune.checkpoint.lock import LOCK, take_lock
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError
+from hydra_tune.supervision.marks import here
 
 _SUFFIX = "~sweep"  # no trial's folder ends so
 
@@ -113,7 +114,10 @@ class SweepFolder:
             lock = take_lock(self.path)
             if lock is not None:
                 os.ftruncate(lock, 0)
-                os.write(lock, f"{os.getpid()} on {platform.node()}".encode())  # for whoever meets the lock
+                runs = (
+                    os.getpid() if here() is None else os.getppid()
+                )  # for whoever meets the lock, and wants to end it
+                os.write(lock, f"{runs} on {platform.node()}".encode())
                 return lock
             holder = path.read_text(errors="replace") or "unknown"
         except OSError as error:

@@ -6,7 +6,7 @@ trial that has ended leaves plain values only: its job holds a trained model, wh
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,20 @@ class Board:
         spec: the sweep.
         log: is given one line for each trial that ends.
         event_log: the file of the event log; None: there is none.
+        warnings: about the sweep itself, which have been said already.
 
     Attributes:
         last_error: what made the last failed trial fail, or ended the sweep.
         on_settled: called when the process may end at any moment.
     """
 
-    def __init__(self, spec: SweepSpec, log: Callable[[str], None], event_log: Path | None = None) -> None:
+    def __init__(
+        self,
+        spec: SweepSpec,
+        log: Callable[[str], None],
+        event_log: Path | None = None,
+        warnings: Iterable[str] = (),
+    ) -> None:
         self.last_error: BaseException | None = None
         self.on_settled: Callable[[], None] | None = None
         self._spec = spec
@@ -51,7 +58,7 @@ class Board:
         self._study: str | None = None
         self._num_planned: int | None = None
         self._entries: dict[int, Entry] = {}
-        self._warnings: list[str] = []
+        self._warnings = list(warnings)
         self._weights: dict[int, str] = {}
         self._meter, self._forecaster = Meter(), Forecaster()
         self._lock = threading.Lock()
@@ -178,6 +185,8 @@ class Board:
                 error=self._error,
                 warnings=tuple(self._warnings),
                 event_log=self._log_file(),
+                event_log_bytes=None if stats.event_log is None else stats.event_log.nbytes,
+                event_log_dropped={} if stats.event_log is None else stats.event_log.dropped,
                 weights=dict(self._weights),
             )
             return with_outlook(view, self._forecaster, num_unstarted=self._num_unstarted(), stats=stats)

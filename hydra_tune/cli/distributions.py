@@ -10,8 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from hydra_tune.cli.domains import Choice, Domain, FloatRange, IntRange, multiples_within
-from hydra_tune.cli.suggest import did_you_mean
-from hydra_tune.errors import ConfigError
+from hydra_tune.errors import ConfigError, did_you_mean
 
 _RANGE = ("min", "max")
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from hydra_tune.interrupts import SIGNALS, Terminated
+from hydra_tune.supervision.marks import here
 
 _SETTLING_SECONDS = 1.0
 """What the second signal waits at most for, so that no trial is left that seems to run: noting it takes milliseconds."""
@@ -84,6 +85,9 @@ class Stop:
             with contextlib.suppress(Exception):  # whatever is wrong with the terminal, the process ends
                 self._last_words(why)
         finally:
+            marks = here()
+            if marks is not None:
+                marks.end(128 + number)
             os._exit(128 + number)
 
 
@@ -94,6 +98,9 @@ def _next(pipe: socket.socket, deadline: float | None) -> int | None:
         if not select.select([pipe], [], [], left)[0]:
             return None
         (number,) = pipe.recv(1)
+        marks = here()
+        if marks is not None and number in SIGNALS:
+            marks.hear()
         if number in (*SIGNALS, _CLOSED):
             return int(number)
 

@@ -1,9 +1,12 @@
 """What pydantic found, in the words of a sweep file."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hydra_tune.cli.suggest import did_you_mean
+import yaml
+
+from hydra_tune.errors import did_you_mean
 
 _KINDS: Mapping[str, str] = {
     "int_type": "a whole number",
@@ -32,6 +35,12 @@ def describe(value: Any) -> str:
         return "a list"
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else repr(value)
+
+
+def as_written(value: Any) -> str:
+    """A value as it would be written in a sweep file, lists and maps included."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def message(detail: Mapping[str, Any]) -> str:

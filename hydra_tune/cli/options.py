@@ -17,7 +17,8 @@ class Overrides:
         max_concurrent: trials in flight.
         admission: which of them go first.
         policy: how shard units are chosen.
-        fuse: whether trials of one architecture are computed together.
+        event_log_limit: the size at which units and copies are left out of the event log.
+        fusion: whether trials of one architecture are computed together.
         run_cap: trials of the whole study.
         timeout_seconds: no trial starts later.
         storage: where the study is kept.
@@ -31,7 +32,8 @@ class Overrides:
     max_concurrent: int | None = None
     admission: str | None = None
     policy: str | None = None
-    fuse: str | None = None
+    fusion: str | None = None
+    event_log_limit: str | None = None
     run_cap: int | None = None
     timeout_seconds: float | None = None
     storage: str | None = None
@@ -68,15 +70,12 @@ def with_overrides(spec: SweepSpec, overrides: Overrides) -> SweepSpec:
     """
     engine = dict(spec.engine)
     places = dict(spec.places)
-    for name in ("devices", "device_memory", "max_concurrent", "admission", "policy"):
+    for name in ("devices", "device_memory", "max_concurrent", "admission", "policy", "fusion", "event_log_limit"):
         value = getattr(overrides, name)
         if value is not None:
             engine[name] = value
             # An error about this value is not an error of the file.
             places.pop(f"hydra.{name}", None)
-    if overrides.fuse is not None:
-        engine["fusion"] = overrides.fuse
-        places.pop("hydra.fuse", None)
     kept: dict[str, Any] = {}
     for name in ("storage", "checkpoint_dir", "checkpoint_every", "stop_seconds"):
         value = getattr(overrides, name)

@@ -12,6 +12,7 @@ from contextlib import contextmanager, redirect_stdout
 
 from rich.console import Console
 
+from hydra_tune.cli.isolation import TERMINAL_BACK
 from hydra_tune.cli.options import Display
 from hydra_tune.observe.plain_lines import PlainView, RateLimit
 from hydra_tune.observe.printed import kept
@@ -20,7 +21,6 @@ from hydra_tune.observe.summary import print_summary, to_json
 from hydra_tune.observe.terminal import LiveView
 
 _NUM_RECENT = 200
-_TERMINAL_BACK = b"\x1b[?25h\x1b[?1049l"  # the cursor, and the first screen, as `Screen.close` has them
 
 
 class Output:
@@ -87,7 +87,7 @@ class Output:
     def abandon(self, text: str) -> None:
         """Give the terminal back and say one line, in a process that ends at once; takes no lock that a thread may hold."""
         if self._is_shown:
-            os.write(self._stdout.fileno(), _TERMINAL_BACK)
+            os.write(self._stdout.fileno(), TERMINAL_BACK)
         os.write(self._stderr.fileno(), f"{text}\n".encode())
 
     def report(self, view: SweepView) -> None:

@@ -47,8 +47,14 @@ def _count(spec: SweepSpec) -> int:
 @click.option("--seed", type=int, metavar="N", help="Of the draws.  [the file's, or 0]")
 @click.option("--devices", metavar="NAMES", help="Devices to plan for, e.g. auto, cpu:2, cuda, cuda:0,1.")
 @click.option("--device-memory", metavar="SIZE", callback=check_size, help="Bytes to use on each device, e.g. 11GiB.")
-@click.option("--fuse", type=click.Choice(("auto", "on", "off")), help="Show who would be computed together.")
-@click.option("--probe", is_flag=True, help="Time a few steps alone and together, where --fuse auto would do so.")
+@click.option(
+    "--fusion",
+    "--fuse",
+    "fusion",
+    type=click.Choice(("auto", "on", "off")),
+    help="Show who would be computed together.",
+)
+@click.option("--probe", is_flag=True, help="Time a few steps alone and together, where --fusion auto would do so.")
 @click.option("--profile", is_flag=True, help="Show where a step's memory is, and what planned groups would cost.")
 @click.option(
     "--profile-trials", type=click.IntRange(min=1), metavar="N", help="For so many trials.  [a group's, at most 8]"
@@ -62,7 +68,7 @@ def plan(
     seed: int | None,
     devices: str | None,
     device_memory: str | None,
-    fuse: str | None,
+    fusion: str | None,
     probe: bool,
     profile: bool,
     profile_trials: int | None,
@@ -82,7 +88,7 @@ def plan(
     from hydra_tune.cli.planning import run_plan  # noqa: PLC0415
 
     count = trials or _count(spec)
-    given = {"devices": devices, "device_memory": device_memory, "fusion": fuse}
+    given = {"devices": devices, "device_memory": device_memory, "fusion": fusion}
     drawn = spec.seed or 0 if seed is None else seed
     sys.exit(
         run_plan(spec, given, count=count, seed=drawn, as_json=as_json, probe=probe, profile=profile_trials or profile)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hydra_tune.cli.domains import Scalar
 from hydra_tune.memory.block import Kind
-from hydra_tune.pool.forecast import Forecast
+from hydra_tune.pool.forecast import Forecast, TrialForecast
 from hydra_tune.pool.fusion_forecast import FusionForecast
 from hydra_tune.quantities import format_bytes, format_bytes_up, format_seconds
 
@@ -96,6 +96,8 @@ def print_planned(
     if found:
         _print_table(console, _shape(found))
         _print_table(console, _traffic(found))
+        for way in _ways(found):
+            console.print(Text(f"\n{way}"))
         for line in [*(_fusion(found) if shows_fusion else []), *_alike(found)]:
             console.print()
             console.print(line, soft_wrap=True)
@@ -215,7 +217,7 @@ def _shape(found: Sequence[tuple[int, Forecast]]) -> list[_Column]:
     return [
         _Column("trial", [str(number) for number, _ in found]),
         _Column("|W|", [format_bytes(trial.parameter_bytes) for trial in trials]),
-        _Column("shards", ["whole" if trial.is_whole else str(trial.num_shards) for trial in trials]),
+        _Column("shards", [_shards(trial) for trial in trials]),
         _Column("units", [str(trial.units_per_step) for trial in trials]),
         _Column("activations", [_counted(trial.activations) for trial in trials]),
         _Column("updates", [f"on {trial.optimizer_placement}" for trial in trials]),
@@ -223,6 +225,27 @@ def _shape(found: Sequence[tuple[int, Forecast]]) -> list[_Column]:
         _Column("least budget", [format_bytes_up(trial.smallest_budget_bytes) for trial in trials]),
         _Column("step", [format_seconds(trial.step_seconds) if trial.step_seconds else _NOTHING for trial in trials]),
     ]
+
+
+def _shards(trial: TrialForecast) -> str:
+    if trial.runs_own_code:
+        return "uncut"
+    return "whole" if trial.is_whole else str(trial.num_shards)
+
+
+def _ways(found: Sequence[tuple[int, Forecast]]) -> list[str]:
+    """Which way trials run, and why."""
+    numbers: dict[str, list[int]] = {}
+    for number, forecast in found:
+        trial = forecast.trials[0]
+        numbers.setdefault(f"{_way(trial)}, because {trial.why}", []).append(number)
+    return [f"runs {way}: {_numbers(which)}" for way, which in numbers.items()]
+
+
+def _way(trial: TrialForecast) -> str:
+    if trial.runs_own_code:
+        return "as it is"
+    return "whole" if trial.is_whole else f"in {trial.num_shards} shard{'' if trial.num_shards == 1 else 's'}"
 
 
 def _counted(activations: Sequence[str]) -> str:

@@ -115,8 +115,7 @@ def _parameters(spec: SweepSpec) -> Mapping[str, Domain]:
 def _overridden(spec: SweepSpec, given: Mapping[str, str | None]) -> SweepSpec:
     """What the command line says goes before the file, and is no error of the file."""
     said = {name: value for name, value in given.items() if value is not None}
-    written = {"fuse" if name == "fusion" else name for name in said}
-    places = {path: place for path, place in spec.places.items() if path.removeprefix("hydra.") not in written}
+    places = {path: place for path, place in spec.places.items() if path.removeprefix("hydra.") not in said}
     return replace(spec, engine={**spec.engine, **said}, places=places)
 
 

@@ -5,12 +5,13 @@ runs it and tells a `SweepObserver` what happens. Neither side imports the other
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hydra_tune.checkpoint.sweep_folder import SweepFolder
 from hydra_tune.cli.spec import SweepSpec
+from hydra_tune.errors import HydraTuneError
 from hydra_tune.executor import HydraExecutor
 from hydra_tune.task import TrainTask
 
@@ -77,6 +78,8 @@ class SweepRequest:
         timeout_seconds: no new trial is started after this; None: no limit.
         folder: the sweep's own folder beside the checkpoints of its trials; None: these are not saved.
         resume: whether there has to be a study already.
+        crashes: how many processes of this run have crashed before this one, which goes on with what they have left.
+        aside: trials that fail without being built or trained, by the names of their jobs, `trial N`, with the error of each.
     """
 
     spec: SweepSpec
@@ -86,6 +89,8 @@ class SweepRequest:
     timeout_seconds: float | None = None
     folder: SweepFolder | None = None
     resume: bool = False
+    crashes: int = 0
+    aside: Mapping[str, HydraTuneError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from hydra_tune.interrupts import Terminated
 from hydra_tune.observe.snapshot import SweepView
 from hydra_tune.pool.checkpoints import check_checkpoint_dir
 from hydra_tune.pool.job import EventStream, Job
+from hydra_tune.supervision.supervisor import Beginning
 from hydra_tune.task import TrainTask
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -65,6 +66,7 @@ def run_sweep(
     timeline: Path | None = None,
     event_log: Path | None = None,
     resume: bool = False,
+    beginning: Beginning | None = None,
 ) -> int:
     """Run a sweep and show what it came to.
 
@@ -75,14 +77,16 @@ def run_sweep(
         timeline: the file for the timeline; None: none is kept.
         event_log: the file for the event log; None: none is written.
         resume: whether there has to be a study to go on with.
+        beginning: what a supervisor has seen of this run before; None: there is none.
 
     Returns:
         The exit code of the program.
     """
+    beginning = beginning or Beginning()
     if timeline is not None and not _is_writable(timeline):
         return FAILED
     output = Output(display)
-    board = Board(spec, output.log, event_log)
+    board = Board(spec, output.log, event_log, beginning.said)
     try:
         with output.quiet():
             function, tuner = load_task(spec), find_tuner(TUNER)
@@ -98,6 +102,8 @@ def run_sweep(
                 timeout_seconds=timeout_seconds,
                 folder=folder,
                 resume=resume,
+                crashes=beginning.crashes,
+                aside=beginning.aside,
             )
             words = partial(_first_words, spec, output), partial(_last_words, spec, output)
             with stops(spec.stop_seconds, board.stop, *words) as stop:

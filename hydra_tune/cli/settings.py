@@ -10,10 +10,9 @@ from pydantic import ValidationError
 from hydra_tune.cli.domains import Choice, Domain, Scalar
 from hydra_tune.cli.messages import message
 from hydra_tune.cli.spec import SweepSpec
-from hydra_tune.cli.suggest import did_you_mean
 from hydra_tune.cli.sweep_model import Parameter
 from hydra_tune.cli.yaml_marks import read_yaml
-from hydra_tune.errors import SweepFileError
+from hydra_tune.errors import SweepFileError, did_you_mean
 
 
 def set_option(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,6 +43,7 @@ _WORKLOAD = {
     "spread": "spread",
     "arrival_gap": "arrival_gap_seconds",
     "estimate_error": "estimate_error",
+    "burst_seconds": "burst_seconds",
 }
 
 
@@ -110,6 +111,7 @@ def _outages(context: click.Context, parameter: click.Parameter, values: tuple[s
 @click.option("--epochs", type=int, metavar="N", help="Epochs; each ends with a report.  [1]")
 @click.option("--forward-seconds", type=float, metavar="S", help="Of one shard's forward unit.  [0.1]")
 @click.option("--backward-seconds", type=float, metavar="S", help="Of one shard's backward unit.  [0.2]")
+@click.option("--burst-seconds", type=float, metavar="S", help="Of steps that run as one unit; with --shards 1.  [0]")
 @click.option("--shard-memory", callback=_size, metavar="SIZE", help="Bytes of one shard, e.g. 1GiB.")
 @click.option("--spread", type=float, metavar="X", help="Draw each trial's speed between 1/X and X.  [1]")
 @click.option("--arrival-gap", type=float, metavar="S", help="Mean seconds from one trial's arrival to the next.  [0]")

@@ -1,11 +1,14 @@
 """`hydra-tune sweep`: its arguments. What happens then is in `hydra_tune.cli.run`."""
 
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import click
 
 from hydra_tune.checkpoint.every import parse_every
+from hydra_tune.cli.isolation import isolates, tell_crash
 from hydra_tune.cli.log_file import log_path
 from hydra_tune.cli.options import Display, Overrides, check_saving, with_overrides
 from hydra_tune.cli.settings import set_option, with_settings
@@ -13,6 +16,7 @@ from hydra_tune.cli.sweep_file import read_sweep_file
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import ADMISSIONS, check_policy_name
+from hydra_tune.supervision.supervisor import Beginning, numbered, supervise
 
 USAGE = 2
 """Exit code of a command or a sweep file that makes no sense."""
@@ -76,7 +80,9 @@ def _check_cluster(given: dict[str, object]) -> None:
 )
 @click.option("--policy", metavar="NAME", callback=_policy, help="How shard units are chosen, e.g. lrtf.")
 @click.option(
+    "--fusion",
     "--fuse",
+    "fusion",
     type=click.Choice(("auto", "on", "off")),
     help="Whether trials of one architecture are computed together.",
 )
@@ -115,12 +121,24 @@ def _check_cluster(given: dict[str, object]) -> None:
     metavar="FILE",
     help="Where the event log goes, which hydra-tune trace reads.  [runs/NAME-TIME-PROCESS.jsonl]",
 )
+@click.option(
+    "--event-log-limit",
+    metavar="SIZE",
+    callback=check_size,
+    help="Size at which units and copies are left out of it, and counted.  [5MB]",
+)
 @click.option("--no-log", is_flag=True, help="Write no event log.")
 @click.option(
     "--ray",
     "ray_address",
     metavar="ADDRESS",
     help="Run on the Ray cluster there: auto, HOST:6379, or local for one that begins and ends with the sweep.",
+)
+@click.option(
+    "--isolate/--no-isolate",
+    "isolate",
+    default=None,
+    help="Whether the sweep goes on after a crash of its process; with --checkpoint-dir it does unless told otherwise.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 @click.option("--no-live", is_flag=True, help="Print a line for each trial instead of the live view.")
@@ -133,7 +151,7 @@ def sweep(
     max_concurrent: int | None,
     admission: str | None,
     policy: str | None,
-    fuse: str | None,
+    fusion: str | None,
     run_cap: int | None,
     timeout_seconds: float | None,
     storage: str | None,
@@ -143,8 +161,10 @@ def sweep(
     stop_seconds: float | None,
     timeline: Path | None,
     event_log: str | None,
+    event_log_limit: str | None,
     no_log: bool,
     ray_address: str | None,
+    isolate: bool | None,
     as_json: bool,
     no_live: bool,
 ) -> None:
@@ -158,7 +178,8 @@ def sweep(
         max_concurrent=max_concurrent,
         admission=admission,
         policy=policy,
-        fuse=fuse,
+        fusion=fusion,
+        event_log_limit=event_log_limit,
         run_cap=run_cap,
         timeout_seconds=timeout_seconds,
         storage=storage,
@@ -173,6 +194,7 @@ def sweep(
             _check_cluster(
                 {"--resume": resume, "--timeout": timeout_seconds, "--timeline": timeline, "--log": event_log}
             )
+        is_isolated = isolates(spec, isolate, is_on_cluster=ray_address is not None)
         log = None if ray_address is not None else log_path(spec, event_log, no_log=no_log)
     except ConfigError as error:
         click.echo(str(error), err=True)
@@ -183,6 +205,22 @@ def sweep(
         from hydra_tune.cli.cluster import run_cluster_sweep  # noqa: PLC0415
 
         sys.exit(run_cluster_sweep(spec, display, ray_address))
-    from hydra_tune.cli.run import run_sweep  # noqa: PLC0415
+    started_seconds = time.monotonic()
 
-    sys.exit(run_sweep(spec, display, timeout_seconds=timeout_seconds, timeline=timeline, event_log=log, resume=resume))
+    def run(beginning: Beginning | None) -> int:
+        from hydra_tune.cli.run import run_sweep  # noqa: PLC0415
+
+        crashes, left = 0 if beginning is None else beginning.crashes, timeout_seconds
+        if left is not None and crashes:
+            left = max(0.0, left - (time.monotonic() - started_seconds))
+        return run_sweep(
+            spec,
+            display,
+            timeout_seconds=left,
+            timeline=timeline,
+            event_log=numbered(log, crashes),
+            resume=resume,
+            beginning=beginning,
+        )
+
+    sys.exit(supervise(run, partial(tell_crash, display)) if is_isolated else run(None))

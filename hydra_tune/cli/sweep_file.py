@@ -13,13 +13,13 @@ from pydantic import BaseModel, ValidationError
 
 from hydra_tune.cli import sweep_model
 from hydra_tune.cli.domains import Domain, grid_size
-from hydra_tune.cli.messages import describe, message
+from hydra_tune.cli.messages import as_written, describe, message
 from hydra_tune.cli.spec import STOP_SECONDS, Pruning, SweepSpec
-from hydra_tune.cli.suggest import did_you_mean
 from hydra_tune.cli.yaml_marks import Mark, Marked, Problem, read_yaml
-from hydra_tune.errors import SweepFileError
+from hydra_tune.errors import SweepFileError, did_you_mean
 
 _MAX_GRID = 100_000
+_PARAMETER = 2  # parts of the path of a parameter
 _ENGINE = (
     "devices",
     "device_memory",
@@ -31,17 +31,15 @@ _ENGINE = (
     "admission",
     "num_shards",
     "optimizer_placement",
+    "fusion",
+    "fusion_size",
+    "fusion_compile",
+    "fusion_planner",
+    "event_log_limit",
     "loader_warning",
     "loader_timeout",
     "max_retries",
 )
-_RENAMED = {
-    "fuse": "fusion",
-    "fuse_size": "fusion_size",
-    "fuse_compile": "fusion_compile",
-    "fuse_planner": "fusion_planner",
-}
-"""Keys of the block whose arguments of `HydraExecutor` have other names."""
 
 
 def read_sweep_file(path: Path) -> SweepSpec:
@@ -115,6 +113,11 @@ def _problem(detail: Mapping[str, Any], marked: Marked) -> Problem:
     kind = detail["type"]
     name = ".".join(map(str, path))
     if kind == "extra_forbidden":
+        if path[0] == "hydra" and path[-1] in sweep_model.FORMER_NAMES:
+            now = sweep_model.FORMER_NAMES[path[-1]]
+            return Problem(
+                marked.mark(path), f"{name} is the former name of {now}, which is given as well; leave it out"
+            )
         block = _model_at(path[:-1], marked.data)
         hint = did_you_mean(str(path[-1]), block.model_fields) or f"known are {', '.join(block.model_fields)}"
         return Problem(marked.mark(path), f"unknown key {name!r}; {hint}")
@@ -123,8 +126,15 @@ def _problem(detail: Mapping[str, Any], marked: Marked) -> Problem:
         return Problem(where, f"{'.'.join((*map(str, path), *missing))} is missing")
     if kind == "parameter":
         return Problem(marked.mark(path), f"{name}: {detail['msg']}")
+    hint = _as_parameter(path[1], detail["input"]) if path[:1] == ("parameters",) and len(path) == _PARAMETER else ""
     # A wrong value is pointed at itself, not at its key.
-    return Problem(marked.value_mark(path), f"{name}: {message(detail)}")
+    return Problem(marked.value_mark(path), f"{name}: {message(detail)}{hint}")
+
+
+def _as_parameter(name: Any, value: Any) -> str:
+    """How a value is written that stands where a parameter's map belongs."""
+    key = "values" if isinstance(value, list) else "value"
+    return f"; for {'a choice' if key == 'values' else 'a fixed value'} write {name}: {{{key}: {as_written(value)}}}"
 
 
 def _locate(loc: tuple[Any, ...], data: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -214,16 +224,21 @@ def _spec(shown: str, model: sweep_model.SweepModel, marked: Marked) -> SweepSpe
         checkpoint_dir=model.hydra.checkpoint_dir,
         checkpoint_every=model.hydra.checkpoint_every,
         stop_seconds=model.hydra.stop_seconds or STOP_SECONDS,
-        engine={
-            **{key: given[key] for key in _ENGINE if key in given},
-            **{name: given[key] for key, name in _RENAMED.items() if key in given},
-        },
+        engine={key: given[key] for key in _ENGINE if key in given},
         places={
-            ".".join(map(str, path)): f"{shown}:{mark.line}:{mark.column}"
+            _dotted(path): f"{shown}:{mark.line}:{mark.column}"
             for path in marked.keys
             for mark in (_place(path, marked),)
         },
     )
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    """A path as messages name it; of a key that is written by its former name, with the present one."""
+    names = tuple(map(str, path))
+    if len(names) > 1 and names[0] == "hydra":
+        names = (names[0], sweep_model.FORMER_NAMES.get(names[1], names[1]), *names[2:])
+    return ".".join(names)
 
 
 def _pruning(block: sweep_model.EarlyTerminate) -> Pruning:

@@ -8,7 +8,7 @@ no positions and no tuner: `sweep_file` turns what pydantic finds into `file:lin
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from hydra_tune.checkpoint.every import parse_every
@@ -70,12 +70,12 @@ def _buffer(value: Any) -> float | Literal["auto"]:
     raise PydanticCustomError("buffer", "must be auto, or from 0 to below 1, not {got}", {"got": describe(value)})
 
 
-def _fuse(value: Any) -> Literal["auto", "on", "off"]:
+def _fusion(value: Any) -> Literal["auto", "on", "off"]:
     """YAML reads on and off as true and false."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value not in ("auto", "on", "off"):
-        raise PydanticCustomError("fuse", "must be auto, on or off, not {got}", {"got": describe(value)})
+        raise PydanticCustomError("fusion", "must be auto, on or off, not {got}", {"got": describe(value)})
     return value  # type: ignore[no-any-return]  # as above
 
 
@@ -110,7 +110,7 @@ Step = Annotated[float, PlainValidator(_step)]
 AnyScalar = Annotated[Scalar, PlainValidator(_scalar)]
 Shards = Annotated[int | Literal["layer", "tuned"], PlainValidator(_shards)]
 Buffer = Annotated[float | Literal["auto"], PlainValidator(_buffer)]
-Fuse = Annotated[Literal["auto", "on", "off"], PlainValidator(_fuse)]
+Fusion = Annotated[Literal["auto", "on", "off"], PlainValidator(_fusion)]
 Bytes = Annotated[str | int, PlainValidator(_bytes)]
 Often = Annotated[str | int, PlainValidator(_often)]
 Seconds = Annotated[float, PlainValidator(_seconds)]
@@ -194,6 +194,14 @@ PRUNING: dict[str, type[Block]] = {
 }
 
 
+FORMER_NAMES = {name: name.replace("fuse", "fusion") for name in ("fuse", "fuse_size", "fuse_compile", "fuse_planner")}
+"""Keys of the block `hydra:` that are still read, by the names that they have now."""
+
+
+def _or(former: str) -> Any:
+    return Field(validation_alias=AliasChoices(FORMER_NAMES[former], former))
+
+
 class Hydra(Block):
     """The pool the sweep runs in and the storage it is kept in."""
 
@@ -207,10 +215,11 @@ class Hydra(Block):
     admission: Literal["eager", "staggered"] | None = None
     num_shards: Shards | None = None
     optimizer_placement: Literal["device", "host", "auto"] | None = None
-    fuse: Fuse | None = None
-    fuse_size: Annotated[int, Field(ge=2)] | None = None
-    fuse_compile: Annotated[str, Field(min_length=1)] | None = None
-    fuse_planner: Literal["off", "on", "auto"] | None = None
+    fusion: Annotated[Fusion | None, _or("fuse")] = None
+    fusion_size: Annotated[Annotated[int, Field(ge=2)] | None, _or("fuse_size")] = None
+    fusion_compile: Annotated[Annotated[str, Field(min_length=1)] | None, _or("fuse_compile")] = None
+    fusion_planner: Annotated[Fusion | None, _or("fuse_planner")] = None
+    event_log_limit: Bytes | None = None
     loader_warning: Seconds | None = None
     loader_timeout: Seconds | None = None
     max_retries: Annotated[int, Field(ge=0)] | None = None

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_tune.cli.spec import SweepSpec
-from hydra_tune.cli.suggest import did_you_mean
-from hydra_tune.errors import SweepFileError
+from hydra_tune.errors import SweepFileError, did_you_mean
 
 
 def load_task(spec: SweepSpec) -> Callable[..., Any]:

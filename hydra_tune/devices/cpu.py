@@ -23,14 +23,17 @@ from torch import Tensor
 
 from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, HostThread, Link, Pairs
 from hydra_tune.devices.device import Device, Reach
+from hydra_tune.devices.heap import STEP_BYTES, keep_freed_memory
 from hydra_tune.devices.own_generator import own_generator
+from hydra_tune.devices.positions import MersennePositions
+from hydra_tune.older_torch import keep_cuda_guard
 
 T = TypeVar("T")
 
 CPU_ALIGNMENT = 64  # bytes; what torch's CPU allocator gives
 
 
-class DefaultCpuGenerator:
+class DefaultCpuGenerator(MersennePositions):
     """What operators on CPU devices draw from: torch's default generator, which all share, or the thread's own."""
 
     def get_state(self) -> Tensor:
@@ -47,7 +50,7 @@ class DefaultCpuGenerator:
             own.set_state(state)
 
     def in_turn(self) -> AbstractContextManager[object]:
-        """Nothing to wait for: threads that draw from the default one take turns by another lock (`train/streams.py`)."""
+        """Nothing to wait for: threads that work for trials draw from generators of their own."""
         return nullcontext()
 
 
@@ -68,6 +71,8 @@ class CpuDevice:
     is_host = True
 
     def __init__(self, index: int, budget_bytes: int, link_bandwidth: float | None = None) -> None:
+        keep_cuda_guard()
+        keep_freed_memory(STEP_BYTES)
         self.name = f"cpu:{index}"
         self.torch_device = torch.device("cpu")
         self.budget_bytes = budget_bytes
@@ -78,6 +83,11 @@ class CpuDevice:
         self._copies = CopyThread(self.name)
         self._beside = HostThread(self.name)
         self._ahead = BackgroundCopies(self.name)
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Yes, unless the device stands for one behind a link, over which everything has to come."""
+        return self.link is None
 
     @contextmanager
     def worker(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ because the caching allocator may hand out memory whose last reader is still que
 may still be written there. Work that the worker starts later is not waited for: that is what the copy runs beside. Behind a
 copy an event is recorded on its stream, and the copy thread waits for that event on the host. So a copy is over when its
 bytes are there, and whoever starts work on them then need not order it behind the copy's stream any more.
+`benchmarks/stream_deletions.py` deletes these waits one at a time, and says which of them a test would miss.
 
 Note: lifetimes. All device memory is allocated on the worker thread with the compute stream current, so it belongs to the
 compute stream, and the allocator may give it to that stream's next work as soon as nobody refers to it. The copy streams work
@@ -42,6 +43,7 @@ from torch import Tensor
 
 from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, HostThread, Pairs
 from hydra_tune.devices.device import Device, Reach
+from hydra_tune.devices.positions import PhiloxPositions
 
 T = TypeVar("T")
 
@@ -56,7 +58,7 @@ def exclusive_allocator() -> AbstractContextManager[object]:
     return _EMPTYING
 
 
-class CudaGenerator:
+class CudaGenerator(PhiloxPositions):
     """A GPU's default generator."""
 
     def __init__(self, device: torch.device) -> None:
@@ -91,6 +93,7 @@ class CudaDevice:
 
     shares_generator = False  # each draws from its GPU's, in turn
     is_host = False
+    keeps_tensors = False
 
     def __init__(
         self, index: int, budget_bytes: int, part: int | None = None, closed: Callable[[], None] = lambda: None

@@ -45,6 +45,16 @@ class RandomGenerator(Protocol):
         """Entered around draws for which the state was set, where other threads may do the same."""
 
 
+class CountingGenerator(RandomGenerator, Protocol):
+    """One whose draws can be counted."""
+
+    def draws_between(self, before: Tensor, after: Tensor) -> int | None:
+        """By how many draws its stream has moved from one state to another; None if that is not found."""
+
+    def moved(self, state: Tensor, count: int) -> Tensor:
+        """The state so many draws further on."""
+
+
 class Device(Protocol):
     """One device of the pool.
 
@@ -66,7 +76,11 @@ class Device(Protocol):
     is_host: bool
 
     @property
-    def generator(self) -> RandomGenerator:
+    def keeps_tensors(self) -> bool:
+        """Whether it computes with the host's own tensors where they lie, so that no first copy is needed."""
+
+    @property
+    def generator(self) -> CountingGenerator:
         """The generator that stochastic operators on this device draw from."""
 
     def worker(self) -> AbstractContextManager[None]:

@@ -113,6 +113,15 @@ def open_planned_devices(
         return [CpuDevice(index, budget, parse_bandwidth(link_bandwidth)) for index in range(count)]
 
 
+def device_kind(device: Device) -> str:
+    """Devices of one kind run one step in the same time and memory, and draw the same random numbers for it."""
+    place = device.torch_device
+    if place.type != "cuda":
+        return type(device).__name__
+    found = torch.cuda.get_device_properties(place)  # parts of one GPU may have its name, and fewer multiprocessors
+    return f"{found.name}, {found.multi_processor_count} multiprocessors"
+
+
 def num_cores() -> int:
     """Cores this process may use; not every system can tell them from those there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

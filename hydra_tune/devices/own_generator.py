@@ -14,7 +14,7 @@ What torch's functions do with the state of the default generator goes through a
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
@@ -27,8 +27,30 @@ _OWN: ContextVar[torch.Generator | None] = ContextVar("own generator", default=N
 _ARGUMENT = "generator"
 # The default generator's identity: each time that an operator is given it there is another object for it.
 _DEFAULT = torch.default_generator._cdata  # type: ignore[attr-defined]  # noqa: SLF001
+_READING = frozenset({"get_state", "initial_seed", "device"})  # what leaves a generator as it is
+# Operators of torch 2.11 to 2.13 that take a generator; to look through all of torch's would take 20 ms in each process.
+_DRAWING = (
+    "_fused_dropout _sample_dirichlet _standard_gamma bernoulli bernoulli_ binomial cauchy cauchy_ exponential exponential_ "
+    "geometric geometric_ log_normal log_normal_ multinomial normal normal_ normal_functional poisson rand rand_like randint "
+    "randint_like randn randn_like random random_ randperm rrelu rrelu_ rrelu_with_noise rrelu_with_noise_ "
+    "rrelu_with_noise_functional uniform uniform_"
+)
 _LOCK = threading.Lock()
 _REGISTERED: list[Library] = []  # for as long as it lives
+
+
+class OwnGenerator(torch.Generator):
+    """A generator that counts.
+
+    Attributes:
+        moves: how often operators that were given no generator have drawn from it, or functions of torch set it.
+    """
+
+    moves: int = 0
+
+    def become_own(self) -> Token[torch.Generator | None]:
+        """As `drawing_from`, until whoever calls this resets the variable; once operators ask (`install`)."""
+        return _OWN.set(self)
 
 
 def own_generator() -> torch.Generator | None:
@@ -39,8 +61,7 @@ def own_generator() -> torch.Generator | None:
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
     """Let this thread draw from a generator of its own, whatever it runs on the CPU; threads that it starts do not."""
-    if not _REGISTERED:
-        _register()
+    install()
     token = _OWN.set(generator)
     try:
         yield
@@ -48,8 +69,10 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
         _OWN.reset(token)
 
 
-def _register() -> None:
+def install() -> None:
     """Have operators ask; once for the process."""
+    if _REGISTERED:
+        return
     with _LOCK:
         if _REGISTERED:
             return
@@ -62,23 +85,28 @@ def _register() -> None:
 
 def _drawing_operators() -> Iterator[OpOverload[..., Any]]:
     """All of torch's operators that take a generator and a tensor; those without a tensor are made of such."""
-    dispatched = set(torch._C._dispatch_get_all_op_names())  # noqa: SLF001
-    for schema in torch._C._jit_get_all_schemas():  # noqa: SLF001 - to look each operator up by its name takes far longer
-        namespace, _, packet = schema.name.partition("::")
-        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-        if namespace != "aten" or name not in dispatched:
-            continue
-        kinds = {argument.name: str(argument.type) for argument in schema.arguments}
-        if _ARGUMENT not in kinds or "Tensor" not in kinds.values() or not hasattr(torch.ops.aten, packet):
-            continue
-        operator = getattr(getattr(torch.ops.aten, packet), schema.overload_name or "default", None)
-        if operator is not None:
-            yield operator
+    for packet in _DRAWING.split():
+        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{packet}"):  # noqa: SLF001 - empty if torch has none
+            if takes_generator(schema):
+                yield getattr(getattr(torch.ops.aten, packet), schema.overload_name or "default")
+
+
+def takes_generator(schema: Any) -> bool:
+    """Whether an operator of such a schema is dispatched, and takes a generator and a tensor."""
+    arguments = schema.arguments
+    return (
+        any(each.name == _ARGUMENT for each in arguments)
+        and any(str(each.type) == "Tensor" for each in arguments)
+        and torch._C._dispatch_has_kernel(  # noqa: SLF001
+            f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+        )
+    )
 
 
 def _asking(operator: OpOverload[..., Any]) -> Callable[..., Any]:
     """The operator, drawing from the thread's own generator, if there is one, unless it is given another."""
     place = [argument.name for argument in operator._schema.arguments].index(_ARGUMENT)  # noqa: SLF001
+    redispatch = operator._handle.redispatch_boxed  # noqa: SLF001 - as `OpOverload.redispatch`, a call less
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         own = _OWN.get()
@@ -89,13 +117,17 @@ def _asking(operator: OpOverload[..., Any]) -> Callable[..., Any]:
                     args = (*args[:place], own, *args[place + 1 :])
                 else:
                     kwargs[_ARGUMENT] = own
-        return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
+                if isinstance(own, OwnGenerator):
+                    own.moves += 1
+        return redispatch(keys.remove(_KEY), *args, **kwargs)
 
     return run
 
 
 def _computes_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator has a kernel on the CPU to run; for tensors of some classes others have, or none."""
+    if args and type(args[0]) is Tensor:  # as nearly always; this runs at each draw
+        return args[0].is_cpu
     tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     return tensor is not None and tensor.is_cpu and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
@@ -105,4 +137,6 @@ class _DefaultGenerator:
 
     def __getattr__(self, name: str) -> Any:
         own = _OWN.get()
+        if isinstance(own, OwnGenerator) and name not in _READING:
+            own.moves += 1
         return getattr(torch.default_generator if own is None else own, name)

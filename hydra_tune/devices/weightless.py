@@ -128,6 +128,7 @@ class WeightlessDevice:
         self.budget_bytes = like.budget_bytes
         self.alignment = like.alignment
         self.shares_generator, self.is_host = like.shares_generator, like.is_host
+        self.keeps_tensors = False
         self.generator = DefaultCpuGenerator()
         self.moment = 0
         self.now = 0.0

@@ -67,16 +67,16 @@ class Attendance:
             elif seat.wants is None or (isinstance(seat.wants, Report) and not seat.waits):
                 self.advance(seat)
             else:
-                if isinstance(seat.wants, Report) and seat.told_at is None:
-                    seat.told_at = time.monotonic()
+                if isinstance(seat.wants, Report) and seat.waits_until is None:
+                    seat.waits_until = time.monotonic() + PATIENCE_SECONDS
                     self._desk.reported(seat)
                 return
 
     @property
     def _answers_are_in(self) -> bool:
         """Whether members that are answered go on now: those that report together go on together, unless it takes long."""
-        waiting = [seat.told_at for seat in self._places.live if seat.is_waiting and seat.told_at is not None]
-        return not waiting or time.monotonic() - min(waiting) >= PATIENCE_SECONDS
+        waiting = [seat.waits_until for seat in self._places.live if seat.is_waiting and seat.waits_until is not None]
+        return not waiting or time.monotonic() >= min(waiting)
 
     @property
     def is_due(self) -> bool:

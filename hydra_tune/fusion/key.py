@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hydra_tune.errors import UnfusableError
@@ -12,6 +13,7 @@ from hydra_tune.fusion.optimizers import options_key
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.fingerprint import architecture_key
 from hydra_tune.task import TrainTask
+from hydra_tune.train.hooks import gradient_hooks
 
 
 def check_task(task: TrainTask) -> None:
@@ -55,6 +57,7 @@ def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Fusi
         UnfusableError: it may be fused with no other trial; with the reason.
     """
     check_task(task)
+    _check_module(module)
     architecture = architecture_key(task, module)
     if architecture is None:
         raise UnfusableError("its model or step holds something by which it cannot be compared with others")
@@ -68,6 +71,14 @@ def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Fusi
         task.accumulate,
     )
     return FusionKey(family, architecture)
+
+
+def _check_module(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise UnfusableError(f"parameter {name!r} is lazy: its shape is unknown until a forward")
+    for found in gradient_hooks(module):
+        raise UnfusableError(f"{found}, which a group's step would leave out")
 
 
 def _without_losses(key: Any) -> Any:

@@ -153,6 +153,10 @@ class Member(Trial):
             return self.module, self.optimizer
         return super()._build(building)
 
+    def _choose_way(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Generator[Any, None, None]:
+        if not self.is_fused:
+            yield from super()._choose_way(module, optimizer)
+
     def _train_epoch(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, place: Place
     ) -> Generator[Any, None, int]:

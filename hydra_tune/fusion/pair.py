@@ -17,7 +17,6 @@ from collections.abc import Hashable
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, UnfusableError
-from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.measured import Ways
 from hydra_tune.fusion.member import Member
@@ -191,8 +190,8 @@ class PairTrial(Trial):
     @property
     def _is_patient(self) -> bool:
         """Whether a group that could go on still waits for the other."""
-        waiting = [side.waits_since for side in self._live if side.is_waiting and side.waits_since is not None]
-        return bool(waiting) and time.monotonic() - min(waiting) < PATIENCE_SECONDS
+        waiting = [side.waits_until for side in self._live if side.is_waiting and side.waits_until is not None]
+        return bool(waiting) and time.monotonic() < min(waiting)
 
     def _end(self, side: Side) -> None:
         """A group is over; the other goes on by itself."""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.measured import Measured
 from hydra_tune.fusion.seat import Desk, Seat
@@ -28,7 +29,7 @@ class Side(Desk):
         group: the group, once it is made.
         other: the other of the two.
         pending: the unit that is due.
-        waits_since: when it began to wait for answers, by the monotonic clock; None while it does not.
+        waits_until: how long the other group waits for its answers, by the monotonic clock; None while it needs none.
         is_over: whether it has ended.
     """
 
@@ -37,7 +38,7 @@ class Side(Desk):
 
     def __init__(self, desk: PairDesk) -> None:
         self.pending: PendingUnit | None = None
-        self.waits_since: float | None = None
+        self.waits_until: float | None = None
         self.is_over = False
         self._desk = desk
 
@@ -47,15 +48,16 @@ class Side(Desk):
             return
         step = self.group.advance()
         if isinstance(step, Report):
-            self.waits_since = time.monotonic() if self.waits_since is None else self.waits_since
+            if self.waits_until is None:
+                self.waits_until = time.monotonic() + PATIENCE_SECONDS
             return
         assert step is None or isinstance(step, PendingUnit), "groups take batches whole"
-        self.waits_since, self.pending, self.is_over = None, step, step is None
+        self.waits_until, self.pending, self.is_over = None, step, step is None
 
     @property
     def is_waiting(self) -> bool:
         """Whether it waits for answers."""
-        return self.waits_since is not None and not self.is_over
+        return self.waits_until is not None and not self.is_over
 
     # The group's desk.
 

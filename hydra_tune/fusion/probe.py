@@ -104,7 +104,7 @@ class Bench:
         if isinstance(handle, DataLoader) and handle.num_workers > 0:
             return 0.0
         streams = RandomStreams(self._original.seed)
-        feed = Feed(self._original.batch_size, streams.everything, streams.mark_of_all, streams.torch_alone)
+        feed = Feed(self._original.batch_size, streams.everything, streams.moves)
         feed.check(handle)
         seen, before = [], self.now()
         with closing(feed.draw(handle, shuffle=True)) as drawn:

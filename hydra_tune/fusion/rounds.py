@@ -236,7 +236,7 @@ class Round:
         with not_repeatable(STEP_BEGUN):
             if rules.gradients.has_two_phases:
                 rules.gradients.complete(rules.state.optimized(gradients))
-            rules.state.update(rules.shard.trained, gradients, rules.gradients)
+            rules.state.update(rules.shard.trained, gradients, rules.gradients, device)
             rules.state.adopt_optimizer_state(names, device)
             rules.gradients.next_step()
         return losses

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hydra_tune.fusion import images
 from hydra_tune.fusion.images import settled
+from hydra_tune.older_torch import is_pointwise
 
 _MATRIX, _MEAN, _SUM = 3, 1, 2
 _MANY_CLASSES = 64
@@ -67,22 +68,23 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Members are so many more samples: `(N, batch, heads, tokens, width)` as `(N * batch, heads, tokens, width)`."""
-    if dropout_p or query.dim() != 5:  # noqa: PLR2004
+    num_outer = min(2, query.dim() - 2)  # the members, and the samples unless there is but one
+    outer = query.shape[:num_outer]
+    if dropout_p or not outer == key.shape[:num_outer] == value.shape[:num_outer]:
         return None
-    members, batch = query.shape[:2]
     mask = attn_mask
     if mask is not None:
-        wide = mask.reshape(members, *[1] * (5 - mask.dim()), *mask.shape[1:])
-        mask = wide.expand(members, batch, *wide.shape[2:]).flatten(0, 1)
+        wide = mask.reshape(outer[0], *[1] * (query.dim() - mask.dim()), *mask.shape[1:])
+        mask = wide.expand(*outer, *wide.shape[num_outer:]).flatten(0, num_outer - 1)
     made: Tensor = aten.scaled_dot_product_attention(
-        *(tensor.flatten(0, 1) for tensor in (query, key, value)),
+        *(tensor.flatten(0, num_outer - 1) for tensor in (query, key, value)),
         mask,
         0.0,
         is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    return made.view(members, batch, *made.shape[1:])
+    return made.view(*outer, *made.shape[1:])
 
 
 def embedding(
@@ -132,7 +134,7 @@ def flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor | None:
 
 def is_elementwise(target: Any) -> bool:
     """Whether an operator treats all elements alike, wherever they are."""
-    return torch.Tag.pointwise in target.tags
+    return is_pointwise(target)
 
 
 def elementwise(target: Any, *arguments: Any, **keywords: Any) -> Any:

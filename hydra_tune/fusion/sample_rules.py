@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hydra_tune.older_torch import is_pointwise
 from hydra_tune.shard.stochastic import named_arguments
 
 aten: Any = torch.ops.aten
@@ -63,7 +64,7 @@ def keeps_samples_apart(dims: Dims, node: fx.Node, made: Any) -> bool:
     target: Any = node.target
     rule = _RULES.get(target)
     if rule is None:
-        if torch.Tag.pointwise not in target.tags:
+        if not is_pointwise(target):
             return False
         rule = _pointwise
     return rule(dims, node, named_arguments(node), made)

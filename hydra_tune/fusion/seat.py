@@ -21,7 +21,7 @@ class Seat:
     Attributes:
         wants: what the member wants next; None before it has begun, and when it is over.
         is_ahead: whether it has gone on to that within a unit, and what comes of it has not been seen to.
-        told_at: when the report that it waits with was passed on, by the monotonic clock; None if it was not.
+        waits_until: how long those that are answered wait for it, by the monotonic clock; None until its report is passed on.
         is_answered: whether that report has been answered.
         most_together: the most members, itself counted, that its group had when it was computed.
         is_paused: whether the member is to leave, to come back later; may be set at any time, on any thread.
@@ -37,7 +37,7 @@ class Seat:
         self.waits = waits
         self.wants: Wanted | NoMore | Report | None = None
         self.is_ahead = False
-        self.told_at: float | None = None
+        self.waits_until: float | None = None
         self.is_answered = False
         self.most_together = 1
         self.is_paused = False
@@ -59,7 +59,7 @@ class Seat:
         Raises:
             BaseException: whatever that code raises.
         """
-        self.wants, self.told_at, self.is_answered = self.member.go_on(), None, False
+        self.wants, self.waits_until, self.is_answered = self.member.go_on(), None, False
 
 
 def vacant(like: Seat) -> Seat:

@@ -77,9 +77,7 @@ def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimi
         for name, parameter in _trained(module):
             found = stacked.member_state(state.tensors[name], index)
             if found:
-                device = parameter.device
-                own = {k: v.to(device) if isinstance(v, Tensor) and v.dim() else v for k, v in found.items()}
-                optimizer.state[parameter] = own
+                optimizer.state[parameter] = {key: _laid_out(value, parameter) for key, value in found.items()}
 
 
 def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimizer, device: Device) -> None:
@@ -130,6 +128,15 @@ def adopt(
     ]
     found = {name: stacked.entries(state.tensors[name], [own[name] for own in owns]) for name in owns[0]}
     state.adopt_saved({name: entries for name, entries in found.items() if entries}, device)
+
+
+def _laid_out(value: Any, parameter: Tensor) -> Any:
+    """An entry of a parameter's state as the member's own optimizer has it: where the parameter is, with its strides."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    if value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,11 +101,11 @@ class _Masked(Step):
         return self._streams.generator_on(device)
 
     def _shard_unit(self, kind: str, index: int, compute: Callable[[Device], None]) -> PendingUnit:
-        def run(device: Device) -> None:
-            with self._buffers_kept(index):
-                compute(device)
+        return super()._shard_unit(kind, index, partial(self._compute, index, compute))
 
-        return super()._shard_unit(kind, index, run)
+    def _compute(self, index: int, compute: Callable[[Device], None], device: Device) -> None:
+        with self._buffers_kept(index):
+            compute(device)
 
     @contextmanager
     def _buffers_kept(self, index: int) -> Iterator[None]:
@@ -132,7 +133,7 @@ class GroupBatch(_Masked, TrainingBatch):
         stack.enter_context(super()._surroundings(shard, device, draws))
         return stack
 
-    def _backward(self, index: int, device: Device, completes: bool) -> None:
+    def _backward(self, index: int, completes: bool, device: Device) -> None:
         """As of `TrainingBatch`; the gradients of members that hold theirs stay as they are."""
         computing = self._plan.computing
         if isinstance(computing, CapturedComputing):
@@ -141,7 +142,7 @@ class GroupBatch(_Masked, TrainingBatch):
         earlier = {name: self._store.get(earlier_gradient_key(name)) for name in names}
         rows = list(self.holding)
         before = {name: gradient[rows] for name, gradient in earlier.items() if gradient is not None}
-        super()._backward(index, device, completes)
+        super()._backward(index, completes, device)
         for name in names:
             gradient = self._store.get(parameter_gradient_key(name))
             if gradient is not None:

@@ -56,9 +56,11 @@ class GroupStreams(RandomStreams):
         """What a unit's recompute is to start from, while they draw on a device."""
         return device.generator if self._turns is None else _Rewound(self._turns)
 
-    def drawing(self, device: Device, *, keep: bool) -> AbstractContextManager[None]:
+    def drawing(self, device: Device | None, *, keep: bool) -> AbstractContextManager[None]:
         """As of `RandomStreams`."""
-        return self._drawing(keep=keep) if device.shares_generator else self._drawing_in_turns(device, keep=keep)
+        if device is None or device.shares_generator:
+            return self._drawing(keep=keep)
+        return self._drawing_in_turns(device, keep=keep)
 
     @contextmanager
     def _drawing(self, *, keep: bool) -> Iterator[None]:

@@ -21,6 +21,7 @@ from hydra_tune.fusion.flat import Layout, runs
 from hydra_tune.fusion.tidying import call_directly, overwrite, tidy, write_in_place
 from hydra_tune.shard.compute import Gradients, Operands
 from hydra_tune.shard.placing import placed
+from hydra_tune.shard.quiet import quiet_fakes
 
 _MAX_REMEMBERED = 64
 _Layouts = list[tuple[Layout, list[int]]]
@@ -179,7 +180,8 @@ def traced(
         reached[:] = [index for index, g in zip(trained_at, gradients, strict=True) if g is not None]
         return [losses, *(gradient for gradient in gradients if gradient is not None)]
 
-    module = make_fx(joint, tracing_mode="fake")(*fakes, *noise)
+    with quiet_fakes():  # what an operator cannot do for all members at once is done for one after the other
+        module = make_fx(joint, tracing_mode="fake")(*fakes, *noise)
     tidy(module)
     pure = fx.GraphModule(module, copy.deepcopy(module.graph))
     written = write_in_place(module, first=1)

@@ -4,6 +4,7 @@ A *group* is a block that long-lived tensors (parameters, buffers, optimizer sta
 the new place. A *value* is a view of a block that lives for a step: an activation at a cut, a gradient, a batch tensor.
 """
 
+import functools
 import itertools
 import threading
 from collections import deque
@@ -96,8 +97,8 @@ class Tier(Protocol):
     def loaded(self, block: "Block") -> None:
         """What `recall` has given has been copied to a device."""
 
-    def forget(self, block: "Block", *, keep: bool = False) -> None:
-        """Nothing of it is to be held any more; `keep` leaves the host copy to the caller."""
+    def forget(self, block: "Block") -> None:
+        """Nothing of it is to be held any more."""
 
 
 class Block:
@@ -155,8 +156,21 @@ class Block:
         self.past.append(self.state)
         self.state = state
 
+    is_loose = False
+
+    def is_shared(self) -> bool:
+        """Whether memory of a loose block is known to something else."""
+        return False
+
     def moved(self) -> None:
         """Called under `lock` after `data` or `host` changed."""
+
+    def part(self) -> None:
+        """Let go of what lies on it, which another block has now."""
+
+    def gather(self, device: Device) -> None:
+        """Fill the host copy of a loose block."""
+        raise NotImplementedError(f"block {self.number} ({self.kind}) is never loose")
 
     def announce(self, place: str | None) -> None:
         """Called under `lock` when the block is on its way to a device, or is not any more (None)."""
@@ -211,7 +225,14 @@ def lay_out(tensors: Sequence[Tensor], alignment: int) -> tuple[list[Slot], int]
 class Group(Block):
     """A block that long-lived tensors are views of.
 
+    Note: loose groups. Tensors that lie where their device computes, as the host's own tensors do for a CPU device, stay in
+    their own storages until something else needs the room: a *loose* group counts their bytes and has no buffer. The first
+    spill gathers the tensors in host memory, and from then on the group is like any other. Where something else shares their
+    memory (a numpy array, a detached tensor, another parameter), a copy would tear the two apart: then the tensors stay where
+    they are, and the group merely counts as one on the host. So whatever the user's code holds of its tensors stays true.
+
     Attributes:
+        is_loose: whether the tensors have their own storages.
         shard: the shard whose parameters these are, if it is one shard's.
         on_moved: told the name of the device, or None, after each move.
 
@@ -220,17 +241,30 @@ class Group(Block):
         tensors: their bytes are taken over; afterwards their `.data` follows the block.
         device: whose host memory (pinned, for a GPU) and alignment to use. Call inside `device.on_host`.
         readers: of the tensors; None: nobody reads them but units.
+        is_loose: whether the group begins loose.
     """
 
-    __slots__ = ("_host_views", "_readers", "_slots", "on_moved", "shard", "tensors")
+    __slots__ = ("_host_views", "_readers", "_slots", "is_loose", "on_moved", "shard", "tensors")
 
-    def __init__(self, kind: Kind, tensors: Sequence[Tensor], device: Device, readers: Readers | None = None) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        tensors: Sequence[Tensor],
+        device: Device,
+        readers: Readers | None = None,
+        *,
+        is_loose: bool = False,
+    ) -> None:
         self._readers = Readers() if readers is None else readers
         self._slots, nbytes = lay_out(tensors, device.alignment)
         super().__init__(kind, nbytes, device.alignment)
         self.tensors = list(tensors)
         self.shard: int | None = None
         self.on_moved: Callable[[str | None], None] | None = None
+        self.is_loose = is_loose
+        if is_loose:
+            self._host_views: list[Tensor] = []
+            return
         self.host = device.host_empty(nbytes)
         # Made once, here: on a worker thread, a view of host memory would look like device memory.
         self._host_views = [slot.view(self.host) for slot in self._slots]
@@ -255,18 +289,65 @@ class Group(Block):
         if self.data is None:
             self.moved()
 
+    def part(self) -> None:
+        """Let go of the tensors, which another group has now."""
+        self.tensors, self._slots, self._host_views = [], [], []
+
+    def is_shared(self) -> bool:
+        """Whether memory of its tensors is known to something else, or to several of them."""
+        storages = [tensor.untyped_storage() for tensor in self.tensors]
+        owned = len({storage._cdata for storage in storages}) == len(storages)  # noqa: SLF001 - the storage's identity
+        sizes = (tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        return (
+            not owned
+            or any(storage.nbytes() != size for storage, size in zip(storages, sizes, strict=True))
+            or any(_num_users(storage) > _sole_user() for storage in storages)
+        )
+
+    def gather(self, device: Device) -> None:
+        """Copy the tensors of a loose group to its host copy; the tensors stay where they are until `moved`."""
+        device.spill([(tensor.detach(), view) for tensor, view in zip(self.tensors, self._host_views, strict=True)])
+
     def moved(self) -> None:
         """Point the tensors at where the bytes are."""
+        if self.is_loose and (self.home is not None or (self.host is None and self.state is not State.DROPPED)):
+            self.announce(self.place)  # the tensors are where they were
+            return
+        self.is_loose = False
         flat = self.data
         views = self._host_views if flat is None else self.views(flat)
         views = views or [tensor.data.new_empty(0) for tensor in self.tensors]  # given up for good
         self._readers.point(self.tensors, views)
         self.announce(self.place)
 
+    def let_go(self) -> None:
+        """Leave each tensor with memory of its own, as the module's class had made it; only `drop` may follow.
+
+        Under `lock`, on the host. The memory is the caller's, so that it is plain: not pinned, and on nobody's ledger.
+        """
+        owned = [torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="cpu") for slot in self._slots]
+        for tensor, view in zip(owned, self._host_views, strict=True):
+            tensor.copy_(view)
+        self._readers.point(self.tensors, owned)
+        self.tensors, self._slots, self._host_views = [], [], []
+
     def announce(self, place: str | None) -> None:
         """Say where the block is, or will be."""
         if self.on_moved is not None:
             self.on_moved(place)
+
+
+def _num_users(storage: torch.UntypedStorage) -> int:
+    """Tensors and other holders of a storage, as far as torch counts them."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001 - no public name
+    return count
+
+
+@functools.cache
+def _sole_user() -> int:
+    """What is counted where one tensor has a storage to itself."""
+    tensor = torch.empty(1)  # which lives while its users are counted
+    return _num_users(tensor.untyped_storage())
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,16 +254,15 @@ class HostTier:
     def loaded(self, block: Block) -> None:
         """A block is on a device again; its host copy may go when room is needed."""
 
-    def forget(self, block: Block, *, keep: bool = False) -> None:
-        """Give back all that is held for a block. Under its lock; `keep` leaves the host copy to the caller."""
+    def forget(self, block: Block) -> None:
+        """Give back all that is held for a block. Under its lock."""
         with self._lock:
             entry = self._entries.pop(block.number)
         if entry.on_host:
             self.ledger.give_back(block.nbytes)
         self.disk.remove(block.number)
         block.tier = None
-        if not keep:
-            block.host = None
+        block.host = None
 
     @contextlib.contextmanager
     def whole(self, blocks: Sequence[Block]) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """`Lease`: what a unit holds of a device's memory while it runs."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 class Lease:
     """What a running unit holds: its blocks, pinned and on the device, and its workspace on the ledger.
 
+    Attributes:
+        has_ended: whether nothing is held any more.
+
     Of a GPU it is asked on autograd's own thread as well, while the worker waits for a backward: there memory is given up that
     the backward needs no longer. That is noted as the worker's doing all the same.
     """
@@ -31,6 +35,8 @@ class Lease:
         self._workspace_bytes = workspace_bytes
         self._storages: dict[int, Block] = {}
         self._turn: Turn | None = None
+        self.has_ended = False
+        self._end_lock = threading.Lock()
 
     def __enter__(self) -> Self:
         self._turn = current_turn()
@@ -58,6 +64,14 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Give everything back, if that has not been done: by the unit's own thread, or by whoever it keeps waiting."""
+        with self._end_lock:
+            if self.has_ended:
+                return
+            self.has_ended = True
         note("end", [block for block in self._blocks if block.dirty])
         self._unpin()
         self._storages = {}
@@ -99,10 +113,45 @@ class Lease:
             block.host = None
             self._workspace_bytes += block.nbytes
 
+    def exchange(self, old: Block | None, new: Block | None) -> None:
+        """Have a new block on the device in place of one of the lease's own, whose tensors it has now, or in place of nothing.
+
+        Args:
+            old: one of the lease's blocks, whose bytes nobody needs any more; None: none goes.
+            new: loose or on the host, with tensors that the unit has made or that were the other's; None: none comes.
+
+        Raises:
+            BudgetError: what it counts beyond the other does not fit the budget.
+        """
+        needed = (0 if new is None else new.nbytes) - (0 if old is None else old.nbytes)
+        if needed > self._workspace_bytes:
+            self.grow(needed - self._workspace_bytes)
+        self._workspace_bytes -= needed
+        if old is not None:
+            self._blocks.remove(old)
+            with old.lock:
+                old.part()
+                old.enter(State.DROPPED)
+                self._pager.vacate(old)
+                if old.tier is not None:
+                    old.tier.forget(old)
+                old.pinned_for, old.host = None, None
+        if new is not None:
+            new.pinned_for = self._pager
+            self._pager.take_new(new)
+            _enter(new, State.COMPUTING)
+            if new.data is not None:
+                self._storages[storage_identity(new.data)] = new
+            self._blocks.append(new)
+
     def owns(self, tensor: Tensor, kinds: tuple[Kind, ...]) -> bool:
         """Whether a tensor lies in one of the lease's blocks of these kinds."""
         block = self._storages.get(storage_identity(tensor))
         return block is not None and block.kind in kinds
+
+    def would_fit(self, nbytes: int) -> bool:
+        """Whether a lease of the same blocks and so many bytes beside them fits the device."""
+        return sum(block.nbytes for block in self._blocks) + nbytes <= self._pager.ledger.budget_bytes
 
     @property
     def data(self) -> list[Tensor]:
@@ -137,11 +186,15 @@ class Lease:
             with saved.hooks():
                 yield
         finally:
-            pager = self._pager
-            pager.bytes_out[Kind.ACTIVATIONS] += saved.bytes_out
-            pager.bytes_in[Kind.ACTIVATIONS] += saved.bytes_in
-            if pager.log is not None:
-                pager.log.saved(pager.device.name, saved.bytes_in, saved.bytes_out)
+            self.count(saved)
+
+    def count(self, saved: SavedTensors) -> None:
+        """Activations of the unit have gone to the host, and come back."""
+        pager = self._pager
+        pager.bytes_out[Kind.ACTIVATIONS] += saved.bytes_out
+        pager.bytes_in[Kind.ACTIVATIONS] += saved.bytes_in
+        if pager.log is not None:
+            pager.log.saved(pager.device.name, saved.bytes_in, saved.bytes_out)
 
     def _unpin(self) -> None:
         for block in self._blocks:

@@ -178,6 +178,11 @@ class Pager:
             self._resident[id(block)] = block
         return block
 
+    def take_new(self, block: Block) -> None:
+        """Have a new block here, from the host unless it is loose; its bytes must already be on the ledger."""
+        with block.lock:
+            self._load(block)
+
     def size_on_ledger(self, tensor: Tensor) -> int:
         """Bytes the ledger counts for a tensor's storage."""
         return -(-tensor.untyped_storage().nbytes() // self.device.alignment) * self.device.alignment
@@ -188,12 +193,18 @@ class Pager:
             self.finish_leaving(block)
         start = time.perf_counter_ns()
         data = block.data
-        if data is None or not block.dirty:
+        if not block.dirty or (data is None and not block.is_loose):
+            return
+        if block.is_loose and self.device.keeps_tensors and block.is_shared():
+            block.dirty = False  # its bytes stay where they are, which is the host's memory
             return
         if block.host is None and self.host is not None:
             self.host.provide(block, self.device)
-        begun = time.perf_counter()
-        self.device.spill([(data, self.host_of(block))])
+        host, begun = self.host_of(block), time.perf_counter()
+        if data is None:
+            block.gather(self.device)
+        else:
+            self.device.spill([(data, host)])
         self.link.copied(block.size, time.perf_counter() - begun)
         if block.tier is not None:
             block.tier.written(block)
@@ -246,6 +257,9 @@ class Pager:
 
     def _load(self, block: Block) -> None:
         """Copy a block from the host. Under its lock."""
+        if block.is_loose:
+            self._take_in_place(block)
+            return
         if block.tier is not None:
             block.tier.recall(block, self.device)
         start = time.perf_counter_ns()
@@ -263,8 +277,24 @@ class Pager:
         block.moved()
         self._waited("in", block, start)
 
+    def _take_in_place(self, block: Block) -> None:
+        """Count a loose block here: its tensors lie where this device computes. Under the block's lock."""
+        block.enter(State.RESIDENT)
+        block.home, block.dirty = self, True
+        self._list(block)
+        block.moved()
+
     def _fetch_from(self, other: "Pager", block: Block) -> None:
         """Move a block here from another device, by the way that is the shortest (see the note). Under its lock."""
+        if block.is_loose and self.device.keeps_tensors:
+            self._take_in_place(block)
+            other.part_with(block)
+            return
+        if block.is_loose:
+            other.write_back(block)
+            other.release(block)
+            self._load(block)
+            return
         name = other.device.name
         reach = self._reaches.get(name)
         if reach is None:

@@ -100,7 +100,9 @@ class _Journey:
     def _start(self, block: Block) -> None:
         """Under the block's lock; its bytes are taken."""
         pager = self._pager
-        assert block.host is not None
+        if block.host is None:  # what has made room needed some on the host, and had that of this block's copy
+            pager.ledger.give_back(block.nbytes)
+            return
         try:
             data = pager.device.empty(block.size)
         except RuntimeError:
@@ -179,8 +181,8 @@ class _Journey:
 
     def _clean(self, victim: Block) -> None:
         """Begin to write a block back, if it has to be and the host has room for it now. Under its lock."""
-        if not victim.dirty or victim.leaving is not None:
-            return
+        if not victim.dirty or victim.leaving is not None or victim.is_loose:
+            return  # a loose block is gathered by whoever needs its room
         assert victim.data is not None, "a dirty block is on its device"
         pager = self._pager
         host = pager.offered_host(victim)

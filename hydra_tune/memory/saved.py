@@ -60,7 +60,7 @@ class HostCopy:
         self._loaded = _weak(storage)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Packed:
     """A saved tensor: where its bytes are, and how it was when it was saved."""
 
@@ -161,6 +161,44 @@ class SavedTensors:
             # A backward may save it again, for a second derivative.
             self._copies[storage._cdata] = copy  # noqa: SLF001
         return storage
+
+
+class SheddingTensors(SavedTensors):
+    """Keeps what autograd saves where it is, until somebody needs the room: then it goes to the host, and all that follows.
+
+    Attributes:
+        is_shedding: whether that has happened.
+        seen_bytes: of the storages that were saved, all together.
+    """
+
+    def __init__(self, device: Device, stays: Callable[[Tensor], bool]) -> None:
+        super().__init__(device, stays)
+        self.is_shedding = False
+        self.seen_bytes = 0
+        self._kept: weakref.WeakSet[Packed] = weakref.WeakSet()
+        self._seen_storages: set[int] = set()  # by identity
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """Called by autograd when it saves a tensor."""
+        if self.is_shedding or not self._moves(tensor):
+            return super().pack(tensor)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen_storages:  # noqa: SLF001 - the storage's identity
+            self._seen_storages.add(storage._cdata)  # noqa: SLF001
+            self.seen_bytes += storage.nbytes()
+        packed = Packed(tensor.detach(), Geometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
+        self._kept.add(packed)
+        return packed
+
+    def shed(self) -> None:
+        """Send all that is kept to the host, and all that will be saved."""
+        if self.is_shedding:
+            return
+        self.is_shedding = True
+        for packed in list(self._kept):
+            if isinstance(packed.bytes, Tensor):
+                packed.bytes = self._copy_of(packed.bytes)
+        self._kept.clear()
 
 
 def overwritten(geometry: Geometry, present: int, expected: int) -> RuntimeError:

@@ -8,15 +8,19 @@ Note: training goes first. Nobody waits for the log. What is told is kept as fla
 that hold others a run makes, the more often the garbage collector walks through all it has. The buffer has an end: what finds
 no room is counted as lost, and a line says so. A file that cannot be written, for a full disk say, is cut after its last whole
 line; one warning says that the log ends there, and training goes on without.
+
+Note: the limit. Units and copies are thousands a second. When they have filled nine tenths of the limit, no more of them are
+written, and how many were dropped is counted by kind. What becomes of jobs, reports and ends above all, is written to the end.
 """
 
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +31,18 @@ from hydra_tune.quantities import format_bytes
 _MOST_RECORDS = 1 << 16
 _MOST_BYTES = 1 << 30
 _PERIOD_SECONDS = 0.5
+_SHARE_OF_DETAILS = 0.9  # of the limit
+_DETAILS = frozenset(["unit", "copy", "wait", "saved", "host", "disk"])
 _PIECE = 2048  # records made into lines at a time
 _PATIENCE_SECONDS = 30.0
+_PLURALS = {
+    "unit": "units",
+    "copy": "copies",
+    "wait": "waits",
+    "saved": "records of saved activations",
+    "host": "updates on the host",
+    "disk": "reads and writes of the disk",
+}
 
 # Not `warnings`: a capture in another thread silences them for the whole process, and filters may turn them into errors.
 _LOGGER = logging.getLogger(__name__)
@@ -66,11 +80,14 @@ class EventLog:
         path: of the file, as `check_log_path` returns it.
         devices: name and budget in bytes of each.
         facts: more for the first line: plain values by name.
+        limit_bytes: the size at which units and copies are dropped; None: there is none.
         most_bytes: the file ends, with a warning, before it is larger.
         most_records: how many may wait to be written.
 
     Attributes:
         lost: records that there was no room for.
+        dropped: records beyond the limit, by kind.
+        written_bytes: of the file.
     """
 
     def __init__(
@@ -79,6 +96,7 @@ class EventLog:
         devices: Sequence[tuple[str, int]],
         facts: Mapping[str, Any],
         *,
+        limit_bytes: int | None = None,
         most_bytes: int = _MOST_BYTES,
         most_records: int = _MOST_RECORDS,
     ) -> None:
@@ -93,7 +111,10 @@ class EventLog:
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self._lines = Lines()
-        self._written_bytes = 0
+        self.written_bytes = 0
+        self.dropped: Counter[str] = Counter()
+        self._room_for_details = sys.maxsize if limit_bytes is None else int(limit_bytes * _SHARE_OF_DETAILS)
+        self._is_full = False  # of details
         self._told_lost = 0
 
     # What it is told. On any thread; times are those of `time.perf_counter_ns`.
@@ -121,9 +142,10 @@ class EventLog:
         end_ns: int,
         *,
         is_failed: bool,
+        steps: int = 1,
     ) -> None:
-        """A unit has run: when it began, when all it needs was there, and when it ended."""
-        self._append(("unit", device, job, kind, shard, start_ns, ready_ns, end_ns, is_failed))
+        """A unit has run: when it began, when all it needed was there, when it ended, and the steps of a burst."""
+        self._append(("unit", device, job, kind, shard, start_ns, ready_ns, end_ns, is_failed, steps))
 
     def copied(
         self,
@@ -191,6 +213,10 @@ class EventLog:
 
     def _append(self, record: tuple[Any, ...]) -> None:
         buffer = self._buffer
+        if self._is_full and record[0] in _DETAILS:
+            with self._lock:
+                self.dropped[record[0]] += 1
+            return
         if len(buffer) >= self._room:
             with self._lock:
                 self.lost += 1
@@ -218,7 +244,10 @@ class EventLog:
                     self._awake.clear()
                     self._drain(file.fileno())
                 self._drain(file.fileno())
+                if self._is_full:
+                    self._write(file.fileno(), [self._lines.dropped(self.dropped)])
                 self._write(file.fileno(), [self._lines.end(time.thread_time())])
+            self._say_size()
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the log is not wrong with the training
             self._give_up(error)
 
@@ -226,10 +255,30 @@ class EventLog:
         """Write what has come up to now."""
         buffer = self._buffer
         for count in _pieces(len(buffer)):
-            self._write(descriptor, [self._lines.made(buffer.popleft()) for _ in range(count)])
+            self._write(descriptor, self._fitting([buffer.popleft() for _ in range(count)]))
         if self.lost != self._told_lost:
             lost, self._told_lost = self.lost - self._told_lost, self.lost
             self._write(descriptor, [self._lines.lost(lost)])
+
+    def _fitting(self, records: Iterable[tuple[Any, ...]]) -> Iterator[str]:
+        """The lines of records, without details from the first on that is beyond the limit."""
+        size = self.written_bytes
+        for record in records:
+            is_detail = record[0] in _DETAILS
+            line = "" if self._is_full and is_detail else self._lines.made(record)
+            if is_detail and (not line or size + len(line) > self._room_for_details):
+                if not self._is_full:
+                    self._is_full = True
+                    yield self._lines.dropped({})
+                with self._lock:
+                    self.dropped[record[0]] += 1
+                continue
+            size += len(line)
+            yield line
+
+    def _say_size(self) -> None:
+        left_out = f"; beyond its limit: {in_words(self.dropped)}" if self._is_full else ""
+        _LOGGER.info("the event log %s has %s%s", self.path, format_bytes(self.written_bytes), left_out)
 
     def _write(self, descriptor: int, lines: Iterable[str]) -> None:
         """Write whole lines, or none of those that do not fit.
@@ -238,7 +287,7 @@ class EventLog:
             OSError: they do not.
         """
         data = "".join(lines).encode()
-        if self._written_bytes + len(data) > self._most_bytes:
+        if self.written_bytes + len(data) > self._most_bytes:
             raise OSError(0, f"it would be larger than {format_bytes(self._most_bytes)}")
         left = memoryview(data)
         try:
@@ -247,9 +296,9 @@ class EventLog:
         except OSError:
             with contextlib.suppress(OSError):  # else the last line is cut, which readers know of
                 whole = data[: len(data) - len(left)].rfind(b"\n") + 1
-                os.ftruncate(descriptor, self._written_bytes + whole)
+                os.ftruncate(descriptor, self.written_bytes + whole)
             raise
-        self._written_bytes += len(data)
+        self.written_bytes += len(data)
 
     def _give_up(self, error: Exception) -> None:
         self._room = 0
@@ -263,6 +312,12 @@ class EventLog:
             self.path,
             reason,
         )
+
+
+def in_words(dropped: Mapping[str, int]) -> str:
+    """Records that were left out, by kind: `12,345 units, 31 copies left out`."""
+    listed = [f"{count:,} {_PLURALS.get(kind, kind)}" for kind, count in sorted(dropped.items()) if count]
+    return f"{', '.join(listed) or 'nothing'} left out"
 
 
 def _pieces(count: int) -> Iterable[int]:

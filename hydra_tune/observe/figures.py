@@ -72,7 +72,7 @@ class RunFigures:
         makespan_seconds: from then to the end of the last unit.
         utilisation: of all devices together.
         overlap: share of all copying that lies under compute.
-        units_run: shard units.
+        units_run: shard units, and steps of bursts.
         units_saved: units that pruned and cancelled trials would still have run.
         trials: how many came to which end; "unknown" where the log ends before.
         devices: figures of each.
@@ -83,6 +83,8 @@ class RunFigures:
             said ("plan" or "measured"), in words (`told`) and with all numbers.
         is_whole: whether the log was closed, and has lost nothing: then these are the figures of the whole run.
         lost: events that the log had no room for.
+        dropped: units, copies and the like that were left out because of the log's limit, by kind.
+        dropped_from_seconds: when that began, up to when these figures are; None if nothing was left out.
     """
 
     started_at: str
@@ -101,6 +103,8 @@ class RunFigures:
     plans: tuple[Mapping[str, Any], ...]
     is_whole: bool
     lost: int
+    dropped: Mapping[str, int]
+    dropped_from_seconds: float | None
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `json.dump`."""
@@ -125,7 +129,7 @@ def run_figures(log: RunLog) -> RunFigures:
         makespan_seconds=makespan_ns / _SECOND,
         utilisation=sum(device.utilisation for device in devices) / len(devices),
         overlap=_share(sum(device.under_compute_seconds for device in devices), copying),
-        units_run=len(log.units),
+        units_run=sum(unit.steps for unit in log.units),
         units_saved=sum(end["units_saved"] for end in over),
         trials={status: count for status, count in trials.items() if count},
         devices=devices,
@@ -134,8 +138,10 @@ def run_figures(log: RunLog) -> RunFigures:
         disk_seconds=sum(use.end_ns - use.start_ns for use in log.disk) / _SECOND,
         fusion=tuple({"job": event.job, **event.more} for event in log.jobs if event.what == "fusion"),
         plans=tuple({"job": e.job, "what": e.what, **e.more} for e in log.jobs if e.what in PLANNED_EVENTS),
-        is_whole=log.end_ns is not None and not log.lost,
+        is_whole=log.end_ns is not None and not log.lost and log.dropped_from_ns is None,
         lost=log.lost,
+        dropped=dict(log.dropped),
+        dropped_from_seconds=None if log.dropped_from_ns is None else log.dropped_from_ns / _SECOND,
     )
 
 

@@ -15,6 +15,7 @@ KEY = "hydra_tune_event_log"
 """What the first line has the format under."""
 
 _FAILED = ',"failed":true'
+_STEPS = ',"steps":%d'
 
 
 class Lines:
@@ -72,8 +73,9 @@ class Lines:
         ready_ns: int,
         end_ns: int,
         is_failed: bool,
+        steps: int,
     ) -> str:
-        """A unit: when it began, when all it needed was there, and when it ended."""
+        """A unit: when it began, when all it needed was there, when it ended, and the steps of a burst."""
         zero, key = self.start_ns, (device, job, kind, shard)
         head = self._heads.get(key)
         if head is None:
@@ -83,7 +85,7 @@ class Lines:
             )
         return (
             f'{head}"start_ns":{start_ns - zero},"ready_ns":{ready_ns - zero},"end_ns":{end_ns - zero}'
-            f"{_FAILED if is_failed else ''}}}\n"
+            f"{_FAILED if is_failed else ''}{'' if steps == 1 else _STEPS % steps}}}\n"
         )
 
     def copy(
@@ -165,6 +167,10 @@ class Lines:
     def lost(self, records: int) -> str:
         """So many more could not be kept."""
         return _object(event="lost", records=records, at_ns=time.perf_counter_ns() - self.start_ns)
+
+    def dropped(self, records: Mapping[str, int]) -> str:
+        """From now on units and copies are left out, or, at the end, so many of each kind were."""
+        return _object(event="dropped", records=dict(records), at_ns=time.perf_counter_ns() - self.start_ns)
 
     def end(self, cpu_seconds: float) -> str:
         """The last line, and what the log's own thread has cost."""

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hydra_tune.observe.eventlog import in_words
 from hydra_tune.observe.figures import DeviceFigures, RunFigures
 from hydra_tune.quantities import format_bytes, format_seconds
 
@@ -99,4 +100,10 @@ def _totals(figures: RunFigures) -> Iterator[tuple[str, str]]:
 def _unfinished(figures: RunFigures) -> str:
     if figures.lost:
         return f"the log had no room for {figures.lost} events, so that these figures are too small"
+    if figures.dropped_from_seconds is not None:
+        left_out = f" ({in_words(figures.dropped)})" if figures.dropped else ""
+        return (
+            f"the log reached its limit after {format_seconds(figures.dropped_from_seconds)}, and these figures, but for "
+            f"trials, are of the time before{left_out}; event_log_limit takes a larger one"
+        )
     return "the log ends before the run: it goes on still, was killed, or could not write any more; this is what it says so far"

@@ -15,7 +15,7 @@ _DAMAGE = (LookupError, TypeError, ValueError, AttributeError)
 
 
 class UnitRun(NamedTuple):
-    """A shard unit that ran: when it began, when all it needed was there, and when it ended."""
+    """A unit that ran: when it began, when all it needed was there, when it ended, and the steps of a burst."""
 
     device: str
     job: str
@@ -25,6 +25,7 @@ class UnitRun(NamedTuple):
     ready_ns: int
     end_ns: int
     is_failed: bool
+    steps: int = 1
 
 
 class CopyMade(NamedTuple):
@@ -107,6 +108,8 @@ class RunLog:
         budgets: bytes of each device, by name.
         units, copies, waits, disk, host_updates, saved, jobs: what happened, in the order in which it was over.
         lost: events that the log had no room for.
+        dropped: units, copies and the like that were left out because of the log's limit, by kind.
+        dropped_from_ns: when that began; None if nothing was left out.
         end_ns: when it was closed; None if it never was: the run goes on, was killed, or could write no more.
         is_cut: whether its last line is not whole.
         cpu_seconds: what writing the log has cost; 0 where that is not known.
@@ -126,6 +129,8 @@ class RunLog:
     saved: list[Saved] = field(default_factory=list)
     jobs: list[JobEvent] = field(default_factory=list)
     lost: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    dropped_from_ns: int | None = None
     end_ns: int | None = None
     is_cut: bool = False
     cpu_seconds: float = 0.0
@@ -210,8 +215,8 @@ def _take(log: RunLog, data: dict[str, Any], texts: dict[str, str]) -> None:
     match data["event"]:
         case "unit":
             times = (data["start_ns"], data["ready_ns"], data["end_ns"])
-            is_failed = data.get("failed", False)
-            log.units.append(UnitRun(name("device"), name("job"), name("kind"), data["shard"], *times, is_failed))
+            outcome = data.get("failed", False), data.get("steps", 1)
+            log.units.append(UnitRun(name("device"), name("job"), name("kind"), data["shard"], *times, *outcome))
         case "copy":
             what = (name("device"), name("what"), name("job"), name("kind"), data["shard"], data["bytes"])
             log.copies.append(CopyMade(*what, name("how"), name("by"), data["start_ns"], data["end_ns"]))
@@ -237,6 +242,9 @@ def _take_seldom(log: RunLog, data: dict[str, Any], event: str) -> None:
             log.budgets[data["device"]] = data["budget_bytes"]
         case "lost":
             log.lost += data["records"]
+        case "dropped":
+            log.dropped = dict(data["records"])
+            log.dropped_from_ns = data["at_ns"] if log.dropped_from_ns is None else log.dropped_from_ns
         case "end":
             log.end_ns, log.cpu_seconds = data["at_ns"], data["cpu_seconds"]
         case other:

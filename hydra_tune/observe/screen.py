@@ -70,9 +70,8 @@ def _times(view: SweepView) -> list[Cell]:
     cells = [Cell(f"  {format_seconds(view.elapsed_seconds)}")]
     if view.makespan_seconds is not None:
         cells.append(Cell(f" of about {format_seconds(view.makespan_seconds)}"))
-        if view.bound_seconds:
-            ratio = view.makespan_seconds / view.bound_seconds
-            cells.append(Cell(f", {ratio:.2f} x the lower bound {format_seconds(view.bound_seconds)}", "dim"))
+        if view.bound_seconds and view.makespan_seconds >= view.SHORT_SECONDS:
+            cells.append(Cell(f", at least {format_seconds(view.bound_seconds)} of it units", "dim"))
     return cells
 
 

@@ -6,7 +6,7 @@ Whoever runs the sweep makes these; nothing here, and nothing that reads them, h
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 ENDED: frozenset[str] = frozenset({"completed", "pruned", "cancelled", "failed"})
 LEFT = "interrupted"
@@ -126,10 +126,15 @@ class SweepView:
         error: why the sweep ended early.
         warnings: what is to be told about the sweep itself.
         event_log: the file for `hydra-tune trace`; None: there is none.
+        event_log_bytes: its size; None where that is not known.
+        event_log_dropped: what was left out of the file because of its limit, by kind.
         weights: the files of the weights that are kept, by trial, the best first.
         makespan_seconds: what it will have taken in the end, as far as can be told; once it has ended, what it took.
         bound_seconds: what no schedule of its units on these devices could have been below.
     """
+
+    # Below, a sweep is mostly its beginning: imports, captures and first batches, of which the bound knows nothing.
+    SHORT_SECONDS: ClassVar[float] = 60.0
 
     name: str
     metric: str
@@ -146,6 +151,8 @@ class SweepView:
     error: str | None = None
     warnings: tuple[str, ...] = ()
     event_log: str | None = None
+    event_log_bytes: int | None = None
+    event_log_dropped: Mapping[str, int] = field(default_factory=dict)
     weights: Mapping[int, str] = field(default_factory=dict)
     makespan_seconds: float | None = None
     bound_seconds: float | None = None
@@ -161,6 +168,14 @@ class SweepView:
         valued = [t for t in self.trials if t.value is not None and not math.isnan(t.value)]
         ended = [t for t in valued if t.state in {"completed", "pruned"}]
         return tuple(sorted(ended, key=lambda t: (t.state != "completed", sign * (t.value or 0.0), t.number)))
+
+    @property
+    def best_unfinished(self) -> TrialView | None:
+        """The trial whose last report is the best, of those that have neither completed nor been pruned; None without any."""
+        sign = -1.0 if self.goal == "maximize" else 1.0
+        valued = [t for t in self.trials if t.value is not None and not math.isnan(t.value)]
+        others = [t for t in valued if t.state not in {"completed", "pruned", "failed"}]
+        return min(others, key=lambda t: (sign * (t.value or 0.0), t.number), default=None)
 
     @property
     def best(self) -> TrialView | None:

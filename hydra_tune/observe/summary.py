@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hydra_tune.observe import text
+from hydra_tune.observe.eventlog import in_words
 from hydra_tune.observe.snapshot import LEFT, DeviceView, SweepView, TrialView
 from hydra_tune.quantities import format_bytes, format_seconds
 
@@ -62,7 +63,7 @@ def print_summary(console: Console, view: SweepView) -> None:
         console.print(Text(line, style="red"))
     best = view.best
     if best is None:
-        console.print(Text("no trial completed", style="bold red"))
+        console.print(Text(f"no trial completed{_unfinished(view)}", style="bold red"), soft_wrap=True)
     else:
         console.print(Text(f"best: {text.label(best)}, {view.metric} {text.number(best.value)}", style="bold green"))
         for name, value in best.params.items():
@@ -74,6 +75,16 @@ def print_summary(console: Console, view: SweepView) -> None:
         console.print()
     for line in _totals(view):
         console.print(Text(line), soft_wrap=True)  # a path is for copying
+
+
+def _unfinished(view: SweepView) -> str:
+    """The best report of a trial that was under way."""
+    best = view.best_unfinished
+    if best is None or best.value is None:
+        return ""
+    epoch = "" if best.epoch is None else f" in epoch {text.epochs(best.epoch, best.epochs)}"
+    params = f" ({text.params(best.params)})" if best.params else ""
+    return f"; the best so far: {text.label(best)}, {view.metric} {text.number(best.value)}{epoch}{params}"
 
 
 def _best_table(trials: tuple[TrialView, ...], view: SweepView) -> Table:
@@ -138,7 +149,7 @@ def _totals(view: SweepView) -> list[str]:
     planned = view.units_run + view.units_saved
     share = f" ({view.units_saved / planned:.0%} of what was planned)" if planned else ""
     weights = [f"weights of trial {number}: {path}" for number, path in view.weights.items()]
-    log = [f"event log: {view.event_log}"] if view.event_log else []
+    log = [f"event log: {view.event_log}{_size(view)}"] if view.event_log else []
     return [
         f"sweep {view.name}: {_ENDS[view.status]} after {format_seconds(view.elapsed_seconds)}{_bound(view)}",
         f"trials: {len(view.trials)}{kept}: {', '.join(counts)}",
@@ -151,6 +162,13 @@ def _totals(view: SweepView) -> list[str]:
     ]
 
 
+def _size(view: SweepView) -> str:
+    """The size of the event log, and what was left out of it."""
+    size = "" if view.event_log_bytes is None else f", {format_bytes(view.event_log_bytes)}"
+    dropped = f" (event_log_limit: {in_words(view.event_log_dropped)})" if view.event_log_dropped else ""
+    return size + dropped
+
+
 def _fused(view: SweepView) -> list[str]:
     """How many trials were computed together, if any were."""
     sizes = [trial.group_size for trial in view.trials if trial.group_size > 1]
@@ -158,11 +176,10 @@ def _fused(view: SweepView) -> list[str]:
 
 
 def _bound(view: SweepView) -> str:
-    """What no schedule of the same units on these devices could have been below."""
-    if not view.bound_seconds:
+    """The part of the time that no schedule of the same units on these devices could have been below."""
+    if not view.bound_seconds or view.elapsed_seconds < view.SHORT_SECONDS:
         return ""
-    ratio = view.elapsed_seconds / view.bound_seconds
-    return f", {ratio:.2f} x the lower bound of {format_seconds(view.bound_seconds)}"
+    return f", of which {format_seconds(view.bound_seconds)} is the least that its units take on these devices"
 
 
 def to_json(view: SweepView) -> dict[str, Any]:
@@ -192,6 +209,8 @@ def to_json(view: SweepView) -> dict[str, Any]:
         "bound_seconds": view.bound_seconds,
         "scheduler_seconds": view.scheduler_seconds,
         "event_log": view.event_log,
+        "event_log_bytes": view.event_log_bytes,
+        "event_log_dropped": dict(view.event_log_dropped),
         "weights": {str(number): path for number, path in view.weights.items()},
     }
 

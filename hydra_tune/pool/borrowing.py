@@ -16,10 +16,11 @@ from functools import partial
 import torch
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import DeviceLostError, HydraTuneError
+from hydra_tune.devices.discovery import device_kind
+from hydra_tune.errors import DeviceLostError, HydraTuneError, first_line
 from hydra_tune.fusion.stand import HOST, Stand
 from hydra_tune.memory.pager import Pager
-from hydra_tune.pool.faults import first_line, found_lost
+from hydra_tune.pool.faults import found_lost
 
 _PATIENCE_SECONDS = 60.0  # for units that have begun; one may hang in a data loader
 
@@ -100,7 +101,7 @@ class Borrowing:
         kinds: dict[str, Device] = {}
         for name, device in sorted(known, key=lambda one: one[1].budget_bytes):
             if not device.is_host and name not in away:
-                kinds.setdefault(_kind(device), device)
+                kinds.setdefault(device_kind(device), device)
         return tuple(Stand(one.torch_device, one.alignment, partial(self.borrowed, one)) for one in kinds.values()) or (
             HOST,
         )
@@ -137,9 +138,3 @@ class Borrowing:
         place = device.torch_device
         beside = {name for name, other in known if other.torch_device == place and name not in away}
         return sorted({device.name} | beside)
-
-
-def _kind(device: Device) -> str:
-    """Devices of one kind run one step in the same time and memory."""
-    place = device.torch_device
-    return torch.cuda.get_device_name(place) if place.type == "cuda" else type(device).__name__

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.discovery import num_cores
+from hydra_tune.devices.discovery import device_kind, num_cores
 from hydra_tune.devices.dram import dram_bandwidth
 from hydra_tune.devices.link import link_of, measured_link
 from hydra_tune.shard.budget import Budget
@@ -46,7 +46,7 @@ def budget_of(
         link=functools.cache(lambda: link_of(devices[0])),
         # A host beside GPUs is slower than they are, and has nothing else to compute.
         checks_sample=not has_cpu,
-        counts_draws=has_cpu,
+        counts_draws=len({device_kind(device) for device in devices}) == 1,
         host_threads=1 if has_cpu else num_cores(),
     )
 

@@ -297,6 +297,8 @@ class TrialKeeper:
 
     def reached(self, trial: Snapshots, *, steps: int, at_report: bool, is_last: bool) -> None:
         """As `Keeper.reached`."""
+        if self._folder is None and not is_last and not self._copies:
+            return  # after nearly every step of a pool that saves nothing; who asks now is answered after the next
         with self._lock:
             copies, self._copies = self._copies, []
             files, self._files = self._files, []

@@ -12,10 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from hydra_tune.errors import HydraTuneError
+from hydra_tune.errors import HydraTuneError, first_line
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.ahead import NextUnits
-from hydra_tune.pool.faults import Faults, first_line
+from hydra_tune.pool.faults import Faults
+from hydra_tune.pool.hints import FusionHint
 from hydra_tune.pool.job import Failed, Finished, Job, Reported, Result
 from hydra_tune.pool.lifecycle import log_decision, log_end, log_retry
 from hydra_tune.pool.record import Following, Record
@@ -25,6 +26,7 @@ from hydra_tune.schedule import (
     Command,
     DeviceAdded,
     DeviceLost,
+    EndBurst,
     Event,
     JobPaused,
     JobRejected,
@@ -74,6 +76,7 @@ class Core:
         abandoned: jobs that it has broken down under; their memory is given back at shutdown.
         failing: threads that end jobs whose bytes could not be kept.
         units_saved: that pruned and cancelled jobs would still have run.
+        hint: says that trials had better be fused; None: nobody does.
         log: as given; told of units and copies by those that run and make them.
     """
 
@@ -98,6 +101,7 @@ class Core:
             name: queue.SimpleQueue() for name in devices
         }
         self.to_prepare: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self.hint: FusionHint | None = None
         self.next_units: NextUnits | None = None
         if sends_ahead:
             self.next_units = NextUnits(policy, self.scheduler, devices, self.records, self.changed)
@@ -173,6 +177,7 @@ class Core:
             self.decide(DeviceLost(device=name))
         else:
             self.leaving.add(name)
+            self.records[self.scheduler.running[name]].has_to_end_burst = True
 
     def _departures(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
         """Of devices that are to go, and whose unit is over with these events: before they get another."""
@@ -218,7 +223,10 @@ class Core:
         """Under the lock, where a command is no more than a word to another thread."""
         record = self.records[command.job]
         if isinstance(command, Run):
+            record.has_to_end_burst = False
             self.inboxes[command.device].put((record, command.unit))
+        elif isinstance(command, EndBurst):
+            record.has_to_end_burst = True
         elif isinstance(command, Admit):
             record.job.enter("preparing")
             self.to_prepare.put(record)

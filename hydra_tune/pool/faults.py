@@ -19,6 +19,7 @@ from hydra_tune.errors import (
     HydraTuneError,
     LoaderWorkerError,
     SpillError,
+    first_line,
 )
 from hydra_tune.memory.pressure import is_out_of_memory
 from hydra_tune.pool.checkpoints import Checkpoints, TrialKeeper
@@ -132,9 +133,3 @@ class Faults:
         except (CheckpointError, FileError) as error:
             _LOGGER.warning("trial %r has no checkpoint to go on from, and begins anew: %s", name, error)
         return None
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, and what it is."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"

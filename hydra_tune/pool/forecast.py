@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from hydra_tune.devices.cpu import CpuDevice
@@ -30,9 +31,11 @@ from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import Policy
 from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
 from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.shard.plan import Plan
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.stage import Stage
 from hydra_tune.shard.unbuilt import BuildLimit, TooLargeError, Unbuilt
+from hydra_tune.shard.whole import uncaptured
 from hydra_tune.task import TrainTask
 from hydra_tune.train.rehearsal import Rehearsal
 from hydra_tune.train.timing import timed_steps
@@ -53,6 +56,8 @@ class TrialForecast:
         name: of the task.
         num_shards: shards that its model is cut into.
         is_whole: whether it cannot be cut, and runs the user's own code.
+        runs_own_code: whether it runs the user's own code uncaptured, because it fits its device.
+        why: why it goes this way.
         units_per_step: shard units of an optimizer step.
         together: batches of a step that go through each shard together; 1: one after the other.
         activations: what is done with the activations of each shard but the last until its backward: "keep", "spill" or
@@ -77,6 +82,8 @@ class TrialForecast:
     name: str
     num_shards: int
     is_whole: bool
+    runs_own_code: bool
+    why: str
     units_per_step: int
     together: int
     activations: tuple[str, ...]
@@ -243,6 +250,8 @@ class _Part:
     pieces_why: str | None
     why: str | None
     placement_why: str | None
+    runs_own_code: bool
+    way_why: str
     fusion: FusionForecast
     link: Link | None = None
 
@@ -315,9 +324,14 @@ class _Company:
             same = _likeness(task, prepared, optimizer, knows_length=knows_length)
             with self._stage:
                 rehearsals = [
-                    Rehearsal(task, module, optimizer, kept, leaves, device, knows_length=knows_length)
+                    Rehearsal(
+                        *(task, module, optimizer, kept, leaves, device),
+                        knows_length=knows_length,
+                        counts_draws=self._library.budget.counts_draws,
+                    )
                     for _ in ([] if self._is_known(same) else self._lengths)
                 ]
+            runs_own_code, way_why = _way(task, module, optimizer, self._library, prepared)
             key = architecture_key(task, module)
             known = self._architectures
             return _Part(
@@ -330,6 +344,8 @@ class _Company:
                 architecture=None if key is None else known.setdefault(key, len(known)),
                 pieces_why=trial.pieces_why,
                 why=prepared.why,
+                runs_own_code=runs_own_code,
+                way_why=way_why,
                 placement_why=prepared.placement_why,
                 fusion=self._fusion_of(task, (module, optimizer), prepared, leaves, self._library, self._host),
             )
@@ -415,6 +431,8 @@ class _Company:
             name=name,
             num_shards=len(plan.shards),
             is_whole=plan.eager,
+            runs_own_code=part.runs_own_code,
+            why=part.way_why,
             units_per_step=play.units_per_step[name],
             together=rehearsal.together,
             activations=tuple(shard.activations for shard in plan.shards[:-1]),
@@ -437,6 +455,21 @@ def _likeness(task: TrainTask, prepared: Prepared, optimizer: torch.optim.Optimi
     """Equal for tasks that rehearse alike: of one plan, but for rates and other numbers that move no bytes."""
     parts = (task.accumulate, task.num_pieces, repr(task.split_operators), knows_length)
     return (id(prepared), GradientRules.of(task), optimizer_key(optimizer), *parts)
+
+
+def _way(
+    task: TrainTask, module: nn.Module, optimizer: torch.optim.Optimizer, library: PlanLibrary, prepared: Prepared
+) -> tuple[bool, str]:
+    """Whether a task would run the user's own code uncaptured, and why, or why not."""
+    found, plan, budget = uncaptured(task, module, optimizer, library.budget), prepared.plan, library.budget
+    if not isinstance(found, Plan):
+        return False, found
+    if plan.eager:
+        return True, f"it fits its device, and cannot be captured anyway ({plan.why_eager})"
+    if len(plan.shards) > 1:
+        return False, "its state fits its device, and its activations do not fit beside the state"
+    needed = max(plan.peak_bytes, found.peak_bytes)
+    return True, f"it fits its device: {format_bytes(needed)} of {format_bytes(budget.budget_bytes)}"
 
 
 def _step_seconds(play: Play, name: str) -> float:

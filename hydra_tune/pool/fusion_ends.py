@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from hydra_tune.errors import OutOfMemoryError
+from hydra_tune.errors import OutOfMemoryError, first_line
 from hydra_tune.memory.pressure import NotRepeatableError
-from hydra_tune.pool.faults import first_line, is_not_its_own
+from hydra_tune.pool.faults import is_not_its_own
 from hydra_tune.pool.fusion_entry import Carried, Entry
 from hydra_tune.pool.fusion_group import Keeping, LiveGroup, tell
 from hydra_tune.pool.fusion_table import FusionTable

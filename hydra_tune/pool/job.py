@@ -1,19 +1,20 @@
 """Jobs, their results, and the events that a driver of the pool listens to."""
 
+import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-from torch import Tensor, nn
-
-from hydra_tune.checkpoint.tensors import save_tensors
-from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune.errors import ConfigError
 from hydra_tune.task import TrainTask
+from hydra_tune.train.explain import explained
+from hydra_tune.train.trained import Trained
+
+_LOGGER = logging.getLogger(__name__)
 
 OVER = ("completed", "pruned", "cancelled", "failed")
 """States from which a job does not come back."""
@@ -61,14 +62,10 @@ class Progress:
 
 
 @dataclass(slots=True, kw_only=True)
-class Result:
-    """What a job left.
+class Result(Trained):
+    """The outcome of a job; see `Trained` for status, metrics, history, error, and the trained module.
 
     Attributes:
-        status: "completed", "pruned", "cancelled" or "failed".
-        metrics: of the last report; empty if there was none.
-        history: one dict per report: `step`, `epoch`, `seconds` since the job began, and the metrics.
-        error: what a failed job raised, with its traceback; else None.
         num_shards: shards its model was cut into; 0 if it failed before that.
         activations: what was done with the activations of each shard but the last until its backward: "keep", "spill" or
             "recompute". The last shard's forward and backward are one unit.
@@ -84,10 +81,6 @@ class Result:
             docs/fusion.md.
     """
 
-    status: str
-    metrics: dict[str, float] = field(default_factory=dict)
-    history: list[dict[str, float]] = field(default_factory=list)
-    error: BaseException | None = None
     num_shards: int = 0
     activations: tuple[str, ...] = ()
     optimizer_placement: str | None = None
@@ -98,50 +91,11 @@ class Result:
     compute_seconds: float = 0.0
     faults: tuple[str, ...] = ()
     group_size: int = 1
-    _module: nn.Module | None = None
-    _optimizer: torch.optim.Optimizer | None = None
 
     @property
     def retries(self) -> int:
         """How often it was begun again."""
         return len(self.faults)
-
-    def module(self) -> nn.Module:
-        """The user's own module with the trained weights, on the host.
-
-        Raises:
-            HydraTuneError: the job did not complete; its weights are gone.
-        """
-        if self._module is None:
-            raise HydraTuneError(f"a {self.status} job keeps no weights; only completed jobs do") from self.error
-        return self._module
-
-    def keep(self, module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
-        """The pool's side: what `module()` and the rest give out."""
-        self._module, self._optimizer = module, optimizer
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The module's `state_dict()`: the model's own names, tied names included."""
-        return self.module().state_dict()
-
-    def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
-        """Write the weights to a file, as safetensors, which `hydra_tune.load_module(task, path)` reads.
-
-        Args:
-            path: of the file; one that is there is replaced, whole or not at all.
-            metadata: texts to keep with them.
-
-        Raises:
-            HydraTuneError: the job did not complete.
-            FileError: the file cannot be written.
-        """
-        save_tensors(Path(path), self.state_dict(), metadata)
-
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's `state_dict()`, as `torch.optim` defines it."""
-        self.module()
-        assert self._optimizer is not None
-        return self._optimizer.state_dict()
 
 
 class Steering(Protocol):
@@ -288,7 +242,10 @@ class Job:
         self._paused = paused
 
     def end(self, result: Result) -> None:
-        """The job is over."""
+        """The job is over; where no driver is told of its failure, the log is."""
+        result.error = explained(result.error)
+        if result.status == "failed" and self.events is None:
+            _LOGGER.error("trial %r failed", self.name, exc_info=result.error)
         self._state = result.status
         self._paused = False
         self._result = result

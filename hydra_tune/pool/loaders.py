@@ -7,8 +7,8 @@ much time has passed. After `timeout_seconds` the trial fails: its loader is int
 abandoned (`train/drawing.py`). Of a trial that is over, pruned for instance, the loader is waited for until the time of the
 warning.
 
-A loader without workers draws in this process, with the process's random streams in its hands. Trials that draw such batches,
-or run their own code, wait for each other anyway; a loader that hangs so holds them up until it is given up on.
+A loader without workers draws in this process, inside the gate of captures (`shard/gate.py`). A capture waits for such a
+loader, and whoever wants to compute behind that capture waits as well, until a loader that hangs is given up on.
 """
 
 import logging
@@ -197,7 +197,7 @@ class LoaderWatch:
 
     def _detach(self, record: Record, clock: DrawClock) -> bool:
         """Have the device, or the preparer, work for others meanwhile; whether it does."""
-        core, key = self._core, record.job.key
+        core, key, trial = self._core, record.job.key, record.trial
         try:
             with core.changed, clock.under_way():
                 if record.is_detached or core.error is not None or not clock.seconds:
@@ -205,15 +205,18 @@ class LoaderWatch:
                 if core.scheduler.phases.get(key) is Phase.PREPARING:
                     self._replace_preparer(clock.thread)
                     return True
-                if record.trial is None:
+                if trial is None:
                     return False
                 places = [device for device, job in core.scheduler.running.items() if job == key]
                 if len(places) != 1:
                     return False  # a worker that ran beside is still saying so
+                trial.leave_device()
                 core.detach(record, places[0], 0.0)
                 self._replace_worker(places[0])
                 return True
         finally:
+            if trial is not None:
+                trial.end_lease()
             core.release_all()
 
     def _give_up(self, record: Record, clock: DrawClock, seconds: float) -> None:
@@ -253,8 +256,8 @@ class LoaderWatch:
         which = "validate" if handle is task.validate and handle is not task.train else "train"
         if clock.is_in_process:
             held = (
-                "it draws in this process, so that other trials' own code waits for it as well; num_workers=1 would have it "
-                "wait alone"
+                "it draws in this process, so that a trial whose model is to be captured waits for it as well, and other "
+                "trials behind that one; num_workers=1 would have it wait alone"
             )
         else:
             held = "other trials go on meanwhile"

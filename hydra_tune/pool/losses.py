@@ -13,11 +13,11 @@ import logging
 from collections.abc import Callable, Mapping
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import DeviceLostError
+from hydra_tune.errors import DeviceLostError, first_line
 from hydra_tune.memory.loss import dirty_owners, give_up
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.core import PROBE, Core
-from hydra_tune.pool.faults import first_line, found_lost, may_be_the_devices
+from hydra_tune.pool.faults import found_lost, may_be_the_devices
 from hydra_tune.pool.record import Record
 from hydra_tune.schedule import DeviceLost, Event, JobStopped
 

@@ -44,7 +44,7 @@ def planned_profile(
 def _planned_trial(
     name: str, task: TrainTask, library: PlanLibrary, device: Device, steps: int | None
 ) -> dict[str, Any]:
-    trial = Trial(task, library, device)
+    trial = Trial(task, library, device, may_run_own_code=False)
     try:
         trial.advance()  # builds the model, draws a batch, and makes the plan
         assert trial.state is not None
@@ -58,7 +58,7 @@ def _planned_trial(
         if count is None:
             raise ConfigError(f"how many steps {name} takes is not known before its data has been seen; give steps=")
         parts = trial.task.accumulate * trial.task.num_pieces
-        counted = device.shares_generator or not plan.is_stochastic
+        counted = library.budget.counts_draws or not plan.is_stochastic
         together = parts if counted and plan.may_be_pipelined and grouped.is_worth_it(plan) else 1
         sizes = [
             shard.cost.state_bytes + (0 if shard.cost.updates_on_host else shard.cost.optimizer_bytes)

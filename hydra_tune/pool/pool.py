@@ -21,6 +21,7 @@ import torch
 from hydra_tune.checkpoint.every import Every
 from hydra_tune.checkpoint.saved import Saved
 from hydra_tune.devices.device import Device
+from hydra_tune.devices.discovery import device_kind
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.fusion.stand import Stand
 from hydra_tune.interrupts import hold_interrupts
@@ -33,6 +34,7 @@ from hydra_tune.pool.core import Core
 from hydra_tune.pool.faults import Faults, Retried
 from hydra_tune.pool.forecast import Forecast, Known, forecast
 from hydra_tune.pool.fusion_forecast import FusionForecasts
+from hydra_tune.pool.hints import FusionHint
 from hydra_tune.pool.job import OVER, EventStream, Job, Progress
 from hydra_tune.pool.lending import Lender
 from hydra_tune.pool.loaders import LoaderTimes, LoaderWatch
@@ -42,7 +44,7 @@ from hydra_tune.pool.preparer import Preparer
 from hydra_tune.pool.record import Record, progress_without_trial
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.room import disk_stats
-from hydra_tune.pool.stats import PoolStats
+from hydra_tune.pool.stats import PoolStats, log_stats
 from hydra_tune.pool.worker import RESUME, Instrument, Worker
 from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import (
@@ -200,6 +202,10 @@ class Pool:
         if self._preparer.replace(thread):
             self._start_preparer()
 
+    def hint_at_fusion(self) -> None:
+        """Say once if trials are such that computing them together would be much faster."""
+        self._core.hint = FusionHint()
+
     @property
     def changed(self) -> threading.Condition:
         """The lock that everything is decided under; notified when a job ends."""
@@ -244,6 +250,11 @@ class Pool:
             yield job.state == "waiting"
         finally:
             record.turn.release()
+
+    def folder_of(self, job: Job) -> Path | None:
+        """Where the checkpoints of a job that is not over are, or will be; None: it has none."""
+        record = self._record_of(job)
+        return None if record is None or record.keeper is None else record.keeper.path
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -325,7 +336,8 @@ class Pool:
                 f"{device.name!r} has {format_bytes(device.budget_bytes)}, but the pool's models are cut for devices of "
                 f"{format_bytes(budget.budget_bytes)}; give it as much, or start another HydraExecutor with less device_memory"
             )
-        if budget.alignment % device.alignment:
+        kinds = {device_kind(other) for other in self._devices.values()} if budget.counts_draws else set()
+        if budget.alignment % device.alignment or kinds - {device_kind(device)}:
             raise ConfigError(
                 f"{device.name!r} is of another kind than {', '.join(self.device_names)}; start another HydraExecutor for it"
             )
@@ -524,6 +536,7 @@ class Pool:
                 scheduler_seconds=self._core.scheduler_seconds,
                 steps_by_way={way: count for way, count in self._lender.steps_by_way.items() if count},
                 disk=None if self._host is None else disk_stats(self._host),
+                event_log=None if self.log is None else log_stats(self.log),
             )
 
     @hold_interrupts()

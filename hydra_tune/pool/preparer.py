@@ -12,10 +12,11 @@ from hydra_tune.devices.device import Device
 from hydra_tune.memory.host import HostTier
 from hydra_tune.pool.core import Core
 from hydra_tune.pool.lending import JobHelpers, Lender
-from hydra_tune.pool.record import Record, unit_of
+from hydra_tune.pool.record import Record, forget_locals, unit_of
 from hydra_tune.pool.room import has_room
 from hydra_tune.schedule import JobAdmitted, JobRejected
 from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.supervision.marks import at_work
 from hydra_tune.train.shared_times import SharedTimes
 from hydra_tune.train.step import PendingUnit
 
@@ -57,6 +58,7 @@ class Preparer:
             while (record := self._core.to_prepare.get()) is not None:
                 with record.tenant.at_work():
                     self._prepare(record)
+                forget_locals(record.error)  # of the frame that has just ended as well, which knows the trial
                 if threading.get_ident() in self._replaced:
                     return
                 del record  # or the last job's model would live until the next one comes
@@ -81,20 +83,22 @@ class Preparer:
             beginning = record.begin()
             if keeper is not None and beginning is not None:
                 keeper.goes_on_from(beginning.saved.path)
-            trial = record.make_trial(
-                job.task,
-                self._library,
-                self._device(),
-                helpers,
-                self._host,
-                record.tenant,
-                self._times,
-                beginning=beginning,
-                keeper=keeper,
-            )
-            del beginning  # or a whole checkpoint would stay in memory
-            record.trial = trial
-            unit = record.advance(report_is_free=True)
+            with at_work(job.name):
+                trial = record.make_trial(
+                    job.task,
+                    self._library,
+                    self._device(),
+                    helpers,
+                    self._host,
+                    record.tenant,
+                    self._times,
+                    beginning=beginning,
+                    keeper=keeper,
+                )
+                del beginning  # or a whole checkpoint would stay in memory
+                trial.is_asked_to_end = record.is_asked_to_end
+                record.trial = trial
+                unit = record.advance(report_is_free=True)
             if trial.state is not None:
                 key = job.key  # which is another when the job begins again
                 trial.state.watch(lambda shard, device: core.moved(key, shard, device))

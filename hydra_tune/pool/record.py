@@ -11,6 +11,7 @@ from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.checkpoints import TrialKeeper
 from hydra_tune.pool.job import OVER, Job, Progress, Result
 from hydra_tune.schedule import Unit
+from hydra_tune.train.burst import BURST
 from hydra_tune.train.capture import Beginning
 from hydra_tune.train.drawing import GivenUp
 from hydra_tune.train.spread import LaneUnit, Spread
@@ -47,7 +48,7 @@ class Following:
 
 def unit_of(pending: PendingUnit) -> Unit:
     """A unit as the scheduler sees it."""
-    return Unit(kind=pending.kind, shard=pending.shard, seconds=pending.seconds)
+    return Unit(kind=pending.kind, shard=pending.shard, seconds=pending.seconds, may_end_early=pending.kind == BURST)
 
 
 def no_beginning() -> Beginning | None:
@@ -116,7 +117,10 @@ class Record:
         begins_again: whether it is over only to be begun again.
         is_detached: whether its thread waits for the trial's loader, and the device has another worker meanwhile.
         is_abandoned: whether nobody waits for that thread any more.
+        has_to_end_burst: whether the scheduler wants the burst under way to end after its present step.
         turn: held by whoever has the trial go on, or saves it while it waits for an answer to a report.
+        telling: held from the end of a unit that ran beside others until the scheduler knows that its device is idle: else a
+            unit that comes to be due meanwhile, and belongs there, would go to another one.
     """
 
     def __init__(
@@ -142,6 +146,7 @@ class Record:
         self.wanted_end: str | None = None
         self.make_trial = make_trial
         self.turn = threading.RLock()
+        self.telling = threading.Lock()
         self._log = log
         self.tenant = Tenant(on_failure)
         self.trial: Trial | None = None
@@ -156,6 +161,7 @@ class Record:
         self.begins_again = False
         self.is_detached = False
         self.is_abandoned = False
+        self.has_to_end_burst = False
         self.loader_error: BaseException | None = None
         self.places: dict[int, str | None] = {}
         self.told: dict[int, str | None] = {}
@@ -169,6 +175,15 @@ class Record:
     def goes_on(self) -> bool:
         """Whether it will want a further unit, as far as is known."""
         return self.outcome is None and not self.job.paused and self.trial is not None
+
+    @property
+    def steps_run(self) -> int:
+        """Units that its trial has counted so far; those of a burst are its steps."""
+        return 0 if self.trial is None else self.trial.units_run
+
+    def is_asked_to_end(self) -> bool:
+        """Whether a burst of its steps is to end: asked after each step, without a lock."""
+        return self.has_to_end_burst or self.outcome is not None or self.job.paused
 
     @property
     def is_spread(self) -> bool:
@@ -366,7 +381,11 @@ def progress_without_trial(job: Job) -> Progress:
 
 
 def forget_locals(error: BaseException | None) -> None:
-    """Let go of what the frames of a traceback hold: a failed unit's tensors would live as long as its error."""
+    """Let go of what the frames of a traceback hold: a failed unit's tensors would live as long as its error.
+
+    A frame keeps its function even so, and a closure the variables around it, which others may still look up (the unit may run
+    once more). So whatever runs a unit is a method, or a `partial` of one, and never a function that has closed over its trial.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -39,6 +39,7 @@ from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import Policy, check_admission, make_policy
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.partition import NumShards
+from hydra_tune.supervision.supervisor import numbered
 
 _HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
 
@@ -69,6 +70,7 @@ class Settings:
     optimizer_placement: Literal["device", "host", "auto"]
     spill_dir: str | os.PathLike[str] | None
     event_log: str | os.PathLike[str] | None
+    event_log_limit: str | int | None
     plans_only: bool
     checkpoint_dir: str | os.PathLike[str] | None
     checkpoint_every: str | int | None
@@ -85,6 +87,7 @@ class Settings:
     _host_bytes: int | None = field(init=False)
     _loader_times: LoaderTimes = field(init=False)
     _log_path: Path | None = field(init=False)
+    _log_limit: int | None = field(init=False)
     _spill_path: Path | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,12 +107,37 @@ class Settings:
         checked_backend("fusion_compile", self.fusion_compile)
         check_planner(self.fusion_planner)
         self._log_path = None if self.event_log is None else check_log_path(self.event_log)
+        limit = self.event_log_limit
+        self._log_limit = None if limit is None else parse_bytes(limit, what="event_log_limit")
         self.saving = check_saving(self.checkpoint_dir, self.checkpoint_every)
         self._loader_times = check_loader_times(self.loader_warning, self.loader_timeout)
         check_retries(self.max_retries)
         self._host_bytes = None if self.host_memory is None else parse_bytes(self.host_memory, what="host_memory")
         self._spill_path = None if self.spill_dir is None else check_spill_dir(self.spill_dir)
         self._chosen = make_policy(self.policy)
+
+    def check_isolated(self) -> None:
+        """Refuse what is not there where the pool runs in a process of its own.
+
+        Raises:
+            ConfigError: by name.
+        """
+        for name, is_given, why in (
+            (
+                "fusion",
+                self.members > 0,
+                "trials that are computed together crash together, and nobody could say which did",
+            ),
+            ("record", self.record, "what is recorded stays in the pool's process; event_log has most of it"),
+            ("instrument", self.instrument is not None, "what it gathers stays in the pool's process"),
+            ("plans_only", self.plans_only, "nothing is planned there"),
+        ):
+            if is_given:
+                raise ConfigError(f"{name} does not go with isolate=True: {why}; leave one of the two out")
+
+    def number_log(self, crashes: int) -> None:
+        """Have the event log of a process that follows others in a file of its own."""
+        self._log_path = numbered(self._log_path, crashes)
 
     def open_pool(self, only_way: str | None) -> tuple[Pool, Fusion | None, int]:
         """Open the devices and start a pool on them.
@@ -160,6 +188,7 @@ class Settings:
 
     def _groups_of(self, pool: Pool, library: PlanLibrary) -> Fusion | None:
         if not self.members:
+            pool.hint_at_fusion()
             return None
         chooser = Chooser(library) if self.fusion == "auto" else None
         return Fusion(pool, library, self.members, chooser, self.fusion_compile, self.fusion_planner)
@@ -175,4 +204,5 @@ class Settings:
             "admission": self.admission,
             "max_concurrent": width,
         }
-        return EventLog(path, [(device.name, device.budget_bytes) for device in devices], facts)
+        budgets = [(device.name, device.budget_bytes) for device in devices]
+        return EventLog(path, budgets, facts, limit_bytes=self._log_limit)

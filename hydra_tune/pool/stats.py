@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from hydra_tune.observe.eventlog import EventLog
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStats:
@@ -86,6 +88,21 @@ class DiskStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogStats:
+    """Figures of the event log.
+
+    Attributes:
+        path: of the file.
+        nbytes: written up to now.
+        dropped: units, copies and the like that were left out because of `event_log_limit`, by kind.
+    """
+
+    path: str
+    nbytes: int
+    dropped: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
     """Figures of the pool since it began.
 
@@ -98,6 +115,7 @@ class PoolStats:
         steps_by_way: optimizer steps of several batches, but for each trial's first, by how they ran: "one device" (one batch
             after the other), "grouped" (through each shard together), "data-parallel" or "pipelined".
         disk: with a spill_dir.
+        event_log: with one.
     """
 
     devices: dict[str, DeviceStats]
@@ -107,3 +125,9 @@ class PoolStats:
     scheduler_seconds: float
     steps_by_way: dict[str, int] = field(default_factory=dict)
     disk: DiskStats | None = None
+    event_log: LogStats | None = None
+
+
+def log_stats(log: EventLog) -> LogStats:
+    """Figures of an event log, whole once the pool is closed."""
+    return LogStats(path=str(log.path), nbytes=log.written_bytes, dropped=dict(log.dropped))

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from hydra_tune.devices.device import Device
@@ -19,6 +20,8 @@ from hydra_tune.pool.record import Following, Record, forget_locals
 from hydra_tune.pool.recorder import Recorder
 from hydra_tune.pool.stats import DeviceStats
 from hydra_tune.schedule import Unit, UnitFailed, UnitFinished
+from hydra_tune.supervision.marks import at_work
+from hydra_tune.train.burst import BURST
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Report, Trial, run_unit
 
@@ -87,8 +90,9 @@ class Worker:
             if isinstance(item, Probe):
                 is_over = self._look()
             else:
-                with self._turn(item[0]):
-                    is_over = self._run(*item)
+                with self._turn(item[0]), contextlib.ExitStack() as until_told:
+                    is_over = self._run(*item, until_told)
+                forget_locals(item[0].error)  # of the frame that has just ended as well, which knows the trial
             del item  # or the last job's model would live until the next one comes
             if is_over:
                 return
@@ -141,10 +145,10 @@ class Worker:
     def _turn(self, record: Record) -> Iterator[None]:
         recorder = self._recorder
         recorded = contextlib.nullcontext() if recorder is None else recorder.turn(record.job.key, self._device.name)
-        with recorded, record.tenant.at_work():
+        with recorded, record.tenant.at_work(), at_work(record.job.name):
             yield
 
-    def _run(self, record: Record, unit: Unit) -> bool:
+    def _run(self, record: Record, unit: Unit, until_told: contextlib.ExitStack) -> bool:
         """Run a unit and go on to the job's next one; returns whether this thread has nothing more to do here."""
         assert record.trial is not None
         trial = record.trial
@@ -153,6 +157,8 @@ class Worker:
         try:
             if unit.kind != RESUME.kind:
                 seconds = self._run_pending(record, trial, unit)
+            if record.is_spread:
+                until_told.enter_context(record.telling)
             following = self._go_on(record, unit)
             while _is_update(following.step, unit.shard) and not record.is_detached:
                 # Just in time, while parameters and gradients are here: a backward's update is no decision of its own.
@@ -206,9 +212,11 @@ class Worker:
         pending = record.take(unit)
         self._taken = pending if pending.kind in _GRAPH_KINDS else None
         if self._prefetch is not None:
-            self._prefetch.asks = lambda: self._next_needs(record, pending)
-        with self._device_turn.unit():
-            seconds = self._pressure.run(record.job.name, pending, lambda: self._timed_unit(record, pending))
+            self._prefetch.asks = partial(self._next_needs, record, pending)
+        # A burst has the trial go on, and nobody else may have it do so, or save it, meanwhile.
+        turn = record.turn if pending.kind == BURST else contextlib.nullcontext()
+        with self._device_turn.unit(), turn:
+            seconds = self._pressure.run(record.job.name, pending, partial(self._timed_unit, record, pending))
         self._taken = None
         trial.finished(pending, seconds)
         return seconds
@@ -220,7 +228,7 @@ class Worker:
 
     def _timed_unit(self, record: Record, pending: PendingUnit) -> float:
         start_ns, turn = time.perf_counter_ns(), current_turn()
-        self._pager.ready_ns, is_failed = 0, True
+        self._pager.ready_ns, is_failed, before = 0, True, record.steps_run
         try:
             with contextlib.nullcontext() if turn is None else turn.unit(pending.kind, pending.shard):
                 seconds = run_unit(pending, self._device, self._pager, self._instrument)
@@ -229,20 +237,25 @@ class Worker:
             if self._prefetch is not None:
                 self._prefetch.asks = None  # and nothing is sent ahead beside a unit that is run once more
             end_ns = time.perf_counter_ns()
-            self.units += 1
+            steps = 1 if pending.kind != BURST else record.steps_run - before
+            self.units += steps
             self.busy_seconds += (end_ns - start_ns) / 1e9
             if self._core.log is not None:
                 # What never had all it needed has waited all the time, unless it needed nothing here.
                 ready_ns = self._pager.ready_ns or (end_ns if is_failed else start_ns)
                 name, job = self._device.name, record.job.key
                 self._core.log.unit(
-                    name, job, pending.kind, pending.shard, start_ns, ready_ns, end_ns, is_failed=is_failed
+                    *(name, job, pending.kind, pending.shard, start_ns, ready_ns, end_ns),
+                    is_failed=is_failed,
+                    steps=steps,
                 )
         return seconds
 
     def _finish_unit(self, record: Record, seconds: float, following: Following) -> None:
         core, job, trial = self._core, record.job, record.trial
         assert trial is not None
+        if core.hint is not None and not core.hint.is_over:
+            core.hint.look(trial, len(core.records))
         report = following.step if isinstance(following.step, Report) else None
         units = following.units
         with core.changed:

@@ -6,7 +6,7 @@ name only.
 
 from hydra_tune.schedule.ahead import Ahead
 from hydra_tune.schedule.bound import makespan_bound, uneven_makespan_bound
-from hydra_tune.schedule.commands import Admit, Command, Release, Run
+from hydra_tune.schedule.commands import Admit, Command, EndBurst, Release, Run
 from hydra_tune.schedule.early import EarlyBinding
 from hydra_tune.schedule.events import (
     DeviceAdded,
@@ -55,6 +55,7 @@ __all__ = [
     "DeviceLost",
     "DeviceSlowed",
     "EarlyBinding",
+    "EndBurst",
     "Event",
     "Fair",
     "Fifo",

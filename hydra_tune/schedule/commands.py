@@ -25,11 +25,22 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndBurst:
+    """Have the job's unit, which is made of steps, end after the step that runs: another job waits for the device.
+
+    Answered by the unit's `UnitFinished`, as ever. Nothing is lost where the unit ends by itself meanwhile.
+    """
+
+    job: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
     """The job is over and nothing of it runs: give all of its memory back. The scheduler has forgotten it."""
 
     job: str
 
 
-Command = Admit | Run | Release
+Command = Admit | Run | EndBurst | Release
 """Everything `Scheduler.handle` returns."""

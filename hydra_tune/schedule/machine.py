@@ -14,6 +14,8 @@ What it promises:
     * of one priority, jobs are admitted in submission order, while fewer than `max_concurrent` are preparing, ready or
       running;
     * where admission is staggered, no job beyond the front is fed before one of the front, of its priority, that could be;
+    * where a job begins to wait and every device is busy, one burst of steps, of a job of no higher priority, is asked to end
+      after its present step, if any is there: the one whose job has the least left;
     * a job that is stopped, or one of whose units fails, gets no further unit, and is released once nothing of it runs;
     * a job that is paused gets no further unit until it is unpaused, and takes no slot once nothing of it is under way;
     * of a job that is over nothing is kept.
@@ -25,8 +27,17 @@ from itertools import takewhile
 from types import MappingProxyType
 
 from hydra_tune.errors import ConfigError, ScheduleError
-from hydra_tune.schedule.commands import Admit, Command, Release, Run
-from hydra_tune.schedule.events import DeviceAdded, DeviceLost, DeviceSlowed, Event
+from hydra_tune.schedule.commands import Admit, Command, EndBurst, Release, Run
+from hydra_tune.schedule.events import (
+    DeviceAdded,
+    DeviceLost,
+    DeviceSlowed,
+    Event,
+    JobAdmitted,
+    JobResumed,
+    JobUnpaused,
+    PriorityChanged,
+)
 from hydra_tune.schedule.front import ADMISSIONS, Front, check_admission
 from hydra_tune.schedule.invariants import violations
 from hydra_tune.schedule.levels import Levels
@@ -39,6 +50,7 @@ from hydra_tune.schedule.units import Unit
 _STORY_LENGTH = 20
 _RUNNING = Phase.RUNNING  # looked up for every unit, and an enum's members are slow to look up
 _DEVICE_EVENTS = (DeviceAdded, DeviceLost, DeviceSlowed)
+_CALLS = (JobAdmitted, JobResumed, JobUnpaused, PriorityChanged)  # after which a job may wait that did not wait before
 
 
 class Scheduler:
@@ -76,7 +88,7 @@ class Scheduler:
             *events: what happened since the last call.
 
         Returns:
-            What to do, in this order: memory to give back, units to run, jobs to prepare.
+            What to do, in this order: memory to give back, units to run, bursts to end, jobs to prepare.
 
         Raises:
             ScheduleError: an event that is impossible here, with the state found and the job's story. Nothing changed.
@@ -93,6 +105,7 @@ class Scheduler:
                 victims |= lost
             draft.commit()
         commands = self._feed(released)
+        self._end_bursts([event.job for event in events if isinstance(event, _CALLS)] + [*victims.values()], commands)
         self._admit(commands)
         self._remember(events, victims, commands)
         return commands
@@ -230,7 +243,7 @@ class Scheduler:
             record.ready = tuple(other for other in record.ready if other is not unit)
             record.running = {**record.running, place: unit}
         state.put(record)
-        device.job = record.job
+        device.job, device.is_asked = record.job, False
         state.put_device(device)
         return Run(job=record.job, device=place, unit=unit)
 
@@ -279,6 +292,28 @@ class Scheduler:
             equals = takewhile(lambda place: place[0] == speed, state.idle)
             return min((name for _, _, name in equals), key=lambda name: state.homes[name])
         return asked
+
+    def _end_bursts(self, beginning: list[str], commands: list[Command]) -> None:
+        """For each of these jobs that waits now, and has not before, ask one burst to end."""
+        state = self._state
+        if state.idle:
+            return
+        for job in beginning:
+            waiting = state.jobs.get(job)
+            if waiting is None or waiting.view is None:
+                continue
+            found = [
+                (state.jobs[device.job], device)
+                for name, device in state.devices.items()
+                if device.job is not None
+                and not device.is_asked
+                and state.jobs[device.job].priority <= waiting.priority
+                and state.jobs[device.job].running[name].may_end_early
+            ]
+            if found:
+                least, device = min(found, key=lambda one: (one[0].priority, one[0].remaining_seconds, -one[0].order))
+                device.is_asked = True
+                commands.append(EndBurst(job=least.job, device=device.device))
 
     def _admit(self, commands: list[Command]) -> None:
         state = self._state

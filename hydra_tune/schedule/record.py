@@ -150,6 +150,7 @@ class DeviceRecord:
         index: its place in the order of adding.
         speed: 1 is nominal.
         job: the job whose unit it runs; None if it is idle.
+        is_asked: whether that unit, a burst, was asked to end early; without meaning while it is idle.
         idle_place: its entry among the idle devices, which are fed in this order, the fastest first; None if it is not
             idle. Kept by `State.put_device`.
         told_speed: what the policy was told. Kept by `State.put_device`.
@@ -159,5 +160,6 @@ class DeviceRecord:
     index: int
     speed: float = 1.0
     job: str | None = None
+    is_asked: bool = False
     idle_place: tuple[float, int, str] | None = None
     told_speed: float = 0.0

@@ -18,6 +18,7 @@ class Unit:
         rank: of a job's ready units the one of the lowest rank goes first.
         near: the device that has what it works on, or is home to its shard; None if none has, or none is known to. It runs
             there if that one is idle when it gets a device.
+        may_end_early: whether it is made of steps, and ends after the next of them when the scheduler asks for that.
     """
 
     kind: str
@@ -25,3 +26,4 @@ class Unit:
     seconds: float
     rank: int = 0
     near: str | None = None
+    may_end_early: bool = False

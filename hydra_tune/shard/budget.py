@@ -28,7 +28,7 @@ class Budget:
         host_bytes: host memory for each trial in flight; None for as much as it likes.
         link: how fast the devices' copies are, if that can be compared with seconds measured on the host.
         checks_sample: whether a plan may be checked with a few samples of its batch; see `sample.py`.
-        counts_draws: whether random numbers can be drawn ahead of their batches, as on CPU devices alone.
+        counts_draws: whether a batch draws as many random numbers on each device, so that later ones can be drawn before it.
         host_threads: intra-op threads to check plans with, which changes nothing but the time that takes.
     """
 

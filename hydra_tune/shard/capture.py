@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from hydra_tune.errors import CaptureError, HydraTuneError
+from hydra_tune.older_torch import mend_lstm_shapes
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.quiet import quiet_export
 from hydra_tune.shard.steps import MODEL_PREFIX, step_module
@@ -69,9 +71,9 @@ class Captured:
 
 
 def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter and buffer object of a model once, under its first name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    """Each parameter and buffer object of a model once, under its first name; lazy ones not before they have a shape."""
+    yield from (named for named in model.named_parameters() if not is_lazy(named[1]))
+    yield from (named for named in model.named_buffers() if not is_lazy(named[1]))
 
 
 def state_specs(model: nn.Module) -> dict[str, StateSpec]:
@@ -105,6 +107,7 @@ def capture(
         CaptureError: `torch.export` could not capture it; the message gives the reason and the user's line.
         TaskError, MetricError: the step itself is wrong (not a scalar, ...).
     """
+    mend_lstm_shapes()
     wrapper = step_module(task, twin, mode)
     with torch.set_grad_enabled(mode == "train"):
         try:

@@ -21,6 +21,11 @@ class CaptureGate:
         self._waiting = 0
         self._forgotten: set[int] = set()  # threads that have passed and are not expected back
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a capture waits for whatever computes."""
+        return self._waiting > 0
+
     def forget(self, thread: int) -> None:
         """A thread that has passed `shared`, once, computes no more, and will not say so."""
         with self._condition:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hydra_tune.older_torch import is_pointwise
+
 _ATEN = torch.ops.aten
 _COPYING = (_ATEN.copy_.default, _ATEN.fill_.Scalar, _ATEN.fill_.Tensor, _ATEN.zero_.default)
 
@@ -34,7 +36,7 @@ def overwritten(func: Any, args: Any) -> Tensor | None:
 
 @functools.cache
 def _only_overwrites(func: Any) -> bool:
-    if func not in _COPYING and torch.Tag.pointwise not in func.tags:
+    if func not in _COPYING and not is_pointwise(func):
         return False
     schema = func._schema  # noqa: SLF001 - torch has no other name for it
     writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]

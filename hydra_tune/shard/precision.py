@@ -6,11 +6,13 @@ gradients are added in the low precision. Regions around pieces would cast it on
 cast into the graph, as a value that may cross cuts like any other; what is used once is left to autocast.
 
 Note: torch keeps its cache of casts for the whole process and clears it when any thread leaves a `torch.autocast` region. Our
-regions neither use nor clear it: other threads may be in eager code that relies on it.
+regions neither use nor clear it: other threads may be in eager code that relies on it. Regions of eager code use the cache, as
+a plain loop does, so threads are in such regions one at a time (`eager_autocast`).
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ _CASTING = {
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), (2, 3, 4, 5)),
     **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), (2,)),
 }
+_CASTS = threading.RLock()
 _LOOPING = frozenset({"gru", "rnn_tanh", "rnn_relu"})  # use their weights once for each time step
 
 
@@ -51,11 +54,14 @@ def autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
         _set(device_type, *before)
 
 
-def eager_autocast(precision: Precision, device_type: str = "cpu") -> AbstractContextManager[object]:
-    """`torch.autocast` itself, for the user's own code; leaving it clears the casts of all threads."""
+@contextmanager
+def eager_autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
+    """`torch.autocast` itself, for the user's own code; since to leave it clears the casts of all threads, in turns."""
     if precision == "float32":
-        return nullcontext()
-    return torch.autocast(device_type, dtype=getattr(torch, precision))
+        yield
+        return
+    with _CASTS, torch.autocast(device_type, dtype=getattr(torch, precision)):
+        yield
 
 
 def _set(device_type: str, enabled: bool, dtype: torch.dtype, cached: bool) -> None:

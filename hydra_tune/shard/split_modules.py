@@ -8,7 +8,7 @@ Note: what is exact. An element of a weight meets the same numbers in the same o
 the same. An output element is, too, in exact arithmetic; a matrix product rounds by its kernel, which goes by the shape. The
 gradient of a Linear's input is a sum over the pieces, which rounds otherwise than one product. See docs/training.md.
 
-Source: Harmony (Li et al., 2022), section 3, whose Task Decomposer splits operations for several devices. Differs: the pieces
+Source: Harmony (Li et al., 2021), section 3, whose Task Decomposer splits operations for several devices. Differs: the pieces
 are fixed by the task, so that what is trained does not depend on the devices.
 """
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydra_tune.errors import MetricError, TaskError
-from hydra_tune.task import TrainTask
+from hydra_tune.errors import CaptureError, TaskError
+from hydra_tune.task import TrainTask, backward_called, not_a_metric, not_metrics, number_of, returned
 
 MODEL_PREFIX = "model."
 
@@ -95,22 +95,26 @@ class TrainStep(nn.Module):
         super().__init__()
         self.model = model
         self._step = training_loss(task)
+        self._argument = "loss" if task.step is None else "step"
+
+    @property
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.model.parameters())
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """The loss of a batch.
 
         Raises:
-            TaskError: what the step returned is not a scalar tensor.
+            TaskError: what the step returned is not a scalar tensor, or it has made gradients itself.
         """
         buffers = buffers_of(self.model)
+        has_gradients = self._has_gradients
         loss = self._step(self.model, batch)
+        if self._has_gradients and not has_gradients:
+            raise backward_called()
         settle_buffers(buffers)
-        if not isinstance(loss, Tensor):
-            raise TaskError(f"the training step must return a scalar tensor, not {type(loss).__name__}")
-        if loss.numel() != 1:
-            raise TaskError(
-                f"the training loss must be a scalar, got shape {tuple(loss.shape)}; reduce it, e.g. loss.mean()"
-            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TaskError(f"{self._argument}= must return a scalar tensor, not {returned(loss)}")
         return {"loss": loss}
 
 
@@ -133,17 +137,33 @@ class EvaluateStep(nn.Module):
         metrics = self._evaluate(self.model, batch)
         settle_buffers(buffers)
         if not isinstance(metrics, Mapping):
-            raise MetricError(f"evaluate must return {{name: scalar tensor}}, not {type(metrics).__name__}")
+            raise not_metrics(metrics)
         return {str(name): _scalar(name, value) for name, value in metrics.items()}
 
 
+def evaluation_metrics(task: TrainTask, model: nn.Module, batch: Any) -> dict[str, float]:
+    """The metrics of a batch by name, from the user's own code as it stands.
+
+    Raises:
+        MetricError: not a mapping of names to scalars.
+    """
+    if task.evaluate is None:
+        metrics: Any = {"loss": training_loss(task)(model, batch)}
+    else:
+        metrics = task.evaluate(model, batch)
+    if not isinstance(metrics, Mapping):
+        raise not_metrics(metrics)
+    return {str(name): float(_scalar(name, value).item()) for name, value in metrics.items()}
+
+
 def _scalar(name: str, value: object) -> Tensor:
-    if isinstance(value, int | float):
-        return torch.tensor(float(value), dtype=torch.float64)
-    if not isinstance(value, Tensor):
-        raise MetricError(f"metric {name!r} must be a scalar tensor, not {type(value).__name__}")
-    if value.numel() != 1:
-        raise MetricError(f"metric {name!r} must be a scalar, got shape {tuple(value.shape)}; reduce it first")
+    if isinstance(value, torch.SymFloat | torch.SymInt | torch.SymBool):  # while the step is captured
+        raise CaptureError(f"evaluate= returns {name!r} as a plain number, which a graph does not know")
+    number = number_of(value)
+    if number is not None:
+        return torch.tensor(number, dtype=torch.float64)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise not_a_metric(name, value)
     return value
 
 

@@ -3,6 +3,7 @@
 Knows optimizers only through `torch.optim.Optimizer`'s own interface, so it holds for a user's class as well.
 """
 
+import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -19,6 +20,7 @@ from hydra_tune.shard.capture import StateSpec
 from hydra_tune.shard.overwriting import overwritten
 from hydra_tune.shard.pilot import StorageTracker, UpdatePilot, aligned, quiet_collector
 from hydra_tune.shard.stage import Stage
+from hydra_tune.shard.streams import preserved_streams
 
 _LATE = 10_000  # a step by which every optimizer does all that it ever does
 _SMALL_BYTES = 4 << 20  # of parameters: with that many, real operators take less time than to follow what they would do
@@ -94,10 +96,10 @@ def _measure(
         leaf = make(specs[name])
         leaf.grad = torch.zeros_like(leaf)
         leaves.append(leaf)
-    stand_in = stand_in_for(optimizer, members, leaves)
     tracker = _UpdateTracker(alignment)
     with quiet_collector(), tracker:
         tracker.know(*leaves, *(leaf.grad for leaf in leaves if leaf.grad is not None))
+        stand_in = _stand_in(optimizer, members, leaves)
         stand_in.step()
         first = tracker.peak_bytes
         kept = tracker.current_bytes
@@ -126,29 +128,87 @@ def _grow_old(optimizer: Optimizer) -> None:
 
 
 def _without_parameters(optimizer: Optimizer) -> Optimizer:
-    """Class and options alone: what is measured may outlive the trial."""
-    bare = object.__new__(type(optimizer))
-    bare.__dict__.update(optimizer.__dict__)
-    bare.__dict__.pop("step", None)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        bare.__dict__[hooks] = OrderedDict()
+    """Class and options, and of state that its constructor makes the geometry: what is measured may outlive the trial."""
+    bare = _over(optimizer, [], [])
     bare.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
-    bare.state = defaultdict(dict)
+    if _has_state_at_once(optimizer):
+        for group, options in zip(optimizer.param_groups, bare.param_groups, strict=True):
+            for p in {(p.shape, p.stride(), p.dtype): p for p in group["params"] if optimizer.state.get(p)}.values():
+                leaf = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+                bare.state[leaf] = _state_like(optimizer, p, leaf)
+                options["params"].append(leaf)
     return bare
 
 
 def stand_in_for(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
-    """An optimizer of the same class and options over other tensors, without calling its constructor."""
+    """An optimizer of the same class and options over other tensors, without calling its constructor.
+
+    Args:
+        optimizer: a trial's optimizer; it is only read.
+        members: of each of the other tensors: a name, and the parameter group.
+        leaves: the other tensors.
+    """
+    if _has_state_at_once(optimizer):
+        return _stand_in(optimizer, members, leaves)
+    return _over(optimizer, members, leaves)
+
+
+def _stand_in(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
+    """The same; each of the other tensors has state if a parameter of its group has."""
+    stand_in = _over(optimizer, members, leaves)
+    for leaf, (_, owner) in zip(leaves, members, strict=True):
+        parameters = [p for p in optimizer.param_groups[owner]["params"] if optimizer.state.get(p)]
+        like = max(parameters, key=lambda p: (p.shape == leaf.shape, p.dim() == leaf.dim()), default=None)
+        if like is not None:
+            stand_in.state[leaf] = _state_like(optimizer, like, leaf)
+    return stand_in
+
+
+def _over(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
+    """Class and options over other tensors, of which none has state."""
     groups = [
         {**group, "params": [leaf for leaf, (_, owner) in zip(leaves, members, strict=True) if owner == index]}
         for index, group in enumerate(optimizer.param_groups)
     ]
-    stand_in = object.__new__(type(optimizer))
-    stand_in.__dict__.update(optimizer.__dict__)
+    made = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
     # A learning-rate scheduler has put its own step there, bound to the trial's optimizer; hooks are the trial's too.
-    stand_in.__dict__.pop("step", None)
+    made.__dict__.pop("step", None)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        stand_in.__dict__[hooks] = OrderedDict()
-    stand_in.param_groups = [group for group in groups if group["params"]]
-    stand_in.state = defaultdict(dict)
-    return stand_in
+        made.__dict__[hooks] = OrderedDict()
+    made.param_groups = [group for group in groups if group["params"]]
+    made.state = defaultdict(dict)
+    return made
+
+
+def _has_state_at_once(optimizer: Optimizer) -> bool:
+    """Whether its constructor makes its state, as `Adagrad` did up to torch 2.11: a step finds none of a new parameter."""
+    placed = ((p, index) for index, group in enumerate(optimizer.param_groups) for p in group["params"])
+    like, group = next(((p, index) for p, index in placed if optimizer.state.get(p)), (None, 0))
+    if like is None:
+        return False
+    leaf = torch.zeros([2] * like.dim(), dtype=like.dtype)
+    leaf.grad = torch.zeros_like(leaf)
+    tried = _over(optimizer, [("", group)], [leaf])
+    with preserved_streams():
+        try:
+            tried.step()
+        except KeyError:
+            return True
+        except Exception:  # noqa: BLE001 - another stand-in of it will show what is wrong
+            return False
+    return False
+
+
+def _state_like(optimizer: Optimizer, parameter: Tensor, leaf: Tensor) -> dict[str, Any]:
+    """State for one tensor, of the kind that an optimizer has for another one."""
+    return {
+        key: _entry_like(value, parameter, leaf) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def _entry_like(value: Tensor, parameter: Tensor, leaf: Tensor) -> Tensor:
+    if value.shape == parameter.shape:
+        return torch.zeros_like(leaf, dtype=value.dtype, requires_grad=False)
+    return torch.zeros(value.shape, dtype=value.dtype, device="cpu" if value.dim() == 0 else leaf.device)

@@ -4,15 +4,17 @@ Its parameters and buffers still live in blocks and are spilled between units. W
 these are spilled within the unit, from their forward to their backward (`memory/saved.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from hydra_tune.errors import BudgetError, CaptureError
 from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.shard import batch as batches
-from hydra_tune.shard.capture import StateSpec
+from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.capture import StateSpec, state_specs
 from hydra_tune.shard.eager_pilot import EagerCost, EagerPilot
 from hydra_tune.shard.pilot import ShardCost, UpdatePilot, aligned
 from hydra_tune.shard.plan import Plan, Shard
@@ -20,7 +22,14 @@ from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.steps import step_module
+from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.task import Precision, TrainTask
+
+_MOST_HELD = (
+    0.75  # of a device, by parameters and gradients, for a first step with its activations on the host to be likely
+)
+_MOST_STATE = 0.95  # of a device, by these and the optimizer's state
+_GUESSED_STATES = 2  # tensors of a parameter's size that an optimizer of the user's own is taken to keep
 
 
 class EagerStep:
@@ -116,6 +125,115 @@ def whole_plan(
     )
 
 
+def uncaptured(task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, budget: Budget) -> Plan | str:
+    """Whether a trial may run the user's own code as it stands; runs none of it.
+
+    Args:
+        task: describes the step.
+        model: the trial's module, as built.
+        optimizer: its optimizer.
+        budget: of the smallest device.
+
+    Returns:
+        As of `uncaptured_plan`; or else, in a few words, what speaks for cutting the model.
+    """
+    asked = _asked_for_capture(task, budget)
+    if asked is not None:
+        return asked
+    specs = state_specs(model)
+    plan = uncaptured_plan(
+        specs, _update_of(optimizer, model, specs, budget.alignment), task, alignment=budget.alignment
+    )
+    cost, room = plan.shards[0].cost, format_bytes(budget.budget_bytes)
+    if plan.peak_bytes > _MOST_STATE * budget.budget_bytes:
+        return f"its state alone needs {format_bytes(plan.peak_bytes)}, and the smallest device's budget is {room}"
+    held = cost.state_bytes + cost.trained_bytes
+    if held > _MOST_HELD * budget.budget_bytes:
+        return f"its parameters and gradients ({format_bytes(held)}) leave little of the smallest device's budget of {room}"
+    return plan
+
+
+def _asked_for_capture(task: TrainTask, budget: Budget) -> str | None:
+    """Which option needs a captured step, if any does."""
+    if budget.num_shards is not None:
+        return f"num_shards={budget.num_shards!r} asks for a cut"
+    if budget.optimizer_placement == "host":
+        return "optimizer_placement='host' asks for updates on the host"
+    for name in ("compile", "split_operators"):
+        if getattr(task, name) is not None:
+            return f"{name}={getattr(task, name)!r} asks for a captured step"
+    if task.split_batches == "auto":
+        return "split_batches='auto' is chosen by what a captured step needs"
+    return None
+
+
+def _update_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, specs: dict[str, StateSpec], alignment: int
+) -> UpdatePilot:
+    """Torch's own optimizers are measured on stand-ins; a step of the user's own could change what they share with these."""
+    if type(optimizer).__module__.partition(".")[0] == "torch":
+        known: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name in specs}
+        return optimizer_pilot(optimizer, known, specs, alignment=alignment)
+
+    def guess(names: Sequence[str]) -> tuple[int, int, int]:
+        nbytes = sum(_state_bytes(specs[name], alignment) for name in names)
+        return _GUESSED_STATES * nbytes, 0, _GUESSED_STATES * nbytes
+
+    return guess
+
+
+def uncaptured_plan(specs: dict[str, StateSpec], update: UpdatePilot, task: TrainTask, *, alignment: int) -> Plan:
+    """What is known of a trial that will run its own code, before its first step: the bytes of its state.
+
+    Args:
+        specs: the model's state.
+        update: measures the optimizer's update.
+        task: describes the step.
+        alignment: of the device's allocator.
+
+    Returns:
+        A plan of one shard. Its costs hold parameters, buffers, gradients and optimizer state; activations are not among them.
+    """
+    trained = tuple(name for name, spec in specs.items() if spec.requires_grad)
+    none = batches.flatten(())
+    cost = _cost(
+        specs,
+        trained,
+        none,
+        EagerCost(names=(), workspace=sum(_state_bytes(specs[name], alignment) for name in trained)),
+        update,
+        replace(GradientRules.of(task), accumulate=1, is_split=False),  # a burst ends between two optimizer steps
+        alignment=alignment,
+        training=True,
+    )
+    shard = Shard(
+        graph=_graph(_uncaptured, tuple(specs), none, ()),
+        cost=cost,
+        needs_gradient=frozenset(),
+        gradient_outputs=(),
+        losses=(),
+        trained=trained,
+        shared_gradients=(),
+        has_backward=True,
+    )
+    return Plan(
+        mode="train",
+        shards=(shard,),
+        names=(),
+        outputs=(),
+        constants={},
+        birth={},
+        first_use={},
+        last_use={},
+        eager=True,
+        why_eager="it fits its device, and runs its own code",
+    )
+
+
+def _uncaptured(*_: Tensor) -> tuple[Tensor, ...]:
+    raise AssertionError("a trial that runs its own code has no units of a graph")
+
+
 def _spilled(
     pilot: EagerPilot,
     kept: ShardCost,
@@ -143,7 +261,9 @@ def _spilled(
     ) from reason
 
 
-def _graph(step: EagerStep, state: tuple[str, ...], leaves: batches.Leaves, names: tuple[str, ...]) -> ShardGraph:
+def _graph(
+    step: Callable[..., tuple[Tensor, ...]], state: tuple[str, ...], leaves: batches.Leaves, names: tuple[str, ...]
+) -> ShardGraph:
     return ShardGraph(
         module=step,
         first=0,

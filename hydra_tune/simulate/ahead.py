@@ -64,15 +64,15 @@ class SendsAhead(Ahead):
         position = job.position + 1
         if position < len(job.units):
             left = job.planned_seconds - job.prefix[position]
-        elif job.step + 1 < job.milestone:
-            position, left = 0, job.planned_seconds - job.step_seconds
+        elif job.step + job.steps_under_way < job.milestone:
+            position, left = 0, job.planned_seconds - job.steps_under_way * job.step_seconds
         else:
             return None
         place = job.places[job.shards[position]]
         return self._views.view_after(
             job.name,
             unit=job.units[position],
-            seconds=job.truth[job.position],
+            seconds=job.truth[job.position] * job.steps_under_way,
             remaining_seconds=left + offset,
             shard_device=None if place == ABSENT else self._devices[place].name,
         )

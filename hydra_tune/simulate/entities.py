@@ -41,6 +41,8 @@ class SimJob:
         reports_wait: it waits for an answer to each report.
 
     Attributes:
+        steps_under_way: steps of the burst that runs; 1 where a step is made of units.
+        burst_step_seconds: of each of them, where it runs.
         step, position: the unit that is next or runs: of which step, and where in it.
         milestone: the step whose beginning is not like any other: a report, a corrected estimate, or the end.
         is_ready: the scheduler has its next unit and may run it.
@@ -52,14 +54,16 @@ class SimJob:
     """
 
     __slots__ = (
-        "_reports_wait", "changes", "durations", "homes", "is_ready", "is_true", "last_device",
+        "_reports_wait", "burst_step_seconds", "changes", "durations", "homes", "is_ready", "is_true", "last_device",
         "milestone", "name", "number", "places", "planned_seconds", "position", "prefix", "shards", "step",
-        "step_seconds", "steps_run", "told", "trial", "truth", "units",
+        "step_seconds", "steps_run", "steps_under_way", "told", "trial", "truth", "units",
     )  # fmt: skip
 
     def __init__(self, number: int, trial: SimulatedTrial, grid: Grid, *, reports_wait: bool) -> None:
         self.number, self.name, self.trial = number, trial.name, trial
         self.step = self.position = 0
+        self.steps_under_way = 1
+        self.burst_step_seconds = 0.0
         self.steps_run = trial.steps_run
         self.is_ready = False
         self.last_device = ABSENT
@@ -90,6 +94,17 @@ class SimJob:
             candidates.append((self.step // trial.report_steps + 1) * trial.report_steps)
         self.milestone = min(step for step in candidates if step > self.step)
 
+    def next_stop(self) -> int:
+        """The step at which a burst that begins now ends at the latest: a milestone, or a report that nobody answers."""
+        every = self.trial.report_steps
+        return self.milestone if every is None else min(self.milestone, (self.step // every + 1) * every)
+
+    @property
+    def is_cut_by_report(self) -> bool:
+        """Whether the burst that has ended now could have had no further step, for a report was due."""
+        every = self.trial.report_steps
+        return self.trial.burst_steps > 1 and every is not None and self.step % every == 0
+
     def remaining_seconds(self) -> float:
         """What the scheduler is told of the time left: of all steps planned, whether or not a report ends it before."""
         return self.planned_seconds - self.prefix[self.position]
@@ -109,8 +124,9 @@ class SimJob:
         self.planned_seconds = (self.trial.steps - self.step) * self.step_seconds
 
     def _estimate(self, seconds: list[float]) -> None:
+        burst = self.trial.burst_steps
         self.units = [
-            Unit(kind=unit.kind, shard=unit.shard, seconds=told)
+            Unit(kind=unit.kind, shard=unit.shard, seconds=told * burst, may_end_early=burst > 1)
             for unit, told in zip(self.trial.step, seconds, strict=True)
         ]
         self.prefix = [sum(seconds[:position]) for position in range(len(seconds))]

@@ -52,6 +52,8 @@ class SimulatedTrial:
         corrected_after_steps: from this step on the scheduler is told the truth; None: never.
         boundary_bytes: bytes that follow a trial whose next unit runs on another device than its last one.
         priority: trials of a higher priority are admitted, and run, before all of a lower one.
+        burst_steps: steps that run as one unit, for a trial that runs its own code and whose step is one unit. A burst ends
+            at a report, and earlier where the scheduler asks for that.
     """
 
     name: str
@@ -65,6 +67,7 @@ class SimulatedTrial:
     corrected_after_steps: int | None = None
     boundary_bytes: int = 0
     priority: int = 0
+    burst_steps: int = 1
 
     def __post_init__(self) -> None:
         name = f"trial {self.name!r}"
@@ -82,7 +85,11 @@ class SimulatedTrial:
         self._check_counts(name)
 
     def _check_counts(self, name: str) -> None:
-        for what in ("steps", "report_steps", "stop_after_reports", "corrected_after_steps"):
+        if self.burst_steps > 1 and len(self.step) > 1:
+            raise ConfigError(
+                f"{name}: bursts are of steps that are one unit, and a step of this trial has {len(self.step)} units"
+            )
+        for what in ("steps", "report_steps", "stop_after_reports", "corrected_after_steps", "burst_steps"):
             count = getattr(self, what)
             if count is not None and count < 1:
                 raise ConfigError(f"{name}: {what} must be at least 1, not {count}")

@@ -30,7 +30,7 @@ class DeviceOutcome:
 
     Args:
         name: its name.
-        units: shard units run.
+        units: shard units run, and steps of bursts.
         busy_seconds: spent computing.
         stall_seconds: spent with a unit at hand, waiting for its bytes.
         utilisation: share of the makespan spent computing.
@@ -57,7 +57,7 @@ class SimulationResult:
         makespan_seconds: from 0 to the end of the last unit.
         bound_seconds: no schedule is shorter, transfers left aside; None where devices differ or are slowed.
         utilisation: of all devices together.
-        units_run: shard units.
+        units_run: shard units, and steps of bursts.
         units_saved: units that pruned trials would still have run.
         units_skipped: of `units_run`, those that were not played one by one because they repeat others exactly.
         first_loads: of all loads, those of a shard that had been on no device before.

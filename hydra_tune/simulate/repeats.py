@@ -79,7 +79,7 @@ class Repeats:
         if not self._applies:
             return
         self._num_steps += 1
-        if job.step >= job.milestone:
+        if job.step >= job.milestone or job.is_cut_by_report:
             self._forget()
         elif self._watched is None or self._watched == job.number:
             self._watched = job.number
@@ -170,8 +170,10 @@ class Repeats:
         for number, job in course.alive.items():
             advance = job.step - seen.steps[number]
             if advance:
-                # One step to spare: in the last one before a milestone there is no next unit to send ahead.
-                limits.append((job.milestone - 2 - job.step) // advance)
+                # One unit to spare: in the last one before a milestone there is no next one to send ahead, and bursts are cut
+                # there, and at reports.
+                stop = job.milestone if job.trial.burst_steps == 1 else job.next_stop()
+                limits.append((stop - 1 - job.trial.burst_steps - job.step) // advance)
         times = [entry[0] for entry in course.heap if entry[2] > Happening.UNIT_STARTS]
         if times:
             # Division rounds; what is to be strictly before may not depend on that.

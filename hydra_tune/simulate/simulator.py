@@ -15,6 +15,7 @@ from hydra_tune.schedule import (
     DeviceAdded,
     DeviceLost,
     DeviceSlowed,
+    EndBurst,
     Event,
     JobAdmitted,
     JobResumed,
@@ -256,7 +257,7 @@ class Simulator:
         device = self.devices[number]
         job = device.job
         assert job is not None
-        device.units += 1
+        device.units += job.steps_under_way
         device.busy_seconds += seconds
         device.job = None
         job.last_device = number
@@ -264,7 +265,7 @@ class Simulator:
         position = job.position + 1
         if position == len(job.units):
             job.position = 0
-            job.advance(1)
+            job.advance(job.steps_under_way)
             following = self._step_ends(job)
         else:
             job.position = position
@@ -332,6 +333,8 @@ class Simulator:
                     self._run(self._numbers[command.job], self._device_numbers[command.device])
                 elif type(command) is Admit:
                     admitted.append(self._numbers[command.job])
+                elif type(command) is EndBurst:
+                    self._end_burst(self._numbers[command.job], self._device_numbers[command.device])
                 else:
                     self._release(self._numbers[command.job])
             if admitted:
@@ -368,6 +371,10 @@ class Simulator:
             device.dirty.add((job.number, shard))
         durations = job.durations.get(device.speed) or job.seconds_on(device.speed, self.grid)
         seconds = durations[job.position]
+        if job.trial.burst_steps > 1:
+            job.burst_step_seconds = seconds
+            job.steps_under_way = min(job.trial.burst_steps, job.next_stop() - job.step)
+            seconds *= job.steps_under_way
         device.started = start
         self._at(start + seconds, Happening.UNIT_ENDS, device.number, seconds)
         if not self.timeline.is_full:
@@ -377,6 +384,19 @@ class Simulator:
             self._at(start, Happening.UNIT_STARTS, device.number)
         elif self._ahead is not None:
             self._ahead.buffer_next(device, now, self.offset)
+
+    def _end_burst(self, job: SimJob, device: SimDevice) -> None:
+        """The burst on a device ends with the step that is under way, or with its first one."""
+        seconds = job.burst_step_seconds
+        done = max(1, math.ceil((self.now - device.started) / seconds))
+        if done >= job.steps_under_way:
+            return
+        job.steps_under_way = done
+        number, end = device.number, device.started + done * seconds
+        self.heap[:] = [entry for entry in self.heap if entry[2] is not Happening.UNIT_ENDS or entry[3] != number]
+        heapq.heapify(self.heap)
+        self._at(end, Happening.UNIT_ENDS, number, done * seconds)
+        self.timeline.shorten(device.name, end)
 
     # What the double buffering knows.
 

@@ -32,6 +32,14 @@ class Timeline:
                 Interval(device=device, job=job, kind=kind, shard=shard, start_seconds=start, end_seconds=end)
             )
 
+    def shorten(self, device: str, end: float) -> None:
+        """The burst under way on a device ends sooner than was thought."""
+        for place in reversed(range(len(self.bars))):
+            bar = self.bars[place]
+            if bar.device == device and bar.kind != "load":
+                self.bars[place] = replace(bar, end_seconds=min(bar.end_seconds, end))
+                return
+
     def cut(self, device: str, now: float) -> None:
         """A device is lost: what was under way there ends now, and a unit of it is `"lost"`."""
         for place, bar in enumerate(self.bars):

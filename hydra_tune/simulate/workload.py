@@ -23,6 +23,8 @@ class Workload:
         spread: each trial's seconds are multiplied by a factor drawn between 1 / spread and spread; 1: all are equal.
         arrival_gap_seconds: mean time from one trial's arrival to the next one's (exponential); 0: all at once.
         estimate_error: the scheduler is told each trial's time multiplied by a factor drawn between 1 / x and x.
+        burst_seconds: trials fit their devices and run their own code, so many seconds of steps as one unit; for trials of one
+            shard. 0: each step is a unit.
     """
 
     num_trials: int
@@ -35,6 +37,7 @@ class Workload:
     spread: float = 1.0
     arrival_gap_seconds: float = 0.0
     estimate_error: float = 1.0
+    burst_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for what in ("num_trials", "num_shards", "steps", "epochs"):
@@ -47,8 +50,13 @@ class Workload:
         for what in ("spread", "estimate_error"):
             if not 1 <= getattr(self, what) < math.inf:
                 raise ConfigError(f"{what} must be a finite number >= 1, not {getattr(self, what)!r}")
-        if not 0 <= self.arrival_gap_seconds < math.inf:
-            raise ConfigError(f"arrival_gap_seconds must be a finite number >= 0, not {self.arrival_gap_seconds!r}")
+        for what in ("arrival_gap_seconds", "burst_seconds"):
+            if not 0 <= getattr(self, what) < math.inf:
+                raise ConfigError(f"{what} must be a finite number >= 0, not {getattr(self, what)!r}")
+        if self.burst_seconds and self.num_shards > 1:
+            raise ConfigError(
+                f"trials of {self.num_shards} shards run no bursts; give num_shards=1, or no burst_seconds"
+            )
 
     def trials(self, seed: int) -> tuple[SimulatedTrial, ...]:
         """Draw the trials."""
@@ -68,6 +76,7 @@ class Workload:
                     report_steps=self.steps,
                     arrival_seconds=arrival,
                     estimate_factor=_draw(errors, self.estimate_error),
+                    burst_steps=max(1, int(self.burst_seconds / (self.backward_seconds * factor))),
                 )
             )
             if self.arrival_gap_seconds:

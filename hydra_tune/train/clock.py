@@ -4,12 +4,12 @@ Starts from the pilot's run and follows what is measured.
 """
 
 import threading
-from collections import Counter
 from collections.abc import Hashable, Mapping
 
 _WEIGHT = 0.1  # of a new measurement against what was known
 _MOST = 2.0  # times what was known: a unit that took longer was held up by something else
 _COUNTED = ("batches_per_epoch", "validation_batches", "epoch", "steps", "evaluations", "evaluated_batches")
+_STEP_BYTES = 4  # touched by a step for each byte of the state, as a first guess
 _UPDATE_BYTES_PER_SECOND = 2e9  # a first guess for updates, which the pilot does not run
 
 
@@ -31,7 +31,7 @@ class UnitTimes:
         self.name = name
         self._seconds = dict(seconds)
         self._repeats = dict(repeats or {})
-        self._num_measured: Counter[Hashable] = Counter()
+        self._num_measured: dict[Hashable, int] = {}  # up to two, from when on all measurements count alike
         self._lock = threading.Lock()
         self.total = sum(value * self._repeats.get(unit, 1) for unit, value in seconds.items())
 
@@ -49,14 +49,12 @@ class UnitTimes:
             return
         with self._lock:
             known = self._seconds[unit]
-            number = self._num_measured[unit]
-            self._num_measured[unit] += 1
-            if number == 0:
-                fresh = seconds
-            elif number == 1:
-                fresh = min(known, seconds)
-            else:
+            number = self._num_measured.get(unit, 0)
+            if number > 1:
                 fresh = known + _WEIGHT * (min(seconds, _MOST * known) - known)
+            else:
+                fresh = min(known, seconds) if number else seconds
+                self._num_measured[unit] = number + 1
             self._seconds[unit] = fresh
             self.total += (fresh - known) * self._repeats.get(unit, 1)
 
@@ -67,6 +65,11 @@ class UnitTimes:
 def update_guess(nbytes: int) -> float:
     """Seconds an update may take, from the bytes it touches."""
     return nbytes / _UPDATE_BYTES_PER_SECOND
+
+
+def step_guess(state_bytes: int) -> float:
+    """Seconds that a step of the user's own code may take, before one has run, from the bytes of its parameters."""
+    return update_guess(_STEP_BYTES * state_bytes)
 
 
 class Progress:

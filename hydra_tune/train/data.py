@@ -4,9 +4,11 @@ The one part that the plain loop and the pool share, so that both draw the same 
 iterating moves them, once per `iter()` and perhaps once per batch. Knows nothing of models, shards or devices.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -80,7 +82,11 @@ def no_batch(name: str, handle: DataHandle, epoch: int | None = None) -> TaskErr
 
 def num_samples(batch: Batch) -> int:
     """Samples in a batch: the first dimension of the first tensor in it that has one, empty tensors last; else 1."""
-    sizes = [leaf.size(0) for leaf in _tensors(batch) if leaf.dim() > 0]
+    if isinstance(batch, tuple | list) and batch and isinstance(first := batch[0], Tensor) and first.dim():
+        size = first.size(0)  # as nearly always, and asked for each batch
+        if size:
+            return size
+    sizes = [leaf.size(0) for leaf in tensors_of(batch) if leaf.dim() > 0]
     return next((size for size in sizes if size), 0 if sizes else 1)
 
 
@@ -105,12 +111,29 @@ def refuse_empty(batch: Batch, name: str, number: int, epoch: int | None = None)
     )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, in their order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
+
+
+def moved(value: Any, place: torch.device) -> Any:
+    """A batch with its tensors on another device: containers are made anew, what has a `to` of its own is asked to move."""
+    if isinstance(value, Tensor):
+        return value.to(place)
+    if isinstance(value, dict):
+        made = copy.copy(value)  # for a defaultdict, say, is not made of items alone
+        made.update((key, moved(item, place)) for key, item in value.items())
+        return made
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(item, place) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(moved(item, place) for item in value)
+    to = getattr(value, "to", None)  # a tokenizer's batch, a graph's, ...
+    return to(place) if callable(to) else value

@@ -40,7 +40,7 @@ def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler
         scheduler: see `module`; None if there is none.
     """
     named = dict(named_state(module))
-    names = {id(tensor): name for name, tensor in named.items()}
+    names = {id(tensor): name for name, tensor in module.named_parameters()}
     return {
         "torch": torch.__version__.partition("+")[0],
         "task": {

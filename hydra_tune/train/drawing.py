@@ -3,9 +3,8 @@
 Note: given up. A loader that hangs cannot be stopped from outside; but Python raises an exception in another thread as soon as
 that one is back from whatever it waits for (`PyThreadState_SetAsyncExc`). So a thread that is waited for no longer finds
 `GivenUp` raised in the user's code: at once where that runs Python, never where it hangs in the system. In the second case it
-is abandoned: what it holds of the process (the random streams, the gate of captures) is taken away from it, so that the others
-go on, and should it ever come back it ends without having drawn a single number of theirs. It first waits until the trial's
-memory has been given back, so that nobody works on the trial beside it.
+is abandoned: the gate of captures, which it holds, is taken away from it, so that the others go on, and should it ever come
+back it ends. It first waits until the trial's memory has been given back, so that nobody works on the trial beside it.
 
 Note: who is first. Whether a draw is over, and whether it has been given up on, is decided under one lock, so that nobody is
 interrupted in code of the pool. An exception that is on its way when the draw ends is called off, and raised there.
@@ -20,11 +19,14 @@ from types import TracebackType
 from typing import Self
 
 from hydra_tune.shard.gate import GATE
-from hydra_tune.train.streams import STREAMS
 
 
 class GivenUp(BaseException):
     """Raised in a loader whose trial does not wait for it any more."""
+
+
+class _Settled(BaseException):
+    """Raised by a thread in itself, see `_settle`."""
 
 
 class DrawClock:
@@ -51,7 +53,7 @@ class DrawClock:
 
         Args:
             handle: of the task.
-            in_process: whether the trial's streams are swapped in and the capture gate is passed meanwhile.
+            in_process: whether the capture gate is passed meanwhile.
         """
         self.handle, self._is_in_process = handle, in_process
         return self
@@ -80,7 +82,7 @@ class DrawClock:
 
     @property
     def is_in_process(self) -> bool:
-        """Whether other trials' own code waits for the draw."""
+        """Whether captures wait for the draw."""
         return self._is_in_process
 
     def where(self) -> str:
@@ -116,7 +118,6 @@ class DrawClock:
             _interrupt(self.thread, GivenUp)
             if self._is_in_process:
                 GATE.forget(self.thread)
-                STREAMS.take_away()
             return True
 
     def released(self) -> None:
@@ -128,3 +129,20 @@ def _interrupt(thread: int, exception: type[BaseException] | None) -> None:
     """Have an exception raised in a thread, or call off one that is on its way (None)."""
     raised = None if exception is None else ctypes.py_object(exception)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+    if sys.version_info < (3, 13):
+        _settle()
+
+
+def _settle() -> None:
+    """End the request to look for an exception, which Python before 3.13 makes to all threads at once.
+
+    The request ends when any thread raises its exception. Until then each thread looks at every turn of a loop, and a function
+    that is profiled or debugged never begins on Python 3.11. A thread that hangs outside Python would leave it so for good, and
+    so does an exception that was called off. The other thread asks for itself when it is back.
+    """
+    try:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(_Settled))
+        while True:  # until it is raised here, in the next turn or two
+            pass
+    except _Settled:
+        pass

@@ -10,8 +10,9 @@ the ones before by more than the order of torch's samplers, as in a generator th
 
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe, Sampler
@@ -21,7 +22,7 @@ from hydra_tune.errors import TaskError
 from hydra_tune.task import Batch, DataHandle
 from hydra_tune.train import workers
 from hydra_tune.train.drawing import DrawClock
-from hydra_tune.train.gathering import Pass, Picks, is_plain, source_of
+from hydra_tune.train.gathering import Pass, Picks, source_of
 from hydra_tune.train.own import OwnCopies
 
 
@@ -45,8 +46,7 @@ class Feed:
         batch_size: samples per batch, for a handle that is a `Dataset`.
         own_code: returns the context manager in which the user's code runs: with the trial's own random streams.
         mark: another value whenever these streams have moved.
-        torch_alone: returns what is entered in place of `own_code` where none of the user's runs: only torch's stream is the
-            trial's own; None: `own_code`.
+        waiting: returns what is entered while a loader's workers are waited for.
 
     Attributes:
         may_skip: whether batches of the last pass that was begun, as far as it has come, may be skipped by another.
@@ -59,7 +59,7 @@ class Feed:
         batch_size: int | None,
         own_code: Callable[[], AbstractContextManager[object]],
         mark: Callable[[], Hashable] = int,
-        torch_alone: Callable[[], AbstractContextManager[object]] | None = None,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.may_skip = True
         self.gives_picks = False
@@ -67,7 +67,7 @@ class Feed:
         self._mark = mark
         self._batch_size = batch_size
         self._own_code = own_code
-        self._torch_alone = torch_alone or own_code
+        self._waiting = waiting
         self._own = OwnCopies()
         self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # iterators whose workers may run
 
@@ -102,16 +102,16 @@ class Feed:
             TaskError: data that cannot be iterated, or workers that cannot be started; or fewer batches than are to be skipped.
         """
         self.may_skip = True
-        with self._torch_alone() if is_plain(handle) else self._drawing_here(handle):
+        with self._drawing(handle, in_process=True):
             batches = self._own.batches(handle, self._batch_size, shuffle=shuffle)
             known = self._begun(batches, skip)
         if known is not None:
-            yield from self._gathered(known, self._torch_alone, skip)
+            yield from self._gathered(known, skip)
             return
         if isinstance(batches, DataLoader) and batches.num_workers > 0:
             yield from self._draw_from_workers(handle, batches, skip)
             return
-        with self._drawing_here(handle):
+        with self._drawing(handle, in_process=True):
             iterator = iter(batches)
         by_index = isinstance(batches, DataLoader) and _has_plain_order(batches)
         if skip is not None and by_index and isinstance(iterator, _SingleProcessDataLoaderIter):
@@ -124,16 +124,10 @@ class Feed:
         for iterator in list(self._with_workers):
             workers.end(iterator)
 
-    def _drawing(self, handle: DataHandle, *, in_process: bool) -> Callable[[], AbstractContextManager[object]]:
-        """What is entered around each draw: the clock, innermost, since nobody is late while he waits for his turn."""
-        if not in_process:
-            return lambda: self.clock.drawing(handle, in_process=False)
-        return lambda: self._drawing_here(handle)
-
-    @contextmanager
-    def _drawing_here(self, handle: DataHandle) -> Iterator[None]:
-        with self._own_code(), self.clock.drawing(handle, in_process=True):
-            yield
+    def _drawing(self, handle: DataHandle, *, in_process: bool) -> "_Draw":
+        """What is entered around each draw: the clock, innermost, since nobody is late while he waits for a capture."""
+        outer = self._own_code if in_process else self._waiting
+        return _Draw(outer, self.clock, handle, in_process=in_process)
 
     @staticmethod
     def _begun(batches: Iterable[Batch], skip: Skip | None) -> Pass | None:
@@ -148,18 +142,16 @@ class Feed:
             known.look()
         return known
 
-    def _gathered(
-        self, known: Pass, around: Callable[[], AbstractContextManager[object]], skip: Skip | None
-    ) -> Iterator[Batch | Picks]:
-        """The batches of a loader that is known; the trial's streams are swapped in for the first index alone."""
+    def _gathered(self, known: Pass, skip: Skip | None) -> Iterator[Batch | Picks]:
+        """The batches of a loader that is known; the trial's streams are there for the first index alone."""
         if skip is not None:
-            with around():
+            with self._own_code():
                 number = known.skip(skip.count)
             if number < skip.count:
                 raise _fewer_than(skip, number)
             skip.then()
         while True:
-            with around() if known.draws else nullcontext():
+            with self._own_code() if known.draws else nullcontext():
                 picks = next(known, None)
             if picks is None:
                 return
@@ -170,12 +162,15 @@ class Feed:
 
     def _draw_from_workers(self, handle: DataHandle, loader: DataLoader[Any], skip: Skip | None) -> Iterator[Batch]:
         iterator = self._start(handle, loader)
-        # Waiting for a worker must not keep other trials from their streams.
+        # Waiting for a worker must not keep other trials from their captures.
         at_start = _draws_at_its_start_only(loader)
         around = self._drawing(handle, in_process=not at_start)
         try:
             with workers.death_explained():
-                yield from self._rest(iterator, around, skip, watched=not at_start)
+                for number, batch in enumerate(self._rest(iterator, around, skip, watched=not at_start)):
+                    if number == 0:
+                        workers.warn_if_slow(iterator)
+                    yield batch
         finally:
             if not loader.persistent_workers:
                 workers.end(iterator)
@@ -183,10 +178,10 @@ class Feed:
     def _start(self, handle: DataHandle, loader: DataLoader[Any]) -> Iterator[Batch]:
         around = self._drawing(handle, in_process=True)
         if loader._iterator is not None:  # noqa: SLF001 - persistent workers, of the pass before
-            with around():
+            with around:
                 return iter(loader)
         ready = workers.ready(loader)
-        with workers.failed_start_explained(), around():
+        with workers.failed_start_explained(), around:
             iterator = iter(ready)
         self._with_workers.add(iterator)
         loader._iterator = iterator if loader.persistent_workers else None  # noqa: SLF001
@@ -195,7 +190,7 @@ class Feed:
     def _rest(
         self,
         iterator: Iterator[Batch],
-        around: Callable[[], AbstractContextManager[object]],
+        around: AbstractContextManager[object],
         skip: Skip | None,
         *,
         watched: bool,
@@ -204,25 +199,61 @@ class Feed:
             self._skip(iterator, around, skip)
         before = self._mark() if watched else 0
         while True:
-            with around():
+            with around:
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
             if watched:
-                self.may_skip = self.may_skip and self._mark() == before
+                self.may_skip = watched = self._mark() == before
             yield batch
             before = self._mark() if watched else 0
 
     @staticmethod
-    def _skip(iterator: Iterator[Any], around: Callable[[], AbstractContextManager[object]], skip: Skip) -> None:
+    def _skip(iterator: Iterator[Any], around: AbstractContextManager[object], skip: Skip) -> None:
         for number in range(skip.count):
-            with around():
+            with around:
                 try:
                     next(iterator)
                 except StopIteration:
                     raise _fewer_than(skip, number) from None
         skip.then()
+
+
+class _Draw:
+    """Around one draw after the other: what the user's code or the wait for workers needs, and inside it the clock.
+
+    A class, because one is entered for every batch, and a generator takes twice as long.
+    """
+
+    __slots__ = ("_clock", "_handle", "_in_process", "_outer", "_surroundings")
+
+    def __init__(
+        self,
+        surroundings: Callable[[], AbstractContextManager[object]],
+        clock: DrawClock,
+        handle: DataHandle,
+        *,
+        in_process: bool,
+    ) -> None:
+        self._surroundings, self._clock = surroundings, clock
+        self._handle, self._in_process = handle, in_process
+        self._outer: AbstractContextManager[object] = nullcontext()
+
+    def __enter__(self) -> None:
+        self._outer = self._surroundings()
+        self._outer.__enter__()
+        self._clock.drawing(self._handle, in_process=self._in_process).__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._clock.__exit__(kind, error, trace)
+        except BaseException as given_up:
+            self._outer.__exit__(type(given_up), given_up, given_up.__traceback__)
+            raise
+        self._outer.__exit__(kind, error, trace)
 
 
 def _fewer_than(skip: Skip, number: int) -> TaskError:

@@ -114,20 +114,6 @@ def source_of(loader: DataLoader[Any]) -> Source | None:
     return source if sampler is not None and source is not None and len(sampler.data_source) == len(source) else None
 
 
-def is_plain(handle: object) -> bool:
-    """Whether a pass over a data handle can be begun without any code of the user's, so that only torch's stream is drawn from.
-
-    Args:
-        handle: of a task.
-    """
-    if isinstance(handle, DataLoader):
-        sampler = _known_sampler(handle)
-        return sampler is not None and id(sampler.data_source) == id(handle.dataset) and is_plain(handle.dataset)
-    if type(handle) is Subset:
-        return is_plain(handle.dataset)
-    return type(handle) is TensorDataset or type(handle) is Tensor
-
-
 def _known_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler | None:
     """That of a loader which is torch's own but for its data, and draws here; None of others."""
     if type(loader) is not DataLoader or loader.num_workers or loader.pin_memory:

@@ -44,6 +44,17 @@ class Gradients:
         return self._max_norm is not None or self._scale is not None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing is scaled, so that torch's own clipping is all there is to do between backward and update."""
+        return self._scale is None
+
+    def clip_plainly(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip all gradients of an optimizer's parameters at once, if gradients are to be clipped."""
+        if self._max_norm is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
+
+    @property
     def skips_update(self) -> bool:
         """Whether a gradient of the step was not finite under loss scaling, so that the step is not taken at all."""
         return self._found_inf

@@ -1,4 +1,4 @@
-"""Refusal of hooks on gradients, which training in shards would not honour.
+"""Hooks on gradients, which neither shards nor groups would honour.
 
 They are no part of a captured graph; the copies that a step is tried on do not have those of parameters; and where several
 shards use one parameter, its hooks would be given each shard's share of the gradient.
@@ -27,14 +27,15 @@ def refuse_gradient_hooks(module: nn.Module) -> None:
     Raises:
         TaskError: the first such hook, by name.
     """
-    for found in _gradient_hooks(module):
+    for found in gradient_hooks(module):
         raise TaskError(
             f"{found}, which training in shards cannot honour; change gradients inside the forward, e.g. by a "
             "torch.autograd.Function or a hook on an activation, or in the optimizer's step"
         )
 
 
-def _gradient_hooks(module: nn.Module) -> Iterator[str]:
+def gradient_hooks(module: nn.Module) -> Iterator[str]:
+    """The hooks on the gradients of a module's parameters or submodules, each in words."""
     for name, parameter in module.named_parameters():
         for attribute, method in _OF_PARAMETERS.items():
             if getattr(parameter, attribute, None):

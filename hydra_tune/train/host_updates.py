@@ -10,6 +10,7 @@ one of them waits for it. Nothing of the trial's own code runs before all update
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import OutOfMemoryError
@@ -37,23 +38,9 @@ class HostUpdates:
             over: told when it began and when it was over, by the clock of `time.perf_counter_ns`; called whether it was made
                 or not, and where it was not, with the same time twice.
         """
-        home, before = AtHome(blocks), self._last
-
-        def run() -> None:
-            began_ns = ended_ns = time.perf_counter_ns()
-            try:
-                if before is not None:
-                    before.result()  # after an update that has failed none is made
-                with GATE.shared():
-                    began_ns = time.perf_counter_ns()
-                    step()
-                    ended_ns = time.perf_counter_ns()
-            finally:
-                home.leave()
-                over(began_ns, max(began_ns, ended_ns))
-
+        home = AtHome(blocks)
         try:
-            self._last = device.start_on_host(run)
+            self._last = device.start_on_host(partial(_make, self._last, step, home, over))
         except BaseException:
             home.leave()
             raise
@@ -82,3 +69,19 @@ class HostUpdates:
         last, self._last = self._last, None
         if last is not None:
             last.exception()
+
+
+def _make(
+    before: Future[None] | None, step: Callable[[], None], home: AtHome, over: Callable[[int, int], None]
+) -> None:
+    began_ns = ended_ns = time.perf_counter_ns()
+    try:
+        if before is not None:
+            before.result()  # after an update that has failed none is made
+        with GATE.shared():
+            began_ns = time.perf_counter_ns()
+            step()
+            ended_ns = time.perf_counter_ns()
+    finally:
+        home.leave()
+        over(began_ns, max(began_ns, ended_ns))

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class DrawnBatch(TrainingBatch):
         part: the batch; copied, for a loop may draw the next one into the same memory.
         state, device, gradients: as for any batch.
         streams: the trial's streams as they stand where this batch's draws begin.
-        end: where the torch stream stands behind them; None for a plan that draws nothing.
+        end: where the stream that units draw from stands behind them; None for a plan that draws nothing.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class DrawnBatch(TrainingBatch):
         gradients: Gradients,
     ) -> None:
         super().__init__(replace(part, leaves=_copied(part.leaves)), state, streams, device, gradients)
-        self._end = end
+        self._end, self._device = end, device
 
     def check_draws(self) -> None:
         """The batch's draws are over: later batches began where they ended.
@@ -53,7 +54,7 @@ class DrawnBatch(TrainingBatch):
         Raises:
             HydraTuneError: they did not.
         """
-        if self._end is not None and not torch.equal(self._streams.position(), self._end):
+        if self._end is not None and not torch.equal(self._streams.position(self._device), self._end):
             raise HydraTuneError(
                 "a batch drew another number of random numbers than the batches before it, so batches drawn ahead would "
                 "not be exact; please report this with the model"
@@ -90,22 +91,20 @@ class Lane(DrawnBatch):
                 yield self._sum_unit(update)
 
     def _sum_unit(self, update: Update) -> PendingUnit:
-        names = update.names
+        return self._unit("sum", update.index, partial(self._run_sum, update.names))
+
+    def _run_sum(self, names: tuple[str, ...], device: Device, pager: Pager) -> float:
+        del device
         keys = [key(name) for name in names for key in (parameter_gradient_key, earlier_gradient_key)]
-
-        def run(device: Device, pager: Pager) -> float:
-            del device
-            start = time.perf_counter()
-            with (
-                pager.lease(self._store.blocks(keys, (), ()), 0) as lease,
-                GATE.shared(),
-                not_repeatable("gradients were being summed in place"),
-            ):
-                waited = time.perf_counter() - start
-                self._leased(lease, lambda: self._add_earlier(names))
-            return waited
-
-        return self._unit("sum", update.index, run)
+        start = time.perf_counter()
+        with (
+            pager.lease(self._store.blocks(keys, (), ()), 0) as lease,
+            GATE.shared(),
+            not_repeatable("gradients were being summed in place"),
+        ):
+            waited = time.perf_counter() - start
+            self._leased(lease, partial(self._add_earlier, names))
+        return waited
 
     def _add_earlier(self, names: tuple[str, ...]) -> None:
         for name in names:

@@ -76,7 +76,10 @@ def check_pieces(task: TrainTask, module: nn.Module, batch: Batch, count: int) -
             buffers, or a loss that is not the mean over samples.
     """
     refuse_batch_norm(task, module)
-    twin, loss = copy.deepcopy(module), training_loss(task)
+    loss = training_loss(task)
+    # A module that trains on a GPU is tried on the host, where the batch still is.
+    elsewhere = [t for t in (*module.parameters(), *module.buffers()) if not t.is_cpu]
+    twin = copy.deepcopy(module, {id(t): _on_host(t) for t in elsewhere})
     with preserved_streams(), torch.no_grad():
         before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
         loss(twin.train(), copy.deepcopy(batch))
@@ -109,6 +112,12 @@ def refuse_batch_norm(task: TrainTask, module: nn.Module) -> None:
             f"split_batches={task.split_batches!r} would change what {name!r} normalizes by: it looks at all samples of a "
             "batch; leave split_batches out, or use a normalization of single samples (LayerNorm, GroupNorm)"
         )
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy of a parameter or buffer."""
+    found = tensor.detach().cpu()
+    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
 def _tolerance(module: nn.Module) -> float:

@@ -1,8 +1,8 @@
 """`train_plain`: what a `TrainTask` means, as the loop anyone would write.
 
 This is the reference that the pool's numbers are held against, so it shares nothing with the engine but how batches are
-drawn and cut, and operators cut. Runs on the CPU, one task at a time, with as many intra-op threads as torch is set to; the
-pool uses one.
+drawn, cut and moved, and operators cut. Runs one task at a time, on the CPU with as many intra-op threads as torch is set
+to; the pool uses one.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,51 +21,58 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.operators import split_operators
-from hydra_tune.task import Batch, TrainTask
-from hydra_tune.train.data import no_batch, num_samples, refuse_empty
+from hydra_tune.task import (
+    Batch,
+    TrainTask,
+    backward_called,
+    check_reported,
+    not_a_metric,
+    not_metrics,
+    number_of,
+    reported_names,
+    returned,
+)
+from hydra_tune.train.building import build_model, build_optimizer
+from hydra_tune.train.data import moved, no_batch, num_samples, refuse_empty
+from hydra_tune.train.explain import explained
 from hydra_tune.train.own import OwnCopies
 from hydra_tune.train.pieces import check_pieces, pieces
+from hydra_tune.train.trained import Trained
 
 Report = Callable[[int, dict[str, float]], bool | None]
 """Called at each report with the step and the metrics; False prunes the run there."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainResult:
-    """What a plain run left.
+@dataclass(slots=True, kw_only=True)
+class PlainResult(Trained):
+    """The outcome of a plain run, read as a pool's `Result` is; a pruned one has its weights, too.
 
-    Args:
-        status: `"pruned"` where a report was answered with False, or a bad loss met `on_bad_loss="prune"`.
-        metrics: those of the last report; empty if there was none.
-        history: one dict per report: `step`, `epoch`, `seconds` since the start, and the metrics.
+    `status` is `"pruned"` where a report was answered with False, or a bad loss met `on_bad_loss="prune"`. `error` is None:
+    `train_plain` raises what fails.
+
+    Attributes:
         losses: the training loss of every batch in order, as the mean over its samples where it was split.
-        module: the trained module, in training mode.
-        optimizer: its optimizer.
     """
 
-    status: Literal["completed", "pruned"]
-    metrics: dict[str, float]
-    history: list[dict[str, float]]
-    losses: list[float]
-    module: nn.Module
-    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)
 
 
-def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
+def train_plain(task: TrainTask, report: Report | None = None, device: str | torch.device = "cpu") -> PlainResult:
     """Train a task to its end with a plain PyTorch loop.
 
     Draws from the process's own random generators, as a plain loop does. To be the reference it must not run beside a pool at
-    work in the same process: while that captures a model, other threads compute with other kernels, and the two share numpy's
-    and Python's random streams. Like the pool it draws from copies of loaders, samplers and generators, so that the same task
-    can be trained again, here or in a pool.
+    work in the same process: while that captures a model, other threads compute with other kernels. Like the pool it draws
+    from copies of loaders, samplers and generators, so that the same task can be trained again, here or in a pool.
 
     Args:
         task: what to train.
         report: called with `(step, metrics)` after each report; returning False prunes. The step is the epoch, from 0,
             or with `report_every=n` the number of optimizer steps done.
+        device: where the module is moved when it is built, and each batch when it is drawn; `"cuda"` is the reference for a
+            pool's numbers on a GPU. The module that is returned stays there.
 
     Returns:
-        The metrics, the history, every loss, and the live module and optimizer.
+        The metrics, the history, every loss, and the module and optimizer's state, as a pool's `Result` gives them.
 
     Raises:
         ConfigError: the task's data is `ShapesOnly`.
@@ -74,6 +81,16 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
         BadLossError: a training loss that is NaN or infinite, with `on_bad_loss="fail"`.
         MetricError: an evaluation that is not made of scalars, or a metric that is not reported.
     """
+    try:
+        return _train(task, report, torch.device(device))
+    except Exception as error:
+        found = explained(error)
+        if found is error or found is None:
+            raise
+        raise found from error
+
+
+def _train(task: TrainTask, report: Report | None, device: torch.device) -> PlainResult:
     refuse_shapes_only(task)
     if task.split_batches == "auto":
         raise TaskError(
@@ -81,10 +98,12 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
             "number that was chosen (Result.split_batches, or hydra-tune plan)"
         )
     _seed(task.seed)
-    module = task.model()
+    module = build_model(task)
+    if device.type != "cpu":
+        module = module.to(device)
     groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
     operators, groups = split_operators(module, groups, task.split_operators)
-    optimizer = task.optimizer(groups)
+    optimizer = build_optimizer(task, groups)
     scheduler = None if task.scheduler is None else task.scheduler(optimizer)
     operators.check(optimizer)
     run = _Run(
@@ -93,7 +112,8 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
         optimizer=optimizer,
         scheduler=scheduler,
         report=report,
-        scaler=torch.amp.GradScaler("cpu", enabled=task.precision == "float16"),
+        device=device,
+        scaler=torch.amp.GradScaler(device.type, enabled=task.precision == "float16"),
     )
     try:
         finished = all(run.epoch(epoch) for epoch in range(task.epochs))
@@ -102,14 +122,11 @@ def train_plain(task: TrainTask, report: Report | None = None) -> PlainResult:
             raise
         finished = False
     operators.restore(optimizer)
-    return PlainResult(
-        status="completed" if finished else "pruned",
-        metrics=run.metrics,
-        history=run.history,
-        losses=run.losses,
-        module=module,
-        optimizer=optimizer,
+    result = PlainResult(
+        status="completed" if finished else "pruned", metrics=run.metrics, history=run.history, losses=run.losses
     )
+    result.keep(module, optimizer)
+    return result
 
 
 @dataclass(slots=True)
@@ -136,6 +153,7 @@ class _Run:
     optimizer: torch.optim.Optimizer
     scheduler: Any
     report: Report | None
+    device: torch.device
     scaler: torch.amp.GradScaler
     own: OwnCopies = field(default_factory=OwnCopies)  # of loaders, samplers and generators
     steps: int = 0
@@ -170,8 +188,14 @@ class _Run:
     def _backward(self, batch: Batch) -> None:
         mean = _Mean()
         for piece in pieces(batch, self.task.num_pieces):
-            with _autocast(self.task):
-                loss = _loss(self.task, self.module, piece.batch)
+            with _autocast(self.task, self.device):
+                loss = _loss(self.task, self.module, self._placed(piece.batch))
+            if (
+                not self.losses
+                and not self.interval.weight
+                and any(p.grad is not None for p in self.module.parameters())
+            ):
+                raise backward_called()
             value = loss.item()
             mean.add(value, piece.samples)
             if not math.isfinite(value):
@@ -181,6 +205,9 @@ class _Run:
             self.interval.add(value, piece.samples)
         self.losses.append(mean.value())
         self.pending += 1
+
+    def _placed(self, batch: Batch) -> Batch:
+        return batch if self.device.type == "cpu" else moved(batch, self.device)
 
     def _step(self, epoch: int) -> bool:
         """One optimizer step; returns False where a report after it pruned the run."""
@@ -215,9 +242,7 @@ class _Run:
     def _report(self, step: int, epoch: int) -> bool:
         self.metrics = {"train_loss": self.interval.value(), **self._evaluate()}
         self.interval = _Mean()
-        for name in self.task.metrics:
-            if name not in self.metrics:
-                raise MetricError(f"metric {name!r} is not reported; reported are {', '.join(self.metrics)}")
+        check_reported(self.task.metrics, self.metrics)
         seconds = time.perf_counter() - self.started
         self.history.append({"step": step, "epoch": epoch, "seconds": seconds, **self.metrics})
         return self.report is None or self.report(step, dict(self.metrics)) is not False
@@ -233,21 +258,21 @@ class _Run:
             for batch in self.own.batches(self.task.validate, self.task.batch_size, shuffle=False):
                 refuse_empty(batch, "validate", batches)
                 batches += 1
-                with _autocast(self.task):
-                    values = dict(_scalars(self.task, self.module, batch))
+                with _autocast(self.task, self.device):
+                    values = dict(_scalars(self.task, self.module, self._placed(batch)))
                 for name, value in values.items():
                     means.setdefault(name, _Mean()).add(value, num_samples(batch))
         self.module.train()
         if not batches:
             raise no_batch("validate", self.task.validate)
-        return {f"val_{name}": mean.value() for name, mean in means.items()}
+        return reported_names({name: mean.value() for name, mean in means.items()})
 
 
-def _autocast(task: TrainTask) -> AbstractContextManager[object]:
+def _autocast(task: TrainTask, device: torch.device) -> AbstractContextManager[object]:
     """The region in which a task's forward runs."""
     if task.precision == "float32":
         return nullcontext()
-    return torch.autocast("cpu", dtype=getattr(torch, task.precision))
+    return torch.autocast(device.type, dtype=getattr(torch, task.precision))
 
 
 def _seed(seed: int) -> None:
@@ -267,20 +292,16 @@ def _loss(task: TrainTask, module: nn.Module, batch: Batch) -> Tensor:
             raise TaskError(f"loss= needs batches (input, target), got {type(batch).__name__}; give step= instead")
         name, loss = "loss", task.loss(module(batch[0]), batch[1])
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TaskError(f"{name} must return a scalar tensor, got {got}; reduce it, e.g. with .mean()")
+        raise TaskError(f"{name}= must return a scalar tensor, not {returned(loss)}")
     return loss
 
 
 def _scalars(task: TrainTask, module: nn.Module, batch: Batch) -> Iterator[tuple[str, float]]:
     values: object = {"loss": _loss(task, module, batch)} if task.evaluate is None else task.evaluate(module, batch)
     if not isinstance(values, Mapping):
-        raise MetricError(f"evaluate must return {{name: scalar}}, got {type(values).__name__}")
+        raise not_metrics(values)
     for name, value in values.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            yield name, float(value.item())
-        elif isinstance(value, int | float):
-            yield name, float(value)
-        else:
-            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise MetricError(f"evaluate returned {name!r} as {got}, not a scalar; reduce it over the batch")
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else number_of(value)
+        if number is None:
+            raise not_a_metric(name, value)
+        yield name, float(number)

@@ -54,6 +54,7 @@ class Rehearsal:
         leaves: that batch.
         device: where host memory is made; the trial may run on others like it.
         knows_length: whether its data tells how many steps it has.
+        counts_draws: as of `Budget`.
 
     Attributes:
         times: of its units, as the scheduler is told them.
@@ -70,8 +71,10 @@ class Rehearsal:
         device: Device,
         *,
         knows_length: bool = True,
+        counts_draws: bool = True,
     ) -> None:
         self.knows_length = knows_length
+        self._counts_draws = counts_draws
         self.pace: StepTimes | None = None
         self._task = task
         self._device = device
@@ -104,7 +107,7 @@ class Rehearsal:
 
     def _num_together(self, plan: Plan) -> int:
         """Batches that go through each shard together."""
-        counted = self._device.shares_generator or not plan.is_stochastic
+        counted = self._counts_draws or not plan.is_stochastic
         worth_it = counted and plan.may_be_pipelined and grouped.is_worth_it(plan)
         return self.num_parts if worth_it else 1
 

@@ -65,9 +65,8 @@ class _Original:
             with self._group.lock:
                 self._host.hold(self._group, -1)
 
-    def forget(self, block: Block, *, keep: bool = False) -> None:
+    def forget(self, block: Block) -> None:
         """The copy is given up; one whose load has failed lets go of the group only now."""
-        del keep
         self.loaded(block)
         block.tier = None
 

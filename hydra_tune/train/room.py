@@ -1,31 +1,142 @@
-"""Room for the user's own code, which may need more than its pilot has seen."""
+"""Room on a device's ledger for what the user's own code makes, taken before each operator that makes it.
 
-from torch import Tensor
+Note: sizes. What an operator will make is asked of the same operator on tensors without bytes, once for each geometry of its
+arguments. Where only a run tells (`nonzero`), and for what the operator keeps for itself, room is taken once it has run.
+"""
 
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hydra_tune.errors import BudgetError
 from hydra_tune.memory.lease import Lease
-from hydra_tune.shard.pilot import StorageTracker
+from hydra_tune.shard.pilot import StorageTracker, aligned
+
+_MAX_KNOWN = 1 << 14
+_PLAIN = (Tensor, nn.Parameter)
+_KNOWN: dict[Hashable, int] = {}
+"""Bytes by the operator and the geometry of its arguments, for all trials of the process."""
 
 
 class RoomTracker(StorageTracker):  # type: ignore[no-untyped-call]
-    """Follows what a unit makes, and takes more room on the ledger when that outgrows the workspace.
-
-    The pilot of a model that cannot be captured is one real run. Another batch, or another draw, may take another way
-    through the code and need more. That is seen when it has been made, so the ledger is behind by one tensor at most.
+    """Follows what a step, or a unit of one, makes, and takes room for what goes beyond what it was given.
 
     Args:
-        lease: of the unit.
-        workspace_bytes: what it has been given.
+        lease: gives room.
+        granted_bytes: what the step has to begin with.
         alignment: of the device.
+        shed: frees what it can where there is no more room; None: nothing can be freed.
+
+    Attributes:
+        given_bytes: of the batches, which nobody makes here.
+
+    Raises:
+        BudgetError: out of an operator for whose results there is no room, before it runs.
     """
 
-    def __init__(self, lease: Lease, workspace_bytes: int, alignment: int) -> None:
+    def __init__(
+        self, lease: Lease, granted_bytes: int, alignment: int, shed: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(alignment)
         self._lease = lease
-        self._granted_bytes = workspace_bytes
-        self.know(*lease.data)
+        self._granted_bytes = granted_bytes
+        self._shed = shed
+        self.given_bytes = 0
+        self._is_shedding = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._is_shedding and _may_make(func):
+            self._take(_made_bytes(func, args, kwargs or {}, self._alignment))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _track(self, tensor: Tensor, size: int | None = None) -> None:
         super()._track(tensor, size)
-        if self.peak_bytes > self._granted_bytes:
-            self._lease.grow(self.peak_bytes - self._granted_bytes)
-            self._granted_bytes = self.peak_bytes
+        if not self._is_shedding:
+            self._take(0)
+
+    def _take(self, more: int) -> None:
+        """Have room for what is there and so many bytes more."""
+        wanted = self.current_bytes + self.given_bytes + more
+        if wanted <= self._granted_bytes:
+            return
+        try:
+            self._lease.grow(wanted - self._granted_bytes)
+        except BudgetError:
+            if self._shed is None:
+                raise
+            self._is_shedding = True
+            try:
+                self._shed()
+            finally:
+                self._is_shedding = False
+            wanted = self.current_bytes + self.given_bytes + more
+            if wanted <= self._granted_bytes:
+                return
+            self._lease.grow(wanted - self._granted_bytes)
+        self._granted_bytes = wanted
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_make(func: Any) -> bool:
+    """Whether an operator returns anything but its arguments, or views of these."""
+    return any(result.alias_info is None for result in func._schema.returns)  # noqa: SLF001 - torch has no public name
+
+
+def _made_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alignment: int) -> int:
+    """Bytes that an operator will make; 0 where that is not known."""
+    try:
+        key = (func, alignment, _geometry(args), _geometry(tuple(kwargs.items())))
+        known = _KNOWN.get(key)
+    except TypeError:  # a subclass of tensors, or an argument that cannot be compared
+        return 0
+    if known is None:
+        if len(_KNOWN) >= _MAX_KNOWN:
+            _KNOWN.clear()
+        known = _KNOWN[key] = _tried(func, args, kwargs, alignment)
+    return known
+
+
+def _geometry(argument: Any) -> Hashable:
+    """What the sizes of an operator's results depend on, as far as they are known without its values."""
+    if isinstance(argument, Tensor):
+        if type(argument) not in _PLAIN or argument.layout is not torch.strided:
+            raise TypeError
+        return argument.shape, argument.stride(), argument.dtype
+    if isinstance(argument, list | tuple):
+        return tuple(map(_geometry, argument))
+    if isinstance(argument, torch.Generator):
+        return None
+    hash(argument)
+    return type(argument), argument
+
+
+def _tried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alignment: int) -> int:
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            bodiless = tree_map(_without_bytes, (args, kwargs))
+            made = func(*bodiless[0], **bodiless[1])
+    except Exception:  # noqa: BLE001 - only a run tells
+        return 0
+    given = _sizes(bodiless)
+    return sum(aligned(size, alignment) for storage, size in _sizes(made).items() if storage not in given)
+
+
+def _sizes(tree: Any) -> dict[int, int]:
+    """Bytes of the storages of the tensors in a tree, by the storage's identity."""
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return {storage._cdata: storage.nbytes() for storage in storages}  # noqa: SLF001 - torch has no public name
+
+
+def _without_bytes(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device="meta")
+    if isinstance(argument, torch.device):
+        return torch.device("meta")
+    return None if isinstance(argument, torch.Generator) else argument

@@ -4,10 +4,16 @@ Note: who owns what. A parameter or buffer used by one shard lies in that shard'
 group of its own, so that a unit loads just what it uses. Parameters and buffers are apart, because a forward unit overwrites
 buffers only and clean parameters need not be written back. Optimizer state is grouped by the shard whose unit updates it, and
 exists from that unit's first update on. What no shard uses stays on the host.
+
+Note: a trial that runs its own code. Its module's parameters, its buffers and its optimizer's state are one group each. The
+user's code may replace any of these tensors, make others, and make the optimizer's state whenever that pleases it; so after
+each burst of steps `refresh` looks whether the groups still hold what there is. Where the device computes with the host's own
+tensors the groups are loose (`memory/block.py`), and nothing of the user's is moved before something else needs the room.
 """
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,9 +24,10 @@ from torch.optim import Optimizer
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
-from hydra_tune.memory.block import Group, Kind, lay_out
+from hydra_tune.memory.block import Block, Group, Kind, lay_out
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.memory.readers import Readers
 from hydra_tune.memory.tenant import Tenant
@@ -33,6 +40,7 @@ from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.host_updates import HostUpdates
 
 _NUMBERS = itertools.count()
+_ALL = ("all",)  # parameters whose optimizer state is one group, where units run the user's own code
 
 STEP_BEGUN = "the optimizer's step had begun, which changes parameters and state in place"
 """Why an update is not repeated."""
@@ -49,13 +57,14 @@ class ModelState:
         host: counts the groups' host copies; None: the host has room for all.
         tenant: the trial, for `host`.
         before: what the trial had in its place before; whoever watches that watches this.
+        runs_own_code: whether units run the user's own step on the module, which `refresh` then follows.
 
     Attributes:
         number: of the trial, for its blocks.
         recomputed: graphs of shards whose activations are not kept any more, because memory has run out.
         readers: of parameters, buffers and optimizer state, between units.
         watcher: as of `watch`.
-        around_step: makes what is entered around each step of the optimizer.
+        around_step: makes what is entered around each step of the optimizer, given where that is.
     """
 
     def __init__(
@@ -67,14 +76,18 @@ class ModelState:
         host: HostTier | None = None,
         tenant: Tenant | None = None,
         before: "ModelState | None" = None,
+        *,
+        runs_own_code: bool = False,
     ) -> None:
         self._host = host
+        self._runs_own_code = runs_own_code
+        self._is_loose = runs_own_code and host is None and device.keeps_tensors
         self.tenant = tenant
         self.number: int = next(_NUMBERS) if before is None else before.number
         self.watcher: Callable[[int, str | None], None] | None = None
         self.recomputed: list[ShardGraph] = []
         self.readers = Readers()
-        self.around_step: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.around_step: Callable[[Device | None], AbstractContextManager[object]] = nullcontext
         self.module = module
         self.optimizer = optimizer
         self.tensors: dict[str, Tensor] = dict(named_state(module))
@@ -86,12 +99,13 @@ class ModelState:
             if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         }
         self._names = names = {id(tensor): name for name, tensor in self.tensors.items()}
-        self._optimized = tuple(names[id(p)] for group in optimizer.param_groups for p in group["params"])
+        in_order = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        self._optimized = tuple(names[key] for key in in_order if key in names)  # lazy ones have no name yet
         self._group_of: dict[str, Group] = {}
         self._optimizer_groups: dict[tuple[str, ...], list[Group]] = {}
         self._adopted: dict[tuple[str, str], Tensor] = {}
         self._host_updates = HostUpdates()
-        _check_storages(self.tensors)
+        _check_storages(self.tensors, may_share=self._is_loose)
         try:
             self._build(plan, device)
         except BaseException:
@@ -146,24 +160,24 @@ class ModelState:
         """
         check_still_frozen(self._frozen)
 
-    def update(self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: Gradients) -> None:
+    def update(self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: Gradients, device: Device) -> None:
         """One optimizer step for some parameters; all others have no gradient, so the optimizer skips them.
 
         Equal, to the last bit, to one step over all parameters for every optimizer whose update is per parameter; and since
         it is the user's one optimizer, schedulers, parameter groups and `state_dict` are too.
         """
-        self._step(gradients, rules)
+        self._step(gradients, rules, device)
         self.touched(name for name in names if name in gradients)
         for group in self.optimizer_groups(names):
             group.dirty = True
 
-    def _step(self, gradients: dict[str, Tensor], rules: Gradients) -> None:
+    def _step(self, gradients: dict[str, Tensor], rules: Gradients, device: Device | None) -> None:
         for name, gradient in gradients.items():
             self.tensors[name].grad = gradient
         try:
             if clipped := [self.tensors[name] for name in self.optimized(gradients)]:
                 rules.clip(clipped, self._optimized)
-            with self.around_step():
+            with self.around_step(device):
                 self.optimizer.step()
         finally:
             for name in gradients:
@@ -188,15 +202,15 @@ class ModelState:
             device: beside which.
             over: as of `HostUpdates.start`.
         """
-
-        def step() -> None:
-            try:
-                with not_repeatable(STEP_BEGUN):
-                    self._step(gradients, rules)
-            finally:
-                gradients.clear()
-
+        step = functools.partial(self._step_on_host, gradients, rules)
         self._host_updates.start(device, self.groups(names), step, over)
+
+    def _step_on_host(self, gradients: dict[str, Tensor], rules: Gradients) -> None:
+        try:
+            with not_repeatable(STEP_BEGUN):
+                self._step(gradients, rules, None)
+        finally:
+            gradients.clear()
 
     def stand_ins(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors to compute with in place of those of these parameters that are trained, which lie where they lie.
@@ -244,6 +258,9 @@ class ModelState:
         """
         for name, entries in saved.items():
             self.optimizer.state[self.tensors[name]] = {**self.optimizer.state.get(self.tensors[name], {}), **entries}
+        if self._runs_own_code:
+            self._group_saved_state(saved, device)
+            return
         shards = [shard for shard in self.layout.plan.shards if shard.trained]
         on_devices = [shard.trained for shard in shards if not shard.cost.updates_on_host]
         rest = tuple(name for name in saved if not any(name in shard.trained for shard in shards))
@@ -262,11 +279,95 @@ class ModelState:
                 self._adopted.update(found)
                 self._optimizer_groups.setdefault(names, []).append(group)
 
+    def adopt_made(self, device: Device) -> None:
+        """Take over optimizer state that a constructor has made (Adagrad's, up to torch 2.11).
+
+        Such state is where parameters were then, on the host. A CPU device computes with it there, and finds it after a step.
+        """
+        if device.torch_device.type != "cpu":
+            self.adopt_saved({name: made for name, made in self.optimizer_state().items() if made}, device)
+
     def _stays_on_host(self, name: str, key: str) -> bool:
         """As `Optimizer.load_state_dict` has it: step counters beside GPUs, unless kernels there read them."""
         tensor = self.tensors[name]
         group = next(g for g in self.optimizer.param_groups if any(p is tensor for p in g["params"]))
         return key == "step" and not (group.get("capturable") or group.get("fused"))
+
+    def _group_saved_state(self, names: Iterable[str], device: Device) -> None:
+        """Take optimizer state that is on the host into the one group that `refresh` goes on with."""
+        by_key: dict[str, list[Tensor]] = {}
+        for name in names:
+            for key, value in self.optimizer.state[self.tensors[name]].items():
+                is_moved = device.torch_device.type == "cpu" or not self._stays_on_host(name, key)
+                if isinstance(value, Tensor) and is_moved:
+                    by_key.setdefault(key, []).append(value)
+        tensors = [tensor for tensors in by_key.values() for tensor in tensors]
+        if tensors:
+            self._optimizer_groups = {_ALL: [self._new_group(Kind.OPTIMIZER, tensors, device)]}
+
+    def refresh(self, lease: Lease, device: Device) -> None:
+        """The user's own code has run under a lease on all groups: have these hold the tensors that there are now.
+
+        Args:
+            lease: of the unit that ran the code; new groups are part of it.
+            device: where the code ran, and where what it has made is.
+
+        Raises:
+            BudgetError: what there is now does not fit the device.
+        """
+        self.tensors = dict(named_state(self.module))
+        self._names = {id(tensor): name for name, tensor in self.tensors.items()}
+        parts: dict[Kind, list[Tensor]] = {Kind.PARAMETERS: [], Kind.BUFFERS: []}
+        for tensor in self.tensors.values():
+            parts[Kind.PARAMETERS if isinstance(tensor, nn.Parameter) else Kind.BUFFERS].append(tensor)
+        present = dict.fromkeys(self._group_of.values())
+        for kind, tensors in parts.items():
+            group = next((group for group in present if group.kind is kind), None)
+            renewed = self._renewed(group, kind, tensors, lease, device)
+            if renewed is not None:
+                renewed.dirty = True
+                self._group_of = {name: other for name, other in self._group_of.items() if other is not group}
+                self._group_of.update({self._names[id(tensor)]: renewed for tensor in tensors})
+        groups = self._optimizer_groups.get(_ALL)
+        state = self._renewed(
+            groups[0] if groups else None, Kind.OPTIMIZER, optimizer_tensors(self.optimizer, device), lease, device
+        )
+        if state is not None:
+            state.dirty = True
+            self._optimizer_groups = {_ALL: [state]}
+
+    def _renewed(
+        self, group: Group | None, kind: Kind, tensors: list[Tensor], lease: Lease, device: Device
+    ) -> Group | None:
+        """A group that holds these tensors: the one there is, if it does, else a new one in its place."""
+        if group is None and not tensors:
+            return None
+        if group is not None and len(group.tensors) == len(tensors) and all(map(operator.is_, group.tensors, tensors)):
+            return group
+        if self._is_loose:
+            if group is not None and not group.is_loose:  # what it holds lies in its buffer, which goes with it
+                known = set(map(id, group.tensors))
+                kept = [tensor for tensor in tensors if id(tensor) in known]
+                self.readers.point(kept, [tensor.detach().clone() for tensor in kept])
+            fresh = Group(kind, tensors, device, self.readers, is_loose=True)
+            fresh.owner = self.number
+        else:
+            device.synchronize()
+            fresh = self._new_group(kind, tensors, device)
+        lease.exchange(group, fresh)  # back to the device, where the next step of the same unit wants it
+        if kind is Kind.PARAMETERS:
+            fresh.shard = 0
+            fresh.on_moved = None if group is None else group.on_moved
+        return fresh
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state by the parameters' names, for `adopt_saved`."""
+        named = {id(tensor): name for name, tensor in named_state(self.module)}
+        return {named[id(p)]: dict(entries) for p, entries in self.optimizer.state.items() if id(p) in named}
+
+    def own_code_blocks(self) -> list[Block]:
+        """What a unit that runs the user's own code needs on its device."""
+        return list(self._blocks())
 
     def rewrite(self, write: Callable[[Tensor], None]) -> None:
         """Change tensors of the state on the host, one group after the other; no unit of the trial runs.
@@ -325,12 +426,21 @@ class ModelState:
             yield
 
     def hand_over(self) -> None:
-        """Everything on the host, where it is the caller's from now on."""
-        with self.whole():
-            for block in self._blocks():
-                if block.tier is not None:
-                    with block.lock:
-                        block.tier.forget(block, keep=True)
+        """Everything on the host, in memory of each tensor's own, where it is the caller's from now on.
+
+        One group after the other, so that the host has no more than one group twice.
+        """
+        self.settle()
+        for block in self._blocks():
+            if block.is_loose:  # the tensors have memory of their own already
+                with block.lock:
+                    block.part()
+                drop(block)
+                continue
+            with nullcontext() if self._host is None else self._host.whole([block]), block.lock:
+                bring_home(block)
+                block.let_go()
+                drop(block)
 
     def drop(self) -> None:
         """Give up all device and host copies; the module must not be used afterwards."""
@@ -357,12 +467,13 @@ class ModelState:
     def _new_group(self, kind: Kind, tensors: Sequence[Tensor], device: Device) -> Group:
         nbytes = lay_out(tensors, device.alignment)[1]
         if self._host is None:
-            group = device.on_host(lambda: Group(kind, tensors, device, self.readers))
+            is_loose = self._is_loose
+            group = device.on_host(functools.partial(Group, kind, tensors, device, self.readers, is_loose=is_loose))
             group.owner = self.number
             return group
         self._host.take(nbytes)
         try:
-            group = device.on_host(lambda: Group(kind, tensors, device, self.readers))
+            group = device.on_host(functools.partial(Group, kind, tensors, device, self.readers))
         except BaseException:
             self._host.ledger.give_back(nbytes)
             raise
@@ -394,6 +505,17 @@ class ModelState:
                 self._group_of.update(dict.fromkeys(members, group))
 
 
+def optimizer_tensors(optimizer: Optimizer, device: Device) -> list[Tensor]:
+    """The tensors of an optimizer's state that lie where the device computes; those of a key one behind the other."""
+    kind = device.torch_device.type
+    by_key: dict[object, list[Tensor]] = {}
+    for entries in optimizer.state.values():
+        for key, value in entries.items() if isinstance(entries, Mapping) else ():
+            if isinstance(value, Tensor) and value.device.type == kind and value.layout is torch.strided:
+                by_key.setdefault(key, []).append(value)
+    return [tensor for tensors in by_key.values() for tensor in tensors]
+
+
 def _by_key(state: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
     """The same key's tensors one behind the other, as the parameters lie: some optimizers take them as one then."""
     return dict(sorted(state.items(), key=lambda item: item[0][1]))
@@ -403,15 +525,15 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
 
 
-def _check_storages(tensors: dict[str, Tensor]) -> None:
-    """Refuse tensors that share memory without being one object: in blocks of their own they would come apart."""
+def _check_storages(tensors: dict[str, Tensor], *, may_share: bool) -> None:
+    """Refuse tensors that share memory without being one object, unless they may: in flat blocks they would come apart."""
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided:
             raise TaskError(
                 f"{name!r} of the model is sparse, which cannot be spilled; keep it dense, and make it sparse in forward"
             )
-        if not tensor.numel():
+        if may_share or not tensor.numel():
             continue
         other = names.setdefault(tensor.untyped_storage()._cdata, name)  # noqa: SLF001 - the storage's identity
         if other != name:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -170,7 +171,7 @@ class Step:
             key=key,
             blocks=blocks,
             workspace_bytes=workspace,
-            following=following or (lambda: self._following(kind, index)),
+            following=following or partial(self._following, kind, index),
         )
 
     def _following(self, kind: str, index: int) -> list[Expected]:
@@ -184,7 +185,7 @@ class Step:
             kind=kind,
             shard=index,
             seconds=self._times.of((kind, index)),
-            blocks=lambda: self._blocks(kind, index),
+            blocks=partial(self._blocks, kind, index),
             workspace_bytes=self._workspace(kind, index),
         )
 
@@ -214,39 +215,40 @@ class Step:
 
     def _shard_unit(self, kind: str, index: int, compute: Callable[[Device], None]) -> PendingUnit:
         """A unit that runs a shard's graph, forward or backward."""
-        shard = self._plan.shards[index]
-        backward = kind == "backward"
+        run = partial(self._run_shard, kind, index, compute)
+        return self._unit(kind, index, run, partial(self._blocks, kind, index), self._workspace(kind, index))
 
-        def run(device: Device, pager: Pager) -> float:
-            graph = shard.graph
-            played = backward and self._chain.is_kept(index, device.torch_device)
-            if backward and not played:
-                self._chain.let_go(index)
-            first = not backward or not self._chain.has_forward(index)
-            workspace = _workspace(shard.cost, backward=backward, recompute=not (first or played))
-            blocks = self._graph_blocks(kind, index)
-            draws = _KEPT if first else _NONE if played else _REPLAYED
-            start = time.perf_counter()
-            with self._lease(pager, graph.state, blocks, workspace) as lease:
-                with (
-                    self._undo(index, is_first=first),
-                    self._surroundings(shard, device, draws),
-                    self._room(shard, lease, workspace, device),
-                ):
-                    waited = time.perf_counter() - start
-                    self._leased(lease, lambda: compute(device))
-                    if self._plan.eager:
-                        self._state.check()
-                if first:
-                    self._state.touched(graph.written_state)
-                    if self._plan.eager:
-                        self._state.touched(graph.state)
-                        self._store.touched_inputs()
-            return waited + (
-                0.0 if backward or shard.activations != "spill" or not self._chain.keeps(index) else self._spill(index)
-            )
-
-        return self._unit(kind, index, run, lambda: self._blocks(kind, index), self._workspace(kind, index))
+    def _run_shard(
+        self, kind: str, index: int, compute: Callable[[Device], None], device: Device, pager: Pager
+    ) -> float:
+        shard, backward = self._plan.shards[index], kind == "backward"
+        graph = shard.graph
+        played = backward and self._chain.is_kept(index, device.torch_device)
+        if backward and not played:
+            self._chain.let_go(index)
+        first = not backward or not self._chain.has_forward(index)
+        workspace = _workspace(shard.cost, backward=backward, recompute=not (first or played))
+        blocks = self._graph_blocks(kind, index)
+        draws = _KEPT if first else _NONE if played else _REPLAYED
+        start = time.perf_counter()
+        with self._lease(pager, graph.state, blocks, workspace) as lease:
+            with (
+                self._undo(index, is_first=first),
+                self._surroundings(shard, device, draws),
+                self._room(shard, lease, workspace, device),
+            ):
+                waited = time.perf_counter() - start
+                self._leased(lease, partial(compute, device))
+                if self._plan.eager:
+                    self._state.check()
+            if first:
+                self._state.touched(graph.written_state)
+                if self._plan.eager:
+                    self._state.touched(graph.state)
+                    self._store.touched_inputs()
+        return waited + (
+            0.0 if backward or shard.activations != "spill" or not self._chain.keeps(index) else self._spill(index)
+        )
 
     def _generator(self, device: Device) -> RandomGenerator:
         """What a recompute has to start from, while a unit runs."""
@@ -276,7 +278,9 @@ class Step:
         module = shard.graph.module
         if isinstance(module, EagerStep) and module.precision == "float32":
             # Under autocast, kernels that call others inside (the fused transformer layer) round differently if followed.
-            stack.enter_context(RoomTracker(lease, workspace, device.alignment))
+            tracker = RoomTracker(lease, workspace, device.alignment)
+            tracker.know(*lease.data)
+            stack.enter_context(tracker)
         if self._plan.eager and shard.cost.spilled_bytes:
             stack.enter_context(lease.spilling_activations())
         return stack
@@ -308,7 +312,7 @@ class EvaluationStep(Step):
         """One forward-only unit a shard."""
         self.metrics = {}
         for index in range(len(self._plan.shards)):
-            yield self._shard_unit("evaluate", index, lambda device, i=index: self._forward(i, device))  # type: ignore[misc]
+            yield self._shard_unit("evaluate", index, partial(self._forward, index))
 
     def _following(self, kind: str, index: int) -> list[Expected]:
         if index + 1 < len(self._plan.shards):

@@ -1,62 +1,45 @@
-"""A trial's own random streams, swapped in whenever its code runs.
+"""A trial's own random streams, which its code draws from wherever it draws from the process's.
 
-Torch's operators on CPU are made to draw from the trial's own generator (`devices/own_generator.py`), whatever else the process
-draws. Numpy's and Python's streams are one each per process, so only one trial can have its own swapped in at a time: `STREAMS`
-is that lock, which is taken away from a loader that hangs and is given up on (`train/drawing.py`). Note: lock order. Whoever
-needs both takes `STREAMS` first and the capture gate inside. A thread that is not the pool's takes no lock, so what it draws
-from these two while they are swapped in, it draws from the trial.
-Generators of GPUs are one per device and used by that device's worker alone, so they need no lock.
+Torch's operators on CPU, the functions of `random` and those of `numpy.random` ask for the stream of the thread that calls them
+(`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code has its streams on its own thread, nobody waits
+for them, and no other thread draws from them or seeds them. Threads that the code starts draw from the process's streams.
+Generators of GPUs are one per device and used by that device's worker alone.
 """
 
 import copy
-import ctypes
 import importlib
 import importlib.util
-import random
-from collections.abc import Hashable, Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hydra_tune.devices.device import Device
-from hydra_tune.devices.own_generator import drawing_from
-from hydra_tune.train.turns import Turns
+from hydra_tune.devices import own_generator
+from hydra_tune.devices.device import Device, RandomGenerator
+from hydra_tune.devices.own_generator import OwnGenerator, drawing_from
+from hydra_tune.train import own_python
+from hydra_tune.train.own_python import PythonStream
 
-STREAMS = Turns()
-_BLOCK = 624  # numbers that the Mersenne Twister makes at once
-_INSIDE_BLOCK = slice(512, 4608)  # bytes of a generator's state that are the block's, whatever lies around it
-_MAX_DRAWS = 100_000 * _BLOCK  # looked for, in less than a second; dropout draws one or two for each element
-_CHUNK = 1 << 18
+_LOCK = threading.Lock()
 
 
-def draws_between(before: Tensor, after: Tensor) -> int | None:
-    """By how many draws of `RandomStreams.skip` a stream has moved from one position to another; None if that is not found.
-
-    The generator (a Mersenne Twister) makes its numbers in blocks, and most of its state is the block: first the block is
-    found, then the place in it.
-    """
-    stream = torch.Generator()
-    last, start = before, 0
-    for count in range(0, _MAX_DRAWS, _BLOCK):
-        stream.set_state(last)
-        _skip(stream, _BLOCK if count else 0)
-        state = stream.get_state()
-        if torch.equal(state[_INSIDE_BLOCK], after[_INSIDE_BLOCK]):
-            break
-        last, start = state, count
-    stream.set_state(last)
-    for count in range(start, start + 2 * _BLOCK + 1):
-        if torch.equal(stream.get_state(), after):
-            return count
-        _skip(stream, 1)
-    return None
+def _own_numpy() -> Any:
+    """The module of numpy's streams, where there is numpy."""
+    return importlib.import_module("hydra_tune.train.own_numpy") if importlib.util.find_spec("numpy") else None
 
 
-def _skip(stream: torch.Generator, count: int) -> None:
-    for first in range(0, count, _CHUNK):
-        torch.empty(min(_CHUNK, count - first), dtype=torch.float32).random_(generator=stream)
+def _install(own_numpy: Any) -> None:
+    """Have all that draws ask for its thread's streams; once for the process."""
+    with _LOCK:
+        own_generator.install()
+        replaced = own_python.install()
+        if own_numpy is not None:
+            replaced |= own_numpy.install()
+        own_python.replace_everywhere(replaced)
 
 
 class RandomStreams:
@@ -68,20 +51,22 @@ class RandomStreams:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._numpy: Any = None
-        if importlib.util.find_spec("numpy") is not None:
-            self._numpy = importlib.import_module("numpy")
-        self._torch = torch.Generator().manual_seed(seed)
-        self._python_state = random.Random(seed).getstate()  # noqa: S311 - not for secrets
-        self._numpy_state = None if self._numpy is None else self._numpy.random.RandomState(seed).get_state()
+        own_numpy = _own_numpy()
+        _install(own_numpy)
+        self._torch = OwnGenerator()
+        self._torch.manual_seed(seed)
+        self._python = PythonStream(seed)
+        self._numpy: Any = None if own_numpy is None else own_numpy.NumpyStream.of_seed(seed)
+        self._host_streams: list[Any] = [self._torch, self._python] + ([] if self._numpy is None else [self._numpy])
         self._gpu_state: Tensor | None = None
+        self._drawn_from: RandomGenerator | None = None  # a GPU's, while it is this trial's stream there that moves
 
     def fork(self) -> "RandomStreams":
-        """The same streams from here on, but apart, for captured units: what one draws does not move the other's."""
+        """The torch streams from here on, but apart, for captured units: what one draws does not move the other's."""
         other = copy.copy(self)
-        apart = torch.Generator()
+        apart = OwnGenerator()
         apart.set_state(self._torch.get_state())
-        vars(other)["_torch"] = apart
+        vars(other).update(_torch=apart, _python=None, _numpy=None, _host_streams=[], _drawn_from=None)
         return other
 
     @property
@@ -89,9 +74,9 @@ class RandomStreams:
         """What captured units on CPU devices draw from."""
         return self._torch
 
-    def position(self) -> Tensor:
-        """Where the torch CPU stream stands."""
-        return self._torch.get_state()
+    def position(self, device: Device) -> Tensor:
+        """Where the stream stands that captured units draw from on such a device."""
+        return self._torch.get_state() if device.shares_generator else self.gpu_state(device)
 
     def gpu_state(self, device: Device) -> Tensor:
         """Where the stream stands that captured units on GPUs draw from, as a GPU's default generator gives it."""
@@ -105,76 +90,68 @@ class RandomStreams:
 
     def mark(self) -> Any:
         """Where the streams stand that captured units draw from, for `go_back`."""
-        return self._torch.get_state(), self._gpu_state
+        return self._torch.get_state(), self._gpu_position()
 
     def go_back(self, mark: Any) -> None:
-        """Have these streams stand where they stood; not while anything draws."""
+        """Have these streams stand where they stood; on the thread that draws, if any does."""
         self._torch.set_state(mark[0])
-        self._gpu_state = mark[1]
+        self._set_gpu_position(mark[1])
 
-    def skip(self, count: int) -> None:
-        """Move the torch CPU stream on, as `draws_between` counts."""
-        _skip(self._torch, count)
+    def skip(self, count: int, device: Device) -> None:
+        """Move that stream on by so many draws, as the device's generator counts them; no unit draws from it meanwhile."""
+        moved = device.generator.moved(self.position(device), count)
+        if device.shares_generator:
+            self._torch.set_state(moved)
+        else:
+            self._gpu_state = moved
 
     def state(self) -> dict[str, Any]:
         """Where all streams stand, for `restore`: plain values and tensors."""
         return {
             "torch": self._torch.get_state(),
-            "python": self._python_state,
-            "numpy": self._numpy_state,
-            "gpu": self._gpu_state,
+            "python": self._python.getstate(),
+            "numpy": None if self._numpy is None else self._numpy.state(),
+            "gpu": self._gpu_position(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Have the streams stand where others stood; not while anything draws."""
+        """Have the streams stand where others stood; on the thread that draws, if any does."""
         self._torch.set_state(state["torch"].clone())  # torch reads past the start of a view
-        self._python_state = state["python"]
+        self._python.setstate(state["python"])
         if self._numpy is not None and state["numpy"] is not None:
-            self._numpy_state = state["numpy"]
-        self._gpu_state = state["gpu"]
+            self._numpy.restore(state["numpy"])
+        self._set_gpu_position(state["gpu"])
 
-    def mark_of_all(self) -> Hashable:
-        """Another value whenever any stream has moved that code on the host draws from."""
-        torch_state, numpy_state = self._torch.get_state(), self._numpy_state
-        own = ctypes.string_at(torch_state.data_ptr(), torch_state.numel())
-        drawn = None if numpy_state is None else (numpy_state[1].tobytes(), *numpy_state[2:])
-        return hash((own, self._python_state, drawn))
+    def _gpu_position(self) -> Tensor | None:
+        return self._gpu_state if self._drawn_from is None else self._drawn_from.get_state()
 
-    @contextmanager
-    def everything(self) -> Iterator[None]:
-        """The torch CPU, numpy and Python streams are the trial's; what was there before comes back."""
-        with STREAMS, drawing_from(self._torch):
-            before = random.getstate(), self._numpy and self._numpy.random.get_state()
+    def _set_gpu_position(self, state: Tensor | None) -> None:
+        self._gpu_state = state
+        if self._drawn_from is not None and state is not None:
+            self._drawn_from.set_state(state)
 
-            def restore() -> None:
-                random.setstate(before[0])
-                if self._numpy is not None:
-                    self._numpy.random.set_state(before[1])
+    def moves(self) -> int:
+        """How often the code of the trial has drawn from its streams on the host, or set them."""
+        moves = 0
+        for stream in self._host_streams:  # several times a step, where `sum` takes three times as long
+            moves += stream.moves
+        return moves
 
-            self._swap_in()
-            STREAMS.begin(restore)
-            try:
-                yield
-            finally:
-                if STREAMS.is_held:  # else the trial was given up on, and what is there now is another's
-                    STREAMS.end()
-                    self._save()
-                    restore()
+    def everything(self) -> AbstractContextManager[None]:
+        """The torch CPU, numpy and Python streams of this thread are the trial's; what there was before comes back."""
+        assert self._host_streams, "a fork of streams is for captured units, which draw from torch's alone"
+        return _Everything(self._host_streams)
 
-    def torch_alone(self) -> AbstractContextManager[None]:
-        """The torch CPU stream is the trial's; for code that is known to draw from no other, and need not wait for its turn."""
-        return drawing_from(self._torch)
-
-    def drawing(self, device: Device, *, keep: bool) -> AbstractContextManager[None]:
-        """The device's generator is the trial's, for a captured unit that draws.
+    def drawing(self, device: Device | None, *, keep: bool) -> AbstractContextManager[None]:
+        """The device's generator is the trial's, for a captured unit that draws, or an update.
 
         Args:
-            device: where the unit runs.
+            device: where the unit runs; None: on the host, beside a device.
             keep: whether the stream moves on; a recompute draws the same numbers again and leaves it.
         """
-        if not device.shares_generator:
-            return self._drawing_on_gpu(device, keep=keep)
-        return self._drawing_on_host(keep=keep)
+        if device is None or device.shares_generator:
+            return self._drawing_on_host(keep=keep)
+        return self._drawing_on_gpu(device, keep=keep)
 
     @contextmanager
     def _drawing_on_host(self, *, keep: bool) -> Iterator[None]:
@@ -191,18 +168,28 @@ class RandomStreams:
         state = self.gpu_state(device)
         with device.generator.in_turn():
             device.generator.set_state(state)
+            before, self._drawn_from = self._drawn_from, device.generator if keep else None
             try:
                 yield
             finally:
+                self._drawn_from = before
                 if keep:
                     self._gpu_state = device.generator.get_state()
 
-    def _swap_in(self) -> None:
-        random.setstate(self._python_state)
-        if self._numpy is not None:
-            self._numpy.random.set_state(self._numpy_state)
 
-    def _save(self) -> None:
-        self._python_state = random.getstate()
-        if self._numpy is not None:
-            self._numpy_state = self._numpy.random.get_state()
+class _Everything:
+    """Around code that draws from some streams."""
+
+    __slots__ = ("_streams", "_tokens")
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self._streams = streams
+
+    def __enter__(self) -> None:
+        self._tokens = [stream.become_own() for stream in self._streams]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for token in self._tokens:
+            token.var.reset(token)

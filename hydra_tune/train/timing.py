@@ -88,7 +88,7 @@ def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends
     """
     task = replace(task, validate=None, evaluate=None, metric="train_loss")
     device = CpuDevice(0, like.budget_bytes, like.bandwidth)
-    trial = Trial(task, library, device, _Alone())
+    trial = Trial(task, library, device, _Alone(), may_run_own_code=False)
     try:
         run = _Run(trial, device, sends_ahead=sends_ahead)
         run.steps()

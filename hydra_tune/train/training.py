@@ -96,11 +96,11 @@ class OptimizerStep:
 
         Args:
             part: the batch or piece; the step takes its plan.
-            draws: by how much the batch moves the torch stream, which is moved here.
+            draws: by how much the batch moves the stream that its units draw from, which is moved here.
         """
         streams = self._streams.fork()
-        self._streams.skip(draws)
-        end = self._streams.position() if part.plan.is_stochastic else None
+        self._streams.skip(draws, self._device)
+        end = self._streams.position(self._device) if part.plan.is_stochastic else None
         drawn: DrawnBatch
         if self._is_grouped:
             drawn = DrawnBatch(part, self._state, streams, end, self._device, self._gradients)

@@ -87,7 +87,7 @@ class TrainingBatch(Step):
 
     def forward_unit(self, index: int) -> PendingUnit:
         """The forward of a shard; the last one has none."""
-        return self._shard_unit("forward", index, lambda device: self._chain.forward(index, self._generator(device)))
+        return self._shard_unit("forward", index, partial(self._forward, index))
 
     def backward_units(self, index: int, *, is_last: bool) -> Iterator[PendingUnit]:
         """The backward of a shard, if it has one, and its update, if it may be updated now.
@@ -99,7 +99,7 @@ class TrainingBatch(Step):
         completes = is_last and self._gradients.has_two_phases
         self._updates_now = is_last and not completes
         if shard.has_backward:
-            yield self._shard_unit("backward", index, lambda device: self._backward(index, device, completes))
+            yield self._shard_unit("backward", index, partial(self._backward, index, completes))
         elif index == self.num_shards - 1:
             raise TaskError("the training loss does not depend on any parameter that requires gradients")
         else:
@@ -142,7 +142,7 @@ class TrainingBatch(Step):
             kind="update",
             shard=update.index,
             seconds=self._times.of(("update", update.index)),
-            blocks=lambda: self._update_blocks(update.names),
+            blocks=partial(self._update_blocks, update.names),
             workspace_bytes=0 if update.shard.cost.updates_on_host else update.shard.cost.update_workspace,
         )
 
@@ -150,8 +150,8 @@ class TrainingBatch(Step):
         """What an update needs on its device."""
         if self._plan.updates_on_host:
             return []
-        keys, state = [parameter_gradient_key(name) for name in names], self._state
-        return [*state.groups(names), *state.optimizer_groups(names), *self._store.blocks(keys, (), ())]
+        state = self._state
+        return [*state.groups(names), *state.optimizer_groups(names), *self._gradient_blocks(names)]
 
     def updates(self) -> list[Update]:
         """The updates that the batch's plan has."""
@@ -176,24 +176,24 @@ class TrainingBatch(Step):
 
     def complete_unit(self, update: Update) -> PendingUnit:
         """Unscale gradients and take their norms, where no backward unit could."""
-        keys = [parameter_gradient_key(name) for name in update.names]
+        blocks = partial(self._gradient_blocks, update.names)
+        run = partial(self._run_complete, update)
+        return self._unit("complete", update.index, run, blocks, update.shard.cost.update_workspace)
 
-        def run(device: Device, pager: Pager) -> float:
-            del device
-            workspace = update.shard.cost.update_workspace
-            start = time.perf_counter()
-            with (
-                pager.lease(self._store.blocks(keys, (), ()), workspace),
-                GATE.shared(),
-                not_repeatable("gradients were being unscaled in place"),
-            ):
-                waited = time.perf_counter() - start
-                self._complete(update.names)
-            return waited
+    def _run_complete(self, update: Update, device: Device, pager: Pager) -> float:
+        del device
+        start = time.perf_counter()
+        with (
+            pager.lease(self._gradient_blocks(update.names), update.shard.cost.update_workspace),
+            GATE.shared(),
+            not_repeatable("gradients were being unscaled in place"),
+        ):
+            waited = time.perf_counter() - start
+            self._complete(update.names)
+        return waited
 
-        return self._unit(
-            "complete", update.index, run, lambda: self._store.blocks(keys, (), ()), update.shard.cost.update_workspace
-        )
+    def _gradient_blocks(self, names: tuple[str, ...]) -> list[Block]:
+        return self._store.blocks([parameter_gradient_key(name) for name in names], (), ())
 
     def update_unit(self, update: Update, following: Callable[[], list[Expected]] | None = None) -> PendingUnit:
         """Let the optimizer step for some parameters.
@@ -202,30 +202,28 @@ class TrainingBatch(Step):
             update: which.
             following: what comes after it, where it is not part of its batch.
         """
-        names, cost = update.names, update.shard.cost
+        cost = update.shard.cost
         if cost.updates_on_host:
             return self._unit("update", update.index, partial(self._update_on_host, update))
-        keys = [parameter_gradient_key(name) for name in names]
+        run, blocks = partial(self._run_update, update), partial(self._update_blocks, update.names)
+        return self._unit("update", update.index, run, blocks, cost.update_workspace, following)
 
-        def run(device: Device, pager: Pager) -> float:
-            state = self._state
-            optimizer_groups = state.optimizer_groups(names)
-            blocks = self._update_blocks(names)
-            workspace = cost.update_workspace if optimizer_groups else cost.first_update_workspace
-            start = time.perf_counter()
-            with pager.lease(blocks, workspace) as lease, not_repeatable(STEP_BEGUN):
-                gradients = self._present(names)
-                with GATE.shared():
-                    waited = time.perf_counter() - start
-                    state.update(names, gradients, self._gradients)
-                gradients.clear()
-                self._leased(lease, lambda: self._store.drop_all(keys))
-                state.adopt_optimizer_state(names, device)
-            return waited
-
-        return self._unit(
-            "update", update.index, run, lambda: self._update_blocks(names), cost.update_workspace, following
-        )
+    def _run_update(self, update: Update, device: Device, pager: Pager) -> float:
+        state, names, cost = self._state, update.names, update.shard.cost
+        optimizer_groups = state.optimizer_groups(names)
+        blocks = self._update_blocks(names)
+        workspace = cost.update_workspace if optimizer_groups else cost.first_update_workspace
+        start = time.perf_counter()
+        with pager.lease(blocks, workspace) as lease, not_repeatable(STEP_BEGUN):
+            gradients = self._present(names)
+            with GATE.shared():
+                waited = time.perf_counter() - start
+                state.update(names, gradients, self._gradients, device)
+            gradients.clear()
+            keys = [parameter_gradient_key(name) for name in names]
+            self._leased(lease, partial(self._store.drop_all, keys))
+            state.adopt_optimizer_state(names, device)
+        return waited
 
     def _update_on_host(self, update: Update, device: Device, pager: Pager) -> float:
         """Begin an update on the host; returns the seconds that the gradients' way there took."""
@@ -235,16 +233,17 @@ class TrainingBatch(Step):
         waited = time.perf_counter() - start
         gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
         found.clear()
-        values = self._store.give_away(keys.values())
-
-        def over(began_ns: int, ended_ns: int) -> None:
-            for value in values.values():
-                drop(value.block)
-            pager.updated(self._state.number, update.index, began_ns, ended_ns)
-
+        over = partial(self._updated_on_host, self._store.give_away(keys.values()), pager, update.index)
         with not_repeatable(STEP_BEGUN):
             self._state.update_on_host(update.names, gradients, self._gradients, device, over)
         return waited
+
+    def _updated_on_host(
+        self, values: dict[str, Value], pager: Pager, index: int, began_ns: int, ended_ns: int
+    ) -> None:
+        for value in values.values():
+            drop(value.block)
+        pager.updated(self._state.number, index, began_ns, ended_ns)
 
     @contextmanager
     def _lease(self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int) -> Iterator[Lease]:
@@ -257,7 +256,10 @@ class TrainingBatch(Step):
             finally:
                 self._store.stand_ins = {}
 
-    def _backward(self, index: int, device: Device, completes: bool) -> None:
+    def _forward(self, index: int, device: Device) -> None:
+        self._chain.forward(index, self._generator(device))
+
+    def _backward(self, index: int, completes: bool, device: Device) -> None:
         shard = self._plan.shards[index]
         self._chain.backward(index, self._generator(device))
         for name in shard.trained:

@@ -4,21 +4,23 @@ The training loop is written once, as a generator that reads like the plain loop
 pool runs the unit on a device of its choice and lets the generator go on. Knows nothing of other trials or of the schedule.
 """
 
+import itertools
+import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import BadLossError, MetricError, TaskError
+from hydra_tune.errors import BadLossError, BudgetError, MetricError, TaskError
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.tenant import Tenant
@@ -28,13 +30,19 @@ from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.operators import SplitOperators, split_operators
 from hydra_tune.shard.packing import CHOICES
 from hydra_tune.shard.piece_count import divisors
+from hydra_tune.shard.plan import Plan
 from hydra_tune.shard.unbuilt import is_unbuilt
-from hydra_tune.task import TrainTask
+from hydra_tune.shard.whole import uncaptured
+from hydra_tune.task import TrainTask, check_reported, reported_names
 from hydra_tune.train.arrange import arrange
+from hydra_tune.train.building import build_model, build_optimizer
+from hydra_tune.train.burst import BURST, Bursts, Mark, nobody_asks
 from hydra_tune.train.capture import Beginning, Built, Place, decoded, encoded, place_after
-from hydra_tune.train.clock import Progress, UnitTimes
+from hydra_tune.train.claims import Claim
+from hydra_tune.train.clock import Progress, UnitTimes, step_guess
 from hydra_tune.train.data import no_batch, num_batches, num_samples, refuse_empty
 from hydra_tune.train.described import copied, is_of_the_pass
+from hydra_tune.train.direct import Direct
 from hydra_tune.train.drawing import DrawClock
 from hydra_tune.train.feed import Feed, Skip
 from hydra_tune.train.gradients import Gradients
@@ -50,13 +58,13 @@ from hydra_tune.train.snapshot import Keeper, Snapshot
 from hydra_tune.train.spread import Spread
 from hydra_tune.train.state import ModelState, check_optimizer
 from hydra_tune.train.step import EvaluationStep, PendingUnit
-from hydra_tune.train.streams import RandomStreams, draws_between
+from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.training import OptimizerStep
 from hydra_tune.train.training_batch import Part
 
-_IN_TRAINING: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # modules of trials under way in this process
-_CLAIM = threading.Lock()
+_NOTHING = nullcontext()
 _END = object()
+_STEP = "step"  # of the user's own code, among the times of units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,10 @@ class Report:
     metrics: dict[str, float]
 
 
+Said = PendingUnit | Spread | Report | Mark
+"""All that a trial's program says when it stops: units and reports to whoever runs it, marks to the trial."""
+
+
 class Trial:
     """One training run under way.
 
@@ -85,6 +97,7 @@ class Trial:
         times: of the units of plans, which the trials of a pool measure together; None: this one does alone.
         beginning: what it goes on from; None: it begins anew.
         keeper: who saves it between its steps; None: nobody does.
+        may_run_own_code: whether the trial runs the user's own step where that fits; else its step is always captured.
     """
 
     def __init__(
@@ -99,13 +112,12 @@ class Trial:
         *,
         beginning: Beginning | None = None,
         keeper: Keeper | None = None,
+        may_run_own_code: bool = True,
     ) -> None:
         self.task = task
         self.history: list[dict[str, float]] = []
-        self.compute_seconds = 0.0
         self.metrics: dict[str, float] = {}
-        self.units_run = 0
-        self.num_shards = 0
+        self.compute_seconds, self.units_run, self.num_shards = 0.0, 0, 0
         self.optimizer_placement: str | None = None
         self.pieces_why: str | None = None  # where their number was chosen here
         self.module: nn.Module | None = None
@@ -118,18 +130,15 @@ class Trial:
             batches=num_batches(task.train, task.batch_size),
             validation=0 if task.validate is None else num_batches(task.validate, task.batch_size),
         )
-        self._claimed: nn.Module | None = None
-        self._device = device
-        self._helpers = helpers
+        self._claimed: Claim | None = None
+        self._device, self._helpers = device, helpers
         self._lock = threading.Lock()
-        self._host = host
-        self._tenant = tenant
+        self._host, self._tenant = host, tenant
         self._streams = RandomStreams(task.seed)
         self._gradients = Gradients(task)
-        self._feed = Feed(task.batch_size, self._own_code, self._streams.mark_of_all, self._torch_alone)
+        self._feed = Feed(task.batch_size, self._own_code, self._streams.moves, self._waiting)
         self._scheduler: Any = None
-        self._beginning = beginning
-        self._keeper = keeper
+        self._beginning, self._keeper = beginning, keeper
         self._built: Built | None = None
         self._saved: dict[str, Any] | None = None  # until there are groups for the optimizer's state
         self._place: Place | None = None  # while the trial may be saved
@@ -139,20 +148,48 @@ class Trial:
         self._plans = TrialPlans(task, library, self._streams, device, self._share, times or SharedTimes())
         self._interval = Mean()
         self._started = time.perf_counter()
-        self._train_times = UnitTimes({})
-        self._evaluation_times = UnitTimes({})
+        self._train_times, self._evaluation_times = UnitTimes({}), UnitTimes({})
         self._step_left = 0.0
         self._ahead: list[int] = []  # samples of the batches that are drawn ahead
         self._open_step: OptimizerStep | None = None  # while its batches are drawn
+        self._may_run_own_code = may_run_own_code
+        self._bursts: Bursts | None = None  # while the trial runs its own code
+        self._direct: Direct | None = None  # likewise
+        self._left: ModelState | None = None  # what it had then, until there is a plan
+        self._undone: list[Any] = []  # batches of a step that did not fit then
+        self.is_asked_to_end: Callable[[], bool] = nobody_asks
+        self.why_cut, self.outcome = "", "completed"
         self._program = self._run()
-        self.outcome = "completed"
 
     def advance(self) -> PendingUnit | Spread | Report | None:
         """Go on to the next unit, batches side by side, or report; None at the end.
 
         Runs the trial's own code: not inside a unit, nor before all units of a `Spread` have run.
         """
-        return next(self._program, None)
+        while True:
+            bursts = self._bursts
+            if bursts is not None and not bursts.has_due:
+                return bursts.unit()
+            said: Said | None
+            if bursts is None:
+                said = next(self._program, None)
+            else:
+                said, bursts.due, bursts.has_due = bursts.due, None, False
+            if said is Mark.LEAVES:
+                self._bursts = None
+            elif not isinstance(said, Mark):
+                return said
+
+    def leave_device(self) -> None:
+        """The burst under way, if any, does not go on when its draw is over. On any thread, while the draw cannot end."""
+        if self._bursts is not None:
+            self._bursts.leave_device()
+
+    def end_lease(self) -> None:
+        """Give back what such a burst holds of its device. On any thread."""
+        bursts = self._bursts
+        if bursts is not None:
+            bursts.end_lease()
 
     def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[Kept, batches.Leaves]:
         """Build the model, draw the first batch and make its plan, and no more: for whoever wants to know what would run.
@@ -166,6 +203,8 @@ class Trial:
         for handle in (self.task.train, self.task.validate):
             self._feed.check(handle)
         module, optimizer = self._build(building)
+        refuse_lazy(module)
+        refuse_gradient_hooks(module)
         for batch in self._draw(self.task.train, shuffle=True):
             refuse_empty(batch, "train", 0, 0)
             self._settle_pieces(module, optimizer, batch)
@@ -179,7 +218,10 @@ class Trial:
         """A unit took so long."""
         with self._lock:
             self.compute_seconds += seconds
-            self.units_run += unit.kind != "sum"  # which is no unit where batches run one after the other
+            self.units_run += unit.kind not in (
+                "sum",
+                BURST,
+            )  # no unit where batches run one by one; counted by its steps
             self._step_left = max(0.0, self._step_left - unit.seconds)
             unit.times.measured(unit.key, seconds)
 
@@ -206,8 +248,9 @@ class Trial:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one optimizer step, as known now."""
-        return self._train_times.total
+        """Seconds of one optimizer step, as known now; of a trial that runs its own code, those of its turn with a device."""
+        bursts = self._bursts
+        return self._train_times.total if bursts is None else max(bursts.turn_seconds, self._train_times.total)
 
     @property
     def alike(self) -> str | None:
@@ -219,6 +262,8 @@ class Trial:
         """Seconds of compute to come, as known now."""
         steps = self.progress.steps_left * self._train_times.total
         evaluation = self.progress.evaluated_batches_left * self._evaluation_times.total
+        if self._bursts is not None:
+            return steps + evaluation
         return self._step_left + max(0.0, steps - self._train_times.total) + evaluation
 
     @property
@@ -269,7 +314,7 @@ class Trial:
                 else:
                     self.state.drop()
             if self._claimed is not None:
-                _IN_TRAINING.discard(self._claimed)
+                self._claimed.give_up()
             self._claimed = None
             self._plans.clear()
             self._let_go()
@@ -282,6 +327,8 @@ class Trial:
     def _let_go(self) -> None:
         """Of all that holds weights: a trial has cycles, so that it may be there until the garbage collector comes by."""
         self.module, self.optimizer, self.state = None, None, None
+        self._direct, self._bursts, self._left, self._undone = None, None, None, []
+        self.is_asked_to_end = nobody_asks  # who was asked knows the job, and so its result
         self._scheduler, self._operators, self._helpers = None, SplitOperators(), None
         self._built, self._beginning, self._saved, self._pass_began = None, None, None, {}
 
@@ -293,7 +340,7 @@ class Trial:
             state.drop()
             raise
 
-    def _run(self) -> Generator[PendingUnit | Spread | Report, None, None]:
+    def _run(self) -> Generator[Said, None, None]:
         """The training loop, to its end or to a bad loss."""
         try:
             yield from self._train()
@@ -305,12 +352,13 @@ class Trial:
                 ) from None
             self.outcome = "pruned"
 
-    def _train(self) -> Generator[PendingUnit | Spread | Report, None, None]:
+    def _train(self) -> Generator[Said, None, None]:
         task = self.task
         for handle in (task.train, task.validate):
             self._feed.check(handle)
         module, optimizer = self._build()
         first = self._begin()
+        yield from self._choose_way(module, optimizer)
         for epoch in range(first.epoch, task.epochs):
             self.progress.epoch = epoch
             place = first if epoch == first.epoch else Place(epoch=epoch)
@@ -328,11 +376,23 @@ class Trial:
 
     def _train_epoch(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, place: Place
-    ) -> Generator[PendingUnit | Spread | Report, None, int]:
+    ) -> Generator[Said, None, int]:
         """One pass over the training data, or the rest of one; returns the number of its batches."""
+        drawn, count = self._draw_pass(place.batches), place.batches
+        if self._direct is not None:
+            count = yield from self._train_directly(self._direct, drawn, place)
+        if self._direct is None:
+            undone, self._undone = self._undone, []
+            rest = itertools.chain(undone, drawn)
+            count = yield from self._train_rest(module, optimizer, rest, Place(epoch=place.epoch, batches=count))
+        return count
+
+    def _train_rest(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, drawn: Iterator[Any], place: Place
+    ) -> Generator[Said, None, int]:
+        """The batches that are left of a pass, by shard units; returns the number of all of them."""
         epoch, count = place.epoch, place.batches
         step: OptimizerStep | None = None
-        drawn = self._draw_pass(count)
         try:
             while True:
                 try:
@@ -362,6 +422,204 @@ class Trial:
         if not count:
             raise no_batch("train", self.task.train, epoch)
         return count
+
+    def _choose_way(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Generator[Mark, None, None]:
+        """Begin to run the user's own code, unless something speaks for cutting the model."""
+        if self._may_run_own_code and not is_unbuilt(module):
+            budget = self._plans.library.budget
+            found = uncaptured(self.task, module, optimizer, budget)
+            if isinstance(found, Plan):
+                self._make_own_state(module, optimizer, found)
+                yield Mark.BEGINS
+                return
+            self.why_cut = found
+        refuse_lazy(module)
+        refuse_gradient_hooks(module)
+
+    def _make_own_state(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, *, always_sheds: bool = False
+    ) -> None:
+        self._share.check(plan)
+        left, self._left = self._left, None
+        self.state = state = ModelState(
+            module, optimizer, plan, self._device, self._host, self._tenant, left, runs_own_code=True
+        )
+        if left is not None:
+            state.adopt_saved(left.optimizer_state(), self._device)
+        elif self._saved is None:
+            state.adopt_made(self._device)
+        self._adopt_saved()
+        self.num_shards, self.optimizer_placement = 1, plan.optimizer_placement
+        times = UnitTimes({_STEP: step_guess(plan.shards[0].cost.state_bytes)}), UnitTimes({_STEP: 0.0})
+        self._train_times, self._evaluation_times = times
+        self._direct = Direct(self.task, module, optimizer, self._gradients, self._streams, always_sheds=always_sheds)
+        self._bursts = Bursts(self._program, self._direct, state, self._streams)
+        self._bursts.is_asked_to_end = self._is_asked_to_end
+
+    def _is_asked_to_end(self) -> bool:
+        return self.is_asked_to_end()  # which whoever runs the trial may have set since
+
+    def _train_directly(self, direct: Direct, drawn: Iterator[Any], place: Place) -> Generator[Said, None, int]:
+        """The same as `_train_epoch`, by the user's own code; ends early where the rest has to be cut.
+
+        Whoever goes on runs it inside a burst, on a device that has all of the trial's state.
+        """
+        epoch, count, pending = place.epoch, place.batches, 0
+        assert self.module is not None
+        self.module.train()
+        batch, begun = None, time.perf_counter()
+        of_step: list[Any] = []
+        while (following := _next_of(drawn, count, epoch)) is not _END:
+            batch = following
+            if not self._has_device:
+                yield Mark.NO_DEVICE
+                begun = time.perf_counter()
+            count += 1
+            if not pending:
+                of_step, interval = [], self._interval.parts
+            of_step.append(batch)
+            try:
+                self._train_batch(direct, batch)
+            except BudgetError:
+                if not direct.undo():
+                    raise
+                self._interval, self._undone = Mean(*interval), of_step
+                yield from self._leave_own_code(direct, "a step does not fit, even with its activations on the host")
+                return count - len(of_step)
+            pending += 1
+            if pending < self.task.accumulate:
+                continue
+            pending = 0
+            yield from self._step_directly(direct, batch, begun)
+            yield from self._after_step(Place(epoch=epoch, batches=count))
+            if self._direct is None:
+                return count
+            yield Mark.STEP
+            direct, begun = self._direct, time.perf_counter()
+        if not count:
+            raise no_batch("train", self.task.train, epoch)
+        begun = yield from self._drawn_all(begun)
+        if pending:
+            yield from self._step_directly(direct, batch, begun)
+            yield from self._after_step(Place(epoch=epoch, batches=count))
+        return count
+
+    def _drawn_all(self, begun: float) -> Generator[Said, None, float]:
+        """Have a device for what follows a pass: its loader may have taken long to find that it has no more.
+
+        Args:
+            begun: when the present step has.
+
+        Returns:
+            The same, without such a wait.
+        """
+        if self._has_device:
+            return begun
+        yield Mark.NO_DEVICE
+        return time.perf_counter()
+
+    def _step_directly(self, direct: Direct, batch: Any, begun: float) -> Generator[Said, None, None]:
+        """The optimizer's step. Where the step had room only with its activations on the host, the rest is cut.
+
+        A model that can be cut no finer than it is goes on that way: its activations go to the host in every step.
+        """
+        direct.step()
+        self._took(self._train_times, begun)
+        if direct.has_followed():
+            yield Mark.FOLLOWED
+        if not direct.has_shed or direct.always_sheds:
+            return
+        yield from self._leave_own_code(direct, "its activations do not fit beside its state")
+        module, optimizer = self.module, self.optimizer
+        assert module is not None
+        assert optimizer is not None
+        piece = next(pieces(batch, self.task.num_pieces)).batch
+        try:
+            self._plans.find(module, optimizer, None, piece, batches.flatten(piece), "train")
+        except BudgetError as error:
+            found = uncaptured(self.task, module, optimizer, self._plans.library.budget)
+            if not isinstance(found, Plan):
+                raise
+            CHOICES.info("the trial keeps its own code, with its activations on the host: %s", error)
+            self._make_own_state(module, optimizer, found, always_sheds=True)
+            yield Mark.BEGINS
+
+    def _leave_own_code(self, direct: Direct, why: str) -> Generator[Said, None, None]:
+        """The trial is cut from here on."""
+        self.why_cut = why
+        CHOICES.info("the trial is cut after step %d: %s", self.progress.steps, why)
+        direct.close()
+        yield Mark.LEAVES
+        assert self.module is not None
+        assert self.state is not None
+        self._direct = None
+        self.state.hand_over()
+        self._left, self.state = self.state, None
+        refuse_gradient_hooks(self.module)
+
+    def _took(self, times: UnitTimes, begun: float) -> None:
+        """A step of the user's own code is over, or a batch that was evaluated by it."""
+        times.measured(_STEP, time.perf_counter() - begun)
+        self.units_run += 1
+
+    def _evaluate_directly(self, direct: Direct) -> Generator[Said, None, dict[str, Mean]]:
+        """The same as `_evaluate`, by the user's own code, as long as that fits."""
+        assert self.module is not None
+        means: dict[str, Mean] = {}
+        count = 0
+        self.module.eval()
+        drawn = self._draw(self.task.validate, shuffle=False)
+        while True:
+            with torch.no_grad():  # not around a yield: whoever goes on meanwhile records gradients
+                batch = next(drawn, _END)
+            if not self._has_device:
+                yield Mark.NO_DEVICE
+            if batch is _END:
+                break
+            begun = time.perf_counter()
+            refuse_empty(batch, "validate", count)
+            before = self._streams.mark()
+            try:
+                with torch.no_grad():
+                    values = direct.evaluate(batch)
+            except BudgetError:
+                self._streams.go_back(before)
+                yield from self._leave_own_code(direct, "a validation batch does not fit beside its state")
+                return (yield from self._evaluate_rest(itertools.chain([batch], drawn), means, count))
+            for name, value in values.items():
+                means.setdefault(name, Mean()).add(value, num_samples(batch))
+            count += 1
+            self.progress.evaluated_batches += 1
+            self._took(self._evaluation_times, begun)
+            yield Mark.STEP
+        self.module.train()
+        self._evaluated(count)
+        return means
+
+    def _evaluated(self, count: int) -> None:
+        """So many batches were evaluated."""
+        if not count:
+            assert self.task.validate is not None
+            raise no_batch("validate", self.task.validate)
+        self.progress.validation_batches = count
+
+    def _train_batch(self, direct: Direct, batch: Any) -> None:
+        """The forward and backward of one batch, in as many pieces as it is to be cut into."""
+        count = self.task.num_pieces
+        if count == 1:
+            self._train_piece(direct, batch, 1.0, num_samples(batch))
+            return
+        if not self.progress.steps and self.module is not None:
+            self._check_pieces(self.module, batch, count)
+        for piece in pieces(batch, count):
+            self._train_piece(direct, piece.batch, piece.share, piece.samples)
+
+    def _train_piece(self, direct: Direct, batch: Any, share: float, samples: int) -> None:
+        loss, backward = direct.train(batch, share)
+        if not math.isfinite(loss):
+            raise BadLossError(f"the training loss is {loss}")
+        backward()
+        self._interval.add(loss, samples)
 
     def _settle_pieces(self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         """Refuse a task whose batches cannot be split; where it is open into how many pieces, choose. The first batch tells."""
@@ -401,11 +659,13 @@ class Trial:
             return
         yield from self._together(step)
         before = None
-        if not kept.is_counted and self._has_several_parts and plan.may_be_split and self._device.shares_generator:
-            before = self._streams.position()
+        may_count = self._has_several_parts and plan.may_be_split and self._plans.library.budget.counts_draws
+        if may_count and not kept.is_counted:
+            before = self._streams.position(self._device)
         yield from step.batch(part)
         if before is not None:
-            kept.draws, kept.is_counted = draws_between(before, self._streams.position()), True
+            after = self._streams.position(self._device)
+            kept.draws, kept.is_counted = self._device.generator.draws_between(before, after), True
         self._interval.add(step.loss, piece.samples)
 
     def _together(self, step: OptimizerStep, *, ends: bool = False) -> Generator[PendingUnit | Spread, None, None]:
@@ -431,9 +691,16 @@ class Trial:
             self.state.check_frozen()
         else:
             self._share.check(kept.plan)
-            self.state = ModelState(self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant)
-            if self._device.shares_generator:  # to set a GPU's for each update would take too long
-                self.state.around_step = partial(self._streams.drawing, self._device, keep=True)
+            left, self._left = self._left, None
+            self.state = ModelState(
+                self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant, left
+            )
+            if left is not None:
+                self.state.adopt_saved(left.optimizer_state(), self._device)
+            elif self._saved is None:
+                self.state.adopt_made(self._device)
+            if len(kept.plan.shards) == 1 or self._device.shares_generator:  # else none draws: one that does is not cut
+                self.state.around_step = partial(self._streams.drawing, keep=True)
             self._adopt_saved()
             self.num_shards = len(kept.plan.shards)
             self.optimizer_placement = kept.plan.optimizer_placement
@@ -458,7 +725,7 @@ class Trial:
         if self.state is not None:
             self._share.change([self.state.layout.plan, *self._plans.all])
 
-    def _finish(self, step: OptimizerStep, place: Place) -> Generator[PendingUnit | Spread | Report, None, None]:
+    def _finish(self, step: OptimizerStep, place: Place) -> Generator[Said, None, None]:
         """The end of an optimizer step, and what is due after it."""
         try:
             yield from self._together(step, ends=True)
@@ -469,7 +736,7 @@ class Trial:
             step.close()
         yield from self._after_step(place)
 
-    def _after_step(self, place: Place) -> Generator[PendingUnit | Spread | Report, None, None]:
+    def _after_step(self, place: Place) -> Generator[Said, None, None]:
         """What is due after an optimizer step."""
         task = self.task
         self.progress.steps += 1
@@ -482,22 +749,15 @@ class Trial:
     def _build(self, building: AbstractContextManager[object] | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
         task = self.task
         with self._own_code(), building or nullcontext():
-            module = task.model()
-            if not isinstance(module, nn.Module):
-                raise TaskError(f"model= must build a torch.nn.Module, but returned {type(module).__name__}")
-            _refuse_lazy(module)
-            self._claim(module)
+            module = build_model(task)
+            self._claimed = Claim(module)
             groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
             self._operators, groups = split_operators(module, groups, task.split_operators)
-            optimizer = task.optimizer(groups)
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise TaskError(
-                    f"optimizer= must build a torch.optim.Optimizer, but returned {type(optimizer).__name__}"
-                )
+            optimizer = build_optimizer(task, groups)
+            self._claimed.take(optimizer)
             self._operators.check(optimizer)
             check_optimizer(optimizer, module)
             self._scheduler = None if task.scheduler is None else task.scheduler(optimizer)
-            refuse_gradient_hooks(module)
         module.train()
         self.module, self.optimizer = module, optimizer
         if self._keeper is not None or self._beginning is not None:
@@ -510,6 +770,7 @@ class Trial:
         if beginning is None:
             return Place()
         assert self._built is not None
+        refuse_lazy(self._built.module)
         state = decoded(beginning.saved)
         if beginning.only_weights:
             self._built.restore_weights(state)
@@ -603,16 +864,6 @@ class Trial:
         """Whether the trial waits between two steps."""
         return self._place is not None
 
-    def _claim(self, module: nn.Module) -> None:
-        """A module belongs to one trial at a time."""
-        with _CLAIM:
-            if module in _IN_TRAINING:
-                raise TaskError(
-                    "model= returned a module that another trial is training; let it build a new one each time"
-                )
-            _IN_TRAINING.add(module)
-        self._claimed = module
-
     def _draw(self, handle: Any, *, shuffle: bool) -> Generator[Any, None, None]:
         """The batches of one pass, each drawn with the trial's own streams and not before it is needed."""
         return self._feed.draw(handle, shuffle=shuffle)
@@ -636,15 +887,13 @@ class Trial:
         """Where all stands that the next batches depend on."""
         return {"streams": self._streams.state(), "feed": copied(self._feed.states())}
 
-    def _report(self, step: int, place: Place) -> Generator[PendingUnit | Report, None, None]:
+    def _report(self, step: int, place: Place) -> Generator[Said, None, None]:
         metrics = {"train_loss": self._interval.value()}
         self._interval = Mean()
         if self.task.validate is not None:
             means = yield from self._evaluate()
-            metrics |= {f"val_{name}": mean.value() for name, mean in means.items()}
-        for name in self.task.metrics:
-            if name not in metrics:
-                raise MetricError(f"metric {name!r} is not reported; reported are {', '.join(metrics)}")
+            metrics |= reported_names({name: mean.value() for name, mean in means.items()})
+        check_reported(self.task.metrics, metrics)
         self.metrics = metrics
         seconds = time.perf_counter() - self._started
         self.history.append({"step": step, "epoch": place.epoch, "seconds": seconds, **metrics})
@@ -671,15 +920,21 @@ class Trial:
         self._streams.restore(now["streams"])
         self._feed.restore(now["feed"])
 
-    def _evaluate(self) -> Generator[PendingUnit, None, dict[str, Mean]]:
+    def _evaluate(self) -> Generator[Said, None, dict[str, Mean]]:
+        if self._direct is not None:
+            return (yield from self._evaluate_directly(self._direct))
+        return (yield from self._evaluate_rest(self._draw(self.task.validate, shuffle=False), {}, 0))
+
+    def _evaluate_rest(
+        self, drawn: Iterator[Any], means: dict[str, Mean], count: int
+    ) -> Generator[PendingUnit, None, dict[str, Mean]]:
+        """Evaluate the batches that are left of a pass, by shard units."""
         if self.state is None:
             self._make_state()
         assert self.module is not None
         assert self.optimizer is not None
         assert self.state is not None
-        means: dict[str, Mean] = {}
-        count = 0
-        for batch in self._draw(self.task.validate, shuffle=False):
+        for batch in drawn:
             refuse_empty(batch, "validate", count)
             leaves = batches.flatten(batch)
             kept = self._plans.find(self.module, self.optimizer, self.state, batch, leaves, "evaluate")
@@ -693,10 +948,7 @@ class Trial:
                 means.setdefault(name, Mean()).add(value, num_samples(batch))
             count += 1
             self.progress.evaluated_batches += 1
-        if not count:
-            assert self.task.validate is not None
-            raise no_batch("validate", self.task.validate)
-        self.progress.validation_batches = count
+        self._evaluated(count)
         self.module.train()
         return means
 
@@ -718,17 +970,22 @@ class Trial:
 
     def _own_code(self) -> AbstractContextManager[object]:
         """Around the user's code: the trial's random streams, no capture beside it, and tensors that do not go away."""
+        if self._has_device:
+            return _NOTHING  # a burst has it all
         stack = ExitStack()
         stack.enter_context(self._reading())
         stack.enter_context(self._streams.everything())
         stack.enter_context(GATE.shared())
         return stack
 
-    @contextmanager
-    def _torch_alone(self) -> Iterator[None]:
-        """Around what draws from torch's stream alone, and is not the user's code."""
-        with self._streams.torch_alone(), GATE.shared():
-            yield
+    @property
+    def _has_device(self) -> bool:
+        """Whether a burst is under way, with a device."""
+        return self._bursts is not None and self._bursts.has_device
+
+    def _waiting(self) -> AbstractContextManager[object]:
+        """Around the wait for a loader's workers."""
+        return self._bursts.waiting() if self._bursts is not None and self._has_device else nullcontext()
 
     def _reading(self) -> AbstractContextManager[object]:
         """Around code that may read the trial's tensors between units."""
@@ -751,9 +1008,14 @@ def run_unit(
         return time.perf_counter() - start - waited
 
 
-def _refuse_lazy(module: nn.Module) -> None:
+def refuse_lazy(module: nn.Module) -> None:
+    """Refuse a module whose parameters have no shape yet, where it has to be known what they need.
+
+    Raises:
+        TaskError: the first such parameter, by name.
+    """
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
+        if is_lazy(parameter):
             raise TaskError(
                 f"parameter {name!r} is lazy: its shape is unknown until a forward; run one batch through the module in "
                 "model=, or give the sizes"

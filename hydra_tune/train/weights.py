@@ -1,6 +1,8 @@
 """A task's model with weights from a file."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,20 +63,44 @@ def load_module(task: TrainTask, path: str | Path) -> nn.Module:
 
 def _from_checkpoint(task: TrainTask, path: Path) -> nn.Module:
     state = decoded(load_checkpoint(path))
+    return with_weights(task, state["model"], state["extra"], what=f"the checkpoint in {str(path)!r}")
+
+
+def weights_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `with_weights` takes: parameters and buffers by name, and what modules keep beside these, by their paths."""
+    tensors = {name: tensor.detach() for name, tensor in named_state(module)}
+    return tensors, {path: one.get_extra_state() for path, one in with_extra_state(module)}
+
+
+def with_weights(
+    task: TrainTask, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], *, what: str = "what was trained"
+) -> nn.Module:
+    """The task's model, built anew as by `load_module`, with all parameters and buffers as they were.
+
+    Args:
+        task: builds the model.
+        tensors: of `weights_of`, or a checkpoint.
+        extra: likewise.
+        what: how messages call them.
+
+    Raises:
+        WeightsError: the model has other tensors.
+        Exception: whatever the task's `model` raises.
+    """
     with RandomStreams(task.seed).everything(), GATE.shared(), torch.no_grad():
         module = task.model()
         named = dict(named_state(module))
-        differing = _differences(named, state["model"])
+        differing = _differences(named, dict(tensors))
         if differing:
             raise WeightsError(
-                f"the checkpoint in {str(path)!r} does not fit the task's model: {'; '.join(differing[:_NUM_NAMED])}; build "
+                f"{what} does not fit the task's model: {'; '.join(differing[:_NUM_NAMED])}; build "
                 "the model as it was when it was trained, without split_operators"
             )
         for name, tensor in named.items():
-            tensor.copy_(state["model"][name])
+            tensor.copy_(tensors[name])
         for name, one in with_extra_state(module):
-            if name in state["extra"]:
-                one.set_extra_state(state["extra"][name])
+            if name in extra:
+                one.set_extra_state(extra[name])
     return module
 
 

@@ -1,36 +1,35 @@
 """Worker processes of a `DataLoader`, started so that they cannot hang and ended so that none is left.
 
 Note: fork. A process that runs many threads must not fork: a lock that another thread holds at that moment stays locked in
-the child for ever. So unless the user chose a context, workers come from a fork server, a process that runs no threads. They
-then inherit nothing, and what they need is pickled. Knows nothing of trials.
+the child for ever. So unless the user chose a context, workers are forked by `worker_server`, a process that runs no threads.
+A loader's parts are pickled for each pass, so that workers have them as they are now. Knows nothing of trials.
 """
 
 import copy
-import io
+import logging
 import multiprocessing
-import pickle
 import signal
-import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
-from hydra_tune.errors import LoaderWorkerError, TaskError
-from hydra_tune.shard.gate import GATE
+from hydra_tune.errors import LoaderWorkerError
+from hydra_tune.quantities import format_bytes
+from hydra_tune.train.worker_parts import Packed, packed
+from hydra_tune.train.worker_server import SERVERS, ServedContext
 
-_SHARED_BYTES = (
-    1 << 20
-)  # tensors from here on are shared with the workers, smaller ones are sent: each takes a descriptor
+_LOGGER = logging.getLogger(__name__)
+
+_SLOW_SECONDS = 1.0  # from here on the start of a worker is worth a warning
 
 _REMEDY = (
-    "what it printed says more. A worker imports the main script, whose own work must stand under "
-    "if __name__ == '__main__':; num_workers=0 does without workers"
+    "what it printed says more. A worker that could not be forked from the program as it was imports the main script, whose "
+    "own work must then stand under if __name__ == '__main__':; num_workers=0 does without workers"
 )
 
 
@@ -50,18 +49,48 @@ def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
     if loader.num_workers == 0:
         return loader
     made = copy.copy(loader)
-    method = _start_method(loader)
-    if loader.multiprocessing_context is None and method == "fork":
-        made.multiprocessing_context = method = "forkserver"
-    parts = vars(made)
-    if method != "fork":
+    method, server = _start_method(loader), None
+    if _is_served(loader):
+        server = SERVERS.current()
+        made.multiprocessing_context = ServedContext(server)
+    parts, num_bytes = vars(made), 0
+    if method != "fork" or server is not None:
         for name in ("dataset", "collate_fn", "worker_init_fn"):
             if not isinstance(parts[name], IterDataPipe | MapDataPipe):  # a loader asks for these by their class
-                parts[name] = _packed(name, parts[name], method)
+                parts[name] = part = packed(name, parts[name], method, server)
+                num_bytes += part.num_bytes if isinstance(part, Packed) else 0
     if method == "forkserver":
         _warm_up()
-    made.worker_init_fn = _WorkerStart(made.worker_init_fn)
+    made.worker_init_fn = _WorkerStart(made, num_bytes)
     return made
+
+
+def prepare(holder: object, *handles: object) -> None:
+    """Before its threads are busy, have an executor's workers served, if a handle is a loader that starts any.
+
+    Args:
+        holder: the executor; `leave` is to be called in the end.
+        handles: data handles of its tasks.
+    """
+    if any(isinstance(handle, DataLoader) and handle.num_workers > 0 and _is_served(handle) for handle in handles):
+        SERVERS.hold(holder)
+
+
+def leave(holder: object) -> None:
+    """An executor is shut down, and its workers have ended."""
+    SERVERS.leave(holder)
+
+
+def warn_if_slow(iterator: object) -> None:
+    """Say that workers took long to start, and what helps, once in the life of this process.
+
+    Args:
+        iterator: over a loader of `ready`, once it has given a batch.
+    """
+    start = getattr(iterator, "_worker_init_fn", None)
+    if isinstance(start, _WorkerStart) and not _WorkerStart.is_told and start.seconds > _SLOW_SECONDS:
+        _WorkerStart.is_told = True
+        _LOGGER.warning("%s", start.warning())
 
 
 def end(iterator: object) -> None:
@@ -117,6 +146,11 @@ def _start_method(loader: DataLoader[Any]) -> str:
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
+def _is_served(loader: DataLoader[Any]) -> bool:
+    """Whether a plain loop would fork its workers, because nobody has said otherwise."""
+    return loader.multiprocessing_context is None and _start_method(loader) == "fork"
+
+
 def _warm_up() -> None:
     """Start the fork server with torch loaded, if nobody has: a worker starts in milliseconds then and not in seconds."""
     if getattr(forkserver, "_forkserver")._preload_modules == ["__main__"]:  # noqa: B009, SLF001 - as nobody changed it
@@ -125,88 +159,55 @@ def _warm_up() -> None:
 
 
 class _WorkerStart:
-    """What runs first in a worker: makes it as a forked one would be, then the user's `worker_init_fn`."""
+    """What runs first in a worker: makes it as a forked one would be, then the user's `worker_init_fn`.
 
-    def __init__(self, init: Callable[[int], None] | None) -> None:
-        self._init = init
+    Args:
+        loader: of the workers.
+        num_bytes: sent to each.
+    """
+
+    is_told = False  # whether this process has warned of slow starts
+
+    def __init__(self, loader: DataLoader[Any], num_bytes: int) -> None:
+        self._init = loader.worker_init_fn
         self._dtype = torch.get_default_dtype()
+        self._why = _why_slow(loader.multiprocessing_context, num_bytes)
+        self._is_persistent = loader.persistent_workers
+        self._seconds = torch.zeros(loader.num_workers, dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
+        self._begun = time.monotonic()
 
     def __call__(self, worker: int) -> None:
+        self._seconds[worker] = time.monotonic() - self._begun
         torch.set_default_dtype(self._dtype)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that can end the trial in order
         if self._init is not None:
             self._init(worker)
 
+    @property
+    def seconds(self) -> float:
+        """The time that the first worker took to come up; 0 before."""
+        return min((seconds for seconds in self._seconds.tolist() if seconds), default=0.0)
 
-class _Packed:
-    """An object ready to be sent: pickled once for all workers of a pass, large tensors beside it in shared memory."""
-
-    def __init__(self, pickled: bytes, tensors: list[Tensor]) -> None:
-        self._content = pickled, tensors
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[bytes, list[Tensor]]]:
-        return _unpack, self._content
-
-
-class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._tensors = tensors
-        main = sys.modules["__main__"]
-        self._main_is_a_file = getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
-
-    def persistent_id(self, value: object) -> int | None:
-        if (
-            type(value) is not Tensor
-            or value.device.type != "cpu"
-            or value.requires_grad
-            or value.nbytes < _SHARED_BYTES
-        ):
-            return None
-        self._tensors.append(value)
-        return len(self._tensors) - 1
-
-    def reducer_override(self, value: object) -> Any:
-        if isinstance(value, type | FunctionType) and value.__module__ == "__main__" and not self._main_is_a_file:
-            raise pickle.PicklingError(f"{value.__qualname__} was defined in a session, which a worker cannot import")
-        return NotImplemented
+    def warning(self) -> str:
+        """That it is long, why that may be, and what helps."""
+        often = "once a trial" if self._is_persistent else "in every pass over the data"
+        persistent = "" if self._is_persistent else "persistent_workers=True starts them once a trial; "
+        return (
+            f"workers of a DataLoader took {self.seconds:.1f} s to start, which happens {often}: {self._why}. {persistent}"
+            "num_workers=0 does without workers"
+        )
 
 
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, pickled: bytes, tensors: list[Tensor]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._tensors = tensors
-
-    def persistent_load(self, index: int) -> Tensor:
-        return self._tensors[index]
-
-
-def _unpack(pickled: bytes, tensors: list[Tensor]) -> object:
-    return _Unpacker(pickled, tensors).load()
-
-
-def _packed(name: str, part: object, method: str) -> object:
-    tensors: list[Tensor] = []
-    file = io.BytesIO()
-    try:
-        _Packer(file, tensors).dump(part)
-        _share(tensors)
-    except Exception as error:
-        if isinstance(error, RuntimeError) and "through inheritance" in str(error):
-            return part  # a lock or a shared value of multiprocessing, which only a starting process may be given
-        label = getattr(part, "__qualname__", type(part).__qualname__)
-        raise TaskError(
-            f"{name}={label} of a DataLoader with num_workers > 0 cannot be sent to its workers: {error}. They are started "
-            f"by {method} and given pickled copies, because forking a process that runs threads may hang; define classes and "
-            "functions at the top of a module, or use num_workers=0, or take that risk with multiprocessing_context='fork'"
-        ) from error
-    return _Packed(file.getvalue(), tensors)
-
-
-def _share(tensors: list[Tensor]) -> None:
-    storages: list[Any] = [tensor.untyped_storage() for tensor in tensors]
-    if all(storage.is_shared() for storage in storages):
-        return
-    with GATE.exclusive():  # what a storage held before is freed, and another trial may be reading it
-        for storage in storages:
-            storage.share_memory_()
+def _why_slow(how: Any, num_bytes: int) -> str:
+    if not isinstance(how, ServedContext):
+        return (
+            "with this start method each of them imports the main script anew, so leave multiprocessing_context and the "
+            "start method as Python has them on Linux"
+        )
+    if how.server.names is None:
+        return (
+            "a thread of this program was busy, so they could not be forked from the program and imported what it has loaded; "
+            "give the DataLoader itself, not a callable that returns it, as train= or validate= of the executor's first task"
+        )
+    sent = format_bytes(num_bytes)
+    return f"each was sent {sent} of the dataset and its parts; keep large data in tensors or arrays, which are shared"

@@ -48,6 +48,11 @@ _POLL_SECONDS = 0.1
 _ENDED = frozenset({"completed", "pruned", "cancelled", "failed"})
 
 
+def job_name(number: int) -> str:
+    """What the job of a trial is called."""
+    return f"trial {number}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """How far and how wide one call of `optimize` searches.
@@ -59,6 +64,7 @@ class Limits:
         catch: errors that fail their trial only.
         gc_after_trial: collect garbage after each trial.
         useless_pruner: why the pruner can end no trial, if that is so; said when a trial could have been ended.
+        useless_if_fused: likewise, where trials turn out to be computed together.
     """
 
     n_trials: int | None
@@ -67,6 +73,7 @@ class Limits:
     catch: tuple[type[Exception], ...]
     gc_after_trial: bool
     useless_pruner: str | None = None
+    useless_if_fused: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +135,7 @@ class Driver:
         self._untold: dict[int, Trial] = {}
         self._running: dict[int, _Running] = {}
         self._error: Exception | None = None
-        self._hint = limits.useless_pruner
+        self._has_hinted = False
         self._resuming = Resuming(study, pool)
         self._collecting = Collecting(pool, build, weights, self._resuming)
         self._left: deque[Left] = deque()  # trials of another process, to be gone on with
@@ -267,7 +274,7 @@ class Driver:
         # What submitting raises is about the executor, e.g. that it is shut down, and would be raised for every task; so
         # it ends the search, whatever `catch` says.
         saving, known = self._resuming.submit_options(trial, left)
-        job = self._pool.submit(task, name=f"trial {trial.number}", events=self._stream, **saving)
+        job = self._pool.submit(task, name=job_name(trial.number), events=self._stream, **saving)
         self._running[id(job)] = _Running(trial=trial, task=task, job=job, reports=reports, known=known)
 
     @staticmethod
@@ -294,13 +301,21 @@ class Driver:
             running.failure = error
             event.job.cancel()
             return
-        if self._hint is not None and len(running.reports) > 1:  # a trial that reports once loses nothing
-            _logger.warning(self._hint)
-            self._hint = None
+        if not self._has_hinted and len(running.reports) > 1:  # a trial that reports once loses nothing
+            self._hint(event.job)
         if prune:
             event.job.prune()
         else:
             event.job.proceed()
+
+    def _hint(self, job: Job) -> None:
+        """Say why the pruner can end no trial, if that is so."""
+        hint = self._limits.useless_pruner
+        if hint is None and self._limits.useless_if_fused is not None and job.progress.group_size > 1:
+            hint = self._limits.useless_if_fused
+        if hint is not None:
+            _logger.warning(hint)
+            self._has_hinted = True
 
     @staticmethod
     def _report(running: _Running, value: float, step: int) -> bool:

@@ -40,7 +40,13 @@ def num_unjudged(needed: int, abreast: int) -> int:
 
 
 def useless_pruner(
-    study: Study, executor: HydraExecutor, *, n_trials: int | None, width: int, remedies: Remedies | None = None
+    study: Study,
+    executor: HydraExecutor,
+    *,
+    n_trials: int | None,
+    width: int,
+    remedies: Remedies | None = None,
+    is_fused: bool = False,
 ) -> str | None:
     """Why the study's pruner cannot end any trial of a search, and what helps; None if it can.
 
@@ -52,12 +58,17 @@ def useless_pruner(
         n_trials: trials of the search.
         width: trials in flight.
         remedies: in whose words.
+        is_fused: whether trials are known to be computed together, as many as the executor allows; where they are not known
+            to be, fewer may advance together, which leaves a pruner more to compare with.
     """
     needed_in_all = completed_needed(study.pruner)
     if not needed_in_all or n_trials is None or len(study.directions) > 1:
         return None
     earlier = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
-    needed, abreast = max(0, needed_in_all - earlier), min(width, executor.num_abreast)
+    needed, abreast = (
+        max(0, needed_in_all - earlier),
+        min(width, executor.num_abreast if is_fused else executor.num_abreast_alone),
+    )
     working = [number for number in range(1, abreast + 1) if num_unjudged(needed, number) < n_trials]
     if not working or abreast in working:
         return None

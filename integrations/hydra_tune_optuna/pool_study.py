@@ -138,6 +138,7 @@ class PoolStudy(Study):
             catch=tuple(catch) if isinstance(catch, Iterable) else (catch,),
             gc_after_trial=gc_after_trial,
             useless_pruner=useless_pruner(self, self.executor, n_trials=n_trials, width=width),
+            useless_if_fused=useless_pruner(self, self.executor, n_trials=n_trials, width=width, is_fused=True),
         )
         with optimizing(self), self._keeping() as weights:
             self._func = func

@@ -67,6 +67,7 @@ __all__ = [
     "take_up",
     "tell",
     "trial_id",
+    "violates_constraints",
     "wait_again",
     "wait_for_sqlite",
 ]
@@ -200,6 +201,13 @@ def stored(study: Study, trial: Trial) -> FrozenTrial:
     return study._storage.get_trial(trial._trial_id)
 
 
+def violates_constraints(frozen: FrozenTrial) -> bool:
+    """Whether a trial is one that must not be the best; Optuna 4 has constraints of samplers' `constraints_func` only."""
+    if hasattr(frozen, "constraints"):
+        return any(value > 0 for value in frozen.constraints.values())
+    return any(value > 0 for value in frozen.system_attrs.get("constraints") or ())
+
+
 def study_attributes(study: Study) -> dict[str, Any]:
     """What libraries have noted of the study in its storage; users' own attributes are apart."""
     return study._storage.get_study_system_attrs(study._study_id)
@@ -285,7 +293,7 @@ def nothing_new_to_sample(study: Study) -> bool:
         tree = _TreeNode()
         states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.FAIL)
         sampler._populate_tree(tree, study._storage.get_all_trials(study._study_id, deepcopy=False, states=states), {})
-        return not tree.is_any_expandable(exclude_running=True)
+        return not tree.count_unexpanded(exclude_running=True)
     return False
 
 

@@ -4,6 +4,7 @@ Translates a sweep's plain words into Optuna's sampler, pruner, storage and sugg
 happens. What a sweep file looks like, and how it is shown, is not known here.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from hydra_tune.cli.domains import Choice, Domain, FloatRange, IntRange, grid_si
 from hydra_tune.cli.request import Outcome, SweepRequest, TrialRecord
 from hydra_tune.cli.spec import Pruning, SweepSpec
 from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune.supervision.marks import at_work
+from hydra_tune_optuna.driver import job_name
 from hydra_tune_optuna.going_on import going_on, keep_sampler
 from hydra_tune_optuna.lockstep import Remedies, useless_pruner
 from hydra_tune_optuna.pool_study import PoolStudy
@@ -30,6 +33,7 @@ from hydra_tune_optuna.weights import check_keeping, kept_weights
 _JOURNAL = "journal:"
 _FILES = ("journal://", "journal:", "sqlite:///")
 _NUM_NAMED = 5
+_RUN = "run"  # what a sweep's folder notes of the run under way
 _REMEDIES = Remedies(
     staggered="hydra.admission: staggered",
     narrower="hydra.max_concurrent: {}",
@@ -59,7 +63,7 @@ def run_sweep(request: SweepRequest) -> None:
         study = _open(request)
         num_going_on, others = going_on(study, request.executor)
         earlier = tuple(_record(request.spec, trial) for trial in study.get_trials(deepcopy=False) if _ended(trial))
-        num_left, num_planned = _num_left(request.spec, earlier, num_going_on)
+        num_left, num_planned = _num_left(request.spec, earlier, num_going_on, _failed_before(request, earlier))
         request.observer.opened(study.study_name, earlier, num_planned)
         if others:
             request.observer.warned(_not_mine(others))
@@ -257,11 +261,24 @@ def _given(spec: SweepSpec, name: str, drawn: Any) -> Any:
     return domain.settle(drawn) if isinstance(domain, FloatRange) else drawn
 
 
-def _num_left(spec: SweepSpec, earlier: tuple[TrialRecord, ...], num_going_on: int) -> tuple[int | None, int | None]:
+def _failed_before(request: SweepRequest, earlier: tuple[TrialRecord, ...]) -> frozenset[int]:
+    """The trials that had failed before this run began, however many processes it has had."""
+    failed = [record.number for record in earlier if record.state == "failed"]
+    if request.folder is not None:
+        noted, run = request.folder.noted(_RUN) or {}, os.getppid()  # which all processes of a run have in common
+        if request.crashes and noted.get("run") == run:
+            return frozenset(noted["failed"])
+        request.folder.note(_RUN, {"run": run, "failed": failed})
+    return frozenset(failed)
+
+
+def _num_left(
+    spec: SweepSpec, earlier: tuple[TrialRecord, ...], num_going_on: int, again: frozenset[int]
+) -> tuple[int | None, int | None]:
     """Trials still to ask for, and trials the study will then have.
 
-    Failed ones are run again, but not the points of a grid: the sampler takes them for visited. Those that go on from a
-    checkpoint need not be asked for.
+    Failed ones, if they are among `again`, are run again, but not the points of a grid: the sampler takes them for visited.
+    Those that go on from a checkpoint need not be asked for.
     """
     ended = len(earlier) + num_going_on
     if spec.method == "grid":
@@ -271,7 +288,7 @@ def _num_left(spec: SweepSpec, earlier: tuple[TrialRecord, ...], num_going_on: i
     elif spec.run_cap is None:
         return None, None
     else:
-        left = max(0, spec.run_cap - num_going_on - sum(record.state != "failed" for record in earlier))
+        left = max(0, spec.run_cap - num_going_on - sum(record.number not in again for record in earlier))
     return left, ended + left
 
 
@@ -306,22 +323,28 @@ def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None) -> 
 def _objective(request: SweepRequest, asked: Callable[[int], None]) -> Callable[[Trial], TrainTask]:
     spec, observer = request.spec, request.observer
 
+    def build(trial: Trial) -> TrainTask:
+        if job_name(trial.number) in request.aside:
+            raise request.aside[job_name(trial.number)]
+        if spec.parameters is None:
+            task = request.build(trial)
+            params: Mapping[str, Any] = trial.params
+        else:
+            params = {name: suggest(trial, name, domain) for name, domain in spec.parameters.items()}
+            task = request.build(**params)
+        observer.built(trial.number, params, task)
+        return task
+
     def objective(trial: Trial) -> TrainTask:
         asked(trial.number)
         observer.asked(trial.number)
         try:
-            if spec.parameters is None:
-                task = request.build(trial)
-                params: Mapping[str, Any] = trial.params
-            else:
-                params = {name: suggest(trial, name, domain) for name, domain in spec.parameters.items()}
-                task = request.build(**params)
+            with at_work(job_name(trial.number)):
+                return build(trial)
         except optuna.TrialPruned:
             raise
         except Exception as error:
             observer.broke(trial.number, error)
             raise
-        observer.built(trial.number, params, task)
-        return task
 
     return objective

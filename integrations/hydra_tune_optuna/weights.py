@@ -109,7 +109,7 @@ class StudyWeights:
             task: what was trained.
             result: of the job.
         """
-        if trial.state != TrialState.COMPLETE or any(value > 0 for value in trial.constraints.values()):
+        if trial.state != TrialState.COMPLETE or private.violates_constraints(trial):
             return
         if isinstance(self._choose, _Best):
             self._choose.favourite = self._study.best_trial.number
@@ -127,7 +127,7 @@ class StudyWeights:
 
     def lacks(self, trial: FrozenTrial) -> bool:
         """Whether a trial that has completed is among the best, and its weights are not kept, as after a crash."""
-        if any(value > 0 for value in trial.constraints.values()):
+        if private.violates_constraints(trial):
             return False
         there = kept_trials(self._files.folder)
         return trial.number not in there and trial.number in self._choose({**there, trial.number: tuple(trial.values)})

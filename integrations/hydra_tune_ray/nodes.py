@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.state import state
 from ray._private.worker import global_worker
 
 from hydra_tune.errors import ConfigError
@@ -56,7 +57,9 @@ def draining_nodes() -> frozenset[str]:
     """The ids of nodes that are about to leave, as `ray drain-node` or a cloud's notice says."""
     # Ray's own libraries ask like this; there is no public way yet. The range of Ray's versions is checked.
     client = global_worker.gcs_client  # type: ignore[attr-defined]
-    return frozenset(map(str, client.get_draining_nodes(timeout=_ANSWER_SECONDS)))
+    if hasattr(client, "get_draining_nodes"):
+        return frozenset(map(str, client.get_draining_nodes(timeout=_ANSWER_SECONDS)))
+    return frozenset(map(str, state.get_draining_nodes()))  # earlier versions
 
 
 def no_devices(options: Mapping[str, Any]) -> str:

@@ -19,6 +19,14 @@ _GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(24, 3, generator=_GENERATOR)
 TARGETS = torch.tanh(INPUTS.sum(1, keepdim=True))
 
+_HAS_NEW_NAMES = hasattr(optuna.storages, "RetryHeartbeatStaleTrialCallback")  # from Optuna 4.9 on
+RetryStale = getattr(optuna.storages, "RetryHeartbeatStaleTrialCallback", optuna.storages.RetryFailedTrialCallback)
+
+
+def when_stale(callback):
+    """The option of a storage that has a callback called for trials whose process has died."""
+    return {"heartbeat_stale_trial_callback" if _HAS_NEW_NAMES else "failed_trial_callback": callback}
+
 
 def net():
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Dropout(0.2), nn.Linear(4, 1))

@@ -26,7 +26,7 @@ class PlainResult:
     trained: object = None
 
     def state_dict(self):
-        return self.trained.module.state_dict()
+        return self.trained.state_dict()
 
 
 class PlainStream:
@@ -146,7 +146,7 @@ class PlainPool:
     device_names = ("plain",)
 
     def __init__(self, *, max_concurrent=2):
-        self.width = self.num_abreast = max_concurrent
+        self.width = self.num_abreast = self.num_abreast_alone = max_concurrent
         self.fusion_size = 0
         self.turn = threading.Lock()
         self.jobs = set()

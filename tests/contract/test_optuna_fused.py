@@ -120,7 +120,7 @@ def test_the_best_of_fused_trials_are_kept_also_of_late_ones_whose_group_lies_on
     assert sum(job.result().group_size == 2 for job in jobs) >= 4
     assert jobs[0].result().num_shards == 3
     for number in best:
-        expected = train_plain(described[number]).module.state_dict()
+        expected = train_plain(described[number]).state_dict()
         found = study.load_module(number).state_dict()
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():

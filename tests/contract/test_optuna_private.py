@@ -23,8 +23,8 @@ def parameters(function):
     return list(inspect.signature(function).parameters)
 
 
-def test_optuna_is_of_the_pinned_major_version():
-    assert version("optuna").split(".")[0] == "5"
+def test_optuna_is_of_a_pinned_major_version():
+    assert version("optuna").split(".")[0] in {"4", "5"}
 
 
 def test_telling_and_logging_take_what_they_are_given():
@@ -75,7 +75,7 @@ def test_a_heartbeat_has_an_interval_and_beats_for_a_trial():
 def test_exhaustive_samplers_show_what_is_left():
     assert parameters(optuna.samplers.GridSampler._get_unvisited_grid_ids) == ["self", "study"]
     assert parameters(optuna.samplers.BruteForceSampler._populate_tree) == ["tree", "trials", "params"]
-    assert parameters(_brute_force._TreeNode.is_any_expandable) == ["self", "exclude_running"]
+    assert parameters(_brute_force._TreeNode.count_unexpanded) == ["self", "exclude_running"]
 
     study = optuna.create_study(sampler=optuna.samplers.GridSampler({"x": [1, 2]}))
     assert not private.nothing_new_to_sample(study)

@@ -4,6 +4,7 @@ from functools import partial
 
 import optuna
 import pytest
+import torch
 from optuna.pruners import (
     BasePruner,
     HyperbandPruner,
@@ -21,6 +22,7 @@ from hydra_tune import HydraExecutor
 from hydra_tune_optuna.lockstep import num_unjudged, useless_pruner
 from hydra_tune_optuna.private import completed_needed
 from tests.contract.optuna_drivers import Driver, build, metrics_task, optuna_log, record
+from tests.unit.pool.tasks import task
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
@@ -142,6 +144,35 @@ def test_nothing_is_said_of_one_that_can_work_or_could_not_at_any_width(pools, p
     pool = pools(width, admission)
     study = hydra_tune_optuna.create_study(pruner=pruner(), executor=pool)
     assert useless_pruner(study, pool, n_trials=n_trials, width=width) is None
+
+
+@pytest.fixture
+def fusing():
+    with HydraExecutor(devices="cpu:2", device_memory="64MiB", fusion="auto", fusion_size=16) as pool:
+        yield pool
+
+
+def test_before_trials_are_seen_to_be_fused_nothing_is_said_of_groups(fusing):
+    """Without groups four of them advance together, so that the pruner has the first four to compare the others with."""
+    study = hydra_tune_optuna.create_study(pruner=MedianPruner(), executor=fusing)
+    assert useless_pruner(study, fusing, n_trials=16, width=16) is None
+    said = useless_pruner(study, fusing, n_trials=16, width=16, is_fused=True)
+    assert said.startswith("MedianPruner can prune none of 16 trials if they are equally long: 16 advance together")
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_a_pruner_that_groups_make_useless_is_named_only_where_there_are_groups(fuses):
+    options = {"devices": "cpu:1", "device_memory": "64MiB", "fusion": "on", "fusion_size": 8}
+
+    def objective(trial):
+        width = 16 if fuses else 8 + trial.number
+        model = partial(torch.nn.Sequential, torch.nn.Linear(8, width), torch.nn.Linear(width, 4))
+        return task(model=model, epochs=3, seed=trial.number)
+
+    with optuna_log() as lines, HydraExecutor(**options) as pool:
+        study = hydra_tune_optuna.create_study(pruner=MedianPruner(n_startup_trials=4), executor=pool)
+        study.optimize(objective, n_trials=8)
+    assert any("MedianPruner can prune none of 8 trials" in line for line in lines) == fuses
 
 
 def test_trials_that_completed_before_count(pools):

@@ -63,7 +63,7 @@ def files(folder):
 
 
 def assert_bitwise(module, build, trial):
-    expected = train_plain(build(trial)).module.state_dict()
+    expected = train_plain(build(trial)).state_dict()
     found = module.state_dict()
     assert found.keys() == expected.keys()
     assert all(found[name].equal(expected[name]) for name in expected)
@@ -153,12 +153,24 @@ def plain_net():
     return nn.Linear(3, 1)
 
 
-def test_a_trial_that_violates_a_constraint_is_not_kept(pool):
+def excess(trial):
+    return 1.0 if trial.number == 0 else -1.0
+
+
+@pytest.mark.filterwarnings("ignore:`constraints_func` has been deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Argument ``constraints_func`` is an experimental feature")
+@pytest.mark.parametrize("by", ["sampler", "objective"])
+def test_a_trial_that_violates_a_constraint_is_not_kept(pool, by):
+    if by == "objective" and not hasattr(optuna.Trial, "set_constraint"):
+        pytest.skip("Optuna 4 has constraints of samplers only")
+
     def objective(trial):
-        trial.set_constraint("size", 1.0 if trial.number == 0 else -1.0)
+        if by == "objective":
+            trial.set_constraint("size", excess(trial))
         return scored(1.0, 2.0)(trial)
 
-    study = create_study(pool)
+    ask = (lambda trial: (excess(trial),)) if by == "sampler" else None
+    study = create_study(pool, sampler=optuna.samplers.TPESampler(seed=1, constraints_func=ask))
     study.optimize(objective, n_trials=2)
     assert kept(study) == [study.best_trial.number] == [1]
 

@@ -4,7 +4,9 @@ Each of ten sequences kills five times and then lets a process end: the study is
 """
 
 import random
+import sqlite3
 import time
+from contextlib import closing
 from itertools import cycle, islice
 
 import optuna
@@ -19,7 +21,8 @@ from tests.support.killed_search import ENQUEUED, NUM_TRIALS, STUDY, begin, sear
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-LATEST_SECONDS = 3.0
+NUM_REPORTS = 7 * NUM_TRIALS
+EARLY_REPORTS = NUM_REPORTS // 4  # killed by then, a search still comes to all moments below
 RDB = "optuna.storages._rdb.storage:RDBStorage."
 
 # Where, when, and at which of so many calls at most.
@@ -48,10 +51,31 @@ SEQUENCES = 10
 
 
 def moments_of(sequence: int, chance: random.Random) -> list[str | None]:
-    """Five; None is a random time."""
+    """Five; None is from outside, and where the others do not say."""
     chosen = islice(cycle(MOMENTS), 3 * sequence, 3 * sequence + 3)
     found: list[str | None] = [f"{where}/{when}/{chance.randint(1, calls)}" for where, when, calls in chosen]
     return [None, *found, None]
+
+
+def reports_of(folder) -> int:
+    """How many the storage has."""
+    with closing(sqlite3.connect(folder / "study.db")) as database:
+        return database.execute("SELECT COUNT(*) FROM trial_intermediate_values").fetchone()[0]
+
+
+def kill_from_outside(folder, devices: str, *, chance: random.Random, errors, most: int) -> int:
+    """Kill a search when its storage has some more reports, of so many at most: a drawn number; returns how it has ended.
+
+    A search that runs away from whoever looks at the storage kills itself at the last of them, or it might end before.
+    """
+    present = reports_of(folder)
+    wanted = present + chance.randint(1, most - present)
+    last = f"{RDB}set_trial_intermediate_value/after/{most - present}"
+    process = start(search, folder, devices, errors=errors, moment=last)
+    while process.is_alive() and reports_of(folder) < wanted:
+        time.sleep(0.002)
+    process.kill()
+    return ended(process, errors)
 
 
 def outcome(folder) -> list:
@@ -76,6 +100,7 @@ def whole(tmp_path_factory):
     assert [trial[0] for trial in found] == list(range(NUM_TRIALS))
     assert {trial[1] for trial in found} == {TrialState.COMPLETE}
     assert [trial[2]["lr"] for trial in found[: len(ENQUEUED)]] == list(ENQUEUED)
+    assert reports_of(folder) == NUM_REPORTS
     return found, weights(folder)
 
 
@@ -84,12 +109,15 @@ def test_a_killed_search_ends_as_one_that_never_was(tmp_path, sequence, whole):
     chance = random.Random(100 + sequence)
     errors = tmp_path / "errors"
     begin(tmp_path)
+    most = EARLY_REPORTS
     for moment in moments_of(sequence, chance):
-        process = start(search, tmp_path, chance.choice(("cpu:1", "cpu:2")), errors=errors, moment=moment)
+        devices = chance.choice(("cpu:1", "cpu:2"))
         if moment is None:
-            time.sleep(chance.uniform(0.0, LATEST_SECONDS))
-            process.kill()
-        assert ended(process, errors) == -9, moment
+            assert kill_from_outside(tmp_path, devices, chance=chance, errors=errors, most=most) == -9
+            assert reports_of(tmp_path) <= most
+            most = NUM_REPORTS
+        else:
+            assert ended(start(search, tmp_path, devices, errors=errors, moment=moment), errors) == -9, moment
     assert ended(start(search, tmp_path, "cpu:2", errors=errors), errors) == 0
     assert outcome(tmp_path) == whole[0]
     assert list(differences(whole[1], weights(tmp_path))) == []

@@ -1,10 +1,16 @@
 """For all tests on GPUs. Read once, when they are first used: so they are set before any test."""
 
+import functools
+import itertools
 import os
 from pathlib import Path
 
 import pytest
 import torch
+
+from hydra_tune import HydraExecutor
+
+MOST_EVENTS = 20
 
 if torch.cuda.is_available():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # deterministic, and small beside the budgets of tests
@@ -24,3 +30,26 @@ def deterministic():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def _logged(monkeypatch, tmp_path):
+    """Each pool writes an event log: whoever looks at a failure on a machine that is far away has that to go by."""
+    init, number = HydraExecutor.__init__, itertools.count()
+
+    @functools.wraps(init)
+    def logged(self, *args, **options):
+        init(self, *args, **{"event_log": tmp_path / f"events{next(number):03}.jsonl"} | options)
+
+    monkeypatch.setattr(HydraExecutor, "__init__", logged)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    folder = item.funcargs.get("tmp_path")
+    logs = sorted(folder.glob("events*.jsonl")) if report.failed and folder is not None else []
+    if logs:
+        events = logs[-1].read_text(encoding="utf-8").splitlines()[-MOST_EVENTS:]
+        report.sections.append(("last events of its last pool", "\n".join(events)))
+    return report

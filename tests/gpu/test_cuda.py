@@ -17,7 +17,7 @@ from hydra_tune.devices.device import Reach
 from hydra_tune.memory.block import Block, Kind
 from hydra_tune.memory.home import bring_home
 from hydra_tune.memory.pager import Pager
-from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED
+from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, PIPELINED
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -40,6 +40,13 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.layers(x)
+
+
+class Noisy(Net):
+    """Drops values, so that each batch's random numbers begin where those of the batch before have ended."""
+
+    def forward(self, x):
+        return super().forward(functional.dropout(x, 0.2, self.training))
 
 
 def batches():
@@ -347,8 +354,9 @@ def test_a_block_moves_between_devices_without_the_host(text):
 
 @pytest.mark.parametrize("text", PAIRS)
 @pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
-def test_a_step_split_over_two_devices_gives_the_plain_numbers(text, way):
-    described = task(train=lambda: batches() * 4, accumulate=NUM_BATCHES)
+@pytest.mark.parametrize("model", [Net, Noisy])
+def test_a_step_split_over_two_devices_gives_the_plain_numbers(text, way, model):
+    described = task(model=model, train=lambda: batches() * 4, accumulate=NUM_BATCHES)
     _, state = plain_losses(described)
     pool = HydraExecutor(devices=text, device_memory="1GiB", num_shards=3)
     pool._only_way = way
@@ -359,6 +367,19 @@ def test_a_step_split_over_two_devices_gives_the_plain_numbers(text, way):
     assert all(tensor.cpu().equal(state[name]) for name, tensor in result.state_dict().items())
     assert stats.steps_by_way[way] > 0
     assert all(device.units for device in stats.devices.values())
+
+
+@pytest.mark.parametrize("model", [Net, Noisy])
+def test_batches_that_go_through_each_shard_together_give_the_plain_numbers(model):
+    """And how far a batch moves the stream is read from the state of the GPU's generator."""
+    described = task(model=model, train=lambda: batches() * 4, accumulate=NUM_BATCHES)
+    _, state = plain_losses(described)
+    with HydraExecutor(devices="cuda:0", device_memory=32 * MIB, num_shards=3) as pool:
+        (result,) = pool.run([described])
+        stats = pool.stats()
+    losses_of(result)
+    assert all(tensor.cpu().equal(state[name]) for name, tensor in result.state_dict().items())
+    assert stats.steps_by_way.get(GROUPED), stats.steps_by_way
 
 
 @pytest.mark.parametrize("text", PAIRS)

@@ -80,7 +80,7 @@ def task(seed, kind=Plain, **changes):
 
 def run(tasks, **options):
     with HydraExecutor("cuda:0", "512MiB", max_concurrent=len(tasks), **options) as pool:
-        results = pool.run(tasks)
+        results = pool.run(tasks, on_error="return")
     for result in results:
         if result.error is not None:
             raise result.error

@@ -231,7 +231,7 @@ def test_a_forward_that_runs_out_of_memory_is_repeated_with_the_same_bits(size, 
 
     monkeypatch.setattr(PlannedRun, "segment", fails)
     with pool_of(size) as pool:
-        results = pool.run([task(seed) for seed in range(4)])
+        results = pool.run([task(seed) for seed in range(4)], on_error="return")
         assert pool.stats().devices["cuda:0"].units_repeated == 1
     assert failed
     assert [bits(result) for result in results] == roomy(size)[0]
@@ -241,7 +241,7 @@ def test_a_member_whose_loss_is_not_finite_fails_alone(size, segments):
     tasks = [task(seed) for seed in range(4)]
     tasks[3] = replace(tasks[3], optimizer=partial(torch.optim.AdamW, lr=1e30))
     with pool_of(size) as pool:
-        results = pool.run(tasks)
+        results = pool.run(tasks, on_error="return")
     assert [result.status for result in results] == ["completed"] * 3 + ["failed"]
     assert [bits(result) for result in results[:3]] == roomy(size)[0][:3]
     assert segments

@@ -52,7 +52,7 @@ def test_the_sweep_names_the_files_and_best_writes_the_first(swept, best, tmp_pa
     import model  # noqa: PLC0415 - the project's
 
     task = model.build(**said["params"])
-    expected = train_plain(task).module.state_dict()
+    expected = train_plain(task).state_dict()
     found = load_module(task, tmp_path / "best.safetensors").state_dict()
     assert all(found[name].equal(tensor) and tensors[name].equal(tensor) for name, tensor in expected.items())
 

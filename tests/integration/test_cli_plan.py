@@ -88,10 +88,11 @@ def test_tables_at_80_columns(folder):
         *("trial", "|W|", "shards", "units", "activations", "updates", "peak", "least", "budget", "step")
     ]
     shards = {line.split()[0]: line.split()[3] for line in lines[first + 1 : first + 3]}
-    assert shards["0"] == "1"
+    assert shards["0"] == "uncut"
     assert int(shards["1"]) > 1
     assert lines[second].split()[1:] == ["parameters", "optimizer", "activations", "inputs", "over", "|W|"]
-    assert len(lines) == second + 3
+    ways = [line for line in lines[second + 3 :] if line.startswith("runs ")]
+    assert [way.split(", because")[0] for way in ways] == ["runs as it is", f"runs in {shards['1']} shards"]
 
 
 def test_which_have_the_same_architecture(folder):

@@ -60,6 +60,7 @@ def test_json_is_alone_on_standard_output_and_has_it_all(project):
 
 @pytest.mark.slow
 def test_a_timeline_is_written_and_can_be_played_again(project):
+    project.change('devices: "cpu:2"', 'num_shards: 1, devices: "cpu:2"')  # a burst of own code is one unit there
     done = project.run("--json", "--run-cap", "3", "--timeline", "run.json")
     assert done.returncode == 0, done.stderr
     recording = read_recording(project.folder / "run.json")

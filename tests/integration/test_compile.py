@@ -73,13 +73,13 @@ def test_generated_code_trains_to_nearly_the_same():
         (result,) = pool.run([described(compile="inductor")])
     assert result.error is None
     plain = train_plain(described())
-    for name, value in plain.module.state_dict().items():
+    for name, value in plain.state_dict().items():
         assert torch.allclose(value, result.state_dict()[name], atol=1e-3), name
 
 
 def test_a_compiler_that_fails_is_named():
     with running() as pool:
-        failed, fine = pool.run([described(compile="broken_compiler"), described()])
+        failed, fine = pool.run([described(compile="broken_compiler"), described()], on_error="return")
     assert isinstance(failed.error, TaskError)
     assert "compile='broken_compiler' fails on this model" in str(failed.error)
     assert "no code for this" in str(failed.error)
@@ -88,7 +88,7 @@ def test_a_compiler_that_fails_is_named():
 
 def test_a_compiler_that_is_wrong_is_found_out():
     with running() as pool:
-        (failed,) = pool.run([described(compile="wrong_compiler")])
+        (failed,) = pool.run([described(compile="wrong_compiler")], on_error="return")
     assert isinstance(failed.error, TaskError)
     assert "gives other" in str(failed.error)
     assert "train this model without a compiler" in str(failed.error)

@@ -84,8 +84,8 @@ def against_plain(plain, result):
     if result.error is not None:
         raise result.error
     found = [*differences(without_seconds(plain.history), without_seconds(result.history), "history")]
-    found += differences(dict(plain.module.state_dict()), dict(result.state_dict()), "state")
-    return [*found, *differences(plain.optimizer.state_dict(), result.optimizer_state_dict(), "optimizer")]
+    found += differences(dict(plain.state_dict()), dict(result.state_dict()), "state")
+    return [*found, *differences(plain.optimizer_state_dict(), result.optimizer_state_dict(), "optimizer")]
 
 
 def one_thread(function):
@@ -99,8 +99,8 @@ def one_thread(function):
 
 def state_bytes():
     plain = train_plain(task(epochs=1))
-    kept = [t for entry in plain.optimizer.state.values() for t in entry.values()]
-    return sum(t.nbytes for t in [*plain.module.state_dict().values(), *kept])
+    kept = [t for entry in plain.optimizer_state_dict()["state"].values() for t in entry.values()]
+    return sum(t.nbytes for t in [*plain.state_dict().values(), *kept])
 
 
 def ours(folder):
@@ -301,7 +301,7 @@ def test_code_that_looks_at_weights_on_disk_sees_them(tmp_path):
 
 def test_without_a_spill_dir_the_refusal_names_it(tmp_path):
     with pool(tmp_path, spill_dir=None) as executor:
-        (result,) = executor.run([task()])
+        (result,) = executor.run([task()], on_error="return")
         assert executor.stats().disk is None
     assert isinstance(result.error, BudgetError)
     assert "host_memory to at least" in str(result.error)
@@ -311,7 +311,7 @@ def test_without_a_spill_dir_the_refusal_names_it(tmp_path):
 
 def test_a_shard_larger_than_host_memory_is_refused_before_training(tmp_path):
     with pool(tmp_path, host_memory=20 * 1024) as executor:
-        (result,) = executor.run([task()])
+        (result,) = executor.run([task()], on_error="return")
     assert isinstance(result.error, BudgetError)
     assert "one shard needs 37.9 KiB of host memory at once, more than the 20.0 KiB" in str(result.error)
     assert result.units_run == 0

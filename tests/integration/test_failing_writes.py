@@ -165,7 +165,7 @@ def run_one(place, spill):
     """A trial in a pool of its own: its result, or what the pool has refused to begin with."""
     try:
         with running(checkpoint_dir=place / "saved", spill_dir=spill, event_log=place / "run.jsonl") as pool:
-            return pool.run([short()])[0], None
+            return pool.run([short()], on_error="return")[0], None
     except ConfigError as error:
         return None, error
 
@@ -198,7 +198,7 @@ def test_an_event_log_that_cannot_be_written_ends_and_is_readable_and_nothing_el
     with writes.patched(monkeypatch):
         writes.arm(call, number)
         with running(event_log=path) as pool:
-            results = pool.run([short(seed=seed) for seed in range(2)])
+            results = pool.run([short(seed=seed) for seed in range(2)], on_error="return")
     assert [result.status for result in results] == ["completed"] * 2
     if writes.refused:
         (text,) = [record.getMessage() for record in caplog.records if "ends here" in record.getMessage()]

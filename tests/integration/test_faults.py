@@ -4,9 +4,11 @@ import copy
 import gc
 import signal
 import threading
+import traceback
 import weakref
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,6 +214,86 @@ def test_a_failed_trial_keeps_no_model_alive_though_its_error_is_kept():
         assert result.error.__traceback__ is not None, "the lines are still to be seen"
 
 
+class FailsInTime(torch.optim.SGD):
+    """Fails later than the pilots' copies step."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return fail() if self.steps > 4 else super().step(closure)
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    backward = staticmethod(fail)
+
+
+def step_that_fails_in_backward(module, batch):
+    return FailsInBackward.apply(functional.cross_entropy(module(batch[0]), batch[1]))
+
+
+def ends_badly():
+    """The last batch has classes that there are none of, which a loss finds when it is computed."""
+    return [(X[:8], Y[:8]), (X[8:16], Y[8:16]), (X[16:], Y[16:]), (X[:8], Y[:8] + 4)]
+
+
+BAD, UPDATES = {"train": ends_badly}, {"optimizer": partial(FailsInTime, lr=0.01), "epochs": 9}
+CUT, FITS, FUSED = {"num_shards": 3}, {"num_shards": None}, {"fusion": "on", "fusion_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "place"),
+    [
+        ({"optimizer": fail}, {}, "building.py"),
+        ({"loss": fail}, {}, "library.py"),
+        ({"model": FailsLater, "epochs": 9}, {}, "whole.py"),
+        (BAD, CUT, "chain.py"),
+        ({"validate": ends_badly}, CUT, "chain.py"),
+        (BAD | {"accumulate": 2}, CUT, "chain.py"),
+        (UPDATES, CUT, "training_batch.py"),
+        (UPDATES, CUT | {"optimizer_placement": "host"}, "host_updates.py"),
+        (BAD, FITS, "burst.py"),
+        ({"loss": None, "step": step_that_fails_in_backward}, FITS, "burst.py"),
+        (BAD, FUSED, "rounds.py"),
+        (BAD | {"accumulate": 2}, FUSED, "steps.py"),
+    ],
+    ids=[
+        *("begins", "captured", "runs", "backward", "evaluation", "grouped", "update", "update on the host"),
+        *("own code", "own code's backward", "fused rounds", "fused steps"),
+    ],
+)
+def test_an_error_that_is_kept_keeps_no_trial_alive(changes, options, place):
+    weights = []
+
+    def model():
+        module = changes.get("model", mlp)()
+        weights.extend(map(weakref.ref, module.parameters()))
+        return module
+
+    tasks = [short(**changes | {"model": model, "seed": seed}) for seed in range(2)]
+    with running(**options) as pool:
+        stream, errors = pool.events(), []
+        jobs = [pool.submit(one, events=stream) for one in tasks]
+        while len(errors) < len(jobs):
+            event = stream.get(PATIENCE_SECONDS)
+            if isinstance(event, Reported):
+                event.job.proceed()
+            else:
+                errors.append(event.result.error)
+        del event, jobs, stream
+    for error in errors:
+        files = {Path(line.filename).name for line in traceback.extract_tb(error.__traceback__)}
+        assert place in files, "it has failed somewhere else, and the lines are still to be seen"
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is Trial and found.task in tasks]
+    assert weights
+    assert not [weight for weight in weights if weight() is not None]
+
+
 @pytest.mark.parametrize("scheduler", [None, partial(StepLR, step_size=1)], ids=["none", "step"])
 @pytest.mark.parametrize("budget_kib", [70, 90, 120])
 def test_a_scheduler_hides_no_optimizer_state_from_the_budget(scheduler, budget_kib):
@@ -388,7 +470,7 @@ def test_an_interrupted_shutdown_can_be_repeated():
 
 def test_shutdown_from_a_trials_own_code_is_refused():
     with running(devices="cpu:1") as pool:
-        (result,) = pool.run([short(model=lambda: (pool.shutdown(), mlp())[1])])
+        (result,) = pool.run([short(model=lambda: (pool.shutdown(), mlp())[1])], on_error="return")
         assert "call it elsewhere" in str(result.error)
 
 
@@ -406,7 +488,7 @@ def test_an_evaluation_cut_finer_than_the_training_fits_or_is_refused_by_layer(b
         validate=DataLoader(wide, batch_size=batch),
     )
     with running(devices="cpu:1", device_memory=f"{kib}KiB") as pool:
-        (result,) = pool.run([job])
+        (result,) = pool.run([job], on_error="return")
     if result.error is not None:
         assert "layer" in str(result.error)
         assert "raise device_memory to at least" in str(result.error)

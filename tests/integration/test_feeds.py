@@ -62,7 +62,7 @@ def test_a_plain_loop_leaves_the_task_as_it_was(name, plain):
         result = train_plain(shared)
         actual = {
             "history": without_seconds(result.history),
-            "state": dict(result.module.state_dict()),
-            "optimizer": result.optimizer.state_dict(),
+            "state": dict(result.state_dict()),
+            "optimizer": result.optimizer_state_dict(),
         }
         assert list(differences(plain[name], actual)) == []

@@ -82,7 +82,7 @@ def counted(pool: HydraExecutor, make: Make) -> tuple[dict[str, float], dict[str
     """
     totals: list[tuple[Counter[str], Counter[str]]] = []
     for steps in (2, 2, 2 + STEPS):
-        (result,) = pool.run([make(steps)])
+        (result,) = pool.run([make(steps)], on_error="return")
         if result.error is not None:
             raise result.error
         (device,) = pool.stats().devices.values()
@@ -237,7 +237,7 @@ def test_sparse_gradients_and_state_are_refused_by_name(model, told):
     with running() as pool:
         with pytest.raises(TaskError, match=f"{told} sparse"):
             pool.plan([made])
-        (result,) = pool.run([made])
+        (result,) = pool.run([made], on_error="return")
     assert isinstance(result.error, TaskError)
 
 
@@ -258,7 +258,7 @@ def test_trials_that_cannot_be_planned_are_told_and_fail_by_themselves_and_the_o
         planned, alone = pool.plan(tasks), pool.plan([task()])
         with pytest.raises(TaskError, match="trial0 cannot be planned: it fails with NotImplementedError") as raised:
             pool.plan(tasks[:1])
-        results = pool.run(tasks)
+        results = pool.run(tasks, on_error="return")
     assert [trial.name for trial in planned.trials] == ["trial1"]
     assert list(planned.failed) == ["trial0", "trial2"]
     assert list(planned.to_json()["failed"].values()) == [str(error) for error in planned.failed.values()]

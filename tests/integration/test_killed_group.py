@@ -51,5 +51,5 @@ def test_a_fused_search_that_is_killed_ends_as_plain_loops(tmp_path, fusion):
         assert [h["val_loss"] for h in result.history] == pytest.approx(
             [h["val_loss"] for h in plain.history], rel=1e-9
         )
-        for name, tensor in plain.module.state_dict().items():
+        for name, tensor in plain.state_dict().items():
             torch.testing.assert_close(result.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)

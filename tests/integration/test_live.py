@@ -103,11 +103,11 @@ def test_more_trials_than_lines_are_summarised(watched):
 
 def test_without_a_terminal_there_is_a_line_for_each_job_and_the_summary(capsys):
     with HydraExecutor(devices="cpu:1", device_memory="1MiB") as pool, pool.live(name="mine"):
-        pool.run([task(), task(fail)])
+        pool.run([task(), task(fail)], on_error="return")
     out = capsys.readouterr().out
     assert out.count("job 0  completed  train_loss ") == 1
     assert "job 1  failed  epoch 0/5  RuntimeError: no [bold]such[/] model" in out
-    assert re.search(r"sweep mine: done after .*s, [\d.]+ x the lower bound of ", out)
+    assert re.search(r"sweep mine: done after [\d.]+ ?m?s$", out, re.MULTILINE)
     assert "\x1b" not in out
 
 

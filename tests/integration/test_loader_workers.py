@@ -21,23 +21,30 @@ from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
+SERVER = "hydra-workers"
+
+
+def servers() -> list[int]:
+    """Processes that fork workers."""
+    return [process.pid for process in psutil.Process().children() if process.name() == SERVER]
 
 
 def workers() -> list[psutil.Process]:
-    """Living processes below this one, but for the two that serve all: the fork server and the resource tracker."""
+    """Living processes below this one, but for those that serve all: fork servers and the resource tracker."""
     servers = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     below = {}
     for process in psutil.Process().children(recursive=True):
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
-                below[process] = " ".join(process.cmdline()), process.ppid()
+                command = " ".join([process.name(), *process.cmdline()])
+                below[process] = command, process.ppid()
         except psutil.NoSuchProcess:
             continue
     direct = os.getpid()
     return [
         process
         for process, (command, parent) in below.items()
-        if parent != direct or not any(server in command for server in servers)
+        if parent != direct or not (command.startswith(SERVER) or any(server in command for server in servers))
     ]
 
 
@@ -285,7 +292,7 @@ def main():
         train=DataLoader(Mine(), 4, num_workers=1),
     )
     with HydraExecutor(devices="cpu:1") as pool:
-        (result,) = pool.run([task])
+        (result,) = pool.run([task], on_error="return")
     print("RESULT", result.status, result.error)
 
 """
@@ -302,10 +309,38 @@ def test_a_script_may_define_its_dataset_itself(tmp_path):
     assert "RESULT completed None" in _run_script(str(path)).stdout
 
 
-@pytest.mark.slow
-def test_a_script_whose_work_is_not_guarded_is_told_so_and_does_it_only_once(tmp_path):
+def test_a_script_whose_work_is_not_guarded_trains_and_does_it_only_once(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT + "main()\n")
+    assert _run_script(str(path)).stdout == "RESULT completed None\n"
+
+
+def test_a_dataset_defined_in_a_session_is_known_to_workers():
+    assert _run_script("-c", SCRIPT + "main()\n").stdout == "RESULT completed None\n"
+
+
+BUSY = """
+import threading
+going = True
+def work():
+    while going:
+        sum(range(1000))
+threading.Thread(target=work, daemon=True).start()
+"""
+
+
+def test_beside_a_busy_thread_workers_import_the_script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        SCRIPT + "if __name__ == '__main__':" + BUSY.replace("\n", "\n    ") + "\n    main()\n    going = False\n"
+    )
+    assert "RESULT completed None" in _run_script(str(path)).stdout
+
+
+@pytest.mark.slow
+def test_beside_a_busy_thread_a_script_whose_work_is_not_guarded_is_told_so_and_does_it_only_once(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT + BUSY + "main()\ngoing = False\n")
     done = _run_script(str(path))
     assert done.stdout.count("RESULT") == 1
     assert "RESULT failed" in done.stdout
@@ -313,7 +348,128 @@ def test_a_script_whose_work_is_not_guarded_is_told_so_and_does_it_only_once(tmp
     assert "HydraExecutor is made while a new process imports the main script" in done.stderr
 
 
-def test_a_dataset_defined_in_a_session_is_refused_by_name():
-    done = _run_script("-c", SCRIPT + "main()\n")
+@pytest.mark.slow
+def test_beside_a_busy_thread_a_dataset_defined_in_a_session_is_refused_by_name():
+    done = _run_script("-c", SCRIPT + BUSY + "main()\ngoing = False\n")
     assert "RESULT failed dataset=Mine" in done.stdout
     assert "defined in a session" in done.stdout
+
+
+AFTERWARDS = """
+class Wrong(Mine):
+    def __getitem__(self, index):
+        raise ZeroDivisionError
+
+def run(pool, dataset):
+    task = TrainTask(
+        model=lambda: torch.nn.Linear(8, 4),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        loss=torch.nn.functional.cross_entropy,
+        train=DataLoader(dataset, 4, num_workers=1),
+    )
+    result = pool.submit(task).result()
+    print(result.status, type(result.error).__name__)
+
+with HydraExecutor(devices="cpu:1") as pool:
+    run(pool, Mine())
+    Mine.__getitem__ = Wrong.__getitem__
+    run(pool, Mine())
+    class Later(Dataset):
+        __getitem__ = Wrong.__getitem__
+        __len__ = lambda self: 8
+    run(pool, Later())
+"""
+
+
+def test_workers_know_a_session_as_it_is_when_a_task_is_given():
+    done = _run_script("-c", SCRIPT + AFTERWARDS)
+    assert done.stdout.split() == [
+        "completed",
+        "NoneType",
+        "failed",
+        "ZeroDivisionError",
+        "failed",
+        "ZeroDivisionError",
+    ]
+
+
+def test_a_class_that_a_script_defines_after_its_first_task_is_refused_by_name(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT + AFTERWARDS + "    print(pool.submit)\n".replace("pool.submit", "'end'"))
+    done = _run_script(str(path))
+    assert done.stdout.split()[4:] == ["failed", "TaskError", "end"]
+
+
+def test_the_server_ends_with_the_last_executor_that_needs_it():
+    train = DataLoader(Augmented(), 8, num_workers=1)
+    with running() as without, running() as first:
+        without.submit(task()).result(PATIENCE_SECONDS)
+        assert servers() == []
+        assert first.submit(build("generator", train=train)).result(PATIENCE_SECONDS).error is None
+        (server,) = servers()
+        with running() as second:
+            assert second.submit(build("generator", train=train)).result(PATIENCE_SECONDS).error is None
+            assert servers() == [server]
+        first.shutdown()
+        assert servers() == []
+
+
+def test_a_server_keeps_no_pipe_of_the_program_open():
+    """A program that reads until all ends of its pipe are closed would wait for ever."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as reader, running() as pool:
+        train = DataLoader(Augmented(), 8, num_workers=1)
+        assert pool.submit(build("generator", train=train)).result(PATIENCE_SECONDS).error is None
+        assert servers()
+        reader.stdin.close()
+        assert reader.wait(PATIENCE_SECONDS) == 0
+
+
+def test_slow_starts_are_told_once_with_what_helps(caplog, monkeypatch):
+    monkeypatch.setattr("hydra_tune.train.workers._SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("hydra_tune.train.workers._WorkerStart.is_told", False)
+    train = DataLoader(Augmented(), 8, num_workers=1)
+    with running() as pool:
+        for _ in range(2):
+            assert pool.submit(build("generator", train=train)).result(PATIENCE_SECONDS).error is None
+    (message,) = [record.getMessage() for record in caplog.records if "took" in record.getMessage()]
+    for words in ("in every pass over the data", "persistent_workers=True", "num_workers=0"):
+        assert words in message
+    # A process of pytest-xdist has a thread that reads, and so is not copied.
+    assert ("are shared" in message) != ("was busy" in message)
+
+
+COMPARED = """
+import random
+import torch
+from torch.utils.data import DataLoader, Dataset
+from hydra_tune import HydraExecutor, TrainTask, train_plain
+
+class Drawn(Dataset):
+    def __getitem__(self, index):
+        return torch.randn(8) + random.random() + index, index % 4
+    def __len__(self):
+        return 24
+
+task = TrainTask(
+    model=lambda: torch.nn.Linear(8, 4),
+    optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    loss=torch.nn.functional.cross_entropy,
+    train=DataLoader(Drawn(), 4, shuffle=True, num_workers=2),
+    epochs=2,
+)
+torch.set_num_threads(1)
+plain = train_plain(task)
+with HydraExecutor(devices="cpu:1") as pool:
+    (result,) = pool.run([task])
+losses = [[entry["train_loss"] for entry in run.history] for run in (plain, result)]
+weights = [run.state_dict()["weight"] for run in (plain, result)]
+print("SAME", losses[0] == losses[1], torch.equal(*weights))
+"""
+
+
+@pytest.mark.parametrize("arguments", [("-",), ("-c", COMPARED)], ids=["standard input", "an argument"])
+def test_a_program_without_a_file_trains_with_workers_to_the_plain_loops_numbers(arguments):
+    text = COMPARED if arguments == ("-",) else None
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, timeout=90, check=False)
+    assert done.stdout == "SAME True True\n", done.stderr

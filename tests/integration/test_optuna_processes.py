@@ -10,7 +10,7 @@ import optuna
 import pytest
 
 import hydra_tune_optuna
-from tests.contract.optuna_drivers import build, make_pool
+from tests.contract.optuna_drivers import RetryStale, build, make_pool, when_stale
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,10 +127,8 @@ hydra_tune_optuna.load_study(study_name="search", storage=storage, executor=pool
 @pytest.mark.parametrize("kind", ["plain", "hydra"])
 def test_the_trials_of_a_killed_process_are_failed_and_run_again(kind, tmp_path):
     url = f"sqlite:///{tmp_path}/study.db"
-    retry = optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=1)
-    storage = optuna.storages.RDBStorage(
-        url, heartbeat_interval=1, grace_period=2, heartbeat_stale_trial_callback=retry
-    )
+    retry = RetryStale(max_retry=1)
+    storage = optuna.storages.RDBStorage(url, heartbeat_interval=1, grace_period=2, **when_stale(retry))
     with make_pool(kind, 2) as pool:
         study = hydra_tune_optuna.create_study(
             study_name="search", storage=storage, pruner=optuna.pruners.NopPruner(), executor=pool

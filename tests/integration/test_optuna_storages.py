@@ -15,7 +15,16 @@ import sqlalchemy
 import hydra_tune_optuna
 from hydra_tune import HydraTuneError
 from hydra_tune_optuna.heartbeat import Heartbeat
-from tests.contract.optuna_drivers import Driver, build, make_pool, record, small_task, trials_of
+from tests.contract.optuna_drivers import (
+    Driver,
+    RetryStale,
+    build,
+    make_pool,
+    record,
+    small_task,
+    trials_of,
+    when_stale,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
@@ -52,7 +61,7 @@ def heartbeats(tmp_path):
         f"sqlite:///{tmp_path}/study.db",
         heartbeat_interval=60,
         grace_period=120,
-        heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(),
+        **when_stale(RetryStale()),
     )
     beats = []
     beat = storage.record_heartbeat
@@ -150,9 +159,9 @@ def test_a_trial_of_a_dead_process_is_failed_and_retried(narrow, heartbeats):
 
 
 RETRIES = {
-    "again": partial(optuna.storages.RetryHeartbeatStaleTrialCallback),
-    "no more": partial(optuna.storages.RetryHeartbeatStaleTrialCallback, max_retry=0),
-    "with reports": partial(optuna.storages.RetryHeartbeatStaleTrialCallback, inherit_intermediate_values=True),
+    "again": partial(RetryStale),
+    "no more": partial(RetryStale, max_retry=0),
+    "with reports": partial(RetryStale, inherit_intermediate_values=True),
     "old name": partial(optuna.storages.RetryFailedTrialCallback, max_retry=2),
 }
 
@@ -169,7 +178,7 @@ def test_stale_trials_are_retried_as_in_stock_optuna(retry, narrow, tmp_path):
             f"sqlite:///{tmp_path}/{name}.db",
             heartbeat_interval=60,
             grace_period=120,
-            heartbeat_stale_trial_callback=RETRIES[retry](),
+            **when_stale(RETRIES[retry]()),
         )
 
         def leave_a_stale_one(study):

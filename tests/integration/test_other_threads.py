@@ -1,12 +1,17 @@
 """What other threads of the process do beside a pool is nothing to its trials, nor what trials do to them."""
 
+# ruff: noqa: NPY002 - the global functions are what is tested
+
 import gc
+import random
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from random import random as raw_random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +21,7 @@ from torch.nn import functional
 from hydra_tune import TrainTask, train_plain
 from hydra_tune.memory.block import Group
 from hydra_tune.memory.home import bring_home
-from hydra_tune.pool.job import OVER
+from hydra_tune.pool.job import OVER, EventStream, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,9 +34,21 @@ MEDDLING = threading.Event()
 def meddle() -> None:
     """Another thread draws and seeds, at the worst moment: while a trial's own code runs."""
     if MEDDLING.is_set() and not torch.compiler.is_compiling():
-        thread = threading.Thread(target=lambda: (torch.manual_seed(5), torch.rand(3)))
+        thread = threading.Thread(target=draw_and_seed)
         thread.start()
         thread.join()
+
+
+def draw_and_seed() -> None:
+    """With a normal number kept before and another one after."""
+    torch.rand(3), random.gauss(0, 1), np.random.randn()
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    torch.rand(3), random.gauss(0, 1), np.random.randn()
+
+
+def noise() -> float:
+    """An odd count of normal numbers, of which each second one is kept for later."""
+    return random.gauss(0, 0.1) + 0.1 * np.random.randn() + 0.1 * raw_random() + random.choice([0.1, 0.2])
 
 
 class Net(nn.Module):
@@ -41,12 +58,14 @@ class Net(nn.Module):
         super().__init__()
         self.whole, self.first, self.last = whole, nn.Linear(8, 16), nn.Linear(16, 4)
         meddle()
+        self.last.bias.data += noise()
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.dropout(self.first(x), 0.3, training=self.training)
         if self.whole:
             meddle()
-            x = x if x.sum() > 0 else -x
+            x = (x if x.sum() > 0 else -x) + noise()
+            meddle()
         return self.last(torch.native_dropout(x, 0.3, self.training)[0])
 
 
@@ -61,9 +80,9 @@ def whole() -> nn.Module:
 def noisy() -> Iterator[tuple[Tensor, Tensor]]:
     for start in range(0, 24, 8):
         meddle()
-        noise = torch.rand(8, 8)
+        added = torch.rand(8, 8) + noise()
         meddle()
-        yield X[start : start + 8] + noise, Y[start : start + 8]
+        yield X[start : start + 8] + added + noise(), Y[start : start + 8]
 
 
 @pytest.mark.parametrize("model", [captured, whole])
@@ -92,8 +111,40 @@ def test_trials_beside_a_plain_loop_of_the_same_data():
         assert not against_plain(described, result)
 
 
+@pytest.mark.parametrize("model", [captured, whole])
+def test_trials_run_their_own_code_at_the_same_time(model):
+    both = threading.Barrier(2, timeout=PATIENCE_SECONDS)
+
+    def meeting() -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in noisy():
+            if MEDDLING.is_set():
+                both.wait()
+            yield x + noise(), y
+
+    tasks = [task(model=model, train=meeting, seed=seed) for seed in (1, 2)]
+    events = EventStream()
+    try:
+        with running(devices="cpu:2") as pool:
+            jobs = [pool.submit(described, events=events) for described in tasks]
+            for _ in jobs:
+                assert isinstance(events.get(PATIENCE_SECONDS), Reported)
+            MEDDLING.set()  # nothing is left to be captured, for which all that runs here is waited for
+            for job in jobs:
+                job.proceed()
+            for _ in jobs:
+                assert isinstance(events.get(PATIENCE_SECONDS), Reported)
+            for job in jobs:
+                job.proceed()
+            results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    finally:
+        MEDDLING.clear()
+    for described, result in zip(tasks, results, strict=True):
+        assert not against_plain(described, result)
+
+
 def noisy_parts() -> list[Any]:
-    order = torch.randperm(3).tolist()
+    order = np.random.permutation(torch.randperm(3).tolist()).tolist()
+    random.shuffle(order)
     return [(X[8 * i : 8 * i + 8], Y[8 * i : 8 * i + 8]) for i in order]
 
 

@@ -87,7 +87,7 @@ def test_a_tuned_cut_moves_fewer_bytes_and_the_bits_are_those_of_the_plain_loop(
     assert results["tuned", "bytes"] < results[None, "bytes"]
     plain = train_plain(task())
     assert results["tuned"].metrics == plain.metrics
-    for name, tensor in plain.module.state_dict().items():
+    for name, tensor in plain.state_dict().items():
         assert torch.equal(results["tuned"].state_dict()[name], tensor), name
 
 

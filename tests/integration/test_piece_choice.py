@@ -60,7 +60,7 @@ def pool_of(device_memory=TOO_LITTLE, **changes):
 @pytest.mark.parametrize(("num_shards", "cut"), [(None, 2), ("tuned", 3)])
 def test_a_batch_that_does_not_fit_trains_in_the_fewest_pieces_and_all_say_how_many(num_shards, cut, caplog):
     with pool_of(num_shards=num_shards) as pool:
-        (refused,) = pool.run([task(1)])
+        (refused,) = pool.run([task(1)], on_error="return")
         with caplog.at_level(logging.INFO, CHOICES.name):
             (planned,) = pool.plan([task()]).trials
             (result,) = pool.run([task()])
@@ -71,7 +71,7 @@ def test_a_batch_that_does_not_fit_trains_in_the_fewest_pieces_and_all_say_how_m
     assert [record.getMessage() for record in caplog.records].count(planned.split) == 2
     assert against_plain(task(4), result) == []
     with pool_of(num_shards=num_shards) as pool:
-        (fewer,) = pool.run([task(2)])
+        (fewer,) = pool.run([task(2)], on_error="return")
     assert isinstance(fewer.error, BudgetError)
     assert "split_batches" not in str(fewer.error), "its number is its own"
 

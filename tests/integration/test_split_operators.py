@@ -190,4 +190,4 @@ def test_trials_share_a_capture_where_they_are_cut_alike(captured_once):
 def test_the_plain_loop_is_whole_again_when_it_is_pruned():
     plain = train_plain(task(split_operators={"head": 4}), lambda step, metrics: False)
     assert plain.status == "pruned"
-    assert repr(plain.module) == repr(Language())
+    assert repr(plain.module()) == repr(Language())

@@ -6,11 +6,12 @@ cuts, with other features and optimizers; the order within a pool is shuffled, s
 
 import random
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 from typing import Any
 
 from tests.parity.features import FEATURES, fits
 from tests.parity.optimizers import OPTIMIZERS
-from tests.parity.registry import ENTRIES, Spec
+from tests.parity.registry import ENTRIES, FAMILIES, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +57,51 @@ def _pool(cut: str, devices: str, specs: list[Spec]) -> Pool:
     shuffled = random.Random(cut).sample(specs, k=len(specs))
     options = {**CUTS[cut], "devices": devices, "device_memory": BUDGET, "max_concurrent": 4}
     return Pool(f"{cut} on {devices}", tuple(options.items()), tuple(shuffled))
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One task of a family of models, and where it runs."""
+
+    family: str
+    spec: Spec
+    cut: str
+    devices: str
+
+    @property
+    def pairs(self) -> set[tuple[str, str]]:
+        """What meets what in it."""
+        values = (self.family, self.spec.feature, self.spec.optimizer, self.cut, self.devices)
+        return set(combinations(values, 2))
+
+
+def draws() -> dict[str, Draw]:
+    """Of each family a draw in turn until every two of families, features, optimizers, cuts and devices have met.
+
+    A family's models take turns, and of a model's draws the first is taken with the most that has not met.
+    """
+    missing = {
+        pair
+        for family, entries in FAMILIES.items()
+        for one in entries
+        for draw in _draws_of(family, one.name)
+        for pair in draw.pairs
+    }
+    found: dict[str, Draw] = {}
+    turn = 0
+    while missing:
+        for family, entries in FAMILIES.items():
+            of_model = _draws_of(family, entries[turn % len(entries)].name)
+            best = max(of_model, key=lambda draw: len(draw.pairs & missing))
+            missing -= best.pairs
+            found[f"{family}-{turn}"] = best
+        turn += 1
+    return found
+
+
+def _draws_of(family: str, model: str) -> list[Draw]:
+    fitting = [feature for feature in FEATURES if fits(ENTRIES[model], feature)]
+    return [
+        Draw(family, Spec(model, feature, optimizer), cut, devices)
+        for feature, optimizer, cut, devices in product(fitting, OPTIMIZERS, CUTS, DEVICES)
+    ]

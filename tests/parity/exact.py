@@ -26,6 +26,7 @@ def differences(expected: Any, actual: Any, path: str = "") -> Iterator[str]:
 
 
 def _tensors(expected: Tensor, actual: Tensor, path: str) -> Iterator[str]:
+    expected, actual = expected.detach().cpu(), actual.detach().cpu()
     if expected.dtype != actual.dtype or expected.shape != actual.shape:
         yield f"{path}: {expected.dtype} {tuple(expected.shape)} != {actual.dtype} {tuple(actual.shape)}"
     elif not torch.equal(_bits(expected), _bits(actual)):
@@ -33,7 +34,7 @@ def _tensors(expected: Tensor, actual: Tensor, path: str) -> Iterator[str]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def without_seconds(history: list[dict[str, float]]) -> list[dict[str, float]]:

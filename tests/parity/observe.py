@@ -1,6 +1,7 @@
 """Runs tasks of the registry on a pool and says what was seen: the path each took, and whether its bits are the same."""
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,8 +13,10 @@ import torch
 
 from hydra_tune import HydraExecutor, Result
 from hydra_tune.errors import CaptureError
+from hydra_tune.pool.stats import DeviceStats
 from hydra_tune.shard import library
 from hydra_tune.task import TrainTask
+from hydra_tune.train.direct import Direct
 from tests.parity import reference
 from tests.parity.exact import differences, without_seconds
 from tests.parity.registry import Spec, build
@@ -24,12 +27,27 @@ REFERENCE_SECONDS = 280
 
 
 @dataclass(slots=True)
-class Seen:
-    """What was seen of one task: shards per mode (1 and a reason where it ran whole), and its result."""
+class Way:
+    """How one task was run.
 
-    result: Result
+    Attributes:
+        shards: by mode, the fewest shards of a plan that was made for it; 0 where a plan is a whole one. Empty where all was
+            run by the user's own code, for which no plan is made.
+        reasons: by mode, why a plan is a whole one.
+        own_batches: batches trained on by the user's own code.
+    """
+
     shards: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    own_batches: int = 0
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen of one task: its result, and how it was run."""
+
+    result: Result
+    way: Way = field(default_factory=Way)
 
 
 def reference_of(specs: Iterable[Spec]) -> dict[Spec, Any]:
@@ -44,17 +62,23 @@ def reference_of(specs: Iterable[Spec]) -> dict[Spec, Any]:
 
 def run(specs: list[Spec], **options: Any) -> list[Seen]:
     """Train on one pool, and hold what a tracker saw on each device against what the device's ledger counted."""
-    tasks = [build(spec) for spec in specs]
     tracker = StorageTracker()
-    with _watched_plans() as plans, HydraExecutor(instrument=tracker, **options) as pool:
-        results = pool.run(tasks)
-        devices = pool.stats().devices.values()
+    found, devices = trained(specs, instrument=tracker, **options)
     seen = sorted(tracker.peak_bytes, reverse=True)
     counted = sorted((device.peak_bytes for device in devices), reverse=True)
-    assert seen or all(result.status == "failed" for result in results), [result.error for result in results]
+    assert seen or all(one.result.status == "failed" for one in found), [one.result.error for one in found]
     for tracked, ledger in zip(seen, counted, strict=False):
         assert tracked <= ledger <= max(device.budget_bytes for device in devices), (seen, counted)
-    return [Seen(result, *plans.get(id(task), ({}, {}))) for task, result in zip(tasks, results, strict=True)]
+    return found
+
+
+def trained(specs: list[Spec], **options: Any) -> tuple[list[Seen], list[DeviceStats]]:
+    """Train on one pool; what was seen of each task, and the figures of the devices."""
+    tasks = [build(spec) for spec in specs]
+    with watched_ways() as ways, HydraExecutor(**options) as pool:
+        results = pool.run(tasks, on_error="return")
+        devices = list(pool.stats().devices.values())
+    return [Seen(result, ways[id(task)]) for task, result in zip(tasks, results, strict=True)], devices
 
 
 def difference(seen: Seen, expected: dict[str, Any]) -> list[str]:
@@ -68,25 +92,35 @@ def difference(seen: Seen, expected: dict[str, Any]) -> list[str]:
 
 
 @contextmanager
-def _watched_plans() -> Iterator[dict[int, tuple[dict[str, int], dict[str, str]]]]:
-    """By task: the fewest shards of its plans for each mode, and why a plan is a whole one."""
-    found: dict[int, tuple[dict[str, int], dict[str, str]]] = {}
+def watched_ways() -> Iterator[dict[int, Way]]:
+    """How tasks are run meanwhile, by a task's identity."""
+    found: dict[int, Way] = defaultdict(Way)
     prepare = library.PlanLibrary.prepare
     whole = library.whole_plan
+    train = Direct.train
 
     def watched(
         self: Any, task: TrainTask, model: Any, optimizer: Any, batch: Any, mode: str, *rest: Any, **more: Any
     ) -> Any:
         prepared = prepare(self, task, model, optimizer, batch, mode, *rest, **more)
-        shards, _ = found.setdefault(id(task), ({}, {}))
+        shards = found[id(task)].shards
         shards[mode] = min(shards.get(mode, 1 << 30), 0 if prepared.plan.eager else len(prepared.plan.shards))
         return prepared
 
     def reasoned(
         task: TrainTask, model: Any, twin: Any, leaves: Any, mode: str, *, reason: CaptureError, **rest: Any
     ) -> Any:
-        found.setdefault(id(task), ({}, {}))[1].setdefault(mode, str(reason))
+        found[id(task)].reasons.setdefault(mode, str(reason))
         return whole(task, model, twin, leaves, mode, reason=reason, **rest)
 
-    with mock.patch.object(library.PlanLibrary, "prepare", watched), mock.patch.object(library, "whole_plan", reasoned):
+    def counted(self: Any, batch: Any, share: float) -> Any:
+        trained = train(self, batch, share)
+        found[id(self._task)].own_batches += 1
+        return trained
+
+    with (
+        mock.patch.object(library.PlanLibrary, "prepare", watched),
+        mock.patch.object(library, "whole_plan", reasoned),
+        mock.patch.object(Direct, "train", counted),
+    ):
         yield found

@@ -19,7 +19,7 @@ from tests.parity.exact import without_seconds
 def main(output: str, *specs: str) -> None:
     """Train each of the named tasks and save its losses, history, weights and optimizer state."""
     torch.set_num_threads(1)
-    torch.save({spec: _outcome(task_of(spec)) for spec in specs}, Path(output))
+    torch.save({spec: outcome(task_of(spec)) for spec in specs}, Path(output))
 
 
 def task_of(spec: str) -> TrainTask:
@@ -32,21 +32,21 @@ def task_of(spec: str) -> TrainTask:
     return registry.build(registry.Spec.parse(spec))
 
 
-def _outcome(task: TrainTask) -> dict[str, Any]:
-    """What training gave; not every combination works in plain PyTorch."""
+def outcome(task: TrainTask, device: str = "cpu") -> dict[str, Any]:
+    """What training there gave; not every combination works in plain PyTorch."""
     try:
-        return _train(task)
+        return _train(task, device)
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _train(task: TrainTask) -> dict[str, Any]:
-    result = train_plain(task)
+def _train(task: TrainTask, device: str) -> dict[str, Any]:
+    result = train_plain(task, device=device)
     return {
         "losses": result.losses,
         "history": without_seconds(result.history),
-        "state": dict(result.module.state_dict()),
-        "optimizer": result.optimizer.state_dict(),
+        "state": dict(result.state_dict()),
+        "optimizer": result.optimizer_state_dict(),
     }
 
 

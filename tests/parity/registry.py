@@ -14,9 +14,14 @@ from tests.parity.optimizers import OPTIMIZERS, OTHERS
 from tests.parity.zoo import hugging_face, sequences, traits, vision, whole
 from tests.parity.zoo.entry import Entry
 
-ENTRIES: dict[str, Entry] = {
-    entry.name: entry for part in (traits, vision, sequences, hugging_face, whole) for entry in part.ENTRIES
+FAMILIES: dict[str, list[Entry]] = {
+    "traits": traits.ENTRIES,
+    "vision": vision.ENTRIES,
+    "sequences": sequences.ENTRIES,
+    "hugging_face": hugging_face.ENTRIES,
+    "whole": whole.ENTRIES,
 }
+ENTRIES: dict[str, Entry] = {entry.name: entry for family in FAMILIES.values() for entry in family}
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -5,6 +5,7 @@ into three shards, on two devices, compared with a plain loop in another process
 leaves the page as it is, if any run gives other bits.
 """
 
+import hashlib
 import logging
 import sys
 import time
@@ -21,11 +22,14 @@ from tests.parity.features import FEATURES
 from tests.parity.observe import Seen, difference, reference_of, run
 from tests.parity.optimizers import OPTIMIZERS, OTHERS
 from tests.parity.registry import ENTRIES, Spec, product
+from tests.support.slow_part import present_turn
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- begin: written by `make models-table` -->", "<!-- end -->"
 OPTIONS = {"devices": "cpu:2", "device_memory": "64MiB", "num_shards": 3}
 OPTIMIZED = ("mlp", "masks", "shared_module")
+STAMP = "<!-- seen with sources {sources}, in turn {turn} -->"
 _MAX_REASON = 170
 _MODELS_AT_ONCE = 6  # share one reference process, whose start takes seconds
 
@@ -51,10 +55,10 @@ def outcome(spec: Spec, seen: Seen, reference: dict[str, Any]) -> tuple[str, str
     found = difference(seen, reference)
     if found:
         raise DifferentBitsError(f"{spec}: {found[0]}")
-    whole = [mode for mode, shards in seen.shards.items() if not shards]
+    whole = [mode for mode, shards in seen.way.shards.items() if not shards]
     if "train" in whole:
-        return "whole", seen.reasons["train"]
-    return ("bitwise, evaluated whole", seen.reasons["evaluate"]) if whole else ("bitwise", "")
+        return "whole", seen.way.reasons["train"]
+    return ("bitwise, evaluated whole", seen.way.reasons["evaluate"]) if whole else ("bitwise", "")
 
 
 def render(models: Outcomes, optimizers: Outcomes, reasons: dict[str, dict[str, list[str]]]) -> str:
@@ -79,7 +83,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _first_line(why: str) -> str:
-    text = " ".join(why.split()).replace(str(PAGE.parents[1]) + "/", "").replace("|", "/")
+    text = " ".join(why.split()).replace(str(ROOT) + "/", "").replace("|", "/")
     return text if len(text) <= _MAX_REASON else text[:_MAX_REASON].rsplit(" ", 1)[0] + " ..."
 
 
@@ -95,6 +99,14 @@ def batched(names: Iterable[str], count: int) -> Iterator[list[str]]:
     rest = iter(names)
     while part := list(islice(rest, count)):
         yield part
+
+
+def sources() -> str:
+    """Says which sources of cutting and training these are: of all whose change may change a cell."""
+    digest = hashlib.sha256()
+    for path in sorted(path for name in ("shard", "train") for path in (ROOT / "hydra_tune" / name).rglob("*.py")):
+        digest.update(f"{path.relative_to(ROOT).as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def observe() -> tuple[Outcomes, Outcomes, dict[str, dict[str, list[str]]]]:
@@ -149,7 +161,10 @@ def _say(line: str) -> None:
 
 def main() -> None:
     """Observe everything, then write the page."""
-    tables = render(*observe())
+    stamp = STAMP.format(
+        sources=sources(), turn=present_turn()
+    )  # before: what is edited meanwhile may not have been seen
+    tables = f"{stamp}\n\n{render(*observe())}"
     PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 

@@ -20,7 +20,9 @@ from hydra_tune.task import TrainTask
 from hydra_tune.train.capture import Beginning
 from tests.parity.exact import differences
 from tests.parity.features import Samples
+from tests.parity.observe import reference_of
 from tests.parity.registry import ENTRIES, Spec, build, product
+from tests.parity.zoo.entry import MIXED
 from tests.support.checkpointed import Collector, library, run
 from tests.unit.pool.tasks import SAMPLES, X, Y, mlp, task
 
@@ -49,11 +51,13 @@ def test_the_registry():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ENTRIES)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a reentrant checkpoint in an evaluation
+@pytest.mark.parametrize("model", [name for name, entry in ENTRIES.items() if entry.train != "refused"])
 def test_the_whole_registry(model):
-    for spec in product([model]):
-        # torch has no such LSTM or GRU on the CPU
-        if ENTRIES[model].train != "refused" and not (model in {"lstm", "gru"} and spec.feature == "float16"):
+    specs = product([model])
+    references = reference_of([spec for spec in specs if spec.feature in MIXED])
+    for spec in specs:
+        if "error" not in references.get(spec, {}):  # torch has no such operator on the CPU in half precision
             assert_goes_on(build(spec))
 
 
@@ -234,7 +238,7 @@ def test_weights_that_are_frozen_for_a_while(changes):
     plain = train_plain(described)
     assert_goes_on(described, every=True)
     found = run(described, library(num_shards=3))
-    assert list(differences(dict(plain.module.state_dict()), found["state"])) == []
+    assert list(differences(dict(plain.state_dict()), found["state"])) == []
 
 
 class Thaws(Freezes):

@@ -1,7 +1,7 @@
 """The pool gives what a plain PyTorch loop gives, to the last bit: losses, metrics, weights, buffers, optimizer state.
 
-Whatever the cut, on however many devices, alone or among seven other trials. The fast part checks every model on every
-cut; the whole product is marked slow.
+Whatever the cut, on however many devices, alone or among seven other trials. Two cases are in every run; the whole product is
+marked slow.
 """
 
 import random

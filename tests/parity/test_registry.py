@@ -5,6 +5,8 @@ product of models, features, cuts and devices, are marked slow.
 """
 
 from functools import lru_cache
+from itertools import combinations
+from itertools import product as product_of
 from typing import Any
 
 import pytest
@@ -12,16 +14,17 @@ import pytest
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import TaskError
 from tests.parity import cases
-from tests.parity.features import FEATURES
+from tests.parity.features import FEATURES, fits
 from tests.parity.observe import Seen, difference, reference_of, run
 from tests.parity.optimizers import OPTIMIZERS, OTHERS
-from tests.parity.registry import ENTRIES, Spec, build, product
+from tests.parity.registry import ENTRIES, FAMILIES, Spec, build, product
 from tests.parity.zoo.entry import MIXED
 
 IN_EVERY_RUN = "two shards on cpu:2, but for the longest to capture"
 # Three quarters of the time.
 LONGEST_TO_CAPTURE = {"hf_t5_full", "hf_llama", "hf_llama_unmasked", "hf_gpt2", "transformer", "vit"}
 LONGEST_TO_CAPTURE |= {"lstm", "lstm_cells", "resnet_channels_last"}
+DRAWS = cases.draws()
 FAST_PART = {pool.name: pool for pool in cases.pools()}
 POOLS = FAST_PART | {IN_EVERY_RUN: cases.without(FAST_PART["two shards on cpu:2"], LONGEST_TO_CAPTURE, IN_EVERY_RUN)}
 SECONDS = 280
@@ -37,10 +40,10 @@ def check(spec: Spec, seen: Seen, reference: dict[str, Any]) -> list[str]:
     if refused:
         return [f"{spec}: was expected to be refused"]
     wrong = []
-    for mode, shards in seen.shards.items():
+    for mode, shards in seen.way.shards.items():
         path, expected = "cut" if shards else "whole", ENTRIES[spec.model].path(mode, spec.feature)
         if path != expected:
-            wrong.append(f"{spec}: {mode} ran {path}, expected {expected}: {seen.reasons.get(mode)}")
+            wrong.append(f"{spec}: {mode} ran {path}, expected {expected}: {seen.way.reasons.get(mode)}")
     return wrong + [f"{spec}: {line}" for line in difference(seen, reference)]
 
 
@@ -94,6 +97,25 @@ def test_every_reference_trains(name):
             continue
         assert len(set(reference["losses"])) == len(reference["losses"]), spec
         assert all(loss == loss for loss in reference["losses"]), spec  # noqa: PLR0124 - NaN
+
+
+def test_the_draws_leave_no_two_apart_that_may_meet():
+    met = {pair for draw in DRAWS.values() for pair in draw.pairs}
+    apart = {(name, f) for name, family in FAMILIES.items() for f in FEATURES if not any(fits(e, f) for e in family)}
+    for one, other in combinations((FAMILIES, FEATURES, OPTIMIZERS, cases.CUTS, cases.DEVICES), 2):
+        assert set(product_of(one, other)) - apart <= met
+    assert {draw.spec.model for draw in DRAWS.values()} == set(ENTRIES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a reentrant checkpoint in an evaluation
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_of_each_family(name):
+    draw = DRAWS[name]
+    options = {"devices": draw.devices, "device_memory": cases.BUDGET, **cases.CUTS[draw.cut]}
+    wrong = outcomes([draw.spec], reference_of([draw.spec]), **options)
+    assert not wrong, "\n".join(wrong)
 
 
 # What is not cut is the same whatever the cut.

@@ -1,14 +1,26 @@
-"""What comes out of the pool is the user's own model, and loads where a plain one does."""
+"""Results of the pool are the user's own models: they load where plain ones do, and stand every use that plain ones do."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tests.parity.observe import reference_of, run
-from tests.parity.registry import ENTRIES, Spec
+from hydra_tune import HydraExecutor, TrainTask, load_module, train_plain
+from hydra_tune.errors import CaptureError
+from hydra_tune.fusion.planned_round import PlannedSteps
+from hydra_tune.train import burst
+from hydra_tune.train.trained import Trained
+from tests.parity.features import BATCHES, EPOCHS
+from tests.parity.observe import Way, reference_of, run, watched_ways
+from tests.parity.registry import ENTRIES, Spec, build
+from tests.parity.test_fusion import documented
+from tests.parity.uses import failures
 
 NAMES = ("gpt2", "hf_gpt2", "weight_norm", "spectral_norm", "moving_average", "shared_module")
 LARGE = {"gpt2", "hf_gpt2"}  # take most of the time; shared_module has a tied parameter as well
@@ -102,3 +114,129 @@ def test_the_model_goes_on_training_by_itself(results, name):
     assert all(
         not torch.equal(p, before[key]) for key, p in module.named_parameters() if p.requires_grad and before[key].any()
     )
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "own": {},
+    "own, moved": {},
+    "whole": {"num_shards": 1},
+    "one shard": {"num_shards": 1},
+    "cut": {"num_shards": 3},
+    "fused": {"fusion": "on", "fusion_size": 2},
+    "load_module": {"num_shards": 2},
+}
+OWN = ("own", "own, moved")
+QUICK = ("shared_module", "moving_average", "resnet_channels_last")
+TRAINED = [name for name, entry in ENTRIES.items() if entry.train != "refused"]
+SEEDS = (5, 6, 7, 8)
+
+
+def not_captured(*arguments: Any, **options: Any) -> None:
+    raise CaptureError("this test has everything run whole")
+
+
+def trained_in(way: str, tasks: list[TrainTask]) -> list[Trained]:
+    """The results of tasks, each of which has a member of its own to be fused with where that is the way."""
+    if way == "own, moved":
+        return [moved(task) for task in tasks]
+    capture = mock.patch("hydra_tune.shard.library.capture", not_captured) if way == "whole" else nullcontext()
+    options = {"devices": "cpu:1", "device_memory": "256MiB"} | WAYS[way]
+    with capture, HydraExecutor(**options) as pool:
+        if way != "fused":
+            return pool.run(tasks)
+        return [pool.run([task, replace(task, seed=SEEDS[1])])[0] for task in tasks]
+
+
+def moved(task: TrainTask) -> Trained:
+    """The result of a trial whose tensors have left the device, because others took turns with it after each step."""
+    options = {"devices": "cpu:1", "policy": "round_robin", "max_concurrent": len(SEEDS)}
+    with HydraExecutor(device_memory="256MiB", **options) as pool:
+        pool.run([replace(task)])
+        alone = pool.stats().devices["cpu:0"].peak_bytes
+    state_bytes = sum(tensor.nbytes for tensor in task.model().state_dict().values())
+    with (
+        mock.patch.object(burst, "BURST_SECONDS", 0.0),
+        HydraExecutor(device_memory=int(alone + min(0.1 * alone, state_bytes)), **options) as pool,
+    ):
+        result, *_ = pool.run([task, *(replace(task, seed=seed) for seed in SEEDS[1:])])
+        device = pool.stats().devices["cpu:0"]
+    assert device.bytes_out_by_kind["parameters"] > 0
+    return result
+
+
+def astray(way: str, name: str, result: Trained, went: Way) -> str:
+    """What is wrong with the way that a task went; nothing if it is the one that is named."""
+    train = went.shards.get("train")
+    fuses = documented()[name] == "yes"
+    if way in OWN or (
+        way == "fused" and not fuses
+    ):  # what does not fuse runs as it would by itself, if captured in vain
+        right = not (train if way == "fused" else went.shards) and went.own_batches >= BATCHES * EPOCHS
+    elif way == "fused":
+        right = not went.own_batches and result.group_size == 2
+    elif way == "whole" or ENTRIES[name].train == "whole":
+        right = not went.own_batches and train == 0
+    else:
+        right = not went.own_batches and train == WAYS[way]["num_shards"]
+    return "" if right else f"{way}: {went}, in a group of {result.group_size}"
+
+
+def unusable(way: str, names: list[str], folder: Any) -> dict[str, dict[str, str]]:
+    """By model: the uses that its result does not stand."""
+    tasks = [build(Spec(name, seed=SEEDS[0])) for name in names]
+    wrong = {}
+    with watched_ways() as ways:
+        results = trained_in(way, tasks)
+    for name, task, result in zip(names, tasks, results, strict=True):
+        assert not (found := astray(way, name, result, ways[id(task)])), f"{name}: {found}"
+        plain = train_plain(task)
+        if way == "load_module":
+            result.save(folder / f"{name}.safetensors")
+            result.keep(load_module(task, folder / f"{name}.safetensors"), result._optimizer)
+        if found := failures(result, plain, task, folder / name):
+            wrong[name] = found
+    return wrong
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.filterwarnings("ignore")  # the uses warn of this and that
+@pytest.mark.parametrize("way", WAYS)
+def test_results_stand_every_use(way, tmp_path):
+    assert unusable(way, list(QUICK), tmp_path) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name in ENTRIES for way in WAYS if name in TRAINED or way in OWN]
+)
+def test_results_of_every_model_stand_every_use(name, way, tmp_path):
+    assert unusable(way, [name], tmp_path) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in TRAINED if documented()[name] == "yes"])
+def test_results_of_planned_members_stand_every_use(name, monkeypatch, tmp_path):
+    """On the largest device that has no room for four members; models of which no step is planned are skipped."""
+    ran = []
+    backward = PlannedSteps.backward
+    monkeypatch.setattr(PlannedSteps, "backward", lambda self: (ran.append(name), backward(self)))
+    tasks = [build(Spec(name, seed=seed)) for seed in SEEDS]
+    options = {"devices": "cpu:1", "fusion": "on", "fusion_planner": "on", "fusion_size": len(SEEDS)}
+    with HydraExecutor(device_memory="256MiB", plans_only=True, **options) as pool:
+        figures = pool.plan(tasks[:1], profile=len(SEEDS)).trials[0].fusion.figures
+    if figures is None:
+        pytest.skip("no steps of it are planned")
+    static = figures.static_bytes * len(SEEDS)
+    kept = next(peak for peak in figures.peaks if peak.num_trials == len(SEEDS)).peak_bytes
+    for share in (0.65, 0.9, 0.8, 0.5):
+        with HydraExecutor(device_memory=int(static + share * (kept - static)), **options) as pool:
+            results = pool.run(tasks, on_error="return")
+        if ran and results[0].error is None:
+            break
+    else:
+        pytest.skip("no memory that was tried has had its steps planned")
+    assert failures(results[0], train_plain(tasks[0]), tasks[0], tmp_path) == {}

@@ -199,7 +199,7 @@ def on_devices(names: Iterable[str], *pools: tuple[str, Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("name", "devices", "cut"), on_devices(SPLIT, ("cpu:2", None), ("cpu:3", 3)))
+@pytest.mark.parametrize(("name", "devices", "cut"), on_devices(SPLIT, ("cpu:2", 1), ("cpu:3", 3)))
 def test_a_trial_on_several_devices_is_bitwise(name, devices, cut):
     described = SPLIT[name]()
     result, count = run(described, DATA_PARALLEL, devices=devices, num_shards=cut)

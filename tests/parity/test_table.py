@@ -7,11 +7,24 @@ import pytest
 import torch
 
 from hydra_tune.errors import BudgetError
+from tests.parity import table
 from tests.parity.features import FEATURES, fits
-from tests.parity.observe import Seen
+from tests.parity.observe import Seen, Way
 from tests.parity.optimizers import OPTIMIZERS, OTHERS
 from tests.parity.registry import ENTRIES, Spec, build, product
-from tests.parity.table import BEGIN, END, OPTIMIZED, PAGE, DifferentBitsError, outcome, render, rewritten
+from tests.parity.table import (
+    BEGIN,
+    END,
+    OPTIMIZED,
+    PAGE,
+    STAMP,
+    DifferentBitsError,
+    outcome,
+    render,
+    rewritten,
+    sources,
+)
+from tests.support.slow_part import present_turn
 
 OUTCOMES = {"bitwise", "bitwise, evaluated whole", "whole", "refused", "no"}
 SPEC = Spec("mlp")
@@ -53,12 +66,41 @@ def test_what_the_page_calls_cut_is_what_the_tests_expect():
             assert cell == expected, (row[0], feature)
 
 
+def test_the_tables_were_made_with_these_sources_or_in_the_release_before():
+    found = re.search(
+        STAMP.format(sources="(?P<sources>\\w+)", turn="(?P<turn>\\d+)"), PAGE.read_text(encoding="utf-8")
+    )
+    age = present_turn() - int(found["turn"])
+    assert age >= 0
+    assert found["sources"] == sources() or age <= 1, (
+        "hydra_tune/shard or hydra_tune/train has changed: make models-table"
+    )
+
+
+def test_whatever_changes_in_cutting_or_training_gives_other_sources(monkeypatch, tmp_path):
+    for name in ("shard", "train", "pool"):
+        (tmp_path / "hydra_tune" / name).mkdir(parents=True)
+        (tmp_path / "hydra_tune" / name / "one.py").write_text("x = 1")
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    found = [sources()]
+    (tmp_path / "hydra_tune" / "pool" / "one.py").write_text("x = 2")
+    assert sources() == found[0]
+    for change in (
+        lambda: (tmp_path / "hydra_tune" / "shard" / "one.py").write_text("x = 2"),
+        lambda: (tmp_path / "hydra_tune" / "train" / "one.py").rename(tmp_path / "hydra_tune" / "train" / "two.py"),
+        lambda: (tmp_path / "hydra_tune" / "train" / "three.py").write_text(""),
+    ):
+        change()
+        assert sources() not in found
+        found.append(sources())
+
+
 def made(shards, state, error=None):
     module = torch.nn.Linear(1, 1)
     result = SimpleNamespace(
         error=error, history=[], state_dict=lambda: state, optimizer_state_dict=dict, module=lambda: module
     )
-    return Seen(result, shards, {mode: f"why {mode}" for mode, count in shards.items() if not count})
+    return Seen(result, Way(shards, {mode: f"why {mode}" for mode, count in shards.items() if not count}))
 
 
 def reference(value):

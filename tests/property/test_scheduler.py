@@ -12,6 +12,7 @@ from hydra_tune.schedule import (
     DeviceAdded,
     DeviceLost,
     DeviceSlowed,
+    EndBurst,
     JobAdmitted,
     JobPaused,
     JobRejected,
@@ -39,6 +40,7 @@ SPEEDS = st.sampled_from([0.25, 0.5, 1.0, 2.0])
 PRIORITIES = st.sampled_from([0, 0, 0, 1, -1])
 ALIKE = st.sampled_from([None, "large", "small"])
 DEVICES = ("cpu:0", "cpu:1", "cpu:2")
+BEGIN_TO_WAIT = (JobAdmitted, JobResumed, JobUnpaused, PriorityChanged)
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -61,6 +63,8 @@ class AnyHistory(RuleBasedStateMachine):
         self.num_made = {}  # units of a job made so far; a unit carries its number in `kind`
         self.places, self.last, self.turns, self.done = {}, {}, {}, {}  # what policies are told beside the unit
         self.num_runs = 0
+        self.asked = set()  # devices whose burst was asked to end
+        self.victims = []  # jobs that have lost a device since the last call
         self.pending, self.num_held_back = [], 0  # events that have happened and are not told yet
 
     def tell(self, *events):
@@ -77,8 +81,11 @@ class AnyHistory(RuleBasedStateMachine):
             with pytest.raises(ScheduleError):
                 self.scheduler.handle(*events, JobStopped(job="nobody"))
             assert repr(self.scheduler._state) == before
+        ends = []
         for command in self.scheduler.handle(*events):
-            if isinstance(command, Admit):
+            if isinstance(command, EndBurst):
+                ends.append(command)
+            elif isinstance(command, Admit):
                 assert self.num_slots < self.max_concurrent
                 admissible = [job for job in self.queued if job not in self.paused]
                 first = min(admissible, key=lambda job: -self.priorities[job])  # of equals the first submitted
@@ -89,11 +96,29 @@ class AnyHistory(RuleBasedStateMachine):
                 self.check_run(command)
                 self.idle.remove(command.device)
                 self.running[command.device] = (command.job, command.unit)
+                self.asked.discard(command.device)
             else:
                 assert isinstance(command, Release)
                 self.over.remove(command.job)
                 self.stopped.discard(command.job)
         assert not self.over, "released at once"
+        victims, self.victims = self.victims, []
+        self.check_ends([event.job for event in events if isinstance(event, BEGIN_TO_WAIT)] + victims, ends)
+
+    def check_ends(self, jobs, ends):
+        """One burst is asked to end for each of these jobs that waits, if any may for it, and none is asked twice."""
+        for job in jobs:
+            could = {
+                device: self.priorities[other]
+                for device, (other, unit) in self.running.items()
+                if unit.may_end_early and device not in self.asked and self.priorities[other] <= self.priorities[job]
+            }
+            if could and job in self.ready:
+                command = ends.pop(0)
+                assert could[command.device] == min(could.values())
+                assert command.job == self.running[command.device][0]
+                self.asked.add(command.device)
+        assert not ends
 
     def check_run(self, command):
         units, fastest = self.units[command.job], max(self.speeds[device] for device in self.idle)
@@ -123,9 +148,10 @@ class AnyHistory(RuleBasedStateMachine):
         passed_over = [other for other in front if other in self.ready]
         assert job in front or not [other for other in passed_over if self.priorities[other] >= self.priorities[job]]
 
-    def next_unit(self, job, shard, rank=0, near=None):
+    def next_unit(self, job, shard, rank=0, near=None, is_burst=False):
         self.num_made[job] = self.num_made.get(job, -1) + 1
-        return Unit(kind=str(self.num_made[job]), shard=shard, seconds=1.0, rank=rank, near=near)
+        kind = str(self.num_made[job])
+        return Unit(kind=kind, shard=shard, seconds=1.0, rank=rank, near=near, may_end_early=is_burst)
 
     def make_ready(self, job, *units):
         self.units.setdefault(job, []).extend(units)
@@ -182,6 +208,7 @@ class AnyHistory(RuleBasedStateMachine):
         events = [DeviceLost(device=device)]
         if device in self.running:
             job, unit = self.running.pop(device)
+            self.victims.append(job)
             if job in self.stopped:
                 self.end(job)
             elif is_fatal:
@@ -217,11 +244,12 @@ class AnyHistory(RuleBasedStateMachine):
         step=SECONDS,
         alike=ALIKE,
         rejected=st.booleans(),
+        is_burst=st.booleans(),
     )
-    def end_preparation(self, data, shard, remaining, step, alike, rejected):
+    def end_preparation(self, data, shard, remaining, step, alike, rejected, is_burst):
         job = data.draw(st.sampled_from(self.preparing))
         self.preparing.remove(job)
-        unit = self.next_unit(job, shard)
+        unit = self.next_unit(job, shard, is_burst=is_burst)
         if rejected or job in self.stopped:
             self.over.add(job)
         else:
@@ -238,15 +266,17 @@ class AnyHistory(RuleBasedStateMachine):
         step=st.none() | SECONDS,
         alike=ALIKE,
         others=st.lists(st.tuples(st.integers(0, 3), st.none() | st.sampled_from(DEVICES)), max_size=2),
+        is_burst=st.booleans(),
     )
-    def finish_unit(self, data, shard, seconds, remaining, step, alike, others):
+    def finish_unit(self, data, shard, seconds, remaining, step, alike, others, is_burst):
         device = data.draw(st.sampled_from(sorted(self.running)))
         job, done = self.running.pop(device)
         self.idle.add(device)
         self.done[job] = self.done.get(job, 0.0) + seconds * self.speeds[device]
         self.last[job] = device
         follows = data.draw(st.integers(0, 3))
-        unit = self.next_unit(job, shard, done.rank, device if follows > 1 else None) if follows else None
+        near = device if follows > 1 else None
+        unit = self.next_unit(job, shard, done.rank, near, is_burst) if follows else None
         beside = tuple(self.next_unit(job, shard, rank, near) for rank, near in others)
         if job in self.stopped:
             self.end(job)
@@ -277,11 +307,11 @@ class AnyHistory(RuleBasedStateMachine):
         self.tell(UnitFailed(job=job, device=device))
 
     @precondition(lambda self: self.waiting)
-    @rule(data=st.data(), shard=st.integers(0, SHARDS - 1), remaining=st.none() | SECONDS)
-    def resume(self, data, shard, remaining):
+    @rule(data=st.data(), shard=st.integers(0, SHARDS - 1), remaining=st.none() | SECONDS, is_burst=st.booleans())
+    def resume(self, data, shard, remaining, is_burst):
         job = data.draw(st.sampled_from(self.waiting))
         self.waiting.remove(job)
-        unit = self.next_unit(job, shard)
+        unit = self.next_unit(job, shard, is_burst=is_burst)
         self.make_ready(job, unit)
         self.tell(JobResumed(job=job, unit=unit, remaining_seconds=remaining))
 

@@ -137,12 +137,12 @@ class Project:
         return run_module, "hydra_tune", "sweep", "space.yaml", *arguments
 
     def call(self, *arguments):
-        """The same within this process, which need not load torch once more; for what is not about processes."""
+        """The same within this process, which need not load torch once more; for what is not about processes, or crashes."""
         environment = dict.fromkeys(("COLUMNS", "LINES", "FORCE_COLOR"))
         with chdir(self.folder), mock.patch.object(sys, "path", list(sys.path)):
             sys.modules.pop("model", None)
             try:
-                done = CliRunner(env=environment).invoke(main, ["sweep", "space.yaml", *arguments])
+                done = CliRunner(env=environment).invoke(main, ["sweep", "space.yaml", "--no-isolate", *arguments])
             finally:
                 sys.modules.pop("model", None)
         if done.exception is not None and not isinstance(done.exception, SystemExit):

@@ -46,7 +46,7 @@ def assert_cut_spilled_and_bitwise(make, device_memory):
     assert device.bytes_out_by_kind["optimizer"] > 0
     found = [
         *differences(without_seconds(plain.history), without_seconds(result.history), "history"),
-        *differences(plain.module.state_dict(), result.state_dict(), "weights"),
-        *differences(plain.optimizer.state_dict(), result.optimizer_state_dict(), "optimizer"),
+        *differences(plain.state_dict(), result.state_dict(), "weights"),
+        *differences(plain.optimizer_state_dict(), result.optimizer_state_dict(), "optimizer"),
     ]
     assert found == [], "\n".join(found)

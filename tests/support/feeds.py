@@ -265,8 +265,8 @@ def main(output: str) -> None:
             result = train_plain(build(name))
         results[name] = {
             "history": without_seconds(result.history),
-            "state": dict(result.module.state_dict()),
-            "optimizer": result.optimizer.state_dict(),
+            "state": dict(result.state_dict()),
+            "optimizer": result.optimizer_state_dict(),
         }
     torch.save(results, Path(output))
 

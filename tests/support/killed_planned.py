@@ -24,7 +24,7 @@ def search(pool: HydraExecutor) -> dict[str, torch.Tensor]:
     paths = [None if one is None else one.path for one in found]
     described = [task(seed, epochs=EPOCHS, report_every=2 + seed % 2) for seed in range(4)]
     with mock.patch.object(
-        fusion_finder, "_SETTLED_SECONDS", 0.5
+        fusion_finder, "_SETTLED_SECONDS", 2.0
     ):  # or a slow machine has other groups, and other bits
         jobs = [pool.submit(one, str(seed), resume_from=paths[seed]) for seed, one in enumerate(described)]
         results = [job.result() for job in jobs]

@@ -6,11 +6,13 @@ from tests.support.turns import OneGenerator, TurnsDevice
 
 
 class Generator(OneGenerator):
-    """One thread at a time, which may enter again within, as `CudaGenerator` has it."""
+    """One thread at a time, which may enter again within, as `CudaGenerator` has it; all of these are one generator."""
+
+    one = threading.RLock()
 
     def __init__(self):
         super().__init__()
-        self.lock = threading.RLock()
+        self.lock = self.one
 
 
 class StandInGpu(TurnsDevice):

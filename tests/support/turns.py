@@ -6,9 +6,10 @@ import torch
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.own_generator import own_generator
+from hydra_tune.devices.positions import MersennePositions
 
 
-class OneGenerator:
+class OneGenerator(MersennePositions):
     """What operators draw from that are given no generator: on a thread that has one of its own, that very one."""
 
     def __init__(self):

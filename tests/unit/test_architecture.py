@@ -32,3 +32,22 @@ def test_links_between_pages_lead_somewhere():
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([\w./-]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+# How code asks whether a device is a GPU; whether a tensor's own device is "meta" is another question.
+ASKS = re.compile(
+    r"""\.type [!=]= (?!"meta")|\.type != device\.|\bshares_generator\b|\bis_host\b|cuda\.is_(available|initialized)"""
+)
+TELLS_NOTHING = {"train/worker_parts.py"}  # of tensors that processes may share
+
+
+def test_every_place_where_gpus_differ_is_on_their_page():
+    package, page = ROOT / "hydra_tune", (ROOT / "docs" / "gpus.md").read_text()
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    asking = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if path.parts[-2] != "devices" and ASKS.search(path.read_text())
+    }
+    assert asking - TELLS_NOTHING - named == set(), "docs/gpus.md does not say what differs there"
+    assert {name for name in named if not (package / name).exists()} == set()

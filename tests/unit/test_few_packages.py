@@ -30,7 +30,7 @@ task = TrainTask(
     train=lambda: [(torch.ones(2, 4), torch.zeros(2, 1))],
 )
 with HydraExecutor(devices="cpu:1", device_memory="1MiB", host_memory="1GiB", num_shards=2) as pool:
-    (result,) = pool.run([task])
+    (result,) = pool.run([task], on_error="return")
 if result.error is not None:
     raise result.error
 assert result.num_shards == 2

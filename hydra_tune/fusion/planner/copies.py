@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hydra_tune.fusion.planner.heap import keep_freed_memory
+from hydra_tune.devices.heap import PLAN_BYTES, keep_freed_memory
 from hydra_tune.fusion.planner.nodes import view_of
 
 _STREAMS: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
@@ -68,7 +68,7 @@ def copies_for(device: torch.device, sizes: Mapping[str, int]) -> Copies:
     """
     if device.type == "cuda":
         return CudaCopies(device, sizes)
-    keep_freed_memory()
+    keep_freed_memory(PLAN_BYTES)
     return ThreadCopies(sizes)
 
 

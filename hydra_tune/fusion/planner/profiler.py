@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from hydra_tune.devices.heap import PLAN_BYTES, keep_freed_memory
 from hydra_tune.fusion.planner.arrays import Array, Op
 from hydra_tune.fusion.planner.handing import hand_seconds
-from hydra_tune.fusion.planner.heap import keep_freed_memory
 from hydra_tune.fusion.planner.nodes import draw
 from hydra_tune.fusion.planner.pace import Pace, Paced
 from hydra_tune.fusion.planner.profiled_run import Clock, ProfiledRun
@@ -212,7 +212,7 @@ def measured(step: StepGraph, device: torch.device, clock: Clock) -> Profile:
         clock: of that device.
     """
     if device.type == "cpu":
-        keep_freed_memory()  # as those who run what is planned do
+        keep_freed_memory(PLAN_BYTES)  # as those who run what is planned do
     run = ProfiledRun(step, array_of("", step, Profile()).maps, device, clock)
     workspace: dict[str, int] = {}
     each: list[dict[str, float]] = []

@@ -74,7 +74,7 @@ class Translator(nn.Module):
 
     def forward(self, ids):
         x, padding = self.embedding(ids), ids == 0
-        causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
         memory = self.encoder(x, src_key_padding_mask=padding)
         y = self.decoder(x, memory, causal, memory_key_padding_mask=padding, tgt_is_causal=self.says_causal)
         return self.head(y.mean(1))

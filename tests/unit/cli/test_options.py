@@ -32,7 +32,8 @@ def test_what_is_given_replaces_what_was_written_and_its_place():
             max_concurrent=2,
             admission="staggered",
             policy="fifo",
-            fuse="auto",
+            fusion="auto",
+            event_log_limit="1MB",
             run_cap=9,
             storage="sqlite:///b.db",
         ),
@@ -45,6 +46,7 @@ def test_what_is_given_replaces_what_was_written_and_its_place():
         "admission": "staggered",
         "policy": "fifo",
         "fusion": "auto",
+        "event_log_limit": "1MB",
     }
     assert (spec.run_cap, spec.storage) == (9, "sqlite:///b.db")
     assert spec.at("hydra.devices") == "hydra.devices"

@@ -128,4 +128,10 @@ def test_trials_that_go_on_are_not_asked_for_again(more, ended, num_going_on, ex
     earlier = tuple(
         TrialRecord(number=number, state=state, value=None, params={}) for number, state in enumerate(ended)
     )
-    assert _num_left(spec(**more), earlier, num_going_on) == expected
+    again = frozenset(record.number for record in earlier if record.state == "failed")
+    assert _num_left(spec(**more), earlier, num_going_on, again) == expected
+
+
+def test_trials_that_failed_in_this_run_are_not_asked_for_again():
+    earlier = tuple(TrialRecord(number=number, state="failed", value=None, params={}) for number in range(3))
+    assert _num_left(spec(run_cap=5), earlier, 0, frozenset({0})) == (3, 6)

@@ -80,6 +80,27 @@ def test_options_reach_the_simulation():
     assert len(figures(*flags, "--timeline", 7)["timeline"]) == 7
 
 
+def test_bursts_are_as_long_as_asked_for():
+    flags = ("--trials", 2, "--devices", 1, "--shards", 1, "--steps", 10, "--policy", "round_robin", "--timeline", 3)
+    plain, bursts = figures(*flags), figures(*flags, "--burst-seconds", 1.05)
+
+    def bars(known):
+        return [(bar["job"], bar["start_seconds"], bar["end_seconds"]) for bar in known["timeline"]]
+
+    assert bars(plain) == [
+        ("trial0", 0, pytest.approx(0.2)),
+        ("trial1", pytest.approx(0.2), pytest.approx(0.4)),
+        ("trial0", pytest.approx(0.4), pytest.approx(0.6)),
+    ]
+    assert bars(bursts) == [
+        ("trial0", 0, pytest.approx(0.2)),
+        ("trial1", pytest.approx(0.2), pytest.approx(1.2)),
+        ("trial0", pytest.approx(1.2), pytest.approx(2.2)),
+    ], "the first ends for the second, and each later one is of five whole steps of 0.2 s"
+    assert bursts["units_run"] == plain["units_run"] == 20, "each step counts"
+    assert bursts["makespan_seconds"] == pytest.approx(plain["makespan_seconds"]) == pytest.approx(4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -109,6 +130,15 @@ def test_options_reach_the_simulation():
         (("--trials", 2, "--devices", 2, "--bandwidth", "fast"), "it must be a size"),
         (("--trials", 2, "--devices", 2, "--speeds", "0"), "speed must be a finite number > 0"),
         (("--trials", 2, "--devices", 2, "--max-concurrent", 0), "max_concurrent must be at least 1"),
+        (("--trials", 2, "--devices", 2, "--burst-seconds", 1), "trials of 4 shards run no bursts; give num_shards=1"),
+        (
+            ("--trials", 2, "--devices", 2, "--shards", 1, "--burst-seconds", -1),
+            "burst_seconds must be a finite number >= 0, not -1.0",
+        ),
+        (
+            ("--trials", 2, "--devices", 2, "--shards", 1, "--burst-seconds", "nan"),
+            "burst_seconds must be a finite number >= 0, not nan",
+        ),
         (("missing.json",), "does not exist"),
     ],
 )
@@ -124,6 +154,7 @@ def test_what_makes_no_sense_is_refused_by_name(arguments, message):
     [
         (("--devices", 3), "--devices must be from 1 to 2, as many as"),
         (("--trials", 4), "--trials describes what PROFILE has"),
+        (("--burst-seconds", 1), "--burst-seconds describes what PROFILE has"),
         (("--device-memory", "50B"), "raise its memory to at least 100B"),
     ],
 )

@@ -69,8 +69,9 @@ def test_a_whole_file(read):
           buffer_fraction: 0.2
           max_concurrent: 8
           num_shards: 4
-          fuse: auto
-          fuse_size: 4
+          fusion: auto
+          fusion_size: 4
+          event_log_limit: 50MB
           loader_warning: 2min
           loader_timeout: 90
           max_retries: 0
@@ -103,6 +104,7 @@ def test_a_whole_file(read):
         "max_retries": 0,
         "fusion": "auto",
         "fusion_size": 4,
+        "event_log_limit": "50MB",
     }
     assert (spec.storage, spec.study) == ("sqlite:///trials.db", "second")
     assert spec.at("parameters.lr") == "space.yaml:11:3: parameters.lr"
@@ -118,7 +120,19 @@ def test_what_is_left_out_has_the_defaults_of_the_documentation(read):
 
 @pytest.mark.parametrize(("written", "fusion"), [("on", "on"), ("off", "off"), ("'on'", "on"), ("auto", "auto")])
 def test_yaml_may_read_on_and_off_as_it_likes(read, written, fusion):
-    assert read(GOOD + f"hydra: {{fuse: {written}}}\n").engine == {"fusion": fusion}
+    assert read(GOOD + f"hydra: {{fusion: {written}}}\n").engine == {"fusion": fusion}
+
+
+def test_former_names_are_read_as_the_present_ones(read):
+    spec = read(GOOD + "hydra: {fuse: on, fuse_size: 4, fuse_compile: inductor, fuse_planner: off}\n")
+    assert spec.engine == {"fusion": "on", "fusion_size": 4, "fusion_compile": "inductor", "fusion_planner": "off"}
+    assert spec.at("hydra.fusion_size") == "space.yaml:4:30: hydra.fusion_size"
+
+
+def test_a_former_name_beside_the_present_one_is_refused(problems):
+    assert problems(GOOD + "hydra: {fusion: on, fuse: off}\n") == [
+        "space.yaml:4:21: hydra.fuse is the former name of fusion, which is given as well; leave it out"
+    ]
 
 
 def test_the_name_is_the_study_unless_there_is_another(read):
@@ -213,7 +227,7 @@ def test_a_number_with_an_exponent_is_a_number(read, number):
         ),
         ("{value: {a: 1}}", "5:15: parameters.lr.value: must be text, a number, true, false or null, not a map"),
         ("{vales: [1]}", "5:8: unknown key 'parameters.lr.vales'; did you mean 'values'?"),
-        ("0.1", "5:7: parameters.lr: must be a map, not 0.1"),
+        ("0.1", "5:7: parameters.lr: must be a map, not 0.1; for a fixed value write lr: {value: 0.1}"),
     ],
 )
 def test_a_wrong_parameter(problems, entry, problem):
@@ -367,9 +381,23 @@ def test_a_file_runs_nothing(problems, tmp_path):
             ),
         ),
         ("hydra: {policy: 3}", "4:17: hydra.policy: must be text, not 3"),
+        ("hydra: {fusion: always}", "4:17: hydra.fusion: must be auto, on or off, not 'always'"),
+        ("hydra: {fusion: 1}", "4:17: hydra.fusion: must be auto, on or off, not 1"),
+        ("hydra: {fusion_size: 1}", "4:22: hydra.fusion_size: must be >= 2, not 1"),
         ("hydra: {fuse: always}", "4:15: hydra.fuse: must be auto, on or off, not 'always'"),
-        ("hydra: {fuse: 1}", "4:15: hydra.fuse: must be auto, on or off, not 1"),
-        ("hydra: {fuse_size: 1}", "4:20: hydra.fuse_size: must be >= 2, not 1"),
+        ("hydra: {fusions: on}", "4:9: unknown key 'hydra.fusions'; did you mean 'fusion'?"),
+        (
+            "parameters: {lr: 0.1}",
+            "4:18: parameters.lr: must be a map, not 0.1; for a fixed value write lr: {value: 0.1}",
+        ),
+        (
+            "parameters: {a: 'no'}",
+            "4:17: parameters.a: must be a map, not 'no'; for a fixed value write a: {value: 'no'}",
+        ),
+        (
+            "parameters: {lr: [0.1, 1, relu]}",
+            "4:18: parameters.lr: must be a map, not a list; for a choice write lr: {values: [0.1, 1, relu]}",
+        ),
         (
             "hydra: {admission: stagered}",
             "4:20: hydra.admission: must be one of eager, staggered, not 'stagered'; did you mean 'staggered'?",

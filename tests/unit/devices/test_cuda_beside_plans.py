@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hydra_tune.devices import cuda
 from hydra_tune.devices.cuda import CudaDevice
 from hydra_tune.fusion.planner import copies
 from tests.support.streams import HASTES, Gpus
@@ -11,13 +10,13 @@ from tests.support.streams import HASTES, Gpus
 SIZE = 64
 
 
-@pytest.fixture(params=HASTES)
+@pytest.fixture(params=[*HASTES, 1, 2])
 def gpus(request, monkeypatch):
     made = Gpus(request.param)
-    monkeypatch.setattr(cuda, "torch", made)
-    monkeypatch.setattr(copies, "torch", made)
+    made.stand_in(monkeypatch, copies)
     monkeypatch.setattr(copies, "_STREAMS", {})
-    return made
+    yield made
+    assert not made.faults
 
 
 @pytest.fixture
@@ -30,11 +29,11 @@ def device(gpus):
 
 @pytest.fixture
 def planned(device):
-    return copies.copies_for(device.torch_device, {"map": SIZE, "other": SIZE})
+    return copies.CudaCopies(device.torch_device, {"map": SIZE, "other": SIZE})
 
 
-def host(value=0):
-    return torch.full((SIZE,), value, dtype=torch.uint8)
+def host(device, value=0):
+    return device.host_empty(SIZE).fill_(value)
 
 
 def on(device, value):
@@ -51,9 +50,9 @@ def test_a_block_comes_to_the_memory_that_a_map_has_left(gpus, device, planned, 
     value = on(device, 3)
     on_host = planned.release(planned.offload(value, "map"))
     if is_ahead:
-        device.start_load([(host(9), value)]).wait()
+        device.start_load([(host(device, 9), value)]).wait()
     else:
-        device.load([(host(9), value)])
+        device.load([(host(device, 9), value)])
     back = planned.arrived(planned.prefetch(on_host))
     gpus.finish()
     assert all_are(back, 3)
@@ -63,7 +62,7 @@ def test_a_block_comes_to_the_memory_that_a_map_has_left(gpus, device, planned, 
 def test_a_map_comes_back_to_the_memory_that_a_block_has_left(gpus, device, planned, monkeypatch):
     """Written back because its room is needed: it is free when its copy is over, which the host has waited for."""
     on_host = planned.release(planned.offload(on(device, 3), "map"))
-    block, there = on(device, 5), host()
+    block, there = on(device, 5), host(device)
     block.add_(torch.ones(SIZE, dtype=torch.uint8))
     device.start_spill([(block, there)]).wait()
     monkeypatch.setattr(gpus, "empty", lambda *_size, **_options: block)
@@ -75,9 +74,9 @@ def test_a_map_comes_back_to_the_memory_that_a_block_has_left(gpus, device, plan
 
 
 def test_both_go_on_at_once_and_neither_waits_for_the_others_bytes(gpus, device, planned):
-    blocks, there = [on(device, 1), on(device, 2)], host()
+    blocks, there = [on(device, 1), on(device, 2)], host(device)
     first = planned.release(planned.offload(on(device, 3), "map"))
-    loading, spilling = device.start_load([(host(7), blocks[0])]), device.start_spill([(blocks[1], there)])
+    loading, spilling = device.start_load([(host(device, 7), blocks[0])]), device.start_spill([(blocks[1], there)])
     going, coming = planned.offload(on(device, 4), "other"), planned.prefetch(first)
     back = planned.arrived(coming)
     other = planned.arrived(planned.prefetch(planned.release(going)))

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hydra_tune.devices import cuda
 from hydra_tune.devices.cuda import CudaDevice
 from hydra_tune.devices.device import Reach
 from tests.support.streams import HASTES, Gpus
@@ -11,11 +10,12 @@ from tests.support.streams import HASTES, Gpus
 SIZE = 64
 
 
-@pytest.fixture(params=HASTES)
+@pytest.fixture(params=[*HASTES, 1, 2])
 def gpus(request, monkeypatch):
     made = Gpus(request.param)
-    monkeypatch.setattr(cuda, "torch", made)
-    return made
+    made.stand_in(monkeypatch)
+    yield made
+    assert not made.faults
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def device(gpus, opened):
         yield made
 
 
-def host(value=0):
-    return torch.full((SIZE,), value, dtype=torch.uint8)
+def host(device, value=0):
+    return device.host_empty(SIZE).fill_(value)
 
 
 def on(device, value):
@@ -51,7 +51,7 @@ def all_are(tensor, value):
 
 
 def test_what_is_spilled_is_what_was_computed_by_then(device):
-    data, there = on(device, 3), host()
+    data, there = on(device, 3), host(device)
     data.add_(torch.ones(SIZE, dtype=torch.uint8))
     device.spill([(data, there)])
     data.fill_(9)
@@ -62,7 +62,7 @@ def test_memory_that_queued_work_still_reads_is_not_loaded_to(device):
     """The allocator gives memory as soon as nobody refers to it, whatever is queued."""
     used, seen = on(device, 1), on(device, 0)
     seen.copy_(used)
-    device.load([(host(5), used)])
+    device.load([(host(device, 5), used)])
     seen.add_(used)
     device.synchronize()
     assert all_are(seen, 6)
@@ -73,8 +73,8 @@ def test_copies_in_the_background_leave_work_that_is_asked_for_later_alone(devic
     """A load before which its memory was read, a spill after which its memory is written by another."""
     target, source, seen = on(device, 1), on(device, 2), on(device, 0)
     seen.copy_(target)
-    there = host()
-    copies = [device.start_load([(host(7), target)]), device.start_spill([(source, there)])]
+    there = host(device)
+    copies = [device.start_load([(host(device, 7), target)]), device.start_spill([(source, there)])]
     for copy in copies:
         copy.wait()
     source.fill_(9)
@@ -86,7 +86,7 @@ def test_copies_in_the_background_leave_work_that_is_asked_for_later_alone(devic
 
 
 def test_a_copy_is_over_when_its_bytes_are_there(device):
-    data, there = on(device, 6), host()
+    data, there = on(device, 6), host(device)
     device.start_spill([(data, there)]).wait()
     assert all_are(there, 6)
 
@@ -113,11 +113,22 @@ def test_what_is_taken_over_is_what_its_device_has_computed_to_memory_that_is_fr
 
 def test_a_spill_and_a_load_of_one_place_follow_each_other(device, gpus):
     """As a block that makes room and the next that takes it."""
-    data, there = on(device, 1), host()
+    data, there = on(device, 1), host(device)
     for value in range(2, 6):
         device.start_spill([(data, there)]).wait()
         assert all_are(there, value - 1)
-        device.start_load([(host(value), data)]).wait()
+        device.start_load([(host(device, value), data)]).wait()
         data.add_(torch.zeros(SIZE, dtype=torch.uint8))
     gpus.finish()
     assert all_are(data, 5)
+
+
+def test_whoever_leaves_a_device_leaves_nothing_undone(opened):
+    """So that an error of what was asked for is raised there, and hits nobody who computes there next."""
+    made = opened()
+    with made.worker():
+        data = on(made, 3)
+        there = data.clone()
+        data.fill_(4)
+    assert all_are(there, 3)
+    assert all_are(data, 4)

@@ -157,9 +157,9 @@ def assert_as_plain(run, index, task, rtol=1e-9, report=None):
             assert abs(found[name] - expected[name]) <= rtol * max(abs(expected[name]), 1e-3), name
     if seat.status != "completed":
         return
-    for name, expected in plain.module.state_dict().items():
+    for name, expected in plain.state_dict().items():
         torch.testing.assert_close(run.weights(index)[name], expected, rtol=rtol, atol=rtol * 1e-3)
-    own, other = seat.optimizer.state_dict(), plain.optimizer.state_dict()
+    own, other = seat.optimizer.state_dict(), plain.optimizer_state_dict()
     assert own["param_groups"] == other["param_groups"]
     assert own["state"].keys() == other["state"].keys()
     for key, entries in other["state"].items():

@@ -68,7 +68,7 @@ def trained(backend, caplog):
     for result, task in zip(results, tasks, strict=True):
         assert result.group_size == len(tasks)
         plain = train_plain(task)
-        for name, tensor in plain.module.state_dict().items():
+        for name, tensor in plain.state_dict().items():
             torch.testing.assert_close(result.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
     return " ".join(record.getMessage() for record in caplog.records if "compile" in record.getMessage())
 

@@ -69,7 +69,7 @@ def alone(described, num_shards=None):
     """The trial by itself on such a device: its losses and weights."""
     device = TurnsDevice(0, 1 << 30)
     budget = Budget(budget_bytes=1 << 30, buffer_fraction=0.0, alignment=device.alignment, num_shards=num_shards)
-    trial, pager = Trial(described, PlanLibrary(budget), device), Pager(device)
+    trial, pager = Trial(described, PlanLibrary(budget), device, may_run_own_code=False), Pager(device)
     with torch.random.fork_rng(devices=[]), device.worker():
         while (unit := trial.advance()) is not None:
             if isinstance(unit, PendingUnit):

@@ -60,8 +60,10 @@ def small(**changes):
 )
 def test_members_of_each_architecture_are_as_alone(name):
     """50 steps, each member with rates, seed, data order and dropout of its own."""
+    # The gradient of a key's bias is nothing but rounding, which AdamW makes steps of where eps is as small as by default.
+    adamw = partial(AdamW, eps=1e-5)
     tasks = [
-        double_task(name, seed=s, optimizer=partial(AdamW, lr=3e-3 / (s + 1), weight_decay=0.1 * s)) for s in range(3)
+        double_task(name, seed=s, optimizer=partial(adamw, lr=3e-3 / (s + 1), weight_decay=0.1 * s)) for s in range(3)
     ]
     run = Run(tasks)
     assert len(set(run.keys)) == 1

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hydra_tune.errors import BudgetError
-from hydra_tune.fusion import pair
+from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.pair import PairTrial
 from hydra_tune.fusion.pair_side import Side
 from hydra_tune.train.clock import UnitTimes
@@ -101,15 +101,16 @@ def test_of_batches_of_two_kinds_those_of_the_group_that_is_behind_go_first():
     assert (first.given, second.given) == ([], [("alone", 1.0)])
 
 
-def test_a_group_waits_for_answers_to_the_other_and_not_for_long(monkeypatch):
+@pytest.mark.parametrize("now", [0.0, 1e3, 4711.11, 86400.1, 1e6 / 3, 1e8 + 0.3])
+def test_a_group_waits_for_answers_to_the_other_and_not_for_long(now, monkeypatch):
+    """However long the machine has been up: readings of a clock are rounded by that."""
     first, second = Group(1.0, ("offer", "a", 1)), Group(1.0, "wait")
     trial, _ = trial_of(first, second)
-    now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     assert kinds(trial, 1) == ["waits"]
     assert trial.is_held
     assert not trial.is_due
-    now += pair.PATIENCE_SECONDS
+    now += PATIENCE_SECONDS
     assert trial.is_due
     assert kinds(trial, 1) == ["alone"]
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.block import Block, Group, Kind, Value, lay_out, whole_storage
-from hydra_tune.memory.home import bring_home
+from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.pager import Pager
 
 
@@ -78,6 +79,22 @@ def test_a_group_takes_the_bytes_over_and_its_tensors_follow_it(device):
     assert originals[0].untyped_storage().data_ptr() == made.host.untyped_storage().data_ptr()
     assert [id(t) for t in made.tensors] == identities, "the trial's own objects"
     assert isinstance(originals[0], nn.Parameter)
+
+
+def test_a_group_that_lets_go_leaves_each_tensor_memory_of_its_own(device):
+    made_by_class = [torch.arange(6.0).view(2, 3).t(), torch.ones(1, 2, 2, 2).to(memory_format=torch.channels_last)]
+    originals = [nn.Parameter(t.clone()) for t in made_by_class]
+    made = group(device, originals)
+    flat = StorageWeakRef(made.host.untyped_storage())
+    with made.lock:
+        made.let_go()
+        drop(made)
+    for tensor, expected in zip(originals, made_by_class, strict=True):
+        assert tensor.equal(expected)
+        assert tensor.stride() == expected.stride()
+        assert tensor.storage_offset() == 0
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert flat.expired(), "the group's own buffer is freed"
 
 
 def test_a_moving_group_tells_where_it_is(device):

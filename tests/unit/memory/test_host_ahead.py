@@ -190,6 +190,39 @@ def test_without_room_on_the_host_a_write_back_waits_until_the_disks_thread_has_
     assert [holds(made, value) for made, value in zip(idle, (4, 5), strict=True)] == [True, True]
 
 
+def test_what_is_to_be_sent_may_go_to_the_disk_while_room_is_made_for_it(tmp_path, monkeypatch):
+    """Other devices' units go by meanwhile, so that what the disk has as well gives its room on the host to a write-back."""
+    device = CpuDevice(0, 1280)
+    host = HostTier(1536, Disk(SpillFolder(tmp_path)), device)
+    pager, offer = Pager(device, host), host.offer
+    changed, clean, sent = group(pager, 1, size=256), group(pager, 2, size=640), group(pager, 3, size=896)
+    with pager.lease([changed], 0):
+        changed.tensors[0].fill_(7.0)
+        changed.dirty = True
+    host.take(host.ledger.budget_bytes)  # the device alone has what was changed, the disk the others
+    host.ledger.give_back(host.ledger.budget_bytes)
+    with pager.lease([clean], 0):
+        bring_home(sent)
+    settle(host)
+
+    def later(block, device):
+        whoever = threading.Thread(target=bring_home, args=(clean,))  # which makes room on the device
+        whoever.start()
+        whoever.join(PATIENCE_SECONDS)
+        for _ in range(2 * AHEAD):
+            host.used([clean])
+        return offer(block, device)
+
+    monkeypatch.setattr(host, "offer", later)
+    Prefetch(pager).send([Need([sent])])
+    assert on_disk(sent)
+    bring_home(changed)
+    assert [holds(made, value) for made, value in ((changed, 7), (clean, 2), (sent, 3))] == [True] * 3
+    for made in (changed, clean, sent):
+        drop(made)
+    assert pager.ledger.used_bytes == host.ledger.used_bytes == 0
+
+
 def test_what_is_being_written_back_is_given_up_last_and_keeps_its_bytes(pager):
     changed = changed_on_the_device_alone(pager, 7)
     with pager.lease([group(pager)], 0):

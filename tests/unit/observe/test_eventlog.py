@@ -1,17 +1,22 @@
 """The log is whole whatever happens to it, and whatever happens to it, nobody who tells it something is hurt."""
 
+import io
 import json
+import logging
 import os
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe import eventlog
 from hydra_tune.observe.eventlog import EventLog, check_log_path
+from hydra_tune.observe.figures import run_figures
 from hydra_tune.observe.log_lines import Lines
+from hydra_tune.observe.run_table import print_run
 from hydra_tune.observe.runlog import read_log
 
 FACTS = {"hydra_tune": "0.1.0", "policy": "lrtf", "admission": "eager", "max_concurrent": 2}
@@ -157,6 +162,73 @@ def test_the_file_does_not_grow_for_ever(tmp_path, caplog):
     assert 10_000 < (tmp_path / "run.jsonl").stat().st_size <= 20_000
     assert "it would be larger than 19.5 KiB" in caplog.records[0].getMessage()
     assert read_log(tmp_path / "run.jsonl").end_ns is None
+
+
+def lasting(log, units):
+    """Units one after the other, with a report after every fiftieth, each written before the next."""
+    log.job("0:a", "submitted")
+    for number in range(units):
+        tell_unit(log, number)
+        log.waited("cpu:0", 0, 1)
+        if number % 50 == 0:
+            log.job("0:a", "report", step=number, metrics={"val_loss": 0.5}, waits=False)
+            log._awake.set()
+            wait_until(lambda: not log._buffer)
+    log.job("0:a", "over", status="completed", units_saved=0, error=None)
+
+
+def test_beyond_its_limit_details_are_counted_by_kind_and_what_becomes_of_jobs_is_written(tmp_path, caplog):
+    caplog.set_level(logging.INFO, eventlog.__name__)
+    log, path = made(tmp_path / "run.jsonl", limit_bytes=40_000), tmp_path / "run.jsonl"
+    lasting(log, 1000)
+    log.close()
+    found = read_log(path)
+    assert 35_000 < path.stat().st_size <= 40_000
+    assert log.written_bytes == path.stat().st_size
+    assert [event.more["step"] for event in found.jobs if event.what == "report"] == list(range(0, 1000, 50))
+    assert found.jobs[-1].what == "over"
+    assert [unit.shard for unit in found.units] == list(range(len(found.units))), "the beginning, without gaps"
+    assert 0 < len(found.units) < 600
+    assert found.dropped == dict(log.dropped)
+    assert found.dropped == {"unit": 1000 - len(found.units), "wait": 1000 - len(found.waits)}
+    assert found.end_ns is not None
+    assert 0 <= found.dropped_from_ns <= found.end_ns
+    size, left_out = eventlog.format_bytes(path.stat().st_size), eventlog.in_words(found.dropped)
+    assert caplog.messages == [f"the event log {path} has {size}; beyond its limit: {left_out}"]
+    assert eventlog.in_words({"wait": 2, "unit": 12345}) == "12,345 units, 2 waits left out"
+
+
+def test_a_log_within_its_limit_leaves_nothing_out_and_its_size_is_said(tmp_path, caplog):
+    caplog.set_level(logging.INFO, eventlog.__name__)
+    log, path = made(tmp_path / "run.jsonl", limit_bytes=5_000_000), tmp_path / "run.jsonl"
+    lasting(log, 100)
+    log.close()
+    found = read_log(path)
+    assert (len(found.units), found.dropped, found.dropped_from_ns) == (100, {}, None)
+    assert caplog.messages == [f"the event log {path} has {eventlog.format_bytes(path.stat().st_size)}"]
+
+
+def test_reports_go_beyond_the_limit_rather_than_be_lost(tmp_path):
+    log = made(tmp_path / "run.jsonl", limit_bytes=2_000)
+    log.job("0:a", "submitted")
+    tell_unit(log)
+    for step in range(100):
+        log.job("0:a", "report", step=step, metrics={"val_loss": 0.5}, waits=False)
+    log.close()
+    assert len([event for event in read_log(tmp_path / "run.jsonl").jobs if event.what == "report"]) == 100
+
+
+def test_figures_of_a_log_at_its_limit_say_up_to_when_they_are(tmp_path):
+    log = made(tmp_path / "run.jsonl", limit_bytes=20_000)
+    lasting(log, 1000)
+    log.close()
+    figures = run_figures(read_log(tmp_path / "run.jsonl"))
+    assert not figures.is_whole
+    assert figures.trials == {"completed": 1}
+    console = Console(file=io.StringIO(), width=300)
+    print_run(console, figures)
+    assert "the log reached its limit after " in console.file.getvalue()
+    assert f"({eventlog.in_words(figures.dropped)}); event_log_limit takes a larger one" in console.file.getvalue()
 
 
 def test_what_there_is_no_room_for_is_counted(tmp_path, monkeypatch):

@@ -94,6 +94,29 @@ def test_equal_errors_are_counted_and_many_different_ones_cut(view):
     assert "no trial completed" in lines
 
 
+def test_without_a_completed_trial_the_best_report_is_told(view):
+    under_way = (
+        TrialView(number=0, state="cancelled", value=0.9, epoch=2, epochs=8, params={"lr": 0.1}),
+        TrialView(number=1, state="interrupted", value=0.91, epoch=3, epochs=8, params={"lr": 0.2}),
+        TrialView(number=2, state="failed", value=0.99),
+        TrialView(number=3, state="cancelled", value=math.nan),
+        TrialView(number=4, state="cancelled"),
+    )
+    told = "no trial completed; the best so far: trial 1, val_acc 0.91 in epoch 3/8 (lr=0.2)"
+    assert told in printed(replace(view, trials=under_way))
+    least = replace(view, trials=under_way, goal="minimize")
+    assert any(line.startswith("no trial completed; the best so far: trial 0, val_acc 0.9 ") for line in printed(least))
+    assert "no trial completed" in printed(replace(view, trials=under_way[3:]))
+
+
+def test_the_bound_of_a_long_sweep_is_told_and_none_of_a_short_one(view):
+    long = replace(view, status="completed", bound_seconds=40.0)
+    assert "sweep vit: done after 1m32s, of which 40s is the least that its units take on these devices" in printed(
+        long
+    )
+    assert "sweep vit: done after 40s" in printed(replace(long, elapsed_seconds=40.0))
+
+
 def test_json_has_it_all_and_no_nan(view):
     odd = TrialView(number=8, state="completed", value=math.inf, params={"x": math.nan})
     data = json.loads(json.dumps(to_json(replace(view, trials=(*view.trials, odd), status="failed")), allow_nan=False))

@@ -57,8 +57,8 @@ def short(**changes: Any) -> TrainTask:
 
 @contextmanager
 def running(**options: Any) -> Iterator[HydraExecutor]:
-    """A pool whose shutdown must end, and must leave nothing on any device."""
-    pool = HydraExecutor(**({"devices": "cpu:1"} | options))
+    """A pool of captured trials, unless told otherwise; its shutdown must end, and must leave nothing on any device."""
+    pool = HydraExecutor(**({"devices": "cpu:1", "num_shards": 1} | options))
     try:
         yield pool
     finally:
@@ -84,8 +84,8 @@ def against_plain(described: TrainTask, result: Result) -> list[str]:
     plain = train_plain(described)
     expected = {
         "history": without_seconds(plain.history),
-        "state": dict(plain.module.state_dict()),
-        "optimizer": plain.optimizer.state_dict(),
+        "state": dict(plain.state_dict()),
+        "optimizer": plain.optimizer_state_dict(),
     }
     actual = {
         "history": without_seconds(result.history),

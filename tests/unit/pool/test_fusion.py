@@ -1,5 +1,6 @@
 """Jobs that are computed together are to their driver what they are alone: reports, answers, ends and results."""
 
+import re
 import time
 from functools import partial
 
@@ -65,9 +66,9 @@ def assert_as_plain(result, described):
     plain = train_plain(described)
     assert result.status == plain.status == "completed"
     assert [h["val_loss"] for h in result.history] == pytest.approx([h["val_loss"] for h in plain.history], rel=1e-9)
-    for name, tensor in plain.module.state_dict().items():
+    for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(result.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
-    own, other = result.optimizer_state_dict(), plain.optimizer.state_dict()
+    own, other = result.optimizer_state_dict(), plain.optimizer_state_dict()
     assert own["param_groups"] == other["param_groups"]
     assert own["state"].keys() == other["state"].keys()
 
@@ -116,6 +117,37 @@ def test_trials_of_one_architecture_are_one_group_and_the_rest_runs_as_ever(size
         assert_as_plain(result, described)
         assert result.units_run
         assert result.compute_seconds
+
+
+def hooked():
+    made = net()
+    made[0].weight.register_hook(lambda gradient: 0.5 * gradient)
+    return made
+
+
+def watched():
+    made = net()
+    made[3].register_full_backward_hook(lambda *_: None)
+    return made
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(16, dtype=torch.float64), nn.ReLU(), nn.Linear(16, 4, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [(hooked, r"has a gradient hook \(register_hook\)"), (watched, "has a backward hook"), (lazy, "is lazy")],
+)
+def test_what_no_graph_would_have_runs_as_the_users_own_code(sizes, caplog, model, why):
+    tasks = [task(seed, model=model) for seed in range(2)]
+    with caplog.at_level("INFO", logger="hydra_tune.fusion"), running(fusion="on", num_shards=None) as pool:
+        results = pool.run(tasks)
+    assert sizes == []
+    assert re.search(f"is not fused: .*{why}", caplog.text)
+    for one, result in zip(tasks, results, strict=True):
+        assert not against_plain(one, result)
 
 
 def test_a_group_has_no_more_members_than_it_may_have(sizes):
@@ -222,7 +254,7 @@ def test_a_task_that_cannot_be_built_fails_alone(sizes):
         raise RuntimeError("no model")
 
     with running(fusion="on") as pool:
-        results = pool.run([task(0), task(1, model=broken), task(2)])
+        results = pool.run([task(0), task(1, model=broken), task(2)], on_error="return")
     assert [result.status for result in results] == ["completed", "failed", "completed"]
     assert sizes == [2]
 
@@ -262,7 +294,7 @@ def test_auto_leaves_trials_alone_that_gain_too_little_with_the_bits_of_the_plai
     assert {result.group_size for result in found} == {1}
     for result, described in zip(found, tasks, strict=True):
         plain = train_plain(described)
-        torch.testing.assert_close(result.state_dict(), plain.module.state_dict(), rtol=0, atol=0)
+        torch.testing.assert_close(result.state_dict(), plain.state_dict(), rtol=0, atol=0)
         assert [h["val_loss"] for h in result.history] == [h["val_loss"] for h in plain.history]
 
 

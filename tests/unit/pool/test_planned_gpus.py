@@ -160,7 +160,7 @@ def test_a_forward_that_runs_out_of_memory_is_repeated_with_the_numbers_it_had_d
     monkeypatch.setattr(PlannedRun, "segment", fails)
     gpus(1, nbytes)
     with pool_of() as pool:
-        results = pool.run(tasks_of(2))
+        results = pool.run(tasks_of(2), on_error="return")
         assert pool.stats().devices["cpu:0"].units_repeated == 1
     assert [result.error for result in results] == [None] * 4
     assert failed
@@ -190,7 +190,7 @@ def test_what_has_failed_holds_nothing_on_the_device(gpus, monkeypatch):
     monkeypatch.setattr(Interpreter, "run", fails)
     gpus(1, GROUP)
     with pool_of() as pool:
-        results = pool.run(tasks_of())
+        results = pool.run(tasks_of(), on_error="return")
     assert states
     assert set(held) == {0}
     assert all(result.error is None or isinstance(result.error, HydraTuneError) for result in results)

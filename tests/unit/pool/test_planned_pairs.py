@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion import measured, pair
+from hydra_tune.fusion import measured
 from hydra_tune.fusion.pair_round import PairedSteps
 from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.observe.runlog import read_log
@@ -127,7 +127,7 @@ def test_members_whose_loss_is_not_finite_fail_alone(segments, bad):
         task(n, optimizer=partial(torch.optim.AdamW, lr=1e30)) if n in bad else one for n, one in enumerate(tasks_of())
     ]
     with pool_of() as pool:
-        results = pool.run(tasks)
+        results = pool.run(tasks, on_error="return")
     assert [result.status for result in results] == ["failed" if n in bad else "completed" for n in range(4)]
     assert segments
     assert [bits(result) for n, result in enumerate(results) if n not in bad] == [
@@ -156,7 +156,6 @@ def test_two_groups_in_turn_go_on_from_checkpoints(tmp_path, segments):
 @pytest.mark.slow
 def test_groups_that_cannot_take_turns_make_their_steps_one_after_the_other(segments, monkeypatch, caplog):
     planned = StepPlanner.planned
-    monkeypatch.setattr(pair, "PATIENCE_SECONDS", 0.0)
     calls = []
 
     def refusing(self, *stacks):

@@ -148,7 +148,10 @@ def test_a_pruned_member_and_one_that_takes_its_place_change_nobody_elses_bits(s
 def test_a_member_whose_loss_is_not_finite_fails_alone(steps):
     """Each parameter is updated as soon as it may be, so what such a member has is put back."""
     with pool_of() as pool:
-        results = pool.run([*(task(seed) for seed in range(3)), task(3, optimizer=partial(torch.optim.AdamW, lr=1e30))])
+        results = pool.run(
+            [*(task(seed) for seed in range(3)), task(3, optimizer=partial(torch.optim.AdamW, lr=1e30))],
+            on_error="return",
+        )
     assert [result.status for result in results] == ["completed"] * 3 + ["failed"]
     assert set(steps) == {4}
     assert [bits(result) for result in results[:3]] == roomy()[:3]
@@ -237,7 +240,7 @@ def test_members_whose_optimizers_begin_to_compute_otherwise_go_on_in_groups_pla
     assert "momentum_buffer" in caplog.text
     for result, one in zip(results, tasks, strict=True):
         assert result.error is None
-        expected = train_plain(one).module.state_dict()
+        expected = train_plain(one).state_dict()
         for name, tensor in result.state_dict().items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
 

@@ -39,16 +39,16 @@ def test_without_ray_the_extra_is_named():
     )
 
 
-@pytest.mark.parametrize("found", ["2.59.0", "2.61.0", "3.0.0.dev0", "1.13.0"])
+@pytest.mark.parametrize("found", ["2.55.1", "2.61.0", "3.0.0.dev0", "1.13.0"])
 def test_versions_that_were_not_tested_are_refused(monkeypatch, found):
     monkeypatch.setattr(installed, "version", lambda name: found)
     with pytest.raises(
-        hydra_tune_ray.RayVersionError, match=rf"Ray {found} is installed, and .* 2\.60 up to, .* 2\.61"
+        hydra_tune_ray.RayVersionError, match=rf"Ray {found} is installed, and .* 2\.56 up to, .* 2\.61"
     ):
         installed.check_ray()
 
 
-@pytest.mark.parametrize("found", ["2.60.0", "2.60.1.post2"])
+@pytest.mark.parametrize("found", ["2.56.0", "2.60.0", "2.60.1.post2"])
 def test_versions_that_were_tested_are_taken(monkeypatch, found):
     monkeypatch.setattr(installed, "version", lambda name: found)
     installed.check_ray()

@@ -67,8 +67,8 @@ def trained(**changes: Any) -> dict[str, Any]:
     return {
         "losses": plain.losses,
         "history": without_seconds(plain.history),
-        "state": dict(plain.module.state_dict()),
-        "optimizer": plain.optimizer.state_dict(),
+        "state": dict(plain.state_dict()),
+        "optimizer": plain.optimizer_state_dict(),
     }
 
 

@@ -1,6 +1,7 @@
 """Autocast around pieces of a graph gives what one region around all of it gives, and disturbs no other thread."""
 
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn import functional
 
 from hydra_tune import TrainTask
 from hydra_tune.shard.capture import capture, state_specs
-from hydra_tune.shard.precision import autocast, share_casts
+from hydra_tune.shard.precision import _CASTS, autocast, eager_autocast, share_casts
 
 BATCH = (torch.randn(4, 8), torch.randint(4, (4,)))
 
@@ -101,3 +102,20 @@ def test_another_threads_casts_are_kept():
 
     assert casts_of_weight(lambda: None) == 1
     assert casts_of_weight(elsewhere) == 1
+
+
+def test_threads_are_in_regions_of_eager_code_one_at_a_time():
+    """Whoever leaves one clears the casts of all."""
+    was_free = []
+
+    def try_it():
+        was_free.append(_CASTS.acquire(blocking=False))
+        if was_free[-1]:
+            _CASTS.release()
+
+    for region in (nullcontext(), eager_autocast("bfloat16"), eager_autocast("float32")):
+        with region:
+            thread = threading.Thread(target=try_it)
+            thread.start()
+            thread.join()
+    assert was_free == [True, False, True]

@@ -42,8 +42,8 @@ def test_the_mode_is_set_on_the_model():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": lambda output, target: 1.0}, "scalar tensor, not float"),
-        ({"loss": lambda output, target: (output - target) ** 2}, r"got shape \(4, 8\); reduce it"),
+        ({"loss": lambda output, target: 1.0}, "scalar tensor, not a plain number, as .item"),
+        ({"loss": lambda output, target: (output - target) ** 2}, r"not a tensor of shape \(4, 8\); reduce it"),
         ({"step": lambda module, batch: None}, "scalar tensor, not NoneType"),
     ],
 )
@@ -75,9 +75,9 @@ def test_metrics_are_tensors_by_name_numbers_too():
 @pytest.mark.parametrize(
     ("evaluate", "message"),
     [
-        (lambda module, batch: 1.0, "must return {name: scalar tensor}, not float"),
-        (lambda module, batch: {"a": "high"}, "metric 'a' must be a scalar tensor, not str"),
-        (lambda module, batch: {"a": torch.zeros(2)}, r"metric 'a' must be a scalar, got shape \(2,\)"),
+        (lambda module, batch: 1.0, "must return {name: scalar}, not float"),
+        (lambda module, batch: {"a": "high"}, "returned 'a' as str, not as a scalar"),
+        (lambda module, batch: {"a": torch.zeros(2)}, r"returned 'a' as a tensor of shape \(2,\), not as a scalar"),
     ],
 )
 def test_metrics_that_are_no_scalars_are_refused(evaluate, message):

@@ -15,6 +15,26 @@ from tests.unit.pool.tasks import task
 
 NAMES = ["0.weight", "0.bias", "1.weight"]
 
+
+class ReadyMade(torch.optim.Optimizer):
+    """A user's optimizer whose constructor makes its state, as Adagrad's did up to torch 2.11."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["step"] += 1
+                    state["sum"].addcmul_(parameter.grad, parameter.grad)
+                    parameter.addcdiv_(parameter.grad, state["sum"].sqrt().add_(1e-10), value=-group["lr"])
+
+
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
@@ -25,6 +45,7 @@ OPTIMIZERS = {
     "adagrad": partial(torch.optim.Adagrad, lr=0.1),
     "adadelta": partial(torch.optim.Adadelta, lr=0.1),
     "radam": partial(torch.optim.RAdam, lr=0.1),
+    "ready_made": ReadyMade,
 }
 
 

@@ -115,7 +115,7 @@ def by_feed(make, passes=3, *, gives_picks=False):
     streams, found = RandomStreams(7), []
     with streams.everything():
         handle = make()
-    drawn = Feed(4, streams.everything, streams.mark_of_all, streams.torch_alone)
+    drawn = Feed(4, streams.everything, streams.moves)
     drawn.gives_picks = gives_picks
     for _ in range(passes):
         for given in drawn.draw(handle, shuffle=True):

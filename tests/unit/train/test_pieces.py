@@ -55,7 +55,7 @@ def test_gradients_are_those_of_the_pieces_by_their_share():
         (loss * ((stop - start) / 8)).backward()
         losses.append(loss.item() * (stop - start))
     assert plain.losses == [pytest.approx(sum(losses) / 8)]
-    for trained, parameter in zip(plain.module.parameters(), module.parameters(), strict=True):
+    for trained, parameter in zip(plain.module().parameters(), module.parameters(), strict=True):
         assert torch.allclose(trained, parameter - 0.1 * parameter.grad, rtol=1e-5, atol=1e-7)
     assert against_plain(described, train(described)) == []
 

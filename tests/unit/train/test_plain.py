@@ -67,7 +67,7 @@ def test_equals_a_loop_written_by_hand():
     assert result.losses == losses
     assert [entry["val_loss"] for entry in result.history] == validation
     for name, value in module.state_dict().items():
-        assert torch.equal(value, result.module.state_dict()[name])
+        assert torch.equal(value, result.state_dict()[name])
 
 
 def test_all_three_random_streams_are_seeded():
@@ -86,7 +86,7 @@ def test_all_three_random_streams_are_seeded():
 
 def test_train_loss_is_weighted_by_samples_and_starts_anew_at_each_report():
     history = train_plain(task(optimizer=partial(torch.optim.SGD, lr=0.0), model=lambda: nn.Linear(4, 1))).history
-    module = train_plain(task(optimizer=partial(torch.optim.SGD, lr=0.0), model=lambda: nn.Linear(4, 1))).module
+    module = train_plain(task(optimizer=partial(torch.optim.SGD, lr=0.0), model=lambda: nn.Linear(4, 1))).module()
     whole = nn.functional.mse_loss(module(X), Y).item()
     assert [entry["train_loss"] for entry in history] == pytest.approx([whole] * 3)
 
@@ -117,7 +117,7 @@ def test_a_report_without_an_answer_goes_on():
 
 def test_schedulers_step_per_step_per_epoch_or_by_metric():
     def rate(**changes):
-        return train_plain(task(**changes)).optimizer.param_groups[0]["lr"]
+        return train_plain(task(**changes)).optimizer_state_dict()["param_groups"][0]["lr"]
 
     halve = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
     assert rate(scheduler=halve) == pytest.approx(0.01 / 2**3)
@@ -142,7 +142,7 @@ def test_validation_runs_in_evaluation_mode_and_training_goes_on_in_training_mod
 
     result = train_plain(task(validate=lambda: PAIR, evaluate=evaluate, metric="val_zero", report_every=1))
     assert set(modes) == {(False, False)}
-    assert result.module.training
+    assert result.module().training
 
 
 @pytest.mark.parametrize(
@@ -167,16 +167,20 @@ def test_validation_runs_in_evaluation_mode_and_training_goes_on_in_training_mod
         ),
         ({"train": lambda: 3}, TaskError, "returned int, which cannot be iterated"),
         ({"train": lambda: [X]}, TaskError, r"needs batches \(input, target\), got Tensor"),
-        ({"loss": lambda out, y: out - y}, TaskError, r"loss must return a scalar tensor, got .* \(22, 1\)"),
+        (
+            {"loss": lambda out, y: out - y},
+            TaskError,
+            r"loss= must return a scalar tensor, not .* \(22, 1\); reduce it",
+        ),
         (
             {"validate": lambda: PAIR, "evaluate": lambda m, b: {"out": m(b[0])}, "metric": "val_out"},
             MetricError,
-            r"evaluate returned 'out' as a tensor of shape \(22, 1\), not a scalar",
+            r"evaluate= returned 'out' as a tensor of shape \(22, 1\), not as a scalar",
         ),
         (
             {"validate": lambda: PAIR, "evaluate": lambda m, b: 1.0, "metric": "val_acc"},
             MetricError,
-            "evaluate must return {name: scalar}, got float",
+            "evaluate= must return {name: scalar}, not float",
         ),
         (
             {"validate": lambda: PAIR, "evaluate": lambda m, b: {"acc": 1.0}, "metric": "val_f1"},

@@ -155,7 +155,7 @@ def test_the_plain_loop_accumulates_as_one_larger_batch_would():
         )
     )
     assert len(halves.losses) == 2 * len(whole.losses)
-    for one, other in zip(whole.module.parameters(), halves.module.parameters(), strict=True):
+    for one, other in zip(whole.module().parameters(), halves.module().parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
 
 
@@ -169,10 +169,10 @@ def test_overflow_skips_whole_steps_and_then_trains():
     """The first scale is too large for this loss; no part of such a step may be taken."""
     plain = train_plain(CASES["float16, overflow"])
     untrained = dict(_built(CASES["float16, overflow"]).named_parameters())
-    moved = [not torch.equal(untrained[name], value) for name, value in plain.module.named_parameters()]
+    moved = [not torch.equal(untrained[name], value) for name, value in plain.module().named_parameters()]
     assert all(moved)
     first = train_plain(task(**_fields(CASES["float16, overflow"], epochs=1, train=lambda: [(X, Y)])))
-    assert all(torch.equal(untrained[name], value) for name, value in first.module.named_parameters())
+    assert all(torch.equal(untrained[name], value) for name, value in first.module().named_parameters())
 
 
 def _built(described):
@@ -197,7 +197,7 @@ def _explode(at):
 def test_a_bad_loss_fails_its_trial_alone_and_takes_no_step(cut, accumulate):
     bad = task(train=_explode(2), accumulate=accumulate, epochs=3)
     with running(devices="cpu:2", num_shards=cut) as pool:
-        failed, fine = pool.run([bad, task()])
+        failed, fine = pool.run([bad, task()], on_error="return")
     assert failed.status == "failed"
     assert isinstance(failed.error, BadLossError)
     step = 3 if accumulate == 1 else 1

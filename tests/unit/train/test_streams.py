@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from hydra_tune.devices import own_generator as routing
 from hydra_tune.devices.cpu import CpuDevice, DefaultCpuGenerator
 from hydra_tune.devices.own_generator import own_generator
-from hydra_tune.train.streams import STREAMS, RandomStreams, draws_between
+from hydra_tune.devices.positions import MersennePositions, PhiloxPositions
+from hydra_tune.train.streams import RandomStreams
 
 
 @pytest.fixture
@@ -44,6 +46,45 @@ def test_all_ways_of_drawing_go_on_with_one_stream(device):
         assert found == [number for _ in range(9) for number in draw()]
 
 
+class OfGpu(MersennePositions):
+    """Stands for a GPU's default generator, and for the GPU: trials have its stream in turn."""
+
+    shares_generator = False
+    torch_device = torch.device("cpu")
+
+    def __init__(self):
+        self.generator, self.stream = self, torch.Generator()
+
+    def get_state(self):
+        return self.stream.get_state()
+
+    def set_state(self, state):
+        self.stream.set_state(state)
+
+    def in_turn(self):
+        return threading.RLock()
+
+    def draw(self):
+        return torch.rand(3, generator=self.stream).tolist()
+
+
+def test_what_is_saved_while_a_gpu_draws_is_where_its_stream_is():
+    """Own code is saved, and its evaluation undone, within a burst, which has the GPU's generator from its beginning on."""
+    gpu, streams, other = OfGpu(), RandomStreams(7), RandomStreams(8)
+    with streams.drawing(gpu, keep=True):
+        gpu.draw()
+        mark, saved = streams.mark(), streams.state()
+        second = gpu.draw()
+        streams.go_back(mark)
+        assert gpu.draw() == second
+        streams.restore(saved)
+    with streams.drawing(gpu, keep=True):
+        assert gpu.draw() == second
+    other.restore(saved)
+    with other.drawing(gpu, keep=True):
+        assert gpu.draw() == second
+
+
 def test_a_recompute_draws_again_and_leaves_the_stream(device):
     streams = RandomStreams(7)
     with streams.drawing(device, keep=True):
@@ -72,10 +113,9 @@ def test_units_that_draw_on_their_own_do_not_wait_for_each_other_nor_touch_the_d
     threads = [threading.Thread(target=unit, args=(seed,)) for seed in (1, 2)]
     for thread in threads:
         thread.start()
-    with STREAMS:  # another trial's own code
-        inside.wait()
-        assert own_generator() is None
-        inside.wait()
+    inside.wait()
+    assert own_generator() is None
+    inside.wait()
     for thread in threads:
         thread.join()
     assert torch.equal(torch.get_rng_state(), before)
@@ -141,10 +181,12 @@ def test_what_other_threads_draw_and_seed_is_nothing_to_a_trial_nor_what_it_draw
             assert all(map(torch.equal, draw_in_all_ways(), expected))
             meddle()
         assert torch.equal(torch.get_rng_state(), there)
-    assert torch.equal(streams.position(), RandomStreams(7).position() if way == "recompute" else expected[-1])
+    assert torch.equal(
+        streams.position(device), RandomStreams(7).position(device) if way == "recompute" else expected[-1]
+    )
 
 
-def test_a_seed_that_the_own_code_sets_is_that_of_its_stream():
+def test_a_seed_that_the_own_code_sets_is_that_of_its_stream(device):
     streams, before = RandomStreams(7), torch.get_rng_state()
     with streams.everything():
         torch.manual_seed(3)
@@ -153,42 +195,76 @@ def test_a_seed_that_the_own_code_sets_is_that_of_its_stream():
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(3)
         torch.rand(2)
-        assert torch.equal(torch.get_rng_state(), streams.position())
+        assert torch.equal(torch.get_rng_state(), streams.position(device))
 
 
 def test_the_state_of_a_thread_without_a_generator_is_the_default_one():
     assert torch.equal(DefaultCpuGenerator().get_state(), torch.get_rng_state())
 
 
+@pytest.mark.parametrize("of", ["host", "gpu"])
 @pytest.mark.parametrize("start", [0, 5, 623, 624])
 @pytest.mark.parametrize("count", [0, 1, 7, 617, 624, 1248, 40_001])
-def test_the_way_between_two_positions_is_found_and_gone_again(start, count):
-    streams = RandomStreams(7)
-    streams.skip(start)
-    before, fork = streams.position(), streams.fork()
-    streams.skip(count)
-    assert draws_between(before, streams.position()) == count
-    assert torch.equal(fork.position(), before), "a fork stays where it is"
-    fork.skip(count)
-    assert torch.equal(fork.position(), streams.position())
+def test_the_way_between_two_positions_is_found_and_gone_again(device, start, count, of):
+    drawn_from, streams = device if of == "host" else OfGpu(), RandomStreams(7)
+    streams.skip(start, drawn_from)
+    before, fork = streams.position(drawn_from), streams.fork()
+    streams.skip(count, drawn_from)
+    assert drawn_from.generator.draws_between(before, streams.position(drawn_from)) == count
+    assert torch.equal(fork.position(drawn_from), before), "a fork stays where it is"
+    fork.skip(count, drawn_from)
+    assert torch.equal(fork.position(drawn_from), streams.position(drawn_from))
 
 
-def test_no_way_is_found_to_where_no_number_of_draws_leads():
+def test_a_stream_that_was_moved_on_is_the_one_that_a_gpu_draws_from():
+    gpu, streams, ahead = OfGpu(), RandomStreams(7), RandomStreams(7)
+    host = ahead.position(CpuDevice)
+    with streams.drawing(gpu, keep=True):
+        gpu.draw()
+        second = gpu.draw()
+    ahead.skip(3, gpu)
+    with ahead.drawing(gpu, keep=True):
+        assert gpu.draw() == second
+    assert torch.equal(ahead.position(CpuDevice), host)
+
+
+def test_no_way_is_found_to_where_no_number_of_draws_leads(device):
     streams = RandomStreams(7)
-    before = streams.position()
+    before = streams.position(device)
     with streams.everything():
         torch.randn(1)  # leaves a number cached
-    assert draws_between(before, streams.position()) is None
+    assert device.generator.draws_between(before, streams.position(device)) is None
+
+
+def philox(seed, offset):
+    """The state of a GPU's generator."""
+    return torch.tensor([seed, offset]).view(torch.uint8)
+
+
+def test_positions_of_a_gpus_generator_are_its_offsets():
+    before = philox(-3, 8)
+    assert PhiloxPositions.draws_between(before, philox(-3, 20)) == 12
+    assert torch.equal(PhiloxPositions.moved(before, 12), philox(-3, 20))
+    assert torch.equal(before, philox(-3, 8)), "the state it was given is left alone"
+    assert PhiloxPositions.draws_between(before, philox(-3, 4)) is None
+    assert PhiloxPositions.draws_between(before, philox(5, 20)) is None, "seeded anew"
 
 
 @pytest.mark.parametrize("size", [1, 15, 100, 5000])
 def test_a_dropout_moves_the_stream_by_as_much_wherever_it_stands(device, size):
     streams, found = RandomStreams(7), set()
     for turn in range(3):
-        streams.skip(turn)
-        before = streams.position()
+        streams.skip(turn, device)
+        before = streams.position(device)
         with streams.drawing(device, keep=True):
             torch.empty(size).bernoulli_(0.3, generator=own_generator())
-        found.add(draws_between(before, streams.position()))
+        found.add(device.generator.draws_between(before, streams.position(device)))
     assert len(found) == 1
     assert None not in found
+
+
+def test_every_operator_of_torch_that_takes_a_generator_is_known():
+    named = set(routing._DRAWING.split())
+    schemas = torch._C._jit_get_all_schemas()
+    taking = {schema.name.removeprefix("aten::") for schema in schemas if routing.takes_generator(schema)}
+    assert {name for name in taking - named if hasattr(torch.ops.aten, name)} == set()

@@ -305,7 +305,11 @@ def ragged(layout):
             TaskError,
             r"a tensor of shape \(7,\) that is not a parameter",
         ),
-        ({"loss": lambda output, target: output}, TaskError, r"must be a scalar, got shape \(8, 4\)"),
+        (
+            {"loss": lambda output, target: output},
+            TaskError,
+            r"loss= must return a scalar tensor, not a tensor of shape \(8, 4\)",
+        ),
         ({"train": lambda: [torch.randn(2, 8)]}, TaskError, r"needs batches \(input, target\), got Tensor"),
         ({"train": lambda: [{"x": X, "y": Y}]}, TaskError, r"needs batches \(input, target\), got dict"),
         ({"train": list}, TaskError, "train yielded no batch in epoch 0"),

@@ -10,13 +10,14 @@ SIZE = 64
 GPU = torch.device("cuda", 0)
 
 
-@pytest.fixture(params=HASTES)
+@pytest.fixture(params=[*HASTES, 1, 2])
 def gpus(request, monkeypatch):
     made = Gpus(request.param)
-    monkeypatch.setattr(copies, "torch", made)
+    made.stand_in(monkeypatch, copies)
     monkeypatch.setattr(copies, "_STREAMS", {})
     with made.computing_on(Stream(made, GPU)):
         yield made
+    assert not made.faults
 
 
 @pytest.fixture

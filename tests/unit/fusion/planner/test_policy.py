@@ -70,10 +70,16 @@ def test_a_slower_link_shifts_decisions_from_swaps_to_recomputations_and_never_b
 
 
 def test_interleaving_hides_copies_that_would_be_waited_for():
-    """A backward that is short beside its copies, and a partner whose forward takes none of its memory."""
-    waits, _ = planned(undecided(PAIR, 40), Policy(recomputes=False, interleaves=False))
-    hides, _ = planned(undecided(PAIR, 40), Policy(recomputes=False))
-    assert times_of(hides, is_duplex=True).seconds <= times_of(waits, is_duplex=True).seconds
+    """A copy of 3 seconds, of which the backward before it hides one, and a partner's forward of 4 that takes no memory."""
+    forward = [op("a"), op("b", reads=["a"]), op("loss", reads=["b"], workspace=10)]
+    made = array(forward, [op("d", reads=["b"]), op("e", reads=["a"])], {"a": 10}, copy={"a": 3.0})
+    partner = array([op(f"y{i}", makes=()) for i in range(4)], [op("w")], {})
+    waits, _ = planned(undecided((made, partner), 15), Policy(recomputes=False, interleaves=False))
+    hides, _ = planned(undecided((made, partner), 15), Policy(recomputes=False))
+    assert [peak_of(one)[1].peak_bytes for one in (waits, hides)] == [10, 10]
+    assert waits.decisions[0].slots == {}
+    assert hides.decisions[0].slots == {1: 3.0}
+    assert [times_of(one, is_duplex=True).stall for one in (waits, hides)] == [2.0, 0.0]
 
 
 def sized(**sizes):

@@ -1,0 +1,122 @@
+"""The variables that a task's functions look up when they run: noted when the task is made, and compared before they run.
+
+A function keeps the variables of its surroundings, not their values. In `for width in widths: tasks.append(TrainTask(model=
+lambda: net(width), ...))` every model is built with the last width, for they are built after the loop. Knows nothing of tasks.
+"""
+
+import dis
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+_SIMPLE = (int, float, complex, str, bytes, type(None))
+_NOTHING = object()
+_MOST_LETTERS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A variable that another value was given.
+
+    Attributes:
+        argument: the name of the function's argument.
+        variable: the variable's name.
+        before, now: the values in words.
+    """
+
+    argument: str
+    variable: str
+    before: str
+    now: str
+
+
+class Closures:
+    """What the variables of some functions are.
+
+    Args:
+        functions: by the names of the arguments that they were given as. Of a value that cannot be changed the value is noted,
+            of any other one which object it is.
+    """
+
+    __slots__ = ("_functions", "_noted")
+
+    def __init__(self, functions: Mapping[str, object]) -> None:
+        self._functions = {name: found for name, given in functions.items() if (found := _function(given)) is not None}
+        self._noted = {
+            (argument, variable): _note(value)
+            for argument, function in self._functions.items()
+            for variable, value in _variables(function)
+        }
+
+    def changed(self) -> list[Changed]:
+        """Variables that have another value by now, but for those that the functions change themselves."""
+        found = [
+            Changed(argument, variable, self._noted[argument, variable][1], _note(value)[1])
+            for argument, function in self._functions.items()
+            for variable, value in _variables(function)
+            if (argument, variable) in self._noted and self._noted[argument, variable][0] != _note(value)[0]
+        ]
+        if not found:
+            return []
+        own = {name for function in self._functions.values() for name in _assigned(function.__code__)}
+        return [one for one in found if one.variable not in own]
+
+
+def _function(given: object) -> FunctionType | None:
+    """The Python function that is called, beneath partials and methods."""
+    while isinstance(given, functools.partial | MethodType):
+        given = given.func if isinstance(given, functools.partial) else given.__func__
+    return given if isinstance(given, FunctionType) else None
+
+
+def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables around a function that have a value; of the module's only those that cannot be changed in place."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        value = _content(cell)
+        if value is not _NOTHING:
+            yield name, value
+    for name in _read_globals(function.__code__):
+        value = function.__globals__.get(name, _NOTHING)
+        if isinstance(value, _SIMPLE):
+            yield name, value
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been assigned yet
+        return _NOTHING
+
+
+def _note(value: Any) -> tuple[object, str]:
+    """What a value is compared by, and the value in words."""
+    if isinstance(value, _SIMPLE):
+        return (type(value), repr(value)), _short(value)
+    return id(value), f"an object of {type(value).__name__}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_globals(code: CodeType) -> tuple[str, ...]:
+    """The variables of its module that a function, or one within it, reads."""
+    return tuple(dict.fromkeys(_names(code, ("LOAD_GLOBAL", "LOAD_NAME"))))
+
+
+def _assigned(code: CodeType) -> Iterator[str]:
+    """The variables of its surroundings that a function, or one within it, assigns."""
+    return _names(code, ("STORE_DEREF", "STORE_GLOBAL", "DELETE_DEREF", "DELETE_GLOBAL"))
+
+
+def _names(code: CodeType, operators: tuple[str, ...]) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in operators:
+            yield str(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant, operators)

@@ -1,0 +1,409 @@
+"""The program's side of a pool in another process: jobs that outlive the process they run in.
+
+Note: when the copy is made. The pool's process is a copy of the program, made at the first task that is submitted, by a thread
+that does nothing else and lives until the end: the system ends the copy with the thread that has made it. The copy begins
+others of itself when the pool has crashed, so that each of them has what the program had then.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from hydra_tune.checkpoint.folder import generations
+from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune.isolation.child import Executor, Server
+from hydra_tune.isolation.sending import known_here, pickled_task, unpacked_error, unpacked_result
+from hydra_tune.pool.job import OVER, EventStream, Failed, Finished, Job, Progress, Reported, Result
+from hydra_tune.pool.record import Told
+from hydra_tune.supervision.supervisor import Beginning, dies_with, supervise
+from hydra_tune.task import TrainTask
+from hydra_tune.train.trial import Report
+from hydra_tune.train.worker_server import is_quiet
+
+_LOGGER = logging.getLogger("hydra_tune.isolation")
+_MOST_BYTES = 1 << 16  # of a word of the supervisor's
+_LOOKS, _LOOK_SECONDS = 10, 0.02
+_PATIENCE_SECONDS = 5.0  # beyond the time that jobs have to be saved in
+
+THERE_IS = (
+    "with isolate=True the pool is in another process, and there are run, submit, events, suspend and shutdown, and of a job "
+    "name, state, result, proceed, prune and cancel; for anything else, studies of Optuna among it, make the HydraExecutor "
+    "without isolate"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """A job that is not over: all that another process needs to go on with it."""
+
+    job: Job
+    task: bytes
+    name: str
+    options: dict[str, Any]
+    left: Path | None = None
+    told: Told = field(default_factory=Told)
+    wanted: str | None = None  # its end
+    history: list[dict[str, float]] = field(default_factory=list)  # as far as it was told
+    is_again: bool = False  # whether it goes on in another process than it has begun in
+
+    @property
+    def was_resumed(self) -> bool:
+        """Whether it has reports of before, which nobody is told of."""
+        return self.options["resume_from"] is not None
+
+    def ended(self) -> Result:
+        """What it comes to where its process has crashed before it could be ended as is wanted."""
+        assert self.wanted is not None
+        metrics = _metrics(self.history[-1]) if self.history else {}
+        has_any = self.left is not None and bool(generations(self.left))
+        return Result(
+            status=self.wanted, metrics=metrics, history=self.history, checkpoint=self.left if has_any else None
+        )
+
+
+class Isolated:
+    """Steers a pool in another process, and begins it again.
+
+    Args:
+        make: called in that process with how many have crashed before; as of `Server`.
+    """
+
+    def __init__(self, make: Callable[[int], tuple[Executor, Callable[[Job], Path | None]]]) -> None:
+        self._make = make
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._known: dict[int, object] = {}
+        self._connection: connection.Connection | None = None
+        self._entries: dict[str, _Entry] = {}
+        self._names: set[str] = set()
+        self._number = 0
+        self._has_begun, self._is_suspended = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+        self._is_closing = False
+
+    # What the program asks for.
+
+    def submit(self, task: TrainTask, name: str | None, events: EventStream | None, options: dict[str, Any]) -> Job:
+        """Queue a task; `options` are those of `HydraExecutor.submit`.
+
+        Raises:
+            ConfigError: this process cannot be copied; or a task that cannot be sent to its copy.
+            HydraTuneError: the pool could not be begun.
+        """
+        self._begin()
+        data = pickled_task(task, self._known)
+        with self._lock:
+            if self._error is not None:
+                raise HydraTuneError(
+                    f"the pool's process has ended: {self._error}; make a new HydraExecutor"
+                ) from self._error
+            number, self._number = self._number, self._number + 1
+            name = name or f"job {number}"
+            unique = name if name not in self._names else f"{name} ({number})"
+            self._names.add(unique)
+            job = Job(key=f"{number}:{name}", name=name, task=task, pool=self, events=events)
+            options = options | {"saved_as": options["saved_as"] or name}
+            entry = self._entries[job.key] = _Entry(job=job, task=data, name=unique, options=options)
+            self._send_job(entry)
+        return job
+
+    def suspend(self, jobs: Iterable[Job] | None, seconds: float) -> None:
+        """As of `HydraExecutor`."""
+        with self._lock:
+            chosen = (
+                [e.job for e in self._entries.values()] if jobs is None else [j for j in jobs if j.state not in OVER]
+            )
+            self._is_suspended.clear()
+            self._send("suspend", [job.key for job in chosen], seconds)
+            is_sent = self._connection is not None
+        if is_sent and chosen:
+            self._is_suspended.wait(seconds + _PATIENCE_SECONDS)
+        for job in chosen:
+            job.cancel()
+
+    def shutdown(self) -> None:
+        """End the process; jobs that are not over are cancelled. May be called again."""
+        with self._lock:
+            self._is_closing = True
+            self._send("close")
+        if self._thread is not None:
+            self._thread.join()
+
+    # What jobs ask for; see `Steering`.
+
+    def proceed(self, job: Job) -> None:
+        """Let a job that waits at a report go on."""
+        with self._lock:
+            entry = self._entries.get(job.key)
+            if entry is not None:
+                entry.told.is_answered = True
+                if job.state == "waiting":
+                    job.enter("running")
+                    self._send("proceed", job.key)
+
+    def stop(self, job: Job, status: str) -> None:
+        """End a job."""
+        with self._lock:
+            entry = self._entries.get(job.key)
+            if entry is not None:
+                entry.wanted = entry.wanted or status
+                self._send(entry.wanted, job.key)
+
+    def pause(self, job: Job, *, paused: bool) -> None:
+        """Refused, as what follows."""
+        raise _refused(job, "pause" if paused else "unpause")
+
+    def prioritize(self, job: Job, priority: int) -> None:
+        """Refused."""
+        raise _refused(job, f"set_priority({priority})")
+
+    def progress(self, job: Job) -> Progress:
+        """Refused."""
+        raise _refused(job, "progress")
+
+    def save(self, job: Job) -> "Future[Path]":
+        """Refused."""
+        raise _refused(job, "checkpoint")
+
+    # The thread.
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                check_may_copy()
+                self._thread = threading.Thread(target=self._work, name="hydra-isolated", daemon=True)
+                self._thread.start()
+        self._has_begun.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            self._steer()
+        except BaseException as error:  # noqa: BLE001 - it goes into every job's result
+            self._error = self._error or error
+        finally:
+            self._end()
+
+    def _steer(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._known = known_here()
+        copy = multiprocessing.get_context("fork").Process(
+            target=self._supervise, args=(ours, theirs, os.getpid()), name="hydra-supervisor"
+        )
+        with ours:
+            with theirs, warnings.catch_warnings():
+                # Of threads: they all wait, as `check_may_copy` has seen.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                copy.start()
+            try:
+                while self._hear(ours):
+                    pass
+            except BaseException:
+                copy.kill()  # and the system the pool's process with it
+                raise
+            finally:
+                copy.join()
+
+    def _supervise(self, ours: socket.socket, theirs: socket.socket, parent: int) -> None:
+        """The body of the copy: begins the pool's process, and others after it."""
+        dies_with(parent)
+        ours.close()
+
+        def run(beginning: Beginning) -> int:
+            mine, other = socket.socketpair()
+            socket.send_fds(theirs, [b"connection"], [other.fileno()])
+            other.close()
+            words = connection.Connection(mine.detach())
+            return Server(words, self._known, beginning, lambda: self._make(beginning.crashes)).run()
+
+        def say(text: str) -> None:
+            theirs.send(text.encode()[:_MOST_BYTES])
+
+        sys.exit(supervise(run, say, passes_signals=False))
+
+    def _hear(self, ours: socket.socket) -> bool:
+        """Take what comes next, the last words of a process before the next one's; returns whether there can be more."""
+        words = self._connection
+        sources: list[Any] = [ours] if words is None else [words, ours]
+        ready = connection.wait(sources)
+        if words is not None and words in ready:
+            try:
+                word, *facts = words.recv()
+            except (EOFError, OSError):
+                with self._lock:
+                    self._connection = None
+            else:
+                self._obey(word, *facts)
+            return True
+        data, descriptors, _, _ = socket.recv_fds(ours, _MOST_BYTES, 1)
+        if descriptors:
+            self._attach(connection.Connection(descriptors[0]))
+        elif data:
+            _LOGGER.warning("%s", data.decode(errors="replace"))
+        return bool(data)
+
+    def _attach(self, found: connection.Connection) -> None:
+        """A process has begun: it is sent all that is not over."""
+        with self._lock:
+            self._connection = found
+            if self._is_closing:
+                self._send("close")
+                return
+            for entry in list(self._entries.values()):
+                if entry.wanted is None:
+                    entry.is_again = True
+                    self._send_job(entry)
+                else:
+                    self._over(entry, entry.ended())
+
+    def _send_job(self, entry: _Entry) -> None:
+        waits = not entry.job.reports_freely
+        self._send("submit", entry.job.key, entry.task, entry.name, entry.options, waits, entry.left)
+        entry.job.enter("running")
+
+    def _send(self, *word: Any) -> None:
+        """Say something to the process; where there is none, the next one hears it with its jobs."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._connection is not None:
+                self._connection.send(word)
+
+    def _obey(self, word: str, *facts: Any) -> None:
+        if word == "ready":
+            self._has_begun.set()
+        elif word == "suspended":
+            self._is_suspended.set()
+        elif word == "broken":
+            self._error = unpacked_error(facts[0], self._known)
+        else:
+            entry = self._entries[facts[0]]
+            if word == "placed":
+                entry.left = facts[1]
+            elif word == "reported":
+                step, metrics, history = facts[1:]
+                known = entry.history[-1]["step"] if entry.history else -1
+                entry.history += [one for one in history if one["step"] > known]
+                self._tell_missed(entry, [one for one in history if one["step"] < step])
+                self._reported(entry, Report(step=step, metrics=metrics))
+            else:
+                result = unpacked_result(facts[1], entry.job.task, self._known)
+                self._tell_missed(entry, result.history)
+                if not result.history:  # it was set aside, and has reported before
+                    result.history = entry.history
+                    result.metrics = _metrics(entry.history[-1]) if entry.history else {}
+                self._over(entry, result)
+
+    def _tell_missed(self, entry: _Entry, history: Sequence[Mapping[str, float]]) -> None:
+        """Tell the driver of reports that a process has saved, and crashed before it could say so."""
+        job, told = entry.job, entry.told
+        if job.events is None or job.reports_freely or not entry.is_again or (told.step < 0 and entry.was_resumed):
+            return
+        for one in history:
+            if one["step"] > told.step:
+                told.step, told.is_answered = int(one["step"]), True
+                job.events.put(Reported(job, told.step, _metrics(one)))
+
+    def _reported(self, entry: _Entry, report: Report) -> None:
+        job = entry.job
+        with self._lock:
+            if not entry.told.takes(report):
+                self._send("proceed", job.key)
+                return
+            job.enter("waiting")
+            if not entry.told.tell(report):
+                return
+        if job.events is not None:
+            job.events.put(Reported(job, report.step, report.metrics))
+
+    def _over(self, entry: _Entry, result: Result) -> None:
+        with self._lock:
+            del self._entries[entry.job.key]
+        entry.job.end(result)
+        if entry.job.events is not None:
+            entry.job.events.put((Failed if result.status == "failed" else Finished)(entry.job, result))
+
+    def _end(self) -> None:
+        """All processes have ended: so have all jobs."""
+        with self._lock:
+            self._connection = None
+            self._error = self._error or HydraTuneError(
+                "the executor is shut down"
+                if self._is_closing
+                else "the pool's process crashes before it does anything, and is not begun again; what it has printed, and the "
+                "log, say more"
+            )
+            left = list(self._entries.values())
+        for entry in left:
+            is_failed = not self._is_closing
+            self._over(
+                entry, Result(status="failed" if is_failed else "cancelled", error=self._error if is_failed else None)
+            )
+        self._known = {}
+        self._has_begun.set()
+        self._is_suspended.set()
+
+
+def _others_sleep() -> bool:
+    """Whether no other thread of this process runs Python, for a while at least: those of notebooks wait in libraries."""
+    for _ in range(_LOOKS):
+        before = _turns()
+        time.sleep(_LOOK_SECONDS)
+        if before is not None and _turns() == before:
+            return True
+    return False
+
+
+def _turns() -> dict[int, str] | None:
+    """How often each other thread of Python has had a core; None where one has, or waits for, one now."""
+    found = {}
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.native_id is not None:
+            folder = Path(f"/proc/self/task/{thread.native_id}")
+            with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+                if (folder / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+                    return None
+                found[thread.native_id] = (folder / "schedstat").read_text().split()[2]
+    return found
+
+
+def _metrics(entry: Mapping[str, float]) -> dict[str, float]:
+    """Those of an entry of a history."""
+    return {name: value for name, value in entry.items() if name not in ("step", "epoch", "seconds")}
+
+
+def _refused(job: Job, what: str) -> ConfigError:
+    return ConfigError(f"{what} of job {job.name!r}: {THERE_IS}")
+
+
+def check_may_copy() -> None:
+    """Refuse to copy this process where the copy would not be sound.
+
+    Raises:
+        ConfigError: by name, with the remedy.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        raise ConfigError("isolate=True needs Linux; make the HydraExecutor without isolate")
+    torch = sys.modules["torch"]
+    if torch.cuda.is_initialized():
+        raise ConfigError(
+            "isolate=True needs a process in which CUDA is not in use, for a copy of it cannot use CUDA again; submit the "
+            "first task before anything is put on a GPU, or make the HydraExecutor without isolate"
+        )
+    if not is_quiet() and not _others_sleep():
+        raise ConfigError(
+            "isolate=True needs a process whose other threads wait, for a lock that one of them holds stays locked in a copy; "
+            "submit the first task before they begin, or shut down other executors, or make this one without isolate"
+        )

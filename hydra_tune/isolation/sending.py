@@ -1,0 +1,161 @@
+"""Objects on their way between the program and the pool's process, which is a copy of it.
+
+What was there when the copy was made, both have: tasks, functions and classes that no name leads to are sent by where they lie
+in memory, which is the same place in both. All else is pickled.
+"""
+
+import gc
+import io
+import pickle
+import traceback
+from collections.abc import Mapping
+from dataclasses import fields
+from types import FunctionType
+from typing import Any
+
+from hydra_tune.errors import ConfigError, HydraTuneError, first_line
+from hydra_tune.pool.job import Result
+from hydra_tune.task import TrainTask
+from hydra_tune.train.weights import weights_of, with_weights
+
+_NOT_SENT = ("_module", "_optimizer", "error")
+
+
+def known_here() -> dict[int, object]:
+    """What both processes are to have, by its place; called before the copy is made, and kept in both."""
+    return {id(one): one for one in gc.get_objects() if isinstance(one, TrainTask) or _is_nameless(one)}
+
+
+def _is_nameless(value: object) -> bool:
+    return isinstance(value, FunctionType | type) and (
+        value.__module__ == "__main__" or "<" in getattr(value, "__qualname__", "")
+    )
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, known: Mapping[int, object]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._known = known
+
+    def persistent_id(self, value: object) -> int | None:
+        return id(value) if isinstance(value, TrainTask | FunctionType | type) and id(value) in self._known else None
+
+    def reducer_override(self, value: object) -> Any:
+        if _is_nameless(value):
+            raise pickle.PicklingError(
+                f"{getattr(value, '__qualname__', value)} was made after the pool's process was begun"
+            )
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, known: Mapping[int, object]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known = known
+
+    def persistent_load(self, place: int) -> object:
+        return self._known[place]
+
+
+def pickled(value: object, known: Mapping[int, object]) -> bytes:
+    """An object as bytes.
+
+    Raises:
+        Exception: whatever pickling it raises.
+    """
+    file = io.BytesIO()
+    _Pickler(file, known).dump(value)
+    return file.getvalue()
+
+
+def unpickled(data: bytes, known: Mapping[int, object]) -> Any:
+    """The object of `pickled`, in the other process."""
+    return _Unpickler(data, known).load()
+
+
+def pickled_task(task: TrainTask, known: Mapping[int, object]) -> bytes:
+    """A task for the pool's process.
+
+    Raises:
+        ConfigError: it was made after that was begun, and cannot be pickled.
+    """
+    try:
+        return pickled(task, known)
+    except Exception as error:
+        raise ConfigError(
+            f"this task was made after the first run() or submit() of an executor with isolate=True, and cannot be sent to its "
+            f"pool's process: {error}; make it before, or of functions and classes at the top of a module, and "
+            "functools.partial"
+        ) from error
+
+
+class _State:
+    """In the place of an optimizer that is over: what its `state_dict()` was, or why that is not there."""
+
+    def __init__(self, found: dict[str, Any] | str) -> None:
+        self._found = found
+
+    def state_dict(self) -> dict[str, Any]:
+        if isinstance(self._found, str):
+            raise HydraTuneError(f"the optimizer's state could not be sent from the pool's process: {self._found}")
+        return self._found
+
+
+def packed_result(result: Result, known: Mapping[int, object]) -> dict[str, Any]:
+    """A result as what plain pickle takes, in the pool's process."""
+    found: dict[str, Any] = {
+        "fields": {one.name: getattr(result, one.name) for one in fields(result) if one.name not in _NOT_SENT}
+    }
+    if result.error is not None:
+        found["error"] = packed_error(result.error, known)
+    if result.status == "completed":
+        module = result.module()
+        try:
+            found["module"] = pickled(module, known)
+        except Exception:  # noqa: BLE001 - pickling runs the module's own code
+            found["weights"] = weights_of(module)
+        try:
+            found["state"] = pickled(result.optimizer_state_dict(), known)
+        except Exception as error:  # noqa: BLE001 - as above
+            found["no state"] = first_line(error)
+    return found
+
+
+def unpacked_result(packed: Mapping[str, Any], task: TrainTask, known: Mapping[int, object]) -> Result:
+    """The result, in the program; a module that cannot be pickled is built by the task and given its weights."""
+    result = Result(**packed["fields"])
+    if "error" in packed:
+        result.error = unpacked_error(packed["error"], known)
+    if result.status != "completed":
+        return result
+    try:
+        module = unpickled(packed["module"], known) if "module" in packed else with_weights(task, *packed["weights"])
+        state = unpickled(packed["state"], known) if "state" in packed else packed["no state"]
+    except Exception as error:  # noqa: BLE001 - the module's own code, or the task's
+        result.status, result.error = "failed", error
+        error.add_note("while what the trial has learnt was taken over from the pool's process")
+        return result
+    result.keep(module, _State(state))  # type: ignore[arg-type]  # nothing else is asked of it
+    return result
+
+
+def packed_error(error: BaseException, known: Mapping[int, object]) -> tuple[bytes | None, str, str]:
+    """An error as what plain pickle takes."""
+    try:
+        data = pickled(error, known)
+    except Exception:  # noqa: BLE001 - whatever an error of somebody's own has in it
+        data = None
+    return data, first_line(error), "".join(traceback.format_exception(error))
+
+
+def unpacked_error(packed: tuple[bytes | None, str, str], known: Mapping[int, object]) -> BaseException:
+    """The error, in the program, with its traceback as a note."""
+    data, line, trace = packed
+    error: BaseException = HydraTuneError(line)
+    if data is not None:
+        try:
+            error = unpickled(data, known)
+        except Exception:  # noqa: BLE001 - a class that this process has not, or that wants other arguments
+            error = HydraTuneError(line)
+    error.add_note(f"In the pool's process:\n{trace}")
+    return error

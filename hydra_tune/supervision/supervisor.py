@@ -1,0 +1,279 @@
+"""The supervisor: begins a process, waits for it, and begins it again after a crash, until it ends in order.
+
+Note: a fork. The process is a copy of the supervisor, so it has the program with all its functions; the supervisor does nothing
+but wait, and runs no threads, so that each copy is as sound as the first. What the process was doing is in its `Marks`.
+
+Note: signals. Ctrl-C in a terminal goes to both, `kill` to the supervisor alone, and some send theirs to all processes of a
+job. The supervisor passes on what the process has not heard by itself a moment later, and never what a terminal has sent. From
+the first signal on nothing is begun again.
+
+Note: no process is left. The system kills the process when its supervisor ends, however it ends (PR_SET_PDEATHSIG).
+"""
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from hydra_tune.errors import TrialCrashedError
+from hydra_tune.interrupts import SIGNALS
+from hydra_tune.supervision.marks import Marks
+
+MOST_CRASHES = 2
+"""Of one trial, and of a process that crashes where no trial is at work."""
+
+_FAILED = 1
+_GRACE_SECONDS = 0.2  # in which a process hears a signal that was sent to it as well
+_NUM_FRAMES = 3
+_NUM_NAMED = 3
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_FROM_KERNEL = 0x80  # of `si_code`: SI_KERNEL, as a terminal's
+_WAITED_FOR = {*SIGNALS, signal.SIGCHLD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """How a process begins.
+
+    Attributes:
+        crashes: how many processes have crashed before it.
+        aside: trials that are not to be run any more, with what is to be said of each.
+        said: what was said of the crashes.
+        parent: the supervisor's process.
+    """
+
+    crashes: int = 0
+    aside: Mapping[str, TrialCrashedError] = field(default_factory=dict)
+    said: tuple[str, ...] = ()
+    parent: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """What is known of crashes."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    aside: dict[str, TrialCrashedError] = field(default_factory=dict)
+    suspects: set[str] = field(default_factory=set)
+    crashes: int = 0
+    said: list[str] = field(default_factory=list)
+    is_hopeless: bool = False
+    blank: int = 0  # on end, of processes in which no trial was at work
+
+    def note(self, marked: Mapping[int, str], how: str, dump: str) -> str:
+        """A process has crashed.
+
+        Args:
+            marked: the trials at work, by thread.
+            how: it has ended.
+            dump: what it has written of the fault, if anything.
+
+        Returns:
+            What is to be said of it.
+        """
+        self.crashes += 1
+        self.blank = 0 if marked else self.blank + 1
+        self.is_hopeless = self.blank >= MOST_CRASHES
+        frames = _frames(dump)
+        where = f"; it was in {frames}" if frames else ""
+        names = sorted(set(marked.values()))
+        culprit = marked.get(_faulting_thread(dump)) or (names[0] if len(names) == 1 else None)
+        if culprit is None:
+            self.suspects.update(names)
+            if not names:
+                return f"the pool's process was ended by {how}, while no trial was at work"
+            return f"the pool's process was ended by {how} while {', '.join(names)} were at work; they run one at a time now"
+        self.counts[culprit] += 1
+        self.is_hopeless = culprit in self.aside
+        said = f"the pool's process was ended by {how} while {culprit} was at work{where}"
+        if self.counts[culprit] < MOST_CRASHES:
+            return said
+        self.aside[culprit] = TrialCrashedError(culprit, self.counts[culprit], f"{how}{where}")
+        return f"{said}, as before; it is set aside"
+
+
+def supervise(run: Callable[[Beginning], int], say: Callable[[str], None], *, passes_signals: bool = True) -> int:
+    """Run something in a process of its own, again after each crash, until it ends in order.
+
+    To be called in the main thread of a process that runs no other threads, in which CUDA was not initialised.
+
+    Args:
+        run: called in the process; returns its exit code.
+        say: told of each crash, here.
+        passes_signals: whether SIGINT and SIGTERM are for the process; else both it and the supervisor ignore them.
+
+    Returns:
+        The exit code with which it has ended, or which a signal has ended it with; 1 where it has crashed `MOST_CRASHES` times
+        on end while no trial was at work, or by a trial that was set aside.
+    """
+    history, own = History(), set(psutil.Process().children())
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    try:
+        while True:
+            marks = Marks()
+            with tempfile.TemporaryFile() as dump:
+                start = Beginning(
+                    crashes=history.crashes,
+                    aside=dict(history.aside),
+                    said=tuple(history.said),
+                    parent=os.getpid(),
+                )
+                suspects = history.suspects - history.aside.keys()
+                process = _begin(run, start, marks, suspects, dump, before if passes_signals else None)
+                heard = _wait(process, marks, passes_signals=passes_signals)
+                code, ended, marked = process.exitcode, marks.ended, marks.marked()
+                process.close()
+                marks.close()
+                assert code is not None
+                if ended is not None:
+                    return ended
+                if heard is not None:
+                    return 128 - code if code < 0 else code
+                dump.seek(0)
+                _end_orphans(own)
+                history.said.append(history.note(marked, _how(code), dump.read().decode(errors="replace")))
+                say(history.said[-1])
+            if history.is_hopeless:
+                say("it is not begun again, for it crashes whatever is set aside; what it has printed says more")
+                return _FAILED
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin(
+    run: Callable[[Beginning], int],
+    start: Beginning,
+    marks: Marks,
+    suspects: set[str],
+    dump: IO[bytes],
+    mask: set[signal.Signals] | set[int] | None,
+) -> multiprocessing.process.BaseProcess:
+    def body() -> None:
+        dies_with(start.parent)
+        if mask is None:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask or set())
+        atexit._clear()  # noqa: SLF001 - those of the supervisor's program are for that to run
+        faulthandler.enable(dump)
+        marks.begin(suspects)
+        code = _FAILED
+        try:
+            code = run(start)
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 0 if error.code is None else _FAILED
+        except KeyboardInterrupt:
+            code = 128 + signal.SIGINT
+        except BaseException:  # noqa: BLE001 - it ends the process, as it would without a supervisor
+            traceback.print_exc()
+        marks.end(code)
+        atexit._run_exitfuncs()  # noqa: SLF001 - which multiprocessing leaves out
+        sys.exit(code)
+
+    process = multiprocessing.get_context("fork").Process(target=body, name="hydra-pool")
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, and counts those of native libraries.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    return process
+
+
+def numbered(path: Path | None, crashes: int) -> Path | None:
+    """The file in the place of another for a process that so many have crashed before: `log.jsonl`, then `log-2.jsonl`."""
+    return path if path is None or not crashes else path.with_stem(f"{path.stem}-{crashes + 1}")
+
+
+def why_not_here() -> str | None:
+    """Why a copy of this process would not be sound; None: it is.
+
+    Returns:
+        The end of a sentence, with the remedy.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        return "the supervisor needs Linux"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return (
+            "CUDA is in use in this process, and cannot be used in a copy of it; begin before anything is put on a GPU"
+        )
+    busy = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if busy:
+        return f"this process runs other threads ({', '.join(busy[:_NUM_NAMED])}), of which a copy has none; end them before"
+    return None
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _end_orphans(own: set[psutil.Process]) -> None:
+    """Processes that the one that has crashed has begun, such as workers of loaders, keep what it has locked until they end."""
+    for child in set(psutil.Process().children()) - own:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+            child.wait()
+
+
+def dies_with(parent: int) -> None:
+    """Have the system kill this process when the thread that has begun it ends, which `parent` is the process of."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before it could be asked for
+        os._exit(_FAILED)
+
+
+def _wait(process: multiprocessing.process.BaseProcess, marks: Marks, *, passes_signals: bool) -> int | None:
+    """Wait for the end of the process; returns the first signal that came for it."""
+    first, count = None, 0
+    while process.exitcode is None:
+        found = signal.sigwaitinfo(_WAITED_FOR)
+        if found.si_signo not in SIGNALS or not passes_signals:
+            continue
+        first, count = first or found.si_signo, count + 1
+        if found.si_code == _FROM_KERNEL:
+            continue
+        process.join(_GRACE_SECONDS)
+        if marks.num_heard < count and process.exitcode is None and process.pid is not None:
+            os.kill(process.pid, found.si_signo)
+    return first
+
+
+def _how(code: int) -> str:
+    """How a process has ended, by its exit code."""
+    if code >= 0:
+        return f"exit code {code}, out of order (os._exit, or a library's exit)"
+    try:
+        number = signal.Signals(-code)
+    except ValueError:
+        return f"signal {-code}"
+    hint = " (sent by somebody, or by the system where memory has run out)" if number == signal.SIGKILL else ""
+    return f"{number.name}{hint}"
+
+
+def _faulting_thread(dump: str) -> int:
+    """The thread that a fault was in, as faulthandler has it; 0 where it has not said."""
+    found = re.search(r"^Current thread 0x([0-9a-f]+)", dump, re.MULTILINE)
+    return 0 if found is None else int(found[1], 16)
+
+
+def _frames(dump: str) -> str:
+    """Where a fault was: the innermost frames of its thread."""
+    stack = dump.partition("Current thread ")[2].partition("\n\n")[0]
+    found = re.findall(r'^  File "([^"]+)", line (\d+) in (.+)$', stack, re.MULTILINE)
+    return ", called by ".join(f"{name} ({path}:{line})" for path, line, name in found[:_NUM_FRAMES])

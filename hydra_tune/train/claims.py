@@ -1,0 +1,97 @@
+"""Each trial's claim on what it trains: two trials of a process that train one thing would change each other's numbers.
+
+A trial claims its module, its optimizer, and the memory of its parameters. Memory that nobody trains may be shared, such as the
+frozen vectors of an embedding that a dozen trials read.
+"""
+
+import threading
+import weakref
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+
+from hydra_tune.errors import TaskError
+
+_LOCK = threading.Lock()
+_UNDER_WAY: "weakref.WeakSet[Claim]" = weakref.WeakSet()
+_REMEDY = "let model= build its own each time, e.g. with copy.deepcopy(...) or tensor.clone()"
+
+
+class Claim:
+    """That of one trial.
+
+    Args:
+        module: the trial's.
+
+    Attributes:
+        module: as given.
+        optimizer: the trial's, once it has been built.
+        storages: of its parameters by their names, and whether each is trained.
+
+    Raises:
+        TaskError: another trial under way trains the same module, or one of its parameters, or a tensor that one is made of.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: nn.Module | None = module
+        self.optimizer: torch.optim.Optimizer | None = None
+        # A weak reference keeps the storage's address its own, also when a trial has moved the bytes and the storage is gone.
+        self.storages = {
+            name: (StorageWeakRef(parameter.untyped_storage()), parameter.requires_grad)  # type: ignore[no-untyped-call]
+            for name, parameter in module.named_parameters()
+            if _has_memory(parameter)
+        }
+        with _LOCK:
+            for other in _UNDER_WAY:
+                if other.module is module:
+                    raise TaskError(f"model= returned a module that another trial is training; {_REMEDY}")
+                self._check_parameters(other)
+            _UNDER_WAY.add(self)
+
+    def _check_parameters(self, other: "Claim") -> None:
+        assert self.module is not None
+        known: dict[int, tuple[str, bool]] = {
+            reference.cdata: (name, is_trained) for name, (reference, is_trained) in other.storages.items()
+        }
+        # A trial under way moves the bytes of its parameters, so that one of them is known by the object alone.
+        objects = (
+            {} if other.module is None else {id(p): (n, p.requires_grad) for n, p in other.module.named_parameters()}
+        )
+        for name, parameter in self.module.named_parameters():
+            same = objects.get(id(parameter))
+            if same is None and name in self.storages:
+                same = known.get(self.storages[name][0].cdata)
+            if same is not None and (parameter.requires_grad or same[1]):
+                raise TaskError(
+                    f"parameter {name!r} of the module that model= returned has its memory in common with {same[0]!r} of a "
+                    f"trial under way, and each would change the other's; {_REMEDY}"
+                )
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Claim the trial's optimizer as well.
+
+        Raises:
+            TaskError: another trial under way has the optimizer.
+        """
+        with _LOCK:
+            if any(other.optimizer is optimizer for other in _UNDER_WAY if other is not self):
+                raise TaskError(
+                    "optimizer= returned an optimizer that another trial is using; let optimizer= build a new one each time, "
+                    "e.g. optimizer=partial(AdamW, lr=1e-3)"
+                )
+            self.optimizer = optimizer
+
+    def give_up(self) -> None:
+        """The trial is over."""
+        with _LOCK:
+            _UNDER_WAY.discard(self)
+            self.module, self.optimizer, self.storages = None, None, {}
+
+
+def _has_memory(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has bytes of its own; one that is lazy, sparse, or stands for one that is not built has none."""
+    if is_lazy(parameter) or parameter.layout is not torch.strided or not parameter.numel():
+        return False
+    return parameter.untyped_storage().device.type != "meta"

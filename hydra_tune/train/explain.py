@@ -1,0 +1,58 @@
+"""Torch's own errors for common mistakes of a task, as errors that name the argument and the remedy.
+
+`explained` is asked where a trial or a plain run ends with an error, so that every way in which trials run has the same
+messages. Knows nothing of jobs.
+"""
+
+import re
+from dataclasses import dataclass
+
+from hydra_tune.errors import HydraTuneError, TaskError, first_line
+from hydra_tune.shard.capture import user_line
+
+_DEVICE = (
+    "the task asks for a GPU, and torch finds none here; leave .to('cuda'), .cuda() and device='cuda' out: the pool puts "
+    "module and batches on its devices, and a tensor made in forward follows its input: torch.zeros(n, device=x.device)"
+)
+_TWICE = (
+    "the task has torch go back through a step twice, as where step= or loss= calls backward() itself; return the loss, and "
+    "leave backward(), optimizer.step() and zero_grad() to hydra-tune"
+)
+_NO_GRADIENT = (
+    "the training loss has no gradient, as after .detach(), .item(), torch.no_grad() or with every parameter frozen, or where "
+    "step= calls backward() itself; return the loss as the tensor that the module's parameters have led to"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An error that is known by its class and text, and the explanation."""
+
+    kind: type[Exception]
+    text: re.Pattern[str]
+    told: str
+
+
+_ALL = (
+    _Known(AssertionError, re.compile(r"Torch not compiled with CUDA enabled"), _DEVICE),
+    _Known(
+        RuntimeError,
+        re.compile(r"No CUDA GPUs are available|Found no NVIDIA driver|CUDA driver version is insuff"),
+        _DEVICE,
+    ),
+    _Known(RuntimeError, re.compile(r"Trying to backward through the graph a second time"), _TWICE),
+    _Known(RuntimeError, re.compile(r"element 0 of tensors does not require grad"), _NO_GRADIENT),
+)
+
+
+def explained(error: BaseException | None) -> BaseException | None:
+    """An error with the remedy, if the error is of a known kind, caused by the one that was raised; else the error itself."""
+    if error is None or isinstance(error, HydraTuneError):
+        return error
+    known = next((one for one in _ALL if isinstance(error, one.kind) and one.text.search(str(error))), None)
+    if known is None:
+        return error
+    line = user_line(error)
+    found = TaskError(f"{known.told} ({first_line(error)}{f', at {line}' if line else ''})")
+    found.__cause__ = error
+    return found

@@ -1,0 +1,77 @@
+"""`Trained`: a finished run as its user has it, whether the pool or the plain loop has made it.
+
+Knows nothing of jobs and devices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.checkpoint.tensors import save_tensors
+from hydra_tune.errors import HydraTuneError, first_line
+
+
+@dataclass(slots=True, kw_only=True)
+class Trained:
+    """The outcome of a run.
+
+    Attributes:
+        status: "completed", "pruned", "cancelled" or "failed".
+        metrics: of the last report; empty if there was none.
+        history: one dict per report: `step`, `epoch`, `seconds` since the run began, and the metrics.
+        error: the error of a failed run, with its traceback; else None.
+    """
+
+    status: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    history: list[dict[str, float]] = field(default_factory=list)
+    error: BaseException | None = None
+    _module: nn.Module | None = None
+    _optimizer: torch.optim.Optimizer | None = None
+
+    def module(self) -> nn.Module:
+        """The user's own module with the trained weights, on the host, in training mode.
+
+        The module is an ordinary one: every parameter and buffer has memory of its own, with the strides that the module's
+        class gave it, and tied parameters are one object.
+
+        Raises:
+            HydraTuneError: the run has left no weights; a failed run's error is the cause.
+        """
+        if self._module is None:
+            why = "" if self.error is None else f": {first_line(self.error)}"
+            raise HydraTuneError(
+                f"a {self.status} job keeps no weights, only a completed one does{why}"
+            ) from self.error
+        return self._module
+
+    def keep(self, module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+        """Called by whoever has trained: take the objects that `module()` and the others give out."""
+        self._module, self._optimizer = module, optimizer
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The module's `state_dict()`: the model's own names, tied names included."""
+        return self.module().state_dict()
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's `state_dict()`, as `torch.optim` defines it."""
+        self.module()
+        assert self._optimizer is not None
+        return self._optimizer.state_dict()
+
+    def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+        """Write the weights to a file, as safetensors, which `hydra_tune.load_module(task, path)` reads.
+
+        Args:
+            path: of the file; one that is there is replaced, whole or not at all.
+            metadata: texts to keep with them.
+
+        Raises:
+            HydraTuneError: the run has left no weights.
+            FileError: the file cannot be written.
+        """
+        save_tensors(Path(path), self.state_dict(), metadata)

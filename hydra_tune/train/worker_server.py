@@ -1,0 +1,354 @@
+"""The process that forks the workers of loaders: it runs no threads, and has loaded what the program has.
+
+Note: two ways to begin. `ServerProcess.fork` copies this process, which takes milliseconds: workers then have the program's
+modules, its `__main__`, and classes of a notebook or of a script from standard input. A copy is sound only while every other
+Python thread waits, for a lock that a busy thread holds stays locked in the copy for ever. So an executor that is given a task
+with workers has the server forked before the pool begins to work. Where a thread is busy, `ServerProcess.start` begins a new
+interpreter, which imports what is loaded here, once for all workers and not once for each.
+
+Knows nothing of loaders, trials or devices.
+"""
+
+import gc
+import io
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Iterable
+from multiprocessing import connection, context, forkserver, popen_forkserver, process, resource_tracker, spawn
+from multiprocessing import util as _typed_util
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# Parts of the standard library that its type hints leave out.
+util: Any = _typed_util
+arbitrary_address: Any = vars(connection)["arbitrary_address"]
+reduction: Any = vars(context)["reduction"]
+
+# A thread whose innermost frame is one of these waits, and holds no lock of torch or of the system.
+_WAITS = {"threading.py": ("wait", "wait_for", "join", "_wait_for_tstate_lock"), "selectors.py": ("select",)}
+_WAITS |= {"concurrent/futures/thread.py": ("_worker",), "zmq/sugar/poll.py": ("poll",)}
+_WAITS |= {"multiprocessing/connection.py": ("_recv",)}
+# A pool's own threads call `SimpleQueue.get` there, which has no frame of its own.
+_WAITS |= {"hydra_tune/pool/worker.py": ("_work",), "hydra_tune/pool/preparer.py": ("work",)}
+_WAITS |= {"hydra_tune/older_torch.py": ("own",)}  # a thread that never ends
+
+_NEVER_IMPORTED = ("__main__", "__mp_main__")
+
+
+class ServerProcess(forkserver.ForkServer):
+    """One process that forks workers.
+
+    Attributes:
+        names: of a forked server, the program's `__main__` as it was then; None of a server that imports it.
+    """
+
+    _lock: threading.Lock
+    _forkserver_address: str | None
+    _forkserver_alive_fd: int | None
+    _forkserver_pid: int | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, object] | None = None
+
+    def fork(self) -> None:
+        """Begin as a copy of this process, in which no other thread may be busy."""
+        self.names = dict(vars(sys.modules["__main__"]))
+        with self._listening() as listener:
+            alive_r, alive_w = os.pipe()
+            util._flush_std_streams()  # noqa: SLF001 - or the copy writes it once more
+            with warnings.catch_warnings():
+                # Python 3.12 warns of threads, and counts those of native libraries, which a DataLoader forks beside as well.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid == 0:
+                _serve_forked(listener, alive_r, alive_w)
+            os.close(alive_r)
+            self._is_running(listener, pid, alive_w)
+
+    def start(self) -> None:
+        """Begin as a new interpreter, which imports in the background what is loaded here."""
+        with self._listening() as listener:
+            alive_r, alive_w = os.pipe()
+            spec_r, spec_w = os.pipe()
+            code = f"from {__name__} import serve; serve({listener.fileno()}, {alive_r}, {spec_r})"
+            flags = util._args_from_interpreter_flags()  # noqa: SLF001
+            command = [spawn.get_executable(), *flags, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"]
+            try:
+                pid = util.spawnv_passfds(command[0], command, [listener.fileno(), alive_r, spec_r])
+            finally:
+                os.close(alive_r)
+                os.close(spec_r)
+            with os.fdopen(spec_w, "wb") as file:
+                pickle.dump(_loaded_here(), file)
+            self._is_running(listener, pid, alive_w)
+
+    def stop(self) -> None:
+        """End it; its workers have ended."""
+        with self._lock:
+            if self._forkserver_pid is None or self._forkserver_alive_fd is None or self._forkserver_address is None:
+                return
+            os.close(self._forkserver_alive_fd)
+            os.kill(self._forkserver_pid, signal.SIGKILL)  # it may be importing
+            os.waitpid(self._forkserver_pid, 0)
+            Path(self._forkserver_address).unlink(missing_ok=True)
+            self._forkserver_pid = self._forkserver_alive_fd = self._forkserver_address = None
+
+    def ensure_running(self) -> None:
+        """The base class asks this before each worker.
+
+        Raises:
+            ConnectionError: the server has ended.
+        """
+        resource_tracker.ensure_running()
+        with self._lock:
+            pid = self._forkserver_pid
+            if pid is None or os.waitpid(pid, os.WNOHANG)[0]:
+                self._forkserver_pid = None
+                raise ConnectionError("the process that forks workers has ended")
+
+    def is_running(self) -> bool:
+        """Whether it lives."""
+        try:
+            self.ensure_running()
+        except ConnectionError:
+            return False
+        return True
+
+    @staticmethod
+    def _listening() -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(arbitrary_address("AF_UNIX"))
+        listener.listen()
+        return listener
+
+    def _is_running(self, listener: socket.socket, pid: int, alive_w: int) -> None:
+        resource_tracker.ensure_running()
+        self._forkserver_address = listener.getsockname()
+        self._forkserver_alive_fd, self._forkserver_pid = alive_w, pid
+
+
+class Servers:
+    """The server that workers come from now, for as long as somebody holds it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: list[ServerProcess] = []
+        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def hold(self, holder: object) -> None:
+        """Have a server, until `leave`: a new one where nobody holds the present one, or where a session has gone on since."""
+        with self._lock:
+            if not self._holders:
+                self._stop()
+            self._holders.add(holder)
+            latest = self._running[-1] if self._running else None
+            if latest is None or (latest.names is not None and not has_main_file() and is_quiet()):
+                self._begin()
+
+    def forget(self) -> None:
+        """This process is a copy of the one that has begun them, and must not end them."""
+        self._lock, self._running, self._holders = threading.Lock(), [], weakref.WeakSet()
+
+    def leave(self, holder: object) -> None:
+        """End the servers, unless somebody else holds them."""
+        with self._lock:
+            if holder in self._holders:
+                self._holders.discard(holder)
+                if not self._holders:
+                    self._stop()
+
+    def current(self) -> ServerProcess:
+        """The server, begun now if there is none that lives."""
+        with self._lock:
+            if not self._running or not self._running[-1].is_running():
+                self._begin()
+            return self._running[-1]
+
+    def _begin(self) -> None:
+        server = ServerProcess()
+        if is_quiet():
+            server.fork()
+        else:
+            server.start()
+        self._running.append(server)
+
+    def _stop(self) -> None:
+        while self._running:
+            self._running.pop().stop()
+
+
+SERVERS = Servers()
+
+
+class ServedContext(context.ForkServerContext):
+    """A context of multiprocessing whose processes are forked by a server."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        super().__init__()
+        self.server = server
+
+    def Process(self, *arguments: Any, **options: Any) -> "_Process":  # type: ignore[override]  # noqa: N802
+        """A process, not yet started."""
+        made = _Process(*arguments, **options)
+        made.server = self.server
+        return made
+
+
+class _Process(process.BaseProcess):
+    _start_method = "forkserver"
+    server: ServerProcess
+
+    @staticmethod
+    def _Popen(process_obj: "_Process") -> Any:  # noqa: N802 - the base class calls it so
+        return _Popen(process_obj)
+
+
+class _Popen(popen_forkserver.Popen):
+    _fds: list[int]
+
+    def _launch(self, process_obj: _Process) -> None:
+        """As the base class does, but through the process's own server, and without a main script to import."""
+        server = vars(process_obj).pop("server")
+        file = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(_preparation(process_obj.name), file)
+            reduction.dump(process_obj, file)
+        finally:
+            context.set_spawning_popen(None)
+        self.sentinel, data_w = server.connect_to_new_process(self._fds)
+        parent_w = os.dup(data_w)  # by its end the worker knows that this process has ended
+        self.finalizer = util.Finalize(self, util.close_fds, (parent_w, self.sentinel))
+        with os.fdopen(data_w, "wb") as pipe:
+            pipe.write(file.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+def has_main_file() -> bool:
+    """Whether the main script is a file or a module, which another process can import."""
+    main = sys.modules["__main__"]
+    return getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
+
+
+def serve(listener_fd: int, alive_r: int, spec_fd: int) -> None:
+    """Run a server in a new interpreter."""
+    with os.fdopen(spec_fd, "rb") as file:
+        preparation, names = pickle.load(file)  # noqa: S301 - from the program that has begun this process
+    _name_process()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    current: Any = process.current_process()
+    current._inheriting = True  # noqa: SLF001 - as in a process that is being spawned
+    try:
+        spawn.prepare(preparation)
+    except BaseException:  # noqa: BLE001 - a script that exits; workers whose classes it has not will say so
+        traceback.print_exc()
+    _import_all(names)
+    del current._inheriting  # noqa: SLF001
+    forkserver.main(listener_fd, alive_r, [])
+
+
+def _import_all(names: Iterable[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            try:
+                __import__(name)
+            except BaseException:  # noqa: BLE001, S112 - one that no name leads to
+                continue
+
+
+def _loaded_here() -> tuple[dict[str, Any], list[str]]:
+    """How a new interpreter prepares itself, and the modules it is to import, in the order in which they were here."""
+    data = {"sys_path": list(sys.path), "sys_argv": list(sys.argv), "dir": str(Path.cwd())}
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    path = getattr(main, "__file__", None)
+    if name is not None:
+        data["init_main_from_name"] = name
+    elif path is not None:
+        data["init_main_from_path"] = str(Path(vars(process)["ORIGINAL_DIR"] or ".") / path)
+    loaded = [name for name, module in list(sys.modules.items()) if getattr(module, "__spec__", None) is not None]
+    return data, [name for name in loaded if name not in _NEVER_IMPORTED]
+
+
+def _preparation(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "authkey": process.current_process().authkey,
+        "log_to_stderr": util._log_to_stderr,  # noqa: SLF001
+        "sys_path": list(sys.path),
+        "sys_argv": list(sys.argv),
+        "dir": str(Path.cwd()),
+    }
+
+
+def is_quiet(patience_seconds: float = 0.25) -> bool:
+    """Whether this process may be copied: every other Python thread waits, now or soon, as those that have just begun."""
+    end = time.monotonic() + patience_seconds
+    while not (quiet := all(map(_waits, _other_frames()))) and time.monotonic() < end:
+        time.sleep(0.002)
+    return quiet
+
+
+def _other_frames() -> list[FrameType]:
+    return [frame for key, frame in sys._current_frames().items() if key != threading.get_ident()]  # noqa: SLF001
+
+
+def _waits(frame: FrameType) -> bool:
+    code = frame.f_code
+    return any(code.co_filename.endswith(f"/{file}") and code.co_name in names for file, names in _WAITS.items())
+
+
+def _serve_forked(listener: socket.socket, alive_r: int, alive_w: int) -> None:
+    """The copy of the program: nothing of it goes on but this."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        os.close(alive_w)
+        _name_process()
+        _let_go_of_files({listener.fileno(), alive_r})
+        gc.freeze()  # what the program has left to collect is not collected here, by code of the user's
+        forkserver.main(listener.detach(), alive_r, [])
+    except Exception:  # noqa: BLE001 - the end of a process, said where a person may see it
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _let_go_of_files(kept: set[int]) -> None:
+    """Have nothing of the program's open, such as pipes whose other end waits for all to be closed.
+
+    Numbers stay taken, by the null device: objects of the program that own them would close another's later.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    kept = kept | {0, 1, 2, null}
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            kept.add(stream.fileno())
+        except (AttributeError, OSError, ValueError):
+            continue
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if number not in kept:
+            try:
+                os.fstat(number)
+            except OSError:  # the listing's own
+                continue
+            os.dup2(null, number, inheritable=False)
+
+
+def _name_process() -> None:
+    try:
+        Path("/proc/self/comm").write_text("hydra-workers", encoding="ascii")
+    except OSError:
+        return

@@ -1,0 +1,295 @@
+"""`HydraExecutor(isolate=True)`: a trial that ends its process, and what is there and what is not across two processes."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from hydra_tune import Failed, Finished, HydraExecutor, Reported, TrialsFailed, train_plain
+from hydra_tune.errors import ConfigError, HydraTuneError, TrialCrashedError
+from tests.parity.exact import differences, without_seconds
+from tests.support.crashing import BAD, EPOCHS, NUM_TRIALS, Net, X, Y, task_of
+from tests.support.forked import ROOT, Forked, run_code
+
+SECONDS = 120
+OPTIONS = {"devices": "cpu:1", "device_memory": "4MiB", "max_concurrent": 3, "isolate": True}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """What each trial comes to in a plain loop."""
+    return [train_plain(task_of(number)) for number in range(NUM_TRIALS)]
+
+
+def assert_as_plain(plain, result):
+    assert result.status == "completed", result.error
+    assert list(differences(plain.state_dict(), result.state_dict())) == []
+    assert list(differences(plain.optimizer_state_dict(), result.optimizer_state_dict())) == []
+    assert list(differences(without_seconds(plain.history), without_seconds(result.history))) == []
+    assert type(result.module()) is Net
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in result.module().parameters())
+
+
+@pytest.mark.parametrize(
+    ("way", "how", "saves", "devices"),
+    [
+        ("fault", "SIGSEGV; it was in string_at (", True, 2),
+        ("fault", "SIGSEGV; it was in string_at (", False, 1),
+        ("exit", "exit code 0, out of order (os._exit, or a library's exit)", True, 1),
+    ],
+)
+def test_a_trial_that_ends_its_process_fails_alone(tmp_path, plain, way, how, saves, devices):
+    folder = {"checkpoint_dir": tmp_path / "saved"} if saves else {}
+    with HydraExecutor(**OPTIONS | {"devices": f"cpu:{devices}"}, **folder) as pool:
+        with pytest.raises(TrialsFailed) as caught:
+            pool.run([task_of(number, way) for number in range(NUM_TRIALS)])
+        results = caught.value.results
+    for number in set(range(NUM_TRIALS)) - {BAD}:
+        assert_as_plain(plain[number], results[number])
+    error = results[BAD].error
+    assert isinstance(error, TrialCrashedError)
+    assert (error.name, error.crashes) == (f"job {BAD}", 2)
+    assert error.how.startswith(how)
+    assert str(error).startswith(f"job {BAD} has ended the pool's process 2 times while it ran, the last time by {how}")
+
+
+def test_a_process_that_is_killed_from_outside_is_begun_again(tmp_path, plain, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = set(psutil.Process().children(recursive=True))
+    with HydraExecutor(**OPTIONS, checkpoint_dir=tmp_path / "saved") as pool:
+        jobs = [pool.submit(task_of(number, "wait")) for number in range(NUM_TRIALS)]
+        while not Path("there").exists():
+            assert jobs[BAD].state != "failed"
+        supervisor, child = set(psutil.Process().children(recursive=True)) - before
+        if supervisor.ppid() != os.getpid():
+            supervisor, child = child, supervisor
+        child.kill()
+        child.wait()
+        Path("go").touch()
+        for number, job in enumerate(jobs):
+            assert_as_plain(plain[number], job.result())
+    assert not supervisor.is_running()
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+MATCH = r"made after the first run\(\) or submit\(\) .*<lambda> was made after the pool.* make it before"
+
+
+def test_lambdas_closures_and_local_classes_reach_the_process(plain):
+    class Local(Net):
+        def __init__(self, _share):
+            super().__init__()
+            self.touch = lambda: 1
+
+    rate = 1e-3
+    task = replace(task_of(0), model=lambda: Local(0.1), optimizer=lambda given: torch.optim.AdamW(given, lr=rate))
+    with HydraExecutor(**OPTIONS) as pool:
+        result = pool.run(task)
+        assert list(differences(plain[0].state_dict(), result.state_dict())) == []
+        assert type(result.module()) is Local
+        assert result.module().touch() == 1
+        # Made when the process was there already: by functions of a module it is sent, and by a closure it cannot be.
+        assert_as_plain(plain[1], pool.run(task_of(1)))
+        with pytest.raises(
+            ConfigError,
+            match=r"made after the first run\(\) or submit\(\) .*<lambda> was made after the pool.* make it before",
+        ):
+            pool.run(replace(task_of(2), model=lambda: torch.nn.Sequential(Net())))
+
+
+def fails(_module, _batch):
+    raise OddError("no such step", 3)
+
+
+class OddError(Exception):
+    """Cannot be pickled, for it wants two arguments."""
+
+    def __init__(self, text, number):
+        super().__init__(f"{text} {number}")
+
+
+def test_a_trials_own_error_comes_back_with_its_traceback():
+    with HydraExecutor(**OPTIONS) as pool:
+        results = pool.run([task_of(0), replace(task_of(1), step=fails)], on_error="return")
+    assert [result.status for result in results] == ["completed", "failed"]
+    assert str(results[1].error) == "OddError: no such step 3"
+    assert "in fails" in results[1].error.__notes__[0]
+
+
+def test_reports_wait_for_their_answers_across_a_crash(tmp_path, plain):
+    """The driver hears of each report once, and what it has pruned stays pruned."""
+    told = []
+    with HydraExecutor(**OPTIONS, checkpoint_dir=tmp_path / "saved") as pool:
+        stream = pool.events()
+        jobs = [pool.submit(task_of(number, "fault"), f"trial {number}", stream) for number in range(NUM_TRIALS)]
+        ends = {}
+        while len(ends) < NUM_TRIALS:
+            event = stream.get()
+            number = jobs.index(event.job)
+            match event:
+                case Reported():
+                    assert event.job.state == "waiting"
+                    told.append((number, event.step))
+                    if number == 5 and event.step == 1:
+                        event.job.prune()
+                    else:
+                        event.job.proceed()
+                case Finished() | Failed():
+                    ends[number] = event
+    assert sorted(told) == sorted(
+        (number, step) for number in range(NUM_TRIALS) for step in range({BAD: 1, 5: 2}.get(number, EPOCHS))
+    )
+    assert isinstance(ends[BAD].result.error, TrialCrashedError)
+    assert (ends[5].result.status, len(ends[5].result.history)) == ("pruned", 2)
+    for number in set(range(NUM_TRIALS)) - {BAD, 5}:
+        assert_as_plain(plain[number], ends[number].result)
+
+
+def test_jobs_are_saved_at_ctrl_c_and_go_on_in_another_executor(tmp_path, plain):
+    tasks = [task_of(number) for number in range(NUM_TRIALS)]
+    jobs, first = [], None
+    with contextlib.suppress(KeyboardInterrupt), HydraExecutor(**OPTIONS, checkpoint_dir=tmp_path / "saved") as pool:
+        stream = pool.events()
+        jobs += [pool.submit(task, f"trial {number}", stream) for number, task in enumerate(tasks)]
+        first = stream.get()
+        raise KeyboardInterrupt
+    assert isinstance(first, Reported)
+    assert {job.state for job in jobs} == {"cancelled"}
+    number = jobs.index(first.job)
+    with HydraExecutor(**OPTIONS | {"isolate": False}, checkpoint_dir=tmp_path / "saved") as pool:
+        found = pool.find_checkpoint(f"trial {number}")
+        assert found.steps == 4
+        assert_as_plain(plain[number], pool.submit(tasks[number], resume_from=found.path).result())
+
+
+PROGRAM = """
+from pathlib import Path
+
+from hydra_tune import HydraExecutor
+from tests.support.crashing import BAD, task_of
+
+with HydraExecutor(devices="cpu:1", device_memory="4MiB", isolate=True) as pool:
+    pool.run(task_of(BAD, "wait"))
+"""
+
+
+def test_no_process_outlives_a_program_that_is_killed(tmp_path):
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, [ROOT, *sys.path])))
+    with Forked(run_code, PROGRAM, cwd=tmp_path, environment=environment) as program:
+        while not (tmp_path / "there").exists():
+            assert program.poll() is None, program.communicate()
+        begun = psutil.Process(program.pid).children(recursive=True)
+        assert len(begun) == 2
+        program.send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(begun, timeout=SECONDS)
+    assert alive == []
+
+
+class Noisy(Dataset):
+    """Each sample is drawn in the worker."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return X[index] + torch.randn(8), Y[index]
+
+
+def test_workers_of_loaders_belong_to_the_process():
+    loader = DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=2)
+    tasks = [replace(task_of(number, "fault"), train=loader) for number in (0, BAD)]
+    before = set(psutil.Process().children(recursive=True))
+    expected = train_plain(tasks[0])
+    with HydraExecutor(**OPTIONS) as pool:
+        results = pool.run(tasks, on_error="return")
+    assert_as_plain(expected, results[0])
+    assert isinstance(results[1].error, TrialCrashedError)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_shutdown_cancels_what_is_not_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pool = HydraExecutor(**OPTIONS)
+    job = pool.submit(task_of(BAD, "wait"))
+    waits = pool.submit(task_of(1), events=pool.events())
+    while not Path("there").exists():
+        assert job.state == "running"
+    Path("go").touch()
+    pool.shutdown()
+    assert {job.state, waits.state} <= {"cancelled", "completed"}
+    assert waits.state == "cancelled"
+    with pytest.raises(HydraTuneError, match="the executor is shut down"):
+        pool.submit(task_of(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"fusion": "on"}, "fusion does not go with isolate=True: trials that are computed together crash together"),
+        ({"record": True}, "record does not go with isolate=True"),
+        ({"instrument": threading.Lock}, "instrument does not go with isolate=True"),
+        ({"plans_only": True}, "plans_only does not go with isolate=True"),
+        ({"isolate": 3}, "isolate must be true or false, not 3"),
+    ],
+)
+def test_options_that_do_not_go_with_it(options, named):
+    with pytest.raises(ConfigError, match=named):
+        HydraExecutor(**OPTIONS | options)
+
+
+def test_what_is_not_there_is_refused_and_nothing_is_begun():
+    with HydraExecutor(**OPTIONS) as pool:
+        for ask in (pool.stats, lambda: pool.width, lambda: pool.plan([task_of(0)]), lambda: pool.add_device("cpu:3")):
+            with pytest.raises(ConfigError, match="with isolate=True the pool is in another process"):
+                ask()
+        job = pool.submit(task_of(0))
+        for ask in (job.pause, job.checkpoint, lambda: job.progress, lambda: job.set_priority(1)):
+            with pytest.raises(ConfigError, match="of job 'job 0': with isolate=True"):
+                ask()
+        assert job.result().status == "completed"
+
+
+def test_a_pool_that_cannot_begin_says_so_at_the_first_task():
+    with HydraExecutor(**OPTIONS | {"devices": "cuda:7"}) as pool, pytest.raises(ConfigError, match="cuda"):
+        pool.submit(task_of(0))
+
+
+def test_a_process_with_a_busy_thread_is_not_copied():
+    is_over = threading.Event()
+
+    def work():
+        while not is_over.is_set():
+            sum(range(1000))
+
+    busy = threading.Thread(target=work)
+    busy.start()
+    try:
+        with HydraExecutor(**OPTIONS) as pool, pytest.raises(ConfigError, match="whose other threads wait"):
+            pool.submit(task_of(0))
+    finally:
+        is_over.set()
+        busy.join()
+
+
+def crash_in_the_loop(given):
+    ctypes.string_at(0)
+    return torch.optim.SGD(given, lr=0.1)
+
+
+def test_a_crash_while_a_trial_is_prepared_is_that_trials(plain):
+    bad = replace(task_of(2), optimizer=crash_in_the_loop)
+    with HydraExecutor(**OPTIONS) as pool:
+        results = pool.run([task_of(0), bad, task_of(1)], on_error="return")
+    assert_as_plain(plain[0], results[0])
+    assert_as_plain(plain[1], results[2])
+    assert "it was in string_at (" in results[1].error.how
+    assert "called by crash_in_the_loop (" in results[1].error.how

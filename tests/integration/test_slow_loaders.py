@@ -1,0 +1,239 @@
+"""Loaders that keep a burst waiting: the trial leaves its device within it, and comes back with the plain loop's numbers."""
+
+import random
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from hydra_tune import TrainTask
+from hydra_tune.errors import LoaderTimeoutError
+from hydra_tune.pool import loaders
+from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running
+
+pytestmark = pytest.mark.timeout(120)
+
+_GENERATOR = torch.Generator().manual_seed(5)
+X = torch.randn(8, 64, generator=_GENERATOR)
+Y = torch.randint(4, (8,), generator=_GENERATOR)
+TIGHT = "180KiB"  # one trial fits, with 139 KB of state; two do not, so that one that has left is moved away
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch):
+    monkeypatch.setattr(loaders, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(loaders, "_GRACE_SECONDS", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def never_captured(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("captured")
+
+    monkeypatch.setattr("hydra_tune.shard.library.capture", refuse)
+
+
+class Hanging:
+    """Batches of one pass after another, of which one draw hangs in a lock until it is let go."""
+
+    def __init__(self, at, count=5):
+        self.at, self.count = at, count
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self.thread = None  # that hung
+
+    def __call__(self):
+        for number in range(self.count):
+            shift = torch.rand(8, 64) + random.random()
+            self.wait(number)
+            yield X + shift + torch.rand(8, 64), Y
+        self.wait(self.count)
+
+    def wait(self, number):
+        if number == self.at:
+            if not self.reached.is_set():
+                self.thread = threading.current_thread()
+            self.reached.set()
+            self.opened.wait()
+
+
+@pytest.fixture
+def hanging():
+    made = []
+
+    def make(*args):
+        made.append(Hanging(*args))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.opened.set()
+
+
+def net(wide=64):
+    return nn.Sequential(
+        nn.Linear(64, wide), nn.BatchNorm1d(wide), nn.ReLU(), nn.Dropout(0.2), nn.Linear(wide, 64), nn.Linear(64, 4)
+    )
+
+
+def described(train, **changes):
+    arguments = {
+        "model": net,
+        "optimizer": partial(torch.optim.AdamW, lr=1e-2),
+        "train": train,
+        "loss": functional.cross_entropy,
+        "epochs": 2,
+        "seed": 3,
+    }
+    return TrainTask(**(arguments | changes))
+
+
+def plain_batches():
+    for _ in range(40):
+        yield X + torch.rand(8, 64), Y
+
+
+CASES = {
+    "the first batch": (0, {}),
+    "between two steps": (2, {}),
+    "within a step": (3, {"accumulate": 2}),
+    "after the last batch": (5, {}),
+    "before the last step, which is short": (5, {"accumulate": 2}),
+    "a step that clips": (5, {"accumulate": 2, "max_grad_norm": 0.1}),
+}
+
+
+@pytest.mark.parametrize("memory", [None, TIGHT], ids=["all fits", "one fits"])
+@pytest.mark.parametrize("case", CASES)
+def test_another_trial_runs_to_its_end_while_one_hangs_in_a_lock(hanging, case, memory):
+    at, changes = CASES[case]
+    train = hanging(at)
+    slow, other = described(train, **changes), described(plain_batches, seed=4)
+    with running(num_shards=None, device_memory=memory, loader_timeout=None) as pool:
+        job = pool.submit(slow)
+        assert train.reached.wait(PATIENCE_SECONDS)
+        result = pool.submit(other).result(PATIENCE_SECONDS)
+        assert job.state == "running"
+        train.opened.set()
+        found = job.result(PATIENCE_SECONDS)
+        moved = sum(pool.stats().devices["cpu:0"].bytes_out_by_kind.values())
+    assert (moved > 0) == (memory == TIGHT)
+    assert against_plain(other, result) == []
+    assert against_plain(slow, found) == []
+
+
+class Seen(torch.optim.SGD):
+    """Says on which thread it steps."""
+
+    def __init__(self, parameters, threads):
+        super().__init__(parameters, lr=0.1)
+        self.threads = threads
+
+    def step(self, closure=None):
+        self.threads.append(threading.current_thread())
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_step_runs_before_the_trial_has_a_device_again(hanging, case):
+    """The thread that has waited is no device's any more: another runs what comes next, under a lease."""
+    at, changes = CASES[case]
+    train, threads = hanging(at), []
+    slow = described(train, optimizer=partial(Seen, threads=threads), **changes)
+    with running(num_shards=None, loader_timeout=None) as pool:
+        job = pool.submit(slow)
+        assert train.reached.wait(PATIENCE_SECONDS)
+        assert pool.submit(described(plain_batches)).result(PATIENCE_SECONDS).status == "completed"
+        before = len(threads)
+        train.opened.set()
+        assert job.result(PATIENCE_SECONDS).status == "completed"
+    assert set(threads[:before]) <= {train.thread}
+    assert len(threads) > before
+    assert train.thread not in threads[before:]
+
+
+@pytest.mark.parametrize("memory", [None, TIGHT], ids=["all fits", "one fits"])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_another_trial_runs_to_its_end_while_one_hangs_in_its_validation(hanging, at, memory):
+    """Before its first batch, within the pass, and after the last one."""
+    validate = hanging(at, 3)
+    slow, other = described(plain_batches, validate=validate), described(plain_batches, seed=4)
+    with running(num_shards=None, device_memory=memory, loader_timeout=None) as pool:
+        job = pool.submit(slow)
+        assert validate.reached.wait(PATIENCE_SECONDS)
+        result = pool.submit(other).result(PATIENCE_SECONDS)
+        assert job.state == "running"
+        validate.opened.set()
+        found = job.result(PATIENCE_SECONDS)
+    assert against_plain(other, result) == []
+    assert against_plain(slow, found) == []
+
+
+def test_two_trials_that_hang_on_one_device_leave_it_to_a_third(hanging):
+    handles = [hanging(2), hanging(3)]
+    slow = [described(handle, seed=seed) for seed, handle in enumerate(handles)]
+    other = described(plain_batches, seed=4)
+    with running(num_shards=None, device_memory=TIGHT, loader_timeout=None, max_concurrent=3) as pool:
+        jobs = [pool.submit(one) for one in slow]
+        for handle in handles:
+            assert handle.reached.wait(PATIENCE_SECONDS)
+        assert against_plain(other, pool.submit(other).result(PATIENCE_SECONDS)) == []
+        for handle in reversed(handles):
+            handle.opened.set()
+        for one, job in zip(slow, jobs, strict=True):
+            assert against_plain(one, job.result(PATIENCE_SECONDS)) == []
+
+
+@pytest.mark.parametrize("memory", [None, TIGHT], ids=["all fits", "one fits"])
+def test_one_that_is_given_up_on_within_a_burst_fails_by_name_and_leaves_nothing(hanging, memory):
+    """That nothing of it stays on the device is what `running` looks at in the end."""
+    train = hanging(3)
+    with running(num_shards=None, device_memory=memory, loader_timeout=0.5) as pool:
+        job = pool.submit(described(train), name="hung")
+        error = job.result(PATIENCE_SECONDS).error
+        assert isinstance(error, LoaderTimeoutError)
+        for part in ("'hung'", "train=", "threading.py", "loader_timeout is 0.5s"):
+            assert part in str(error)
+        assert pool.stats().devices["cpu:0"].resident_bytes == 0
+        other = described(plain_batches, seed=4)
+        assert against_plain(other, pool.submit(other).result(PATIENCE_SECONDS)) == []
+        train.opened.set()
+        again = described(plain_batches, seed=5)
+        assert against_plain(again, pool.submit(again).result(PATIENCE_SECONDS)) == []
+
+
+class Waits(Dataset):
+    """A worker that waits at one sample until there is a file."""
+
+    def __init__(self, path):
+        self.path, self.reached = path, path.with_name("reached")
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        if index == 16:
+            self.reached.touch()
+            while not self.path.exists():
+                threading.Event().wait(0.01)
+        return X[index % 8] * index, Y[index % 8]
+
+
+@pytest.mark.parametrize("memory", [None, TIGHT], ids=["all fits", "one fits"])
+def test_another_trial_runs_to_its_end_while_a_worker_of_one_hangs(tmp_path, memory):
+    data = Waits(tmp_path / "go on")
+    slow, other = described(DataLoader(data, batch_size=8, num_workers=1)), described(plain_batches, seed=4)
+    with running(num_shards=None, device_memory=memory) as pool:
+        job = pool.submit(slow)
+        while not data.reached.exists():
+            assert job.state not in ("failed", "completed")
+            threading.Event().wait(0.01)
+        result = pool.submit(other).result(PATIENCE_SECONDS)
+        assert job.state == "running"
+        data.path.touch()
+        found = job.result(PATIENCE_SECONDS)
+    assert against_plain(other, result) == []
+    assert against_plain(slow, found) == []

@@ -1,0 +1,64 @@
+"""A pytest plugin: of all slow tests another part at each turn, and one of each kind at every turn.
+
+    python -m pytest -p tests.support.slow_part --turn 7
+
+`TURNS` turns in a row take every slow test. `tests/turn` holds the turn of this release; each release raises it by one.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+TURNS = 23  # shares no divisor with the numbers of cuts, devices and ways, so that each turn has some of each
+
+# A test is of the first kind that its name matches, and what matches a group makes kinds of their own.
+KINDS = {
+    "killed in training": r"tests/faults/test_kills\.py::test_killed_and_gone_on_with",
+    "killed in a search": r"tests/faults/test_killed_searches\.py::test_a_killed_search_ends_as_one_that_never_was",
+    "a damaged file": r"tests/faults/test_damage\.py::test_damage_at_random_places",
+    "eight trials": r"tests/integration/test_memory\.py::test_eight_trials_stay_within_the_budget_of_each_device",
+    "Hyperband on Ray": r"tests/ray/test_schedulers\.py::test_hyperband_pauses_trials_and_they_go_on_as_they_were",
+    "PBT on Ray": r"tests/ray/test_schedulers\.py::test_population_based_training_copies_and_changes",
+    "fused on Ray": r"tests/ray/test_fused",
+    "parity": r"tests/parity/test_registry\.py::test_a_draw_of_each_family\[(\w+)-\d+\]",
+    "results": r"tests/parity/test_results\.py::test_results_of_every_model_stand_every_use\[\w+-([\w ,]+)\]",
+    "else": r"tests/(\w+)/",
+}
+
+
+def present_turn() -> int:
+    """The turn of this release."""
+    return int((Path(__file__).parents[1] / "turn").read_text(encoding="ascii"))
+
+
+def kind_of(test: str) -> str:
+    """The kind that a test, by its name, counts as."""
+    for name, pattern in KINDS.items():
+        if found := re.match(pattern, test):
+            return " ".join((name, *found.groups()))
+    raise ValueError(f"{test} is in no folder of tests/")
+
+
+def part(tests: Iterable[str], turn: int) -> set[str]:
+    """The tests of a turn: of each kind every 23rd, or one in turn where a kind has fewer."""
+    kinds: dict[str, list[str]] = {}
+    for test in tests:
+        kinds.setdefault(kind_of(test), []).append(test)
+    return {
+        test for same in kinds.values() for period in [min(TURNS, len(same))] for test in same[turn % period :: period]
+    }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--turn", type=int, default=present_turn(), help="of which the slow tests are; by default tests/turn"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
+    taken = part(slow, config.getoption("turn"))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in taken])
+    items[:] = [item for item in items if item.nodeid in taken]

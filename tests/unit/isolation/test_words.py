@@ -1,0 +1,105 @@
+"""What the program makes of the words of a pool's process, and of the next one's."""
+
+from multiprocessing import Pipe
+
+import pytest
+
+from hydra_tune import EventStream, Finished, Reported, Result
+from hydra_tune.isolation.parent import Isolated, _Entry
+from hydra_tune.isolation.sending import packed_result
+from hydra_tune.pool.job import Job
+
+HISTORY = [{"step": step, "epoch": step, "seconds": 1.0 + step, "train_loss": 0.5 - step} for step in range(4)]
+
+
+def losses(step):
+    return {"train_loss": 0.5 - step}
+
+
+class Steered:
+    """One job, and the process's end of the wire."""
+
+    def __init__(self, **options):
+        self.pool = Isolated(lambda _: pytest.fail("no process is begun"))
+        self.stream = EventStream()
+        self.job = Job(key="0:a", name="a", task=None, pool=self.pool, events=self.stream)
+        entry = _Entry(job=self.job, task=b"task", name="a", options={"resume_from": None} | options)
+        self.pool._entries["0:a"] = entry
+        self.attach()
+
+    def attach(self):
+        ours, self.wire = Pipe()
+        self.pool._attach(ours)
+
+    def reports(self, step):
+        self.pool._obey("reported", "0:a", step, losses(step), tuple(HISTORY[: step + 1]))
+
+    def words(self):
+        found = []
+        while self.wire.poll():
+            found.append(self.wire.recv())
+        return found
+
+    def events(self):
+        found = []
+        while (event := self.stream.get(timeout=0)) is not None:
+            found.append(event)
+        return found
+
+
+def test_a_process_is_sent_what_is_not_over_with_what_was_left_of_it(tmp_path):
+    one = Steered()
+    assert one.words() == [("submit", "0:a", b"task", "a", {"resume_from": None}, True, None)]
+    assert one.job.state == "running"
+    one.pool._obey("placed", "0:a", tmp_path)
+    one.attach()
+    assert one.words() == [("submit", "0:a", b"task", "a", {"resume_from": None}, True, tmp_path)]
+
+
+def test_a_report_is_told_once_whatever_crashes():
+    one = Steered()
+    one.reports(0)
+    assert one.events() == [Reported(one.job, 0, losses(0))]
+    one.attach()  # crashed while the driver had not answered: the job waits there once more, or has gone on
+    one.reports(0)
+    assert (one.events(), one.job.state) == ([], "waiting")
+    one.job.proceed()
+    one.attach()  # crashed before it was saved: the job reports again, and is answered at once
+    one.words()
+    one.reports(0)
+    assert (one.words(), one.events(), one.job.state) == ([("proceed", "0:a")], [], "running")
+
+
+def test_reports_that_were_saved_and_never_told_are_told_with_the_next():
+    one = Steered()
+    one.reports(0)
+    one.job.proceed()
+    one.attach()
+    one.reports(2)
+    told = one.events()
+    assert told[1:] == [Reported(one.job, 1, losses(1)), Reported(one.job, 2, losses(2))]
+    assert one.job.state == "waiting"
+    one.attach()
+    one.pool._obey("over", "0:a", packed_result(Result(status="cancelled", history=HISTORY), {}))
+    missed, end = one.events()
+    assert missed == Reported(one.job, 3, losses(3))
+    assert isinstance(end, Finished)
+
+
+def test_reports_of_before_the_job_was_submitted_are_nobodys():
+    one = Steered(resume_from="there")
+    one.attach()
+    one.reports(2)
+    assert one.events() == [Reported(one.job, 2, losses(2))]
+
+
+def test_what_was_to_be_ended_is_not_begun_again():
+    one = Steered()
+    one.reports(0)
+    one.words()
+    one.job.prune()
+    assert one.words() == [("pruned", "0:a")]
+    one.attach()
+    assert one.words() == []
+    result = one.job.result(0)
+    assert (result.status, result.history, result.metrics) == ("pruned", HISTORY[:1], losses(0))

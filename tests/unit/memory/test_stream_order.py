@@ -1,0 +1,129 @@
+"""Blocks on GPUs that are not here: spilled, sent ahead, handed over and given up, and nothing is touched before its turn.
+
+`tests/support/streams.py` says what is asked of the order of copies and computing, and how early and late they run.
+"""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hydra_tune.devices.cuda import CUDA_ALIGNMENT, CudaDevice
+from hydra_tune.memory.block import Block, Kind
+from hydra_tune.memory.home import bring_home, drop
+from hydra_tune.memory.pager import Pager
+from hydra_tune.memory.prefetch import Need, Prefetch
+from tests.support.streams import HASTES, Gpus
+
+PATIENCE_SECONDS = 60
+SEEDS = [*HASTES, *range(1, 5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 100))]
+BUDGET_BYTES = 10 * CUDA_ALIGNMENT
+SIZES = (1, 512, 600, 1030, 1600, 2000)
+
+
+@pytest.fixture
+def gpus(request, monkeypatch):
+    made = Gpus(request.param)
+    made.stand_in(monkeypatch)
+    yield made
+    made.finish()
+    assert not made.faults, made.faults[0]
+
+
+class Worker:
+    """A device, its pager, and the thread that works there."""
+
+    def __init__(self, device):
+        self.device, self.pager = device, Pager(device)
+        self.prefetch = Prefetch(self.pager)
+        self._current = device.worker()
+        self._thread = ThreadPoolExecutor(1, initializer=self._current.__enter__)
+
+    def run(self, function, *args):
+        return self._thread.submit(function, *args).result(PATIENCE_SECONDS)
+
+    def close(self):
+        self.run(self._current.__exit__, None, None, None)
+        self._thread.shutdown()
+        self.device.close()
+
+
+class Blocks:
+    """Some, and what they should hold."""
+
+    def __init__(self, workers, drawn):
+        self.workers, self.drawn = workers, drawn
+        self.values = {}
+        for value, size in enumerate(SIZES):
+            self.values[self._on_host(workers[0].device, size, value)] = value
+
+    @staticmethod
+    def _on_host(device, size, value):
+        block = Block(Kind.INPUTS, size, CUDA_ALIGNMENT)
+        block.host = device.on_host(lambda: device.host_empty(size).fill_(value))
+        return block
+
+    def some(self, most, nbytes=BUDGET_BYTES):
+        """So many at the most, and not too large together."""
+        found = []
+        for block in self.drawn.sample(list(self.values), min(len(self.values), self.drawn.randint(0, most))):
+            nbytes -= block.nbytes
+            if nbytes >= 0:
+                found.append(block)
+        return found
+
+    def unit(self, worker):
+        """Reads and writes some, makes one, and has others sent ahead meanwhile."""
+        wanted = self.some(3, BUDGET_BYTES - 2 * CUDA_ALIGNMENT)
+        with worker.pager.lease(wanted, 2 * CUDA_ALIGNMENT) as lease:
+            worker.prefetch.send([Need(self.some(2)), Need(self.some(2), CUDA_ALIGNMENT)])
+            made = worker.device.empty(CUDA_ALIGNMENT).fill_(0)
+            for block in wanted:
+                made.add_(block.data[:1])
+                if self.drawn.random() < 0.6:
+                    block.data.add_(1)
+                    block.dirty = True
+                    self.values[block] += 1
+            if self.drawn.random() < 0.3:
+                self.values[lease.block_of(Kind.ACTIVATIONS, made.zero_().add_(9))] = 9
+            del made
+        if self.drawn.random() < 0.5:
+            worker.device.synchronize()  # as at the end of a unit; else another may have its blocks before
+
+    def step(self):
+        worker = self.drawn.choice(self.workers)
+        what = self.drawn.random()
+        if what < 0.8:
+            worker.run(self.unit, worker)
+        elif what < 0.9:
+            for block in self.some(1):
+                drop(block)
+                del self.values[block]
+                fresh = self.drawn.randint(0, 100)
+                self.values[self._on_host(worker.device, self.drawn.choice(SIZES), fresh)] = fresh
+        else:
+            for block in self.some(2):
+                bring_home(block)
+
+    def check(self):
+        for block, value in self.values.items():
+            bring_home(block)
+            assert block.host.tolist() == [value] * block.size
+            drop(block)
+
+
+@pytest.mark.parametrize("places", ["one GPU for each", "two on one"])
+@pytest.mark.parametrize("gpus", SEEDS, indirect=True)
+def test_blocks_keep_their_bits_wherever_they_go_and_are_sent_ahead(gpus, places):
+    on_one = places == "two on one"
+    devices = [CudaDevice(0 if on_one else index, BUDGET_BYTES, index if on_one else None) for index in range(2)]
+    workers = [Worker(device) for device in devices]
+    blocks = Blocks(workers, random.Random(str(gpus.haste)))
+    for _ in range(40):
+        blocks.step()
+    blocks.check()
+    for worker in workers:
+        assert worker.pager.ledger.used_bytes == 0
+        assert worker.pager.bytes_ahead > 0
+        assert worker.pager.bytes_across.total() > 0
+        worker.close()

@@ -1,0 +1,83 @@
+"""Marks: which trial each thread works for, and who runs beside whom after a crash that nobody is to blame for."""
+
+import threading
+from contextlib import suppress
+
+import pytest
+
+from hydra_tune.supervision.marks import Marks, at_work, here
+
+
+@pytest.fixture
+def marks():
+    found = Marks()
+    yield found
+    found.close()
+
+
+def test_nothing_is_written_where_nobody_supervises():
+    assert here() is None
+    with at_work("trial 1"):
+        pass
+
+
+def test_marks_are_there_while_a_thread_is_at_work(marks):
+    me = threading.get_ident()
+    with marks.at_work("trial 1"):
+        assert marks.marked() == {me: "trial 1"}
+    assert marks.marked() == {}
+    with suppress(ValueError), marks.at_work("größer" * 200):
+        assert marks.marked()[me].startswith("größergrößer")
+        raise ValueError
+    assert marks.marked() == {}
+
+
+def test_more_threads_than_marks_are_let_through(marks):
+    def nested(depth):
+        with marks.at_work(f"trial {depth}"):
+            return nested(depth - 1) if depth else 7
+
+    assert nested(300) == 7
+    assert marks.marked() == {}
+
+
+def test_the_end_and_signals_are_read_by_the_supervisor(marks):
+    assert (marks.ended, marks.num_heard) == (None, 0)
+    marks.hear()
+    marks.end(143)
+    assert (marks.ended, marks.num_heard) == (143, 1)
+
+
+def test_a_suspect_runs_with_no_other_beside_it(marks):
+    """In either order, and others run beside each other as ever."""
+    marks._suspects = frozenset({"suspect"})  # `begin` would say so of this whole process
+    seen, is_in, may_go = [], threading.Event(), threading.Event()
+
+    def work(name):
+        with marks.at_work(name):
+            seen.append(set(marks.marked().values()))
+
+    def hold(name):
+        with marks.at_work(name):
+            is_in.set()
+            may_go.wait()
+
+    for first, second in (("other", "suspect"), ("suspect", "other")):
+        holder, worker = threading.Thread(target=hold, args=(first,)), threading.Thread(target=work, args=(second,))
+        holder.start()
+        is_in.wait()
+        worker.start()
+        while worker.is_alive() and not marks._changed._waiters:
+            pass
+        assert worker.is_alive()
+        may_go.set()
+        holder.join()
+        worker.join()
+        is_in.clear()
+        may_go.clear()
+    assert seen == [{"suspect"}, {"other"}]
+    with marks.at_work("other"):
+        beside = threading.Thread(target=work, args=("third",))
+        beside.start()
+        beside.join()
+    assert seen[-1] == {"other", "third"}

@@ -1,0 +1,105 @@
+"""What two trials may not train at once, and what they may share."""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from hydra_tune import HydraExecutor
+from hydra_tune.errors import TaskError
+from hydra_tune.train.claims import Claim
+from tests.unit.pool.tasks import running, task
+
+
+@pytest.fixture
+def claims():
+    """Claims that end with the test."""
+    made = []
+
+    def claim(module):
+        made.append(Claim(module))
+        return made[-1]
+
+    yield claim
+    for one in made:
+        one.give_up()
+
+
+def test_a_module_is_one_trials(claims):
+    module = nn.Linear(2, 2)
+    first = claims(module)
+    with pytest.raises(TaskError, match="returned a module that another trial is training"):
+        claims(module)
+    first.give_up()
+    claims(module)
+
+
+def test_a_parameter_in_two_modules_is_refused_by_name(claims):
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.bias = first.bias
+    claims(first)
+    with pytest.raises(TaskError, match=r"parameter 'bias' .* memory in common with 'bias' of a trial under way"):
+        claims(second)
+
+
+def test_a_tensor_that_two_parameters_are_made_of_is_refused(claims):
+    weights = torch.randn(2, 2)
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    first.weight, second.weight = nn.Parameter(weights), nn.Parameter(weights)
+    claims(first)
+    first.weight.data = weights.clone()  # as a pool takes the bytes over
+    with pytest.raises(TaskError, match="parameter 'weight'"):
+        claims(second)
+
+
+def test_what_nobody_trains_may_be_shared(claims):
+    vectors = torch.randn(4, 2)
+    claims(nn.Embedding.from_pretrained(vectors, freeze=True))
+    claims(nn.Embedding.from_pretrained(vectors, freeze=True))
+    with pytest.raises(TaskError, match="parameter 'weight'"):
+        claims(nn.Embedding.from_pretrained(vectors, freeze=False))
+
+
+def test_memory_that_has_been_freed_claims_nothing(claims):
+    for _ in range(50):
+        module = nn.Linear(64, 64)
+        claims(module)
+        for parameter in module.parameters():
+            parameter.data = torch.empty(0)
+        del module
+        gc.collect()
+
+
+def test_an_optimizer_is_one_trials(claims):
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters())
+    first, second = claims(module), claims(nn.Linear(2, 2))
+    first.take(optimizer)
+    with pytest.raises(TaskError, match="returned an optimizer that another trial is using"):
+        second.take(optimizer)
+
+
+@pytest.mark.parametrize("fusion", ["off", "on"])
+def test_trials_of_a_pool_that_share_a_parameter_fail_by_name_and_the_first_one_trains(fusion):
+    shared = nn.Parameter(torch.randn(4, 8))
+
+    def model():
+        module = nn.Linear(8, 4)
+        module.weight = shared
+        return module
+
+    with running(fusion=fusion, max_concurrent=2) as pool:
+        results = pool.run([task(model=model), task(model=model, seed=4)], on_error="return")
+    failed = [result for result in results if result.error is not None]
+    assert len(failed) == 1
+    assert isinstance(failed[0].error, TaskError)
+    assert "'weight'" in str(failed[0].error)
+
+
+def test_one_after_the_other_may_train_the_same():
+    module = nn.Linear(8, 4)
+    with HydraExecutor(devices="cpu:1", max_concurrent=1) as pool:
+        results = pool.run([task(model=lambda: module, optimizer=partial(torch.optim.SGD, lr=0.1))] * 2)
+    assert [result.status for result in results] == ["completed"] * 2
