@@ -17,6 +17,7 @@ import gc
 import json
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,8 @@ from hydra_tune.shard.library import PlanLibrary
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 ON_GPU = ("cnn", "vit", "bert")
+HEADS = ("model", "members", "one by one", "processes", "stacked", "graphed", "stacked / one by one",
+         "graphed / one by one", "stacked / processes")  # fmt: skip
 SECONDS, LIMIT_MINUTES = (
     1.2,
     7.3,
@@ -62,6 +65,21 @@ class Row:
     processes: float | None = None
     stacked: float | None = None
     graphed: float | None = None
+
+    def cells(self):
+        """As of `HEADS`."""
+        numbers = [_text(one) for one in (self.one_by_one, self.processes, self.stacked, self.graphed)]
+        ratios = [
+            _ratio(self.stacked, self.one_by_one),
+            _ratio(self.graphed, self.one_by_one),
+            _ratio(self.stacked, self.processes),
+        ]
+        return [self.model, str(self.members), *numbers, *ratios]
+
+    def say(self):
+        """In a line for programs; one of the same `id` that comes later is meant instead."""
+        named = {"id": f"{self.model} {self.members}"} | dict(zip(HEADS, self.cells(), strict=True))
+        print("row: " + json.dumps(named), flush=True)
 
 
 class Clock:
@@ -170,7 +188,7 @@ class Table:
 
     def __init__(self, out, about):
         self._out, self._about = out, about
-        self.rows, self.missing = [], []
+        self.rows, self.missing, self.has_failures = [], [], False
 
     def row(self, name, count):
         """That of so many models."""
@@ -180,8 +198,11 @@ class Table:
             self.rows.append(found)
         return found
 
-    def lacks(self, what, why):
-        """Say that something has not been measured."""
+    def lacks(self, what, why, error=None):
+        """Say that something has not been measured, and where it has failed."""
+        if error is not None:
+            self.has_failures = True
+            traceback.print_exception(error)
         self.missing.append(f"{what}: {why}")
         print(f"not measured: {what}: {why}", flush=True)
 
@@ -197,19 +218,14 @@ class Table:
     def markdown(self):
         """The table for a page of documentation."""
         told = ", ".join(f"{key}: {value}" for key, value in self._about.items())
-        heads = "model | members | one by one | processes | stacked | graphed | stacked / one by one | "
-        heads += "graphed / one by one | stacked / processes"
-        lines = [f"Steps of one model per second; {told}.", "", f"| {heads} |", "|" + "---|" * 9]
-        for row in self.rows:
-            numbers = [_text(one) for one in (row.one_by_one, row.processes, row.stacked, row.graphed)]
-            ratios = [
-                _ratio(row.stacked, row.one_by_one),
-                _ratio(row.graphed, row.one_by_one),
-                _ratio(row.stacked, row.processes),
-            ]
-            lines.append(f"| {' | '.join([row.model, str(row.members), *numbers, *ratios])} |")
+        lines = [f"Steps of one model per second; {told}.", "", _line(HEADS), "|" + "---|" * len(HEADS)]
+        lines += [_line(row.cells()) for row in self.rows]
         lines += ["", *(f"* not measured: {one}" for one in self.missing)] if self.missing else []
         return "\n".join(lines) + "\n"
+
+
+def _line(cells):
+    return f"| {' | '.join(cells)} |"
 
 
 def _text(found):
@@ -228,7 +244,7 @@ def stack_row(row, device, seconds, recorder, table):
         try:
             step, drop = stack.graphed(recorder)
         except Exception as error:  # noqa: BLE001 - the other rows are wanted all the same
-            table.lacks(f"{row.model}, {row.members} graphed", first_line(error))
+            table.lacks(f"{row.model}, {row.members} graphed", first_line(error), error)
             return
         row.graphed = rate(step, device, seconds) * row.members
         drop()
@@ -247,10 +263,10 @@ def stacked_rows(table, options, clock, recorder):
                 row.one_by_one = first or rate(one_step(name, options.device), options.device, options.seconds)
                 clock.timed("stacked", partial(stack_row, row, options.device, options.seconds, recorder, table))
             except Exception as error:  # noqa: BLE001 - the other rows are wanted all the same
-                table.lacks(f"{name}, {count} stacked", first_line(error))
+                table.lacks(f"{name}, {count} stacked", first_line(error), error)
             gc.collect()
             table.write()
-            print(table.markdown().splitlines()[4 + table.rows.index(row)], flush=True)
+            row.say()
 
 
 def process_rows(table, options, clock):
@@ -271,6 +287,7 @@ def process_rows(table, options, clock):
                 try:
                     measure = partial(processes.rate, name, count, clock.left)
                     table.row(name, count).processes = clock.timed(kind, measure)
+                    table.row(name, count).say()
                 except (NoRoomError, TooSlowError, RuntimeError) as error:
                     table.lacks(what, str(error))
                     too_many = "fewer have failed before"
@@ -325,4 +342,4 @@ def main(arguments=None, recorder=None):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main().has_failures)

@@ -44,7 +44,8 @@ from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - needs the path a
 VOCABULARY = 8192
 WARM_STEPS, NUM_STEPS = 3, 9
 GIB = 1 << 30
-LIMIT_SECONDS = 230  # of an arm
+COLUMNS = ("arm", "shards", "first step at", "s a step", "speed", "GB in", "GB out", "overlap", "roofline s", "of it",
+           "peak GiB", "allocated GiB", "loss")  # fmt: skip
 
 
 class Data:
@@ -148,6 +149,7 @@ def capped(options: argparse.Namespace) -> dict[str, Any]:
         host_memory=int(options.host * GIB),
         max_concurrent=1,
         num_shards=options.shards,
+        event_log=options.events,
     ) as pool:
         (name,) = pool.stats().devices
         data.look = lambda: _counts(pool.stats().devices[name])
@@ -178,26 +180,24 @@ def _counts(device: Any) -> dict[str, float]:
     }
 
 
-def start(arguments: list[str], *more: str) -> dict[str, Any]:
+def start(options: argparse.Namespace, *more: str) -> dict[str, Any]:
     """One arm in a fresh process; says why where it fails."""
-    command = [sys.executable, __file__, *arguments, *more]
+    command = [sys.executable, __file__, *sys.argv[1:], *more]
     try:
-        done = subprocess.run(
-            command, env=os.environ.copy(), check=False, capture_output=True, text=True, timeout=LIMIT_SECONDS
-        )
+        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=options.limit)
     except subprocess.TimeoutExpired:
-        return {"failed": f"not over after {LIMIT_SECONDS} s"}
+        return {"failed": f"not over after {options.limit:g} s"}
     if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"}
+        return {"failed": f"it ended with {done.returncode}, for the reason above"}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def show(options: argparse.Namespace, arguments: list[str]) -> int:
+def show(options: argparse.Namespace) -> int:
     """Run all arms and print the table."""
     console = Console(width=150)
     console.print(f"{machine(options)}; torch {torch.__version__}; {time.strftime('%Y-%m-%d')}")
-    whole = start(arguments, "--arm", "resident")
+    whole = start(options, "--arm", "resident")
     if "failed" in whole:
         console.print(f"resident: {whole['failed']}")
         return 1
@@ -205,23 +205,24 @@ def show(options: argparse.Namespace, arguments: list[str]) -> int:
         f"{whole['parameters']:,} parameters, {options.batch} x {options.length} tokens; large pinned copies "
         f"{whole['up'] / 1e9:.1f} GB/s up, {whole['down'] / 1e9:.1f} GB/s down"
     )
-    columns = ("arm", "shards", "first step at", "s a step", "speed", "GB in", "GB out", "overlap", "roofline s", "of it",
-               "peak GiB", "allocated GiB", "loss")  # fmt: skip
-    table = Table(*columns)
-    table.add_row(
-        "resident",
-        *["", "", f"{whole['step']:.3f}", "1.00", *[""] * 5, f"{whole['peak'] / GIB:.1f}", "", f"{whole['loss']:.5f}"],
-    )
+    table = Table(*COLUMNS)
+    peak, loss = f"{whole['peak'] / GIB:.1f}", f"{whole['loss']:.5f}"
+    _add(table, ["resident", "", "", f"{whole['step']:.3f}", "1.00", *[""] * 5, peak, "", loss])
     is_whole = True
     for cap in options.caps:
-        found = start(arguments, "--arm", "pool", "--cap", str(cap))
+        found = start(options, "--arm", "pool", "--cap", str(cap))
         if "failed" in found:
             is_whole = False
             console.print(f"{cap:g} GiB: {found['failed']}")
         else:
-            table.add_row(f"{cap:g} GiB", *_row(found, whole))
+            _add(table, [f"{cap:g} GiB", *_row(found, whole)])
     console.print(table)
     return 0 if is_whole else 1
+
+
+def _add(table: Table, cells: list[str]) -> None:
+    table.add_row(*cells)
+    print("row: " + json.dumps(dict(zip(COLUMNS, cells, strict=True))), flush=True)
 
 
 def _row(found: dict[str, Any], whole: dict[str, Any]) -> list[str]:
@@ -262,11 +263,13 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8, help="sequences")
     parser.add_argument("--activations", default="auto", choices=("auto", "keep", "recompute", "spill"))
     parser.add_argument("--shards", type=int, help="at least so many; left out: as few as fit")
+    parser.add_argument("--limit", type=float, default=230, help="seconds of an arm")
+    parser.add_argument("--events", type=Path, help="the event log of the last cap's pool")
     parser.add_argument("--arm", choices=("resident", "pool"), help="run only this one, in this process; prints JSON")
     parser.add_argument("--cap", type=float, default=0.0, help="of --arm pool")
     options = parser.parse_args()
     if options.arm is None:
-        return show(options, sys.argv[1:])
+        return show(options)
     print(json.dumps(resident(options) if options.arm == "resident" else capped(options)))
     return 0
 

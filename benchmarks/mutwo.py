@@ -18,8 +18,10 @@ not counted, and nothing is spilled between parts that run one after the other.
 """
 
 import argparse
+import json
 import sys
 import time
+import traceback
 from itertools import takewhile
 from pathlib import Path
 
@@ -29,7 +31,7 @@ import torch
 from mutwo_family import OPTIMIZERS, Family, bound_of, smallest
 from mutwo_models import MODELS, SCALES
 from mutwo_runs import in_turn, one_by_one
-from mutwo_table import CAPUCHIN, HFTA, Ran, Row, Table
+from mutwo_table import CAPUCHIN, HEADS, HFTA, Ran, Row, Table
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.planner.replan import key_of, settled
@@ -37,6 +39,7 @@ from hydra_tune.fusion.planner.run_off import LEAVES_AT
 from hydra_tune.quantities import format_bytes
 
 ROOM = 0.02  # beyond the smallest limit that a plan meets, where a demand is beyond it
+NOT_PLANNED = "not planned"
 SETTLING = 0.4  # of a case's seconds of measuring: each round of the run-off
 ON_GPU = ((4, 2.0, None), (6, 6.0, 2))  # trials, demand, the most trials in a sub-array: what there is time to plan
 
@@ -135,6 +138,11 @@ def compare_on_cpu(family, row, planner, members, options):
     return ran, took, each[key_of(found.member)]
 
 
+def say(row):
+    """In a line for programs."""
+    print("row: " + json.dumps(dict(zip(HEADS, row.cells(), strict=True))), flush=True)
+
+
 def report(row):
     """A line of each that was run; how far the chosen one is from the fastest; and all that counts in one line."""
     print(
@@ -153,7 +161,7 @@ def report(row):
         print(f"the one {what} takes {one.seconds / row.fastest.seconds:.2f} times what the fastest takes")
     if HFTA not in row.names:
         print("not even one trial at a time fits with everything kept")
-    print(f"row: {' | '.join(row.cells())}; {row.taken_seconds:.0f} s", flush=True)
+    print(f"{row.taken_seconds:.0f} s", flush=True)
 
 
 def cases(options, *, on_gpu):
@@ -183,6 +191,8 @@ def asked():
     parser.add_argument("--smallest", action="store_true", help="only tell the smallest limits")
     options = parser.parse_args()
     on_gpu = options.device.type == "cuda"
+    if on_gpu and options.device.index is None:
+        options.device = torch.device("cuda", 0)  # as tensors there name it
     options.scale = options.scale or ("table" if on_gpu else "cpu")
     options.optimizer = options.optimizer or ("sgd" if on_gpu else "adamw")
     options.warm_up = options.warm_up if options.warm_up is not None else 100 if on_gpu else 3
@@ -205,9 +215,11 @@ def of_family(name, rows, options, table, ends):
                 row.taken_seconds = time.monotonic() - begun
             compare(family, row, options)
         except (UnfusableError, torch.OutOfMemoryError) as error:
-            row.why = f"not planned: {error}"
+            traceback.print_exc()
+            row.why = f"{NOT_PLANNED}: {error}"
             print(f"{name}: {row.why}", flush=True)
         table.add(row)
+        say(row)
 
 
 def main():
@@ -235,14 +247,17 @@ def main():
                 smallest(Family(name, options.scale, options.device, options.optimizer))
             except UnfusableError as error:
                 print(f"{name}: not planned: {error}", flush=True)
-        return
+        return 0
     table = Table(setting, options.json, options.markdown)
+    for row in table.rows:
+        say(row)
     for name in options.models or names:
         rows = [Row(name, *case) for case in cases(options, on_gpu=on_gpu)]
         missing = [row for row in rows if not table.has(row)]
         of_family(name, missing, options, table, begun + options.minutes * 60)
     print(f"\n{table.markdown()}\n{time.monotonic() - begun:.0f} s", flush=True)
+    return 1 if any(row.why.startswith(NOT_PLANNED) for row in table.rows) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
