@@ -27,15 +27,15 @@ PLANS = (
     "tests/unit/fusion/planner/test_thread_copies.py",
     "tests/unit/devices/test_cuda_beside_plans.py",
 )
-CLOCKS = ("tests/unit/fusion/planner/test_gpu_clocks.py",)
+CLOCKS = ("tests/unit/devices/test_gpu_clocks.py",)
 POOLS = ("tests/integration/test_streams_of_pools.py",)
 TESTS = {
     "devices/copying.py": DEVICES,
     "devices/cuda.py": DEVICES,
     "devices/cuda_graphs.py": ("tests/unit/devices/test_cuda_graphs.py",),
+    "devices/stopwatch.py": CLOCKS,
     "fusion/planner/copies.py": PLANS,
     "fusion/planner/profiler.py": CLOCKS,
-    "fusion/planner/stopwatch.py": CLOCKS,
     "memory/pager.py": DEVICES,
     "train/state.py": POOLS,
     "train/trial.py": POOLS,

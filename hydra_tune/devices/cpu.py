@@ -26,6 +26,7 @@ from hydra_tune.devices.device import Device, Reach
 from hydra_tune.devices.heap import STEP_BYTES, keep_freed_memory
 from hydra_tune.devices.own_generator import own_generator
 from hydra_tune.devices.positions import MersennePositions
+from hydra_tune.devices.stopwatch import WallStopwatch
 from hydra_tune.older_torch import keep_cuda_guard
 
 T = TypeVar("T")
@@ -139,6 +140,10 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """Nothing is ever pending: CPU operators are done when they return."""
+
+    def stopwatch(self) -> WallStopwatch:
+        """By the host's clock."""
+        return WallStopwatch()
 
     def reclaim(self) -> int:
         """Nothing is kept: what is free of the host's memory."""

@@ -44,6 +44,7 @@ from torch import Tensor
 from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, HostThread, Pairs
 from hydra_tune.devices.device import Device, Reach
 from hydra_tune.devices.positions import PhiloxPositions
+from hydra_tune.devices.stopwatch import CudaStopwatch
 
 T = TypeVar("T")
 
@@ -174,6 +175,10 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for the compute stream."""
         self._compute.synchronize()
+
+    def stopwatch(self) -> CudaStopwatch:
+        """By events on the compute stream, which is the worker's current one."""
+        return CudaStopwatch(self.torch_device)
 
     def reclaim(self) -> int:
         """Empty the caching allocators: segments that no tensor lies in go, and come back in other sizes; pinned memory too."""

@@ -55,6 +55,21 @@ class CountingGenerator(RandomGenerator, Protocol):
         """The state so many draws further on."""
 
 
+class DeviceStopwatch(Protocol):
+    """Adds up how long a device takes for what it is asked to do, by its own time."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around work on the device's worker thread; work that fails does not count."""
+
+    @property
+    def seconds(self) -> float:
+        """All in all."""
+
+    @property
+    def ended_ns(self) -> int:
+        """When the last of the work was done, by the clock of `time.perf_counter_ns`."""
+
+
 class Device(Protocol):
     """One device of the pool.
 
@@ -129,6 +144,9 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until everything started on the device is done."""
+
+    def stopwatch(self) -> DeviceStopwatch:
+        """A new one; it waits for the device only where somebody reads it."""
 
     def reclaim(self) -> int:
         """Give memory that nobody uses back to the system, which an allocator may have kept; on the worker thread.

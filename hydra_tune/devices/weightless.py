@@ -21,6 +21,7 @@ from hydra_tune.devices.copying import Copy, Pairs
 from hydra_tune.devices.cpu import CpuDevice, DefaultCpuGenerator
 from hydra_tune.devices.device import Device, Reach
 from hydra_tune.devices.link import Link
+from hydra_tune.devices.stopwatch import WallStopwatch
 
 T = TypeVar("T")
 
@@ -189,6 +190,10 @@ class WeightlessDevice:
         """There is nothing to copy, and that takes its time."""
         del source
         self._make(pairs)
+
+    def stopwatch(self) -> WallStopwatch:
+        """By the host's clock; nobody asks for its own."""
+        return WallStopwatch()
 
     def reclaim(self) -> int:
         """There is nothing to give back."""

@@ -227,16 +227,18 @@ class Worker:
         return self._core.next_units.needs(record, pending, self._device.name)
 
     def _timed_unit(self, record: Record, pending: PendingUnit) -> float:
-        start_ns, turn = time.perf_counter_ns(), current_turn()
+        start_ns, turn, watch = time.perf_counter_ns(), current_turn(), self._device.stopwatch()
         self._pager.ready_ns, is_failed, before = 0, True, record.steps_run
         try:
             with contextlib.nullcontext() if turn is None else turn.unit(pending.kind, pending.shard):
-                seconds = run_unit(pending, self._device, self._pager, self._instrument)
+                seconds = run_unit(pending, self._device, self._pager, self._instrument, watch)
             is_failed = False
         finally:
             if self._prefetch is not None:
                 self._prefetch.asks = None  # and nothing is sent ahead beside a unit that is run once more
             end_ns = time.perf_counter_ns()
+            if not is_failed:  # the host may have heard of it later, or its clock go faster than the device's
+                end_ns = min(end_ns, max(start_ns, self._pager.ready_ns, watch.ended_ns))
             steps = 1 if pending.kind != BURST else record.steps_run - before
             self.units += steps
             self.busy_seconds += (end_ns - start_ns) / 1e9

@@ -247,7 +247,9 @@ class Step:
                     self._state.touched(graph.state)
                     self._store.touched_inputs()
         return waited + (
-            0.0 if backward or shard.activations != "spill" or not self._chain.keeps(index) else self._spill(index)
+            0.0
+            if backward or shard.activations != "spill" or not self._chain.keeps(index)
+            else self._spill(index, device)
         )
 
     def _generator(self, device: Device) -> RandomGenerator:
@@ -258,13 +260,13 @@ class Step:
         graph, eager = self._plan.shards[index].graph, self._plan.eager
         return Undo(graph, index, self._chain, self._store, self._streams, is_first=is_first, is_own_code=eager)
 
-    def _spill(self, index: int) -> float:
-        """Send what a forward unit has kept to the host; returns the seconds it took."""
-        start = time.perf_counter()
-        with not_repeatable("its activations were being spilled"):
+    def _spill(self, index: int, device: Device) -> float:
+        """Send what a forward unit has kept to the host; returns the seconds from the end of its computing on."""
+        watch = device.stopwatch()
+        with watch.running(), not_repeatable("its activations were being spilled"):
             for block in self._store.blocks(self._chain.kept_keys(index), (), ()):
                 bring_home(block)
-        return time.perf_counter() - start
+        return watch.seconds
 
     def _lease(
         self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hydra_tune.devices.device import Device
+from hydra_tune.devices.device import Device, DeviceStopwatch
 from hydra_tune.errors import BadLossError, BudgetError, MetricError, TaskError
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
@@ -993,19 +993,31 @@ class Trial:
 
 
 def run_unit(
-    unit: PendingUnit, device: Device, pager: Pager, instrument: Callable[[], AbstractContextManager[Any]] | None
+    unit: PendingUnit,
+    device: Device,
+    pager: Pager,
+    instrument: Callable[[], AbstractContextManager[Any]] | None,
+    watch: DeviceStopwatch | None = None,
 ) -> float:
     """Run a unit on the calling thread, which must be the device's worker.
 
+    Args:
+        unit: what is due.
+        device: where.
+        pager: of the device.
+        instrument: entered around it.
+        watch: of the device, for who wants to know when it ended there.
+
     Returns:
-        Seconds it took, waiting for bytes and for other trials' streams not counted: the time of a trial's next units must not
-        depend on where this one happened to run.
+        Seconds it took the device, waiting for bytes and for other trials' streams not counted: the time of a trial's next
+        units must not depend on where this one happened to run.
     """
     with nullcontext() if instrument is None else instrument():
-        start = time.perf_counter()
-        waited = unit.run(device, pager)
+        watch = watch or device.stopwatch()
+        with watch.running():
+            waited = unit.run(device, pager)
         device.synchronize()
-        return time.perf_counter() - start - waited
+        return max(0.0, watch.seconds - waited)  # the one is a GPU's time, the other the host's
 
 
 def refuse_lazy(module: nn.Module) -> None:

@@ -69,6 +69,20 @@ def test_memory_is_flat_aligned_and_where_it_should_be(device):
     assert device.empty(0).numel() == 0
 
 
+def test_a_stopwatch_adds_up_what_it_runs_for(device):
+    watch, before_ns = device.stopwatch(), time.perf_counter_ns()
+    seen = []
+    for _ in range(2):
+        with watch.running():
+            data = device.empty(1 << 20).fill_(1)
+            device.load([(host(device, [1] * 8), data[:8])])
+        device.synchronize()
+        seen.append(watch.seconds)
+    assert 0 < seen[0] < seen[1]
+    assert watch.seconds == seen[1]
+    assert before_ns + seen[1] * 1e9 <= watch.ended_ns <= time.perf_counter_ns()
+
+
 def test_no_mode_sees_a_copy_that_is_waited_for(device, other):
     """Or whatever follows a unit's operators would take the host's memory for the device's."""
     seen = []

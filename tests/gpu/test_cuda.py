@@ -1,6 +1,7 @@
 """On a real GPU: the budget is a ceiling, and the numbers are those of a plain loop there. Needs torch and pytest only."""
 
 import gc
+import time
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -17,6 +18,9 @@ from hydra_tune.devices.device import Reach
 from hydra_tune.memory.block import Block, Kind
 from hydra_tune.memory.home import bring_home
 from hydra_tune.memory.pager import Pager
+from hydra_tune.train.clock import UnitTimes
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.trial import run_unit
 from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, PIPELINED
 
 if not torch.cuda.is_available():
@@ -229,6 +233,35 @@ def test_activations_that_do_not_fit_are_spilled_and_the_numbers_are_the_plain_o
     assert statistics.bytes_out_by_kind["activations"] >= 5 * 40 * MIB
     assert statistics.peak_bytes <= budget
     assert torch.cuda.max_memory_allocated(0) - before <= budget + 32 * MIB
+
+
+def test_a_unit_takes_what_the_gpu_takes_however_late_the_host_hears_of_it(monkeypatch):
+    device = CudaDevice(0, 1 << 30)
+    try:
+        with device.worker():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+            def run(_device, _pager):
+                begin.record()
+                torch.cuda._sleep(int(1e8))
+                end.record()
+                return 0.0
+
+            def late():
+                CudaDevice.synchronize(device)
+                time.sleep(1.0)
+
+            unit = PendingUnit(kind="forward", shard=0, seconds=0.0, run=run, times=UnitTimes({}), key=("forward", 0))
+            run_unit(unit, device, None, None)
+            monkeypatch.setattr(device, "synchronize", late)
+            watch, before_ns = device.stopwatch(), time.perf_counter_ns()
+            seconds = run_unit(unit, device, None, None, watch)
+            computing = begin.elapsed_time(end) / 1000
+        assert computing > 0.01
+        assert computing <= seconds < computing + 0.1
+        assert before_ns + computing * 1e9 <= watch.ended_ns <= before_ns + (computing + 0.5) * 1e9
+    finally:
+        device.close()
 
 
 def test_loads_and_spills_run_beside_what_computes():

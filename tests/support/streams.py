@@ -34,7 +34,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hydra_tune.devices import copying, cuda
+from hydra_tune.devices import copying, cuda, stopwatch
 
 LATE, COPIES_FIRST, COMPUTING_FIRST = "as late as somebody waits", "copies at once", "computing at once"
 HASTES = (LATE, COPIES_FIRST, COMPUTING_FIRST)
@@ -225,7 +225,7 @@ class Gpus:
 
     def stand_in(self, monkeypatch, *modules):
         """For `torch` where the pool's devices use it, and in others; copying threads tell what they waited for."""
-        for module in (cuda, *modules):
+        for module in (cuda, stopwatch, *modules):
             monkeypatch.setattr(module, "torch", self)
         monkeypatch.setattr(copying, "ThreadPoolExecutor", lambda *args, **options: _Executor(self, *args, **options))
 
