@@ -11,6 +11,11 @@ _BEFORE: dict[int, float] = {}  # by GPU: the part of its memory that the user h
 _HELD: dict[int, list[float]] = {}  # by GPU: the part of each device that is open there
 
 
+def is_alone(index: int) -> bool:
+    """Whether one device is open on a GPU, of all pools of the process."""
+    return len(_HELD.get(index, ())) == 1
+
+
 def capped(index: int, fraction: float) -> Callable[[], None]:
     """Hold a GPU's allocator to the part of one device more.
 

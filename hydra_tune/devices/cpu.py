@@ -145,6 +145,9 @@ class CpuDevice:
         """By the host's clock."""
         return WallStopwatch()
 
+    def unit_memory(self) -> None:
+        """Libraries have the host's memory."""
+
     def reclaim(self) -> int:
         """Nothing is kept: what is free of the host's memory."""
         return int(psutil.virtual_memory().available)

@@ -41,8 +41,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from hydra_tune.devices.caps import is_alone
 from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, HostThread, Pairs
 from hydra_tune.devices.device import Device, Reach
+from hydra_tune.devices.libraries import CudaLibraries
 from hydra_tune.devices.positions import PhiloxPositions
 from hydra_tune.devices.stopwatch import CudaStopwatch
 
@@ -87,6 +89,7 @@ class CudaDevice:
         budget_bytes: memory the pool may use on it; the caching allocator is held to it.
         part: its number among several devices on this GPU; None: it is the only one.
         closed: called when it is closed; may be called again.
+        gives_back: whether the budget may grow where libraries need less than was left to them.
 
     Attributes:
         outward: the stream of copies that leave its memory.
@@ -97,7 +100,13 @@ class CudaDevice:
     keeps_tensors = False
 
     def __init__(
-        self, index: int, budget_bytes: int, part: int | None = None, closed: Callable[[], None] = lambda: None
+        self,
+        index: int,
+        budget_bytes: int,
+        part: int | None = None,
+        closed: Callable[[], None] = lambda: None,
+        *,
+        gives_back: bool = False,
     ) -> None:
         self.name = cuda_name(index, part)
         self._closed = closed
@@ -105,6 +114,7 @@ class CudaDevice:
         self.budget_bytes = budget_bytes
         self.alignment = CUDA_ALIGNMENT
         self.generator = CudaGenerator(self.torch_device)
+        self._libraries = CudaLibraries(self.torch_device, budget_bytes, gives_back=gives_back)
         self._compute = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._inward = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self.outward = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
@@ -179,6 +189,13 @@ class CudaDevice:
     def stopwatch(self) -> CudaStopwatch:
         """By events on the compute stream, which is the worker's current one."""
         return CudaStopwatch(self.torch_device)
+
+    def unit_memory(self) -> CudaLibraries | None:
+        """By the allocator's figures, which several devices on a GPU have in common."""
+        if not is_alone(self.torch_device.index):
+            return None
+        self._libraries.begin()
+        return self._libraries
 
     def reclaim(self) -> int:
         """Empty the caching allocators: segments that no tensor lies in go, and come back in other sizes; pinned memory too."""

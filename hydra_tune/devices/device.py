@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.devices.copying import Copy, Pairs
+from hydra_tune.devices.libraries import Room
 
 T = TypeVar("T")
 
@@ -68,6 +69,13 @@ class DeviceStopwatch(Protocol):
     @property
     def ended_ns(self) -> int:
         """When the last of the work was done, by the clock of `time.perf_counter_ns`."""
+
+
+class UnitMemory(Protocol):
+    """What a unit takes of a device's memory, from when this was made."""
+
+    def room(self, counted_bytes: int) -> Room:
+        """What that leaves for the ledger, which has counted so many bytes meanwhile, at most."""
 
 
 class Device(Protocol):
@@ -147,6 +155,9 @@ class Device(Protocol):
 
     def stopwatch(self) -> DeviceStopwatch:
         """A new one; it waits for the device only where somebody reads it."""
+
+    def unit_memory(self) -> UnitMemory | None:
+        """Look at what is taken of its memory from now on; None where that is not to be seen, or no matter."""
 
     def reclaim(self) -> int:
         """Give memory that nobody uses back to the system, which an allocator may have kept; on the worker thread.

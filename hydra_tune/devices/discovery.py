@@ -19,12 +19,12 @@ from hydra_tune.devices.caps import capped
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.cuda import CudaDevice, exclusive_allocator
 from hydra_tune.devices.device import Device
+from hydra_tune.devices.libraries import LIBRARY_BYTES
 from hydra_tune.devices.nvml import NvmlError
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import format_bytes, parse_bytes
 
 _RESERVE = 0.08  # of a GPU's free memory: fragmentation, and kernels' workspaces that no pilot on the host has seen
-_LIBRARY_BYTES = 256 << 20  # of each device: cuBLAS keeps up to 32 MiB for each thread and stream that has used it
 _WHOLE = 1.25  # of what CUDA calls all of a GPU's memory; NVML counts a few hundredths more
 _CPU_SHARE = 0.5  # of the free host memory that CPU devices take together; the rest holds spilled state
 _MOST_CPU_DEVICES_PER_CORE = 32  # each has threads of its own; more than cores is of use in tests only
@@ -175,7 +175,8 @@ def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:
         each, fraction = gpu_share(index, count, budget, free, total, torch.cuda.memory_allocated(index))
         shares[index] = each, fraction / count
     return [
-        CudaDevice(index, shares[index][0], part, capped(index, shares[index][1])) for index, part in gpu_parts(indices)
+        CudaDevice(index, shares[index][0], part, capped(index, shares[index][1]), gives_back=budget is None)
+        for index, part in gpu_parts(indices)
     ]
 
 
@@ -227,7 +228,7 @@ def gpu_share(index: int, count: int, budget: int | None, free: int, total: int,
     if budget is not None and budget * count > total:
         asked = format_bytes(budget) if count == 1 else f"{format_bytes(budget)} for each of {count} devices"
         raise ConfigError(f"device_memory is {asked}, but cuda:{index} has {format_bytes(total)}")
-    libraries = count * _LIBRARY_BYTES
+    libraries = count * LIBRARY_BYTES
     spare = min(max(int(free * _RESERVE), libraries), free // 2)
     each = budget or (free - spare) // count
     return each, min(1.0, (each * count * (1 + _RESERVE) + libraries + own) / total)

@@ -195,6 +195,9 @@ class WeightlessDevice:
         """By the host's clock; nobody asks for its own."""
         return WallStopwatch()
 
+    def unit_memory(self) -> None:
+        """It has no memory."""
+
     def reclaim(self) -> int:
         """There is nothing to give back."""
         return 0

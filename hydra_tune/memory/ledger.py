@@ -11,11 +11,13 @@ class Ledger:
 
     Args:
         name: the device's, for messages.
-        budget_bytes: never exceeded.
+        budget_bytes: what one unit may need, and never exceeded, unless a device has proved to have more.
 
     Attributes:
-        limit_bytes: what is taken as long as anything else can go: less than the budget once that has proved too much.
+        limit_bytes: what is taken as long as anything else can go: less than the budget once that has proved too much, and more
+            where a device has proved to have it.
         used_bytes, peak_bytes: taken now, and at most so far.
+        recent_peak_bytes: at most since somebody set it to what is taken.
     """
 
     def __init__(self, name: str, budget_bytes: int) -> None:
@@ -24,15 +26,22 @@ class Ledger:
         self.limit_bytes = budget_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
+        self.recent_peak_bytes = 0
         self._changed = threading.Condition()
 
+    @property
+    def most_bytes(self) -> int:
+        """What is never exceeded."""
+        return max(self.budget_bytes, self.limit_bytes)
+
     def try_take(self, nbytes: int, *, to_the_last: bool = False) -> bool:
-        """Take bytes if they fit: the limit, or else the budget."""
+        """Take bytes if they fit: the limit, or else the most there is."""
         with self._changed:
-            if self.used_bytes + nbytes > (self.budget_bytes if to_the_last else self.limit_bytes):
+            if self.used_bytes + nbytes > (self.most_bytes if to_the_last else self.limit_bytes):
                 return False
             self.used_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            self.recent_peak_bytes = max(self.recent_peak_bytes, self.used_bytes)
             return True
 
     def take(self, nbytes: int, what: str) -> None:
@@ -44,7 +53,7 @@ class Ledger:
         if not self.try_take(nbytes, to_the_last=True):
             raise BudgetError(
                 f"{what} needs {format_bytes(nbytes)} on device {self.name}, where {format_bytes(self.used_bytes)} of "
-                f"{format_bytes(self.budget_bytes)} are taken; raise device_memory or lower batch_size"
+                f"{format_bytes(self.most_bytes)} are taken; raise device_memory or lower batch_size"
             )
 
     def give_back(self, nbytes: int) -> None:

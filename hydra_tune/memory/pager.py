@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torch import Tensor
 
 from hydra_tune.devices.device import Device, Reach
+from hydra_tune.devices.libraries import Room
 from hydra_tune.errors import BlockStateError, BudgetError, HydraTuneError
 from hydra_tune.memory.block import Block, Coming, Kind, whole_storage
 from hydra_tune.memory.host import HostTier
@@ -603,6 +604,17 @@ class Pager:
         """So many bytes were too much for the device: hold less from now on, beside what a unit itself needs."""
         ledger = self.ledger
         ledger.limit_bytes = min(ledger.limit_bytes, used_bytes * _LEFT_OF // _LEFT_IN)
+
+    def fit(self, room: Room) -> None:
+        """Hold what a device has proved to have room for: less from now on, or more if its budget has never been too much.
+
+        One unit needs no more than before: it may run on another device the next time, which has not proved that.
+        """
+        ledger = self.ledger
+        if room.limit_bytes < ledger.limit_bytes:
+            ledger.limit_bytes = room.limit_bytes
+        elif ledger.limit_bytes >= ledger.budget_bytes:
+            ledger.limit_bytes = max(ledger.limit_bytes, ledger.budget_bytes + room.gain_bytes)
 
     def _spill_one(self, candidates: Iterable[Block]) -> bool:
         """Spill the first block that can be; False if there is none."""

@@ -14,6 +14,7 @@ from hydra_tune.observe.turns import current_turn
 from hydra_tune.pool.borrowing import DeviceTurn
 from hydra_tune.pool.core import Core, Probe
 from hydra_tune.pool.faults import found_lost
+from hydra_tune.pool.libraries import Libraries
 from hydra_tune.pool.losses import Losses
 from hydra_tune.pool.pressure import Pressure
 from hydra_tune.pool.record import Following, Record, forget_locals
@@ -70,6 +71,7 @@ class Worker:
         self._is_lost = False
         self._taken: PendingUnit | None = None  # the unit that runs, as long as it may turn out not to have begun
         self._pressure = Pressure(device, pager)
+        self._libraries = Libraries(device, pager)
         self._prefetch = None if core.next_units is None else Prefetch(pager)
 
     def work(self) -> None:
@@ -124,7 +126,7 @@ class Worker:
         """Figures since the pool began."""
         pager = self._pager
         return DeviceStats(
-            budget_bytes=self._device.budget_bytes,
+            budget_bytes=pager.ledger.most_bytes,
             peak_bytes=pager.ledger.peak_bytes,
             resident_bytes=pager.resident_bytes,
             busy_seconds=self.busy_seconds,
@@ -230,7 +232,8 @@ class Worker:
         start_ns, turn, watch = time.perf_counter_ns(), current_turn(), self._device.stopwatch()
         self._pager.ready_ns, is_failed, before = 0, True, record.steps_run
         try:
-            with contextlib.nullcontext() if turn is None else turn.unit(pending.kind, pending.shard):
+            noted = contextlib.nullcontext() if turn is None else turn.unit(pending.kind, pending.shard)
+            with noted, self._libraries.measured((record.job.key, *pending.key)):
                 seconds = run_unit(pending, self._device, self._pager, self._instrument, watch)
             is_failed = False
         finally:

@@ -235,6 +235,49 @@ def test_activations_that_do_not_fit_are_spilled_and_the_numbers_are_the_plain_o
     assert torch.cuda.max_memory_allocated(0) - before <= budget + 32 * MIB
 
 
+def most_held(monkeypatch):
+    """Where a pool's ledgers are after each unit that was looked at: limit, budget, and what was found."""
+    seen, fit = [], Pager.fit
+
+    def fitted(pager, room):
+        fit(pager, room)
+        seen.append((pager.ledger.limit_bytes, pager.ledger.budget_bytes, room))
+
+    monkeypatch.setattr(Pager, "fit", fitted)
+    return seen
+
+
+def test_what_libraries_leave_of_their_reserve_comes_back_and_a_budget_that_was_chosen_stays(monkeypatch):
+    seen = most_held(monkeypatch)
+    with HydraExecutor(devices="cuda:0") as pool:
+        losses_of(pool.submit(task()).result(PATIENCE_SECONDS))
+    assert seen, "units were looked at"
+    limit, budget, room = seen[-1]
+    assert budget < limit <= room.limit_bytes
+    free, total = torch.cuda.mem_get_info(0)
+    assert limit < free + torch.cuda.memory_reserved(0) <= total
+    seen.clear()
+    with HydraExecutor(devices="cuda:0", device_memory=1 << 30) as pool:
+        losses_of(pool.submit(task()).result(PATIENCE_SECONDS))
+    assert {(limit, budget) for limit, budget, _ in seen} == {(1 << 30, 1 << 30)}
+
+
+def test_what_a_unit_takes_beside_the_ledger_is_taken_from_what_the_pool_holds(monkeypatch):
+    """As a convolution does whose workspace is larger than all that was left to libraries."""
+    seen, budget = most_held(monkeypatch), 1 << 30
+    taken = budget // 12 + 256 * MIB + 300 * MIB
+
+    def loss(outputs, target):
+        torch.cuda.memory.caching_allocator_delete(torch.cuda.memory.caching_allocator_alloc(taken))
+        return functional.cross_entropy(outputs, target)
+
+    with HydraExecutor(devices="cuda:0", device_memory=budget) as pool:
+        losses_of(pool.submit(task(loss=loss)).result(PATIENCE_SECONDS))
+    limit, still, _ = seen[-1]
+    assert still == budget
+    assert budget // 2 < limit < budget - 100 * MIB
+
+
 def test_a_unit_takes_what_the_gpu_takes_however_late_the_host_hears_of_it(monkeypatch):
     device = CudaDevice(0, 1 << 30)
     try:

@@ -120,10 +120,12 @@ def test_a_budget_is_of_what_a_context_leaves_free(monkeypatch):
     monkeypatch.setattr(discovery, "let_segments_grow", lambda: True)
     monkeypatch.setattr(discovery, "gpu_memory", lambda _index: (free[0], 16 * gib))
     monkeypatch.setattr(discovery, "capped", lambda index, fraction: (index, fraction))
-    monkeypatch.setattr(discovery, "CudaDevice", lambda *given: opened.append(given))
+    monkeypatch.setattr(discovery, "CudaDevice", lambda *given, **options: opened.append((*given, options)))
     open_devices("cuda:0,0")
     budget, fraction = gpu_share(0, 2, None, free=7 * gib, total=16 * gib)
-    assert opened == [(0, budget, 0, (0, fraction / 2)), (0, budget, 1, (0, fraction / 2))]
+    assert opened == [(0, budget, part, (0, fraction / 2), {"gives_back": True}) for part in range(2)]
+    open_devices("cuda:0", "1GiB")
+    assert opened[-1][-1] == {"gives_back": False}, "the user has chosen it"
 
 
 @pytest.mark.parametrize(("told", "free"), [(40 << 30, 30 << 30), (80 << 30, 5 << 30)])

@@ -19,6 +19,16 @@ def test_what_fits_is_taken_and_what_does_not_is_not():
     assert (ledger.used_bytes, ledger.peak_bytes) == (0, 100)
 
 
+def test_the_peak_since_somebody_looked_is_counted():
+    ledger = Ledger("cpu:0", 100)
+    ledger.take(60, "a block")
+    ledger.give_back(50)
+    ledger.recent_peak_bytes = ledger.used_bytes
+    ledger.take(20, "a unit")
+    ledger.give_back(30)
+    assert (ledger.recent_peak_bytes, ledger.peak_bytes) == (30, 60)
+
+
 def test_a_refusal_says_what_needs_how_much_of_what():
     ledger = Ledger("cpu:3", 2048)
     ledger.take(1024, "a block")

@@ -8,6 +8,7 @@ import torch
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Reach
+from hydra_tune.devices.libraries import Room
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, Kind
 from hydra_tune.memory.home import bring_home, drop
@@ -260,6 +261,23 @@ def test_a_device_that_has_shrunk_holds_less_and_still_gives_a_unit_all_of_its_b
         assert pager.ledger.used_bytes == 2 * SIZE + 64
     pager.shrink(10 * SIZE)
     assert pager.ledger.limit_bytes < SIZE + 128, "it never grows"
+
+
+def test_room_that_a_device_proves_to_have_is_room_until_some_proves_too_much(pager):
+    ledger, budget = pager.ledger, 2 * SIZE + 128
+    pager.fit(Room(limit_bytes=4 * SIZE, gain_bytes=SIZE))
+    assert (ledger.limit_bytes, ledger.most_bytes) == (budget + SIZE, budget + SIZE)
+    with pager.lease([block(), block()], 0):
+        pass
+    with pager.lease([block()], 0):
+        assert ledger.used_bytes == 3 * SIZE
+    with pytest.raises(BudgetError), pager.lease([block() for _ in range(3)], 0):
+        pytest.fail("one unit has more than another device may have")
+    pager.fit(Room(limit_bytes=4 * SIZE, gain_bytes=0))
+    assert ledger.limit_bytes == budget + SIZE, "another unit's workspaces are no proof"
+    pager.fit(Room(limit_bytes=2 * SIZE, gain_bytes=0))
+    pager.fit(Room(limit_bytes=4 * SIZE, gain_bytes=SIZE))
+    assert (ledger.limit_bytes, ledger.most_bytes) == (2 * SIZE, budget)
 
 
 def test_a_block_beyond_the_budget_is_refused_and_not_kept(pager):
