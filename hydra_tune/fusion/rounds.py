@@ -236,7 +236,8 @@ class Round:
         with not_repeatable(STEP_BEGUN):
             if rules.gradients.has_two_phases:
                 rules.gradients.complete(rules.state.optimized(gradients))
-            rules.state.update(rules.shard.trained, gradients, rules.gradients, device)
+            with rules.state.around_step(device):  # of a CPU device, which has no generator to wait for
+                rules.state.update(rules.shard.trained, gradients, rules.gradients)
             rules.state.adopt_optimizer_state(names, device)
             rules.gradients.next_step()
         return losses

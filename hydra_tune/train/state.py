@@ -160,25 +160,24 @@ class ModelState:
         """
         check_still_frozen(self._frozen)
 
-    def update(self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: Gradients, device: Device) -> None:
+    def update(self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: Gradients) -> None:
         """One optimizer step for some parameters; all others have no gradient, so the optimizer skips them.
 
         Equal, to the last bit, to one step over all parameters for every optimizer whose update is per parameter; and since
         it is the user's one optimizer, schedulers, parameter groups and `state_dict` are too.
         """
-        self._step(gradients, rules, device)
+        self._step(gradients, rules)
         self.touched(name for name in names if name in gradients)
         for group in self.optimizer_groups(names):
             group.dirty = True
 
-    def _step(self, gradients: dict[str, Tensor], rules: Gradients, device: Device | None) -> None:
+    def _step(self, gradients: dict[str, Tensor], rules: Gradients) -> None:
         for name, gradient in gradients.items():
             self.tensors[name].grad = gradient
         try:
             if clipped := [self.tensors[name] for name in self.optimized(gradients)]:
                 rules.clip(clipped, self._optimized)
-            with self.around_step(device):
-                self.optimizer.step()
+            self.optimizer.step()
         finally:
             for name in gradients:
                 self.tensors[name].grad = None
@@ -207,8 +206,8 @@ class ModelState:
 
     def _step_on_host(self, gradients: dict[str, Tensor], rules: Gradients) -> None:
         try:
-            with not_repeatable(STEP_BEGUN):
-                self._step(gradients, rules, None)
+            with not_repeatable(STEP_BEGUN), self.around_step(None):
+                self._step(gradients, rules)
         finally:
             gradients.clear()
 

@@ -216,9 +216,10 @@ class TrainingBatch(Step):
         start = time.perf_counter()
         with pager.lease(blocks, workspace) as lease, not_repeatable(STEP_BEGUN):
             gradients = self._present(names)
-            with GATE.shared():
+            # Lock order: a GPU's generator before the gate. Who has the generator's turn may wait for the gate.
+            with state.around_step(device), GATE.shared():
                 waited = time.perf_counter() - start
-                state.update(names, gradients, self._gradients, device)
+                state.update(names, gradients, self._gradients)
             gradients.clear()
             keys = [parameter_gradient_key(name) for name in names]
             self._leased(lease, partial(self._store.drop_all, keys))
