@@ -26,6 +26,11 @@ from tests.contract.optuna_drivers import (
     when_stale,
 )
 
+# Typed, for sqlite3 itself no longer takes dates from Python 3.12 on.
+HEARTBEATS = sqlalchemy.text("UPDATE trial_heartbeats SET heartbeat = :at").bindparams(
+    sqlalchemy.bindparam("at", type_=sqlalchemy.DateTime())
+)
+
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
 STORAGES = {
@@ -150,7 +155,7 @@ def test_a_trial_of_a_dead_process_is_failed_and_retried(narrow, heartbeats):
     storage.record_heartbeat(dead._trial_id)
     with storage.engine.begin() as connection:
         long_ago = datetime.now() - timedelta(hours=1)  # noqa: DTZ005 - as the database has it
-        connection.execute(sqlalchemy.text("UPDATE trial_heartbeats SET heartbeat = :at"), {"at": long_ago})
+        connection.execute(HEARTBEATS, {"at": long_ago})
 
     study.optimize(build, n_trials=1)
 
@@ -189,7 +194,7 @@ def test_stale_trials_are_retried_as_in_stock_optuna(retry, narrow, tmp_path):
             storage.record_heartbeat(trial._trial_id)
             with storage.engine.begin() as connection:
                 long_ago = datetime.now() - timedelta(hours=1)  # noqa: DTZ005 - as the database has it
-                connection.execute(sqlalchemy.text("UPDATE trial_heartbeats SET heartbeat = :at"), {"at": long_ago})
+                connection.execute(HEARTBEATS, {"at": long_ago})
 
         seen = record(driver, build, storage=storage, prepare=leave_a_stale_one, calls=[{"n_trials": 2}])
         storage.remove_session()
