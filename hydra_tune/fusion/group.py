@@ -53,15 +53,15 @@ class GroupTrial(Trial):
         buckets: says what was computed together.
         captures: the recorded steps, where steps are recorded.
         records: whether they are.
-        captures: the recorded steps, where steps are recorded.
-        records: whether they are.
         hands_back: whether members that are not over when the group is closed are wanted by somebody.
+        goes_back: whether it ends before its next step, for its members to go on elsewhere; may be set on any thread.
         takes_turns: whether steps are offered to be run in turn with those of another group.
         offer: the steps of the unit that is due, to be run so instead; None where they cannot be.
         beside: the group that is of one job with this one; None where there is none.
     """
 
     hands_back = False
+    goes_back = False
     takes_turns = False
     offer: Offer | None = None
     beside: "GroupTrial | None" = None
@@ -198,7 +198,7 @@ class GroupTrial(Trial):
         while True:
             yield from self._attendance.settled()
             wanting = [seat for seat in self._places.live if isinstance(seat.wants, Wanted)]
-            if not wanting:
+            if not wanting or (self.goes_back and not self.takes_turns):
                 return
             bucket, own = self._next(wanting, self.buckets.next)
             if self.task.accumulate > 1 and wanted_of(bucket[0]).mode == "train":
@@ -285,7 +285,7 @@ class GroupTrial(Trial):
             self.offer = Offer(
                 half=half,
                 prepared=prepared,
-                kind=wanted_of(bucket[0]).leaves.signature,
+                wanted=wanted_of(bucket[0]),
                 state=state,
                 inputs=part.leaves.tensors,
                 gradients=self._places.gradients,
@@ -297,9 +297,13 @@ class GroupTrial(Trial):
                 return half.steps
         planned = None
         if self._planned is not None:
-            is_one_loss = likeness.rows is None
             planned = self._planned.steps(
-                prepared, state, part.leaves.tensors, self._places.gradients, is_one_loss=is_one_loss
+                prepared,
+                state,
+                part.leaves.tensors,
+                self._places.gradients,
+                wanted_of(bucket[0]),
+                is_one_loss=likeness.rows is None,
             )
         if planned is not None or (is_all and self._goes_round(prepared)):
             return (yield from self._computing.go_round(bucket, part, batches, resting, like, planned, is_all=is_all))

@@ -2,7 +2,8 @@
 
 All ways to run a step compute the same graphs, with the same bits. So the one that is predicted to be fastest is taken first,
 and timed. Where that is off by more than `TOLERANCE`, what was measured corrects what profiles say, the steps are planned once
-more, and what comes of that makes steps in turn with what there was; the fastest goes on (`planner/replan.py`).
+more, and what comes of that makes steps in turn with what there was; the fastest goes on (`planner/replan.py`). Where even that
+takes more than was predicted, whoever is told compares it with groups that need no plan (`pool/fusion_group.py`).
 """
 
 import logging
@@ -67,6 +68,20 @@ class Measured:
     seconds: float
     is_replanned: bool
     ways: tuple[MeasuredWay, ...]
+
+    @property
+    def seconds_each(self) -> float:
+        """Of a step of the way that goes on, for each member."""
+        return self._chosen.seconds / sum(self.sizes)
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether that way takes more than was predicted, by more than is tolerated."""
+        return self._chosen.seconds > (1 + TOLERANCE) * self.predicted_seconds
+
+    @property
+    def _chosen(self) -> MeasuredWay:
+        return next(way for way in self.ways if way.is_chosen)
 
     @property
     def told(self) -> str:

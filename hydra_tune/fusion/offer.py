@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hydra_tune.devices.device import Device
+from hydra_tune.fusion.member import Wanted
 from hydra_tune.fusion.pair_round import Half
 from hydra_tune.fusion.planned import PlannedStep, Stack
 from hydra_tune.fusion.planned_state import StepState, stack_now
@@ -21,7 +22,7 @@ class Offer:
     Attributes:
         half: the steps.
         prepared: the group's plan for them.
-        kind: of the batches.
+        wanted: the batches of one of its members.
         state: the group's.
         inputs: a stacked batch, of which only the geometry counts.
         gradients: the group's rules for them.
@@ -30,11 +31,16 @@ class Offer:
 
     half: Half
     prepared: Prepared
-    kind: Hashable
+    wanted: Wanted
     state: ModelState
     inputs: Sequence[Tensor]
     gradients: GroupGradients
     steps_done: int
+
+    @property
+    def kind(self) -> Hashable:
+        """Of the batches."""
+        return self.wanted.leaves.signature
 
     @property
     def stack(self) -> Stack:

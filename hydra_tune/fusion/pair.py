@@ -9,6 +9,9 @@ waits for answers to reports for no longer than members of one group wait for ea
 different kinds the one that is behind goes first.
 
 Note: one of the two. Where one group has ended, its state is given up, and the other goes on as a single group.
+
+Note: going back. A pair that is to end before its members are over ends where both are about to make steps in turn, of which
+neither has begun any.
 """
 
 import logging
@@ -46,10 +49,11 @@ class PairTrial(Trial):
         host, tenant: as of `Trial`.
 
     Attributes:
-        hands_back: as of `GroupTrial`.
+        hands_back, goes_back: as of `GroupTrial`.
     """
 
     hands_back = False
+    goes_back = False
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class PairTrial(Trial):
         self._running, self._round = [], None
         going = self._live
         for side in going:
+            side.group.goes_back = self.goes_back  # which it does if it is the only one
             side.go_on()
         for side in going:
             if side.is_over:
@@ -99,7 +104,7 @@ class PairTrial(Trial):
         if alone is not None:
             return self._due(alone)
         if len(due) == len(self._live) == 2:  # noqa: PLR2004 - both
-            return self._both()
+            return None if self.goes_back else self._both()
         if not due or self._is_patient:
             self._waits += 1
             return Report(step=self._waits, metrics={})
@@ -129,7 +134,7 @@ class PairTrial(Trial):
         first, second = (side.group.offer for side in self._sides)
         assert first is not None
         assert second is not None
-        key = first.prepared, second.prepared
+        key, like = (first.prepared, second.prepared), first.wanted
         if key in self._unplanned:
             return None
         if key not in self._known:
@@ -144,7 +149,7 @@ class PairTrial(Trial):
                 planned,
                 lambda one: PairedSteps(one, states),
                 self._planner.replanned,
-                self._desk.measured,
+                lambda found: self._desk.measured(found, like),
             )
         return self._known[key]
 

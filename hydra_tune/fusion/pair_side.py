@@ -7,6 +7,7 @@ from typing import Protocol
 from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.measured import Measured
+from hydra_tune.fusion.member import Wanted
 from hydra_tune.fusion.seat import Desk, Seat
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Report
@@ -85,6 +86,6 @@ class Side(Desk):
         """As of `Desk`; while there are two, each keeps its size."""
         return self.other.is_over and self._desk.make_ready(size)
 
-    def measured(self, found: Measured) -> None:
+    def measured(self, found: Measured, like: Wanted) -> None:
         """As of `Desk`."""
-        self._desk.measured(found)
+        self._desk.measured(found, like)

@@ -11,6 +11,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, OutOfMemoryError, UnfusableError
 from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.measured import Measured, Ways
+from hydra_tune.fusion.member import Wanted
 from hydra_tune.fusion.optimizers import OptimizerAtOnce
 from hydra_tune.fusion.planned import OWN_LOSSES, PlannedStep, StepPlanner, check_values, stack_of
 from hydra_tune.fusion.planned_device import StepsOnDevice
@@ -130,10 +131,10 @@ class PlannedGroup:
     Args:
         planner: plans them.
         device: any of the pool.
-        tell: is told what steps have proved to take.
+        tell: is told what steps have proved to take, and of which batches.
     """
 
-    def __init__(self, planner: StepPlanner, device: Device, tell: Callable[[Measured], None]) -> None:
+    def __init__(self, planner: StepPlanner, device: Device, tell: Callable[[Measured, Wanted], None]) -> None:
         self._planner, self._device, self._tell = planner, device, tell
         self._known: dict[Prepared, Ways[PlannedSteps]] = {}
 
@@ -148,6 +149,7 @@ class PlannedGroup:
         state: ModelState,
         inputs: Sequence[Tensor],
         gradients: GroupGradients,
+        like: Wanted,
         *,
         is_one_loss: bool,
     ) -> Ways[PlannedSteps] | None:
@@ -158,6 +160,7 @@ class PlannedGroup:
             state: the group's.
             inputs: its stacked batch, of which only the geometry counts.
             gradients: the group's rules for them.
+            like: the batches of one of its members.
             is_one_loss: whether all members have the same loss.
 
         Raises:
@@ -169,7 +172,7 @@ class PlannedGroup:
             try:
                 if not is_one_loss:  # somebody has come whose is another
                     raise UnfusableError(OWN_LOSSES)  # noqa: TRY301 - told as whatever else there is
-                self._known[prepared] = self._made(prepared, state, inputs, gradients)
+                self._known[prepared] = self._made(prepared, state, inputs, gradients, like)
             except UnfusableError as error:
                 raise OutOfMemoryError(
                     f"a step of a group needs {format_bytes(prepared.plan.peak_bytes)} at once and cannot be planned: {error}",
@@ -208,10 +211,20 @@ class PlannedGroup:
         self._known.clear()
 
     def _made(
-        self, prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], gradients: GroupGradients
+        self,
+        prepared: Prepared,
+        state: ModelState,
+        inputs: Sequence[Tensor],
+        gradients: GroupGradients,
+        like: Wanted,
     ) -> Ways[PlannedSteps]:
         check_values(prepared)
         stack = stack_now(prepared, state, inputs, gradients)
         planned = self._planner.planned(stack)
         own = StepState(planned.graphs[0], state, stack, self._device, gradients)
-        return Ways(planned, lambda one: PlannedSteps(one, own), self._planner.replanned, self._tell)
+        return Ways(
+            planned,
+            lambda one: PlannedSteps(one, own),
+            self._planner.replanned,
+            lambda found: self._tell(found, like),
+        )

@@ -28,10 +28,13 @@ class PlannedSizes:
         plans: makes the groups' plans.
         planner: plans their steps.
         insists: whether as many as can be planned are one job, as one group or two in turn; else as many as are fastest.
+
+    Attributes:
+        insists: as given.
     """
 
     def __init__(self, plans: GroupPlans, planner: StepPlanner, *, insists: bool) -> None:
-        self._plans, self._planner, self._insists = plans, planner, insists
+        self._plans, self._planner, self.insists = plans, planner, insists
         self._lock = threading.Lock()
         self._known: dict[Hashable, dict[int, PlannedChoice | None]] = {}
         self._looked: dict[Hashable, float] = {}  # seconds that it took to trace and profile a group that fits
@@ -116,11 +119,11 @@ class PlannedSizes:
         kept = kept_way(self._planner, stack(0, room))
         work = kept.seconds_each * sum(steps_of(member) for member in members)
         looked = self._looked.setdefault(key, time.thread_time() - began)  # which is known the next time
-        if not self._insists and _COST_SHARE * work < _PLANNING * looked:
+        if not self.insists and _COST_SHARE * work < _PLANNING * looked:
             raise UnfusableError(f"their steps, {work:.3g} s in all, are too few to plan them")
         evaluated = self._most_evaluated(members[0], own)
         choice = compared(
-            self._planner, stack, len(members), kept, evaluated, insists=self._insists, least_gain=least_gain
+            self._planner, stack, len(members), kept, evaluated, insists=self.insists, least_gain=least_gain
         )
         for told in choice.told:
             _LOGGER.info("predicted: %s", told)

@@ -131,8 +131,8 @@ class Bench:
         done, began = 0, self.now()
         while isinstance(unit := trial.advance(), PendingUnit):
             if steps_done() > done:
-                done, ended = steps_done(), self.now()
-                yield ended - began
+                before, done, ended = done, steps_done(), self.now()
+                yield (ended - began) / (done - before)  # a unit may have several
                 began = ended
             trial.finished(unit, run_unit(unit, self._device, pager, None))
 

@@ -95,8 +95,8 @@ class Desk(Protocol):
     def make_ready(self, size: int) -> bool:
         """Whether the group's plans for another size are ready; if not, they are being made meanwhile."""
 
-    def measured(self, found: Measured) -> None:
-        """Planned steps have proved to take so long."""
+    def measured(self, found: Measured, like: Wanted) -> None:
+        """Planned steps, of batches like these, have proved to take so long."""
 
 
 class ClosedDesk(Desk):
@@ -126,5 +126,5 @@ class ClosedDesk(Desk):
         del size
         return False
 
-    def measured(self, found: Measured) -> None:
+    def measured(self, found: Measured, like: Wanted) -> None:
         """As of `Desk`."""

@@ -20,12 +20,13 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import HydraTuneError, UnfusableError
 from hydra_tune.fusion.chooser import Chooser
 from hydra_tune.fusion.group import GroupTrial
-from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.pair import PairTrial
 from hydra_tune.fusion.pair_side import Side
 from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.fusion.planned_sizes import PlannedSizes
 from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.fusion.probe import Bench
 from hydra_tune.fusion.seat import Desk, Seat
 from hydra_tune.fusion.stand import HOST
 from hydra_tune.memory.host import HostTier
@@ -33,7 +34,7 @@ from hydra_tune.memory.tenant import Tenant
 from hydra_tune.pool.fusion_ends import Ends
 from hydra_tune.pool.fusion_entry import CarrierEvents, Entry
 from hydra_tune.pool.fusion_finder import NOT_ON_GPUS, Finder
-from hydra_tune.pool.fusion_group import LiveGroup
+from hydra_tune.pool.fusion_group import LiveGroup, Unplanned
 from hydra_tune.pool.fusion_table import FusionTable
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.shard.library import PlanLibrary
@@ -192,7 +193,9 @@ class Carriers:
             pool, building, timer = self._table.pool, self._table.building, self._table.timer
             each = entry.each or entry.most
             most = max(each, len(together))
-            group = LiveGroup(pool, entry.carrier, entry.key, most, self.ends, building, timer)
+            size, seconds = entry.kept, partial(self._unplanned_seconds, entry.kept, device)
+            unplanned = Unplanned(size=size, seconds=seconds) if size else None
+            group = LiveGroup(pool, entry.carrier, entry.key, most, self.ends, building, timer, unplanned)
             group.entries = together
             seats = [one.sit() for one in together]
 
@@ -218,6 +221,12 @@ class Carriers:
             if carrier is not None:
                 carrier.cancel()
         return group.trial
+
+    def _unplanned_seconds(self, size: int, device: Device, member: Member, like: Wanted) -> float:
+        """What a step of a group of so many takes that needs no plan."""
+        bench = Bench(member.task, member.built()[0], like.batch, self._library, device)
+        with self._table.pool.alone_on(device):
+            return bench.together(size, self._plans)
 
     def _joins(self, entry: Entry) -> bool:
         """Have a job that is being prepared come to a group that has room; False: there is none."""

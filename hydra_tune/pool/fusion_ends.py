@@ -63,6 +63,9 @@ class Ends(Carried, Keeping):
         if group is not None and isinstance(event.result.error, OutOfMemoryError):
             self._ran_out(group, together, event.result.error)
             together = []
+        elif group is not None and group.goes_back_to and event.result.status == "completed":
+            self._go_on_in(group, together, group.goes_back_to, is_undone=True)
+            together = []
         for one in together:
             self.carrier_over(one, event.result)
         if late:
@@ -90,16 +93,21 @@ class Ends(Carried, Keeping):
         again from what they have saved last, and are the same when they are there.
         """
         size = len(group.trial.seats)
-        with self._table.pool.changed:
-            limit = self._table.limits[group.key] = size // 2
+        limit = size // 2
         how = f"in groups of {limit} at most" if limit > 1 else "by themselves"
         _LOGGER.warning("a group of %d trials ran out of memory, and its trials go on %s: %s", size, how, error)
         is_undone = limit > 0 and not isinstance(error.__cause__, NotRepeatableError)
+        self._go_on_in(group, entries, limit, is_undone=is_undone)
+
+    def _go_on_in(self, group: LiveGroup, entries: Sequence[Entry], limit: int, *, is_undone: bool) -> None:
+        """A group has ended, and its members go on in groups of so many at most: where they were, if the group could end so."""
+        with self._table.pool.changed:
+            self._table.limits[group.key] = limit
         for entry in entries:
             if is_undone and entry.seat is not None and entry.seat.is_handed_back:
                 with self._table.pool.changed:
-                    entry.is_seated, entry.most, entry.each = False, limit, 0
-                self._table.timer.do(partial(self._carrying.carry_anew, entry))
+                    entry.most, entry.each, entry.kept = limit, 0, 0
+                    self.seat_left(entry)
             else:
                 self._begin_from(entry, self._table.pool.last_saved(entry))
 

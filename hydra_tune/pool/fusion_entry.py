@@ -34,6 +34,7 @@ class Entry:
         is_forming: whether its carrier looks for others.
         most: how many like it may be a group, or two that take turns; 0: it has not been looked at.
         each: members of one group then, of the larger of two; 0: as many as `most`.
+        kept: how many fit as they are, in whose groups they go on where planned steps prove slower; 0: they do not.
         told: the last report that the driver has been told of.
         faults: those that it has had.
         candidate: its trial while it is compared with another job's.
@@ -60,6 +61,7 @@ class Entry:
         self.carrier: Job | None = None
         self.most = 0
         self.each = 0
+        self.kept = 0
         self.trial: Member | None = None
         self.candidate: Member | None = None
         self.loader_error: BaseException | None = None

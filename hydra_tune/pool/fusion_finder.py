@@ -163,6 +163,7 @@ class Finder:
             raise
         if choice is not None:
             entry.most, entry.each = choice.size, choice.each
+            entry.kept = room if choice.size > room and not self._sizes.insists else 0
             with self._table.pool.changed:
                 carrier = entry.carrier
             if carrier is not None:

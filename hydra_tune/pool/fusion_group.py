@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.key import FusionKey
 from hydra_tune.fusion.measured import Measured
+from hydra_tune.fusion.member import Member, Wanted
 from hydra_tune.fusion.pair import PairTrial
 from hydra_tune.fusion.seat import Seat
 from hydra_tune.pool.fusion_entry import Entry
@@ -37,6 +39,19 @@ class Keeping(Protocol):
         """Members that have been promised a place get none, and go on elsewhere."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unplanned:
+    """Groups that need no plan, for members whose planned steps prove slower.
+
+    Attributes:
+        size: members of each.
+        seconds: times a step of such a group now, given one of the members and its batch.
+    """
+
+    size: int
+    seconds: Callable[[Member, Wanted], float]
+
+
 class LiveGroup:
     """A group, and the jobs that it has or is about to have; its trial's `Desk`.
 
@@ -48,18 +63,28 @@ class LiveGroup:
         keeping: told of its members.
         building: makes plans for other sizes.
         timer: has the group go on when it has waited for long enough.
+        unplanned: what its planned steps are held against where they prove slower than predicted; None: nothing is.
 
     Attributes:
         trial: its own, once there is one.
         entries: its members that are not over.
         arrivals: members that come as soon as there is room.
         is_over: whether nobody may come any more.
+        goes_back_to: members of the groups that its own go on in, without a plan, when it has ended; 0: they go on nowhere.
     """
 
     trial: GroupTrial | PairTrial
 
     def __init__(
-        self, pool: Pool, carrier: Job, key: Hashable, most: int, keeping: Keeping, building: Later, timer: Later
+        self,
+        pool: Pool,
+        carrier: Job,
+        key: Hashable,
+        most: int,
+        keeping: Keeping,
+        building: Later,
+        timer: Later,
+        unplanned: Unplanned | None = None,
     ) -> None:
         self._pool = pool
         self.carrier = carrier
@@ -68,9 +93,11 @@ class LiveGroup:
         self.entries: list[Entry] = []
         self.arrivals: list[Entry] = []
         self.is_over = False
+        self.goes_back_to = 0
         self._keeping = keeping
         self._building = building
         self._timer = timer
+        self._unplanned = unplanned
         self._ready: set[int] = set()
         self._asked: set[int] = set()
 
@@ -219,10 +246,34 @@ class LiveGroup:
         if late:
             self._timer.do(partial(self._keeping.send_back, late))
 
-    def measured(self, found: Measured) -> None:
+    def measured(self, found: Measured, like: Wanted) -> None:
         """As of `Desk`."""
         _FUSION_LOGGER.info("measured: %s", found.told)
         log_measured(self._pool.log, self.carrier.key, found)
+        if self._unplanned is not None and found.is_slower:
+            self._building.do(partial(self._compare, self._unplanned, found, like))
+
+    def _compare(self, unplanned: Unplanned, found: Measured, like: Wanted) -> None:
+        """Have the group end, and its members go on in groups that need no plan, where these are faster."""
+        with self._pool.changed:
+            member = next((one.trial for one in self.entries if one.trial is not None), None)
+        if member is None or self.trial.goes_back:
+            return
+        try:
+            each = unplanned.seconds(member, like) / unplanned.size
+        except Exception:  # the steps that there are go on
+            _FUSION_LOGGER.info("steps that need no plan cannot be timed beside planned ones", exc_info=True)
+            return
+        if found.seconds_each > each:
+            self.goes_back_to, self.trial.goes_back = unplanned.size, True
+        _FUSION_LOGGER.info(
+            "planned steps of %s %s: one takes %.3g ms for each trial, and one without a plan, of %d, %.3g ms",
+            " + ".join(map(str, found.sizes)),
+            "prove slower and are given up" if self.trial.goes_back else "go on",
+            found.seconds_each * 1e3,
+            unplanned.size,
+            each * 1e3,
+        )
 
     def _entry_of(self, seat: Seat) -> Entry:
         return next(one for one in self.entries if one.seat is seat)

@@ -221,6 +221,10 @@ class Pool:
         """Devices that steps are profiled on, as of `Borrowing`."""
         return self._borrowing.stands
 
+    def alone_on(self, device: Device) -> contextlib.AbstractContextManager[object]:
+        """Entered around what runs on a device and is no unit: nothing else runs there, unless it is the host's own."""
+        return contextlib.nullcontext() if device.is_host else self._borrowing.borrowed(device)
+
     def begin_again(self, retried: Retried, error: BaseException) -> "Callable[[], Beginning | None]":
         """What a trial that another keeps the account of begins again from, as of `Faults.beginning`."""
         return self._faults.beginning(retried, error)

@@ -55,6 +55,7 @@ def test_steps_that_take_about_what_was_predicted_are_timed_and_no_more(seconds)
     assert asked == []
     (found,) = told
     assert not found.is_replanned
+    assert not found.is_slower
     assert (found.sizes, found.predicted_seconds, found.seconds) == ((2, 2), 1.0, pytest.approx(seconds))
     assert [(way.how, way.is_chosen) for way in found.ways] == [("kept", True)]
     ways.close()
@@ -76,6 +77,8 @@ def test_steps_that_take_other_than_predicted_are_planned_once_more_and_the_fast
     assert run(ways, really, 9) == ["swaps alone"] * 9
     (found,) = told
     assert found.is_replanned
+    assert found.is_slower
+    assert found.seconds_each == pytest.approx(1.8 / 4)
     assert [(way.how, way.predicted_seconds, way.is_chosen) for way in found.ways] == [
         ("interleaved", pytest.approx(2.0), False),
         ("min-cut", 1.6, False),

@@ -43,7 +43,9 @@ class Group:
             self.plot.insert(0, "wait") if not self.is_due else None
             return Report(step=0, metrics={})
         if isinstance(what, tuple):
-            self.offer = SimpleNamespace(kind=what[1], steps_done=what[2], prepared=object(), stack=None, half=None)
+            self.offer = SimpleNamespace(
+                kind=what[1], wanted=None, steps_done=what[2], prepared=object(), stack=None, half=None
+            )
             return unit("offered")
         return unit(what)
 

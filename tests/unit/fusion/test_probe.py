@@ -17,6 +17,7 @@ from hydra_tune.fusion.key import fusion_key
 from hydra_tune.fusion.member import Member
 from hydra_tune.fusion.plans import GroupPlans
 from hydra_tune.fusion.probe import Bench
+from hydra_tune.fusion.rounds import Round
 from hydra_tune.shard.budget import Budget
 from hydra_tune.shard.library import PlanLibrary
 
@@ -97,6 +98,15 @@ def test_whoever_asks_is_left_as_he_was():
         assert asking.looks_like() == before
         assert asking.member.progress.steps == 0
         assert asking.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_of_a_unit_of_several_steps_each_counts(monkeypatch):
+    with Asking(task()) as asking:
+        made, trained = [], Round._trained
+        monkeypatch.setattr(Round, "_trained", lambda *given: made.append(1) or trained(*given))
+        monkeypatch.setattr(Bench, "now", lambda _: float(len(made)))
+        assert asking.bench.together(2, GroupPlans(asking.library)) == 1.0
+        assert len(made) > 2
 
 
 def test_a_loaders_own_processes_are_left_alone():
