@@ -112,8 +112,8 @@ class HydraExecutor:
             for each size of a group and kind of batch; it takes from seconds to a minute each. None: they are not.
         fusion_planner: "auto" has trials of which fewer fit a device than could be a group be computed together all the same,
             with activations swapped to the host or computed again as planned, where that is predicted to be faster than smaller
-            groups, and never on GPUs, where no planned step has been run; "on" wherever it can be planned, on GPUs as well;
-            "off" never. See docs/planner.md.
+            groups, and for as long as it does not prove slower; "on" wherever it can be planned; "off" never. See
+            docs/planner.md.
         isolate: whether the pool runs in a process of its own, so that a crash of a trial (a segmentation fault, an exit) ends
             nothing but that process, which is begun again, and all trials with it, from their checkpoints; one that has ended
             it twice fails, with `TrialCrashedError`. Then only `run`, `submit`, `events` and `suspend` are there. See

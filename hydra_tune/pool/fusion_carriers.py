@@ -28,12 +28,11 @@ from hydra_tune.fusion.planned_sizes import PlannedSizes
 from hydra_tune.fusion.plans import GroupPlans
 from hydra_tune.fusion.probe import Bench
 from hydra_tune.fusion.seat import Desk, Seat
-from hydra_tune.fusion.stand import HOST
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import Tenant
 from hydra_tune.pool.fusion_ends import Ends
 from hydra_tune.pool.fusion_entry import CarrierEvents, Entry
-from hydra_tune.pool.fusion_finder import NOT_ON_GPUS, Finder
+from hydra_tune.pool.fusion_finder import Finder
 from hydra_tune.pool.fusion_group import LiveGroup, Unplanned
 from hydra_tune.pool.fusion_table import FusionTable
 from hydra_tune.pool.job import Job, Result
@@ -82,13 +81,11 @@ class Carriers:
         self._library = library
         self._plans = GroupPlans(library, backend)
         self._planner: StepPlanner | None = None
-        sizes, why_not = None, None
-        if plans_steps == "auto" and HOST not in table.pool.stands:
-            why_not = NOT_ON_GPUS
-        elif plans_steps != "off":
+        sizes = None
+        if plans_steps != "off":
             self._planner = StepPlanner(table.pool.budget_bytes, library.budget.alignment, lambda: table.pool.stands)
             sizes = PlannedSizes(self._plans, self._planner, insists=plans_steps == "on")
-        self._finder = Finder(table, self._plans, library, most, chooser, sizes, why_not)
+        self._finder = Finder(table, self._plans, library, most, chooser, sizes)
         self.ends = Ends(table, self)
 
     def carry(self, entry: Entry) -> None:

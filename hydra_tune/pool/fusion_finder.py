@@ -25,12 +25,6 @@ _SETTLED_SECONDS = 0.05  # without a new job, before a group is closed
 _PATIENCE_SECONDS = 1.0
 
 
-NOT_ON_GPUS = (
-    "trials of which a GPU has no room for all at once are computed in groups that fit: with fusion_planner='auto' no steps "
-    "are planned on GPUs, where none have been measured; fusion_planner='on' has them planned there, too"
-)
-
-
 class Finder:
     """Finds members for groups.
 
@@ -41,7 +35,6 @@ class Finder:
         most: members of a group.
         chooser: says whether trials gain by it; None: all are fused that can be.
         sizes: says how many more than fit are one group, with steps that are planned; None: none are.
-        why_not: what the log is told once, where some could be and none are.
 
     Attributes:
         last_submitted: when a job was submitted last, by the monotonic clock.
@@ -55,14 +48,13 @@ class Finder:
         most: int,
         chooser: Chooser | None,
         sizes: PlannedSizes | None,
-        why_not: str | None = None,
     ) -> None:
         self._table = table
         self._plans = plans
         self._library = library
         self._most = most
         self._chooser = chooser
-        self._sizes, self._why_not = sizes, why_not
+        self._sizes = sizes
         self.last_submitted = 0.0
 
     def build(self, entry: Entry, device: Device, *beside: Any) -> Member:
@@ -103,8 +95,6 @@ class Finder:
         prepared = self._plans.of_member(member, wanted["train"])
         self._plans.stacked(prepared, self._most)
         budget_bytes = self._table.pool.budget_bytes
-        if budget_bytes // prepared.plan.peak_bytes == 1:
-            self._tell_why_not()
         most = room_for(prepared, budget_bytes, self._most_of(entry.key), 2 if self._sizes is None else 1)
         if "evaluate" in wanted:
             evaluated = self._plans.of_member(member, wanted["evaluate"], layout_of(prepared))
@@ -114,12 +104,6 @@ class Finder:
     def _most_of(self, key: Hashable | None) -> int:
         """Members of a group, as far as memory has not run out."""
         return self._table.limits.get(key, self._most)
-
-    def _tell_why_not(self) -> None:
-        """A device has room for fewer than might be a group."""
-        why_not, self._why_not = self._why_not, None
-        if why_not is not None:
-            _LOGGER.info("%s", why_not)
 
     def others(self, entry: Entry, wanted: Wanted | None, device: Device) -> list[Entry]:
         """Those that are computed together with a job.
@@ -143,11 +127,7 @@ class Finder:
     def _beyond(self, entry: Entry, taken: list[Entry], wanted: Wanted, device: Device) -> list[Entry]:
         """With more than fit, if the planned step of all is to be preferred."""
         room, most = entry.most, self._most_of(entry.key)
-        if len(taken) + 1 < room or room >= most:
-            return taken
-        if self._sizes is None:
-            if self._table.free():
-                self._tell_why_not()
+        if len(taken) + 1 < room or room >= most or self._sizes is None:
             return taken
         kind = (entry.key, wanted.leaves.signature)
         more = self._further(entry, taken, wanted, kind, device, self._sizes)

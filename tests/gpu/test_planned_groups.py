@@ -7,6 +7,7 @@ against that, bit for bit.
 import functools
 import gc
 import logging
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -17,8 +18,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.fusion import planned_sizes
+from hydra_tune.fusion import measured, planned_sizes
+from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.fusion.planned_choice import PlannedWay
+from hydra_tune.fusion.planner.interpreter import Interpreter
 from hydra_tune.fusion.planner.run import PlannedRun
 from hydra_tune.pool.job import OVER, Reported
 
@@ -254,9 +257,40 @@ def test_steps_are_timed_by_the_gpu_and_the_log_says_what_they_took(size, caplog
     assert "measured: a planned step of" in caplog.text
 
 
-def test_nothing_is_planned_unless_it_is_asked_for(size, segments, caplog):
+def test_steps_that_prove_slower_are_given_up_with_auto(size, segments, monkeypatch, caplog):
+    """Each graph has the GPU sleep first; from the ninth of twelve epochs on nobody is answered before that is seen."""
+    monkeypatch.setattr(planned_sizes, "_COST_SHARE", float("inf"))
+    monkeypatch.setattr(StepPlanner, "kept_seconds", lambda _self, _stack: 1000.0)
+    monkeypatch.setattr(measured, "_WARM_UPS", 0)
+    monkeypatch.setattr(measured, "_TURNS", 1)
+    run, line = Interpreter.run, "prove slower and are given up"
+
+    def slowly(self, given):
+        torch.cuda._sleep(50_000_000)
+        return run(self, given)
+
+    monkeypatch.setattr(Interpreter, "run", slowly)
+    expected, held, seen = roomy(size, epochs=12)[0], [], None
     with pool_of(size, fusion_planner="auto") as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
-        results = pool.run([task(seed, epochs=1) for seed in range(4)])
-    assert [result.error for result in results] == [None] * 4
-    assert segments == []
-    assert "fusion_planner='on' has them planned there" in caplog.text
+        events, until = pool.events(), time.monotonic() + PATIENCE_SECONDS
+        jobs = [pool.submit(task(seed, epochs=12), None, events) for seed in range(4)]
+        while not all(job.state in OVER for job in jobs):
+            assert time.monotonic() < until, caplog.text
+            event = events.get(0.1)
+            held += [event] if isinstance(event, Reported) else []
+            if seen is None and line in caplog.text:
+                seen = len(segments)
+            for one in [one for one in held if one.step < 8 or line in caplog.text]:
+                held.remove(one)
+                one.job.proceed()
+        results = [job.result() for job in jobs]
+        peak = pool.stats().devices["cuda:0"].peak_bytes
+    assert caplog.text.count(line) == 1
+    assert seen
+    assert len(segments) - seen <= 8  # of the epoch that is under way then
+    assert peak <= memory(size)
+    for result, other in zip(results, expected, strict=True):  # smaller groups may have other last digits
+        history = bits(result)[0]
+        assert [one["step"] for one in history] == list(range(12))
+        for name in ("train_loss", "val_loss"):
+            assert [one[name] for one in history] == pytest.approx([one[name] for one in other[0]], rel=1e-3)

@@ -1,7 +1,6 @@
 """Planned steps on devices that are not the host's, as GPUs are (`tests/support/stand_in_gpu.py`): when asked for, and how."""
 
 import functools
-import logging
 import threading
 import time
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from hydra_tune.fusion.stand import HOST
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool import borrowing, settings
 from hydra_tune.pool.borrowing import Borrowing, DeviceTurn
-from hydra_tune.pool.fusion_finder import NOT_ON_GPUS
 from hydra_tune.shard.gate import CaptureGate
 from tests.support.stand_in_gpu import Generator, StandInGpu
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
@@ -194,17 +192,6 @@ def test_what_has_failed_holds_nothing_on_the_device(gpus, monkeypatch):
     assert states
     assert set(held) == {0}
     assert all(result.error is None or isinstance(result.error, HydraTuneError) for result in results)
-
-
-@pytest.mark.slow
-def test_they_are_planned_where_that_is_asked_for_and_the_log_says_so_once(gpus, segments, caplog):
-    gpus(1, GROUP)
-    with pool_of(fusion_planner="auto") as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
-        results = pool.run([task(seed, epochs=1) for seed in range(4)])
-    assert [result.error for result in results] == [None] * 4
-    assert max(result.group_size for result in results) < 4
-    assert segments == []
-    assert [record.getMessage() for record in caplog.records].count(NOT_ON_GPUS) == 1
 
 
 def test_who_borrows_a_device_waits_for_its_unit_and_the_next_unit_waits_for_him():
