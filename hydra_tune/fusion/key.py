@@ -79,6 +79,13 @@ def _check_module(module: nn.Module) -> None:
             raise UnfusableError(f"parameter {name!r} is lazy: its shape is unknown until a forward")
     for found in gradient_hooks(module):
         raise UnfusableError(f"{found}, which a group's step would leave out")
+    names: dict[int, str] = {}
+    for name, tensor in named_state(module):
+        other = names.setdefault(tensor.untyped_storage()._cdata, name) if tensor.numel() else name  # noqa: SLF001 - its identity
+        if other != name:
+            raise UnfusableError(
+                f"{other!r} and {name!r} of its model share memory but are different tensors, and copies of them would not"
+            )
 
 
 def _without_losses(key: Any) -> Any:

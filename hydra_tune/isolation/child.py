@@ -17,6 +17,7 @@ import torch
 from hydra_tune.checkpoint.folder import generations
 from hydra_tune.isolation.sending import packed_error, packed_result, unpickled
 from hydra_tune.pool.job import EventStream, Job, Reported, Result
+from hydra_tune.supervision.marks import at_work, marked_as
 from hydra_tune.supervision.supervisor import Beginning
 from hydra_tune.train.worker_server import SERVERS
 
@@ -142,12 +143,14 @@ class Server:
         if left is not None and generations(left):
             kept = ("priority", "labels", "saved_as", "max_retries")
             options = {option: options[option] for option in kept} | {"resume_from": left}
-        if name in self._aside:
-            self._fail(key, self._aside[name])
+        if (mark := marked_as(name)) in self._aside:
+            self._fail(key, self._aside[mark])
             return
         try:
             events = self._stream if waits else self._unanswered
-            job = executor.submit(unpickled(task, self._known), name, events, **options)
+            with at_work(name):
+                described = unpickled(task, self._known)
+            job = executor.submit(described, name, events, **options)
         except Exception as error:  # noqa: BLE001 - the user's own classes are read here
             self._fail(key, error)
             return
@@ -163,4 +166,6 @@ class Server:
             self._connection.send(("reported", key, event.step, event.metrics, event.job.progress.history))
             return
         del self._jobs[key], self._keys[id(event.job)]
-        self._connection.send(("over", key, packed_result(event.result, self._known)))
+        with at_work(event.job.name):  # the module's own code may pickle it
+            packed = packed_result(event.result, self._known)
+        self._connection.send(("over", key, packed))

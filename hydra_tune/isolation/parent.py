@@ -342,8 +342,8 @@ class Isolated:
             self._error = self._error or HydraTuneError(
                 "the executor is shut down"
                 if self._is_closing
-                else "the pool's process crashes before it does anything, and is not begun again; what it has printed, and the "
-                "log, say more"
+                else "the pool's process crashed twice in a row while no trial's code was running, and is not begun again; its "
+                "output and the log say more"
             )
             left = list(self._entries.values())
         for entry in left:

@@ -19,17 +19,21 @@ from hydra_tune.task import TrainTask
 from hydra_tune.train.weights import weights_of, with_weights
 
 _NOT_SENT = ("_module", "_optimizer", "error")
+_BY_PLACE = (TrainTask, FunctionType, type)
 
 
 def known_here() -> dict[int, object]:
     """What both processes are to have, by its place; called before the copy is made, and kept in both."""
-    return {id(one): one for one in gc.get_objects() if isinstance(one, TrainTask) or _is_nameless(one)}
+    return {id(value): value for value in gc.get_objects() if issubclass(type(value), TrainTask) or _is_nameless(value)}
+
+
+# By `type`, not `isinstance`: that reads `__class__`, which runs the code of proxies and of lazy objects.
 
 
 def _is_nameless(value: object) -> bool:
-    return isinstance(value, FunctionType | type) and (
-        value.__module__ == "__main__" or "<" in getattr(value, "__qualname__", "")
-    )
+    if not issubclass(type(value), (FunctionType, type)):
+        return False
+    return getattr(value, "__module__", None) == "__main__" or "<" in str(getattr(value, "__qualname__", ""))
 
 
 class _Pickler(pickle.Pickler):
@@ -38,7 +42,7 @@ class _Pickler(pickle.Pickler):
         self._known = known
 
     def persistent_id(self, value: object) -> int | None:
-        return id(value) if isinstance(value, TrainTask | FunctionType | type) and id(value) in self._known else None
+        return id(value) if issubclass(type(value), _BY_PLACE) and id(value) in self._known else None
 
     def reducer_override(self, value: object) -> Any:
         if _is_nameless(value):

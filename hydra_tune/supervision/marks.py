@@ -3,11 +3,13 @@
 A mark is written before the trial's code runs, and taken away after it: two writes to memory, and nothing else. In a process
 that nobody supervises nothing is written.
 
-Note: which trial is to blame. Where a single trial is marked when the process dies, it was that one; and of several, that of
-the thread that the fault was in, if the system has said so. Where neither is known, all that were marked are *suspects* of the
-process that is begun next: while one of them is marked there, no other trial is, so that the next crash has a name.
+Note: which trial is to blame. It is the trial that is marked for the thread that the fault was in, if the system has said which
+thread that was; else the trial that is marked, where a single one is and no other thread is known to be at fault. Where neither
+is known, all that were marked are *suspects* of the process that is begun next: while one of them is marked there, no other
+trial is, so that the next crash has a name.
 """
 
+import hashlib
 import mmap
 import struct
 import threading
@@ -19,6 +21,16 @@ _SLOTS, _SLOT_BYTES = 256, 512
 _SLOT = struct.Struct("=QH")  # the thread; bytes of the name, 0 where the slot is free
 _END = struct.Struct("=?i")  # whether the process has ended in order, and its exit code
 _HEARD_AT = 64
+_NAME_BYTES, _DIGEST_LENGTH = _SLOT_BYTES - _SLOT.size, 16
+
+
+def marked_as(name: str) -> str:
+    """The name of a trial as marks and crashes have it: a long one is shortened, and ends in a digest of the whole."""
+    text = name.encode()
+    if len(text) <= _NAME_BYTES:
+        return name
+    digest = hashlib.sha256(text).hexdigest()[:_DIGEST_LENGTH]
+    return f"{text[: _NAME_BYTES - _DIGEST_LENGTH - 1].decode(errors='ignore')}~{digest}"
 
 
 class Marks:
@@ -44,6 +56,7 @@ class Marks:
     @contextmanager
     def at_work(self, name: str) -> Iterator[None]:
         """As the function of the module."""
+        name = marked_as(name)
         turn = self._turn(is_alone=name in self._suspects) if self._suspects else nullcontext()
         with turn:
             try:
@@ -51,7 +64,7 @@ class Marks:
             except IndexError:  # more threads than anybody has; one that is not marked is not blamed
                 yield
                 return
-            at, text = slot * _SLOT_BYTES, name.encode()[: _SLOT_BYTES - _SLOT.size]
+            at, text = slot * _SLOT_BYTES, name.encode()
             self._memory[at + _SLOT.size : at + _SLOT.size + len(text)] = text
             _SLOT.pack_into(self._memory, at, threading.get_ident(), len(text))
             try:
@@ -100,7 +113,7 @@ class Marks:
             thread, length = _SLOT.unpack_from(self._memory, at)
             if length:
                 text = self._memory[at + _SLOT.size : at + _SLOT.size + length]
-                found[thread] = text.decode(errors="replace")
+                found[thread] = text.decode()
         return found
 
     def close(self) -> None:

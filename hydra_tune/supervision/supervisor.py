@@ -93,12 +93,18 @@ class History:
         frames = _frames(dump)
         where = f"; it was in {frames}" if frames else ""
         names = sorted(set(marked.values()))
-        culprit = marked.get(_faulting_thread(dump)) or (names[0] if len(names) == 1 else None)
+        thread = _faulting_thread(dump)
+        culprit = marked.get(thread)
+        # A thread that is marked for no trial may be a helper of the marked one, or have nothing to do with any trial. So the
+        # first such fault blames nobody, and a second while the same trial runs alone blames that trial.
+        if culprit is None and len(names) == 1 and (not thread or names[0] in self.suspects):
+            culprit = names[0]
         if culprit is None:
             self.suspects.update(names)
             if not names:
-                return f"the pool's process was ended by {how}, while no trial was at work"
-            return f"the pool's process was ended by {how} while {', '.join(names)} were at work; they run one at a time now"
+                return f"the pool's process was ended by {how}, while no trial was at work{where}"
+            work = "were at work; they run one at a time now" if len(names) > 1 else "was at work; it runs alone now"
+            return f"the pool's process was ended by {how} while {', '.join(names)} {work}{where}"
         self.counts[culprit] += 1
         self.is_hopeless = culprit in self.aside
         said = f"the pool's process was ended by {how} while {culprit} was at work{where}"

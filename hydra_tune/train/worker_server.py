@@ -208,6 +208,11 @@ class _Process(process.BaseProcess):
     _start_method = "forkserver"
     server: ServerProcess
 
+    def run(self) -> None:
+        """In the worker."""
+        _let_the_server_end()
+        super().run()
+
     @staticmethod
     def _Popen(process_obj: "_Process") -> Any:  # noqa: N802 - the base class calls it so
         return _Popen(process_obj)
@@ -232,6 +237,19 @@ class _Popen(popen_forkserver.Popen):
         with os.fdopen(data_w, "wb") as pipe:
             pipe.write(file.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
+
+
+def _let_the_server_end() -> None:
+    """In a worker, let go of the pipe by whose end the server learns that the program has ended.
+
+    The standard library hands that pipe to each worker. The worker's own end waits for the server's, so both would outlive a
+    program that is killed. The number of the file stays taken, for processes that the worker starts are handed it.
+    """
+    alive = vars(forkserver)["_forkserver"]._forkserver_alive_fd  # noqa: SLF001 - set by the server's fork
+    if alive is not None:
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, alive)
+        os.close(null)
 
 
 def has_main_file() -> bool:

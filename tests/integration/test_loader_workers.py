@@ -473,3 +473,56 @@ def test_a_program_without_a_file_trains_with_workers_to_the_plain_loops_numbers
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, timeout=90, check=False)
     assert done.stdout == "SAME True True\n", done.stderr
+
+
+KILLED = """
+import os, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+from hydra_tune import HydraExecutor, TrainTask
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return torch.zeros(3), 0
+
+
+def step(module, batch):
+    print("trains", flush=True)
+    return module(batch[0]).sum()
+
+
+task = TrainTask(
+    model=lambda: torch.nn.Linear(3, 2),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    train=DataLoader(Slow(), 4, num_workers=2),
+    step=step,
+    epochs=100,
+)
+with HydraExecutor(devices="cpu:1") as pool:
+    pool.run(task)
+"""
+
+
+def test_no_worker_outlives_a_program_that_is_killed(tmp_path):
+    """Nor does the process that forks workers: the system ends none of them, so each has to notice."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    program = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "trains\n"
+        begun = psutil.Process(program.pid).children(recursive=True)
+        assert len(begun) >= 3  # the server and two workers
+    finally:
+        program.kill()
+        program.wait()
+    _, left = psutil.wait_procs(begun, timeout=60)
+    for process in left:
+        process.kill()
+    assert not left
+    program.stdout.close()

@@ -105,3 +105,17 @@ def test_nesterov_is_no_rate():
 def test_what_stays_out_is_told_why(changes, told):
     with pytest.raises(UnfusableError, match=told):
         key(**changes)
+
+
+class Overlapping(nn.Module):
+    """Two parameters on one storage, which stacked copies would not share."""
+
+    def __init__(self):
+        super().__init__()
+        whole = torch.zeros(12)
+        self.first, self.second = nn.Parameter(whole[:8].view(4, 2)), nn.Parameter(whole[4:])
+
+
+def test_tensors_that_share_memory_stay_out():
+    with pytest.raises(UnfusableError, match="'first' and 'second' of its model share memory"):
+        key(model=Overlapping)

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from hydra_tune.supervision.marks import Marks, at_work, here
+from hydra_tune.supervision.marks import Marks, at_work, here, marked_as
 
 
 @pytest.fixture
@@ -30,6 +30,14 @@ def test_marks_are_there_while_a_thread_is_at_work(marks):
         assert marks.marked()[me].startswith("größergrößer")
         raise ValueError
     assert marks.marked() == {}
+
+
+def test_long_names_are_marked_by_what_tells_them_apart(marks):
+    one, other = "x" * 600 + "1", "x" * 600 + "2"
+    assert marked_as("trial 1") == "trial 1"
+    assert marked_as(one) != marked_as(other)
+    with marks.at_work(one):
+        assert marks.marked() == {threading.get_ident(): marked_as(one)}
 
 
 def test_more_threads_than_marks_are_let_through(marks):

@@ -49,6 +49,16 @@ def test_of_several_nobody_is_blamed_until_one_is_alone():
     assert history.aside.keys() == {"trial 2"}
 
 
+def test_a_fault_in_a_thread_of_no_trial_blames_a_trial_only_when_that_runs_alone():
+    history = History()
+    said = history.note({0xAA: "trial 1"}, "SIGSEGV", DUMP)
+    assert "trial 1 was at work; it runs alone now; it was in inner (deep.py:7)" in said
+    assert (history.counts, history.suspects) == ({}, {"trial 1"})
+    history.note({0xAA: "trial 1"}, "SIGSEGV", DUMP)
+    history.note({0xAA: "trial 1"}, "SIGSEGV", DUMP)
+    assert history.aside.keys() == {"trial 1"}
+
+
 def test_crashes_with_no_trial_at_work_are_counted_on_end():
     history = History()
     said = history.note({}, f"signal {signal.SIGUSR1.value}", "")
