@@ -134,9 +134,11 @@ class CpuDevice:
 
     def take_over(self, source: Device, pairs: Pairs) -> None:
         """Copy from another CPU device's memory, over both links at once."""
-        assert isinstance(source, CpuDevice), "not in reach"
-        links = sorted({link for link in (source.link, self.link) if link is not None}, key=id)
-        _over(links, pairs, is_waited_for=True)
+        self._take(source, pairs, is_waited_for=True)
+
+    def start_take_over(self, source: Device, pairs: Pairs) -> Copy:
+        """Copy from another CPU device's memory, in the background."""
+        return self._ahead.start(pairs, lambda found: self._take(source, found, is_waited_for=False))
 
     def synchronize(self) -> None:
         """Nothing is ever pending: CPU operators are done when they return."""
@@ -160,6 +162,11 @@ class CpuDevice:
 
     def _send(self, pairs: Pairs, *, is_waited_for: bool) -> None:
         _over(() if self.link is None else (self.link,), pairs, is_waited_for=is_waited_for)
+
+    def _take(self, source: Device, pairs: Pairs, *, is_waited_for: bool) -> None:
+        assert isinstance(source, CpuDevice), "not in reach"
+        links = sorted({link for link in (source.link, self.link) if link is not None}, key=id)
+        _over(links, pairs, is_waited_for=is_waited_for)
 
 
 def _over(links: Sequence[Link], pairs: Pairs, *, is_waited_for: bool) -> None:

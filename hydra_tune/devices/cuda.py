@@ -19,9 +19,10 @@ Note: from GPU to GPU. What is taken over from another GPU is copied by the GPUs
 access each other's memory. Torch makes such a copy on the stream that is current for the source's GPU, with a barrier before
 and after it to the one that is current for the target's: the source's outward stream and the target's inward stream, so that
 it is in line with what leaves the one and what comes to the other. Before it both wait for the compute streams of both devices:
-the source may still be written there, and the memory of the target still be read. It is waited for on the host, by the target's
-copy thread, so that neither the source nor the target is given up before it is over. Between devices on one GPU it is a copy
-within its memory, on the target's inward stream alone.
+the source may still be written there, and the memory of the target still be read. It is waited for on the host, by a copy
+thread of the target's, so that neither source nor target is given up before it is over. Between devices on one GPU it is a copy
+within its memory, on the target's inward stream alone. In the background it is ordered alike, and asked for before the source's
+device has more to compute on it: whoever has waits for the copy first.
 
 Note: several devices on one GPU. They have the caching allocator in common, whose cap is the sum of their budgets; each one's
 memory belongs to its own compute stream. They also have the GPU's default generator in common: whoever sets it, draws, and
@@ -177,10 +178,12 @@ class CudaDevice:
 
     def take_over(self, source: Device, pairs: Pairs) -> None:
         """Copy from another device's memory, GPU to GPU."""
-        assert isinstance(source, CudaDevice), "not in reach"
-        ready = [source.computed(), self.computed()]
-        beside = () if source.torch_device == self.torch_device else (source.outward,)
-        self._copies.run(lambda: _copy(pairs, self._inward, *ready, beside=beside))
+        copy = self._copy_from(source)
+        self._copies.run(lambda: copy(pairs))
+
+    def start_take_over(self, source: Device, pairs: Pairs) -> Copy:
+        """Copy from another device's memory, in the background."""
+        return self._loads.start(pairs, self._copy_from(source))
 
     def synchronize(self) -> None:
         """Wait for the compute stream."""
@@ -213,6 +216,13 @@ class CudaDevice:
         for thread in (self._beside, self._loads, self._spills, self._copies):
             thread.close()
         self._closed()
+
+    def _copy_from(self, source: Device) -> Callable[[Pairs], None]:
+        """Copies what another device has computed by now to memory that is free here by now."""
+        assert isinstance(source, CudaDevice), "not in reach"
+        ready = [source.computed(), self.computed()]
+        beside = () if source.torch_device == self.torch_device else (source.outward,)
+        return lambda pairs: _copy(pairs, self._inward, *ready, beside=beside)
 
     def _choose(self) -> None:
         torch.cuda.set_device(self.torch_device)

@@ -150,6 +150,9 @@ class Device(Protocol):
             pairs: what to copy.
         """
 
+    def start_take_over(self, source: "Device", pairs: Pairs) -> Copy:
+        """Begin to copy tensors of another device to tensors of this one, as `take_over` does; otherwise as `start_load`."""
+
     def synchronize(self) -> None:
         """Wait until everything started on the device is done."""
 

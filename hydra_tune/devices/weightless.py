@@ -198,6 +198,11 @@ class WeightlessDevice:
     def unit_memory(self) -> None:
         """It has no memory."""
 
+    def start_take_over(self, source: Device, pairs: Pairs) -> Copy:
+        """There is nothing to copy, in the background."""
+        del source
+        return self._start(pairs)
+
     def reclaim(self) -> int:
         """There is nothing to give back."""
         return 0

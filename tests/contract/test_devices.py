@@ -129,6 +129,9 @@ def test_what_is_taken_over_is_copied_as_the_other_devices_work_leaves_it(device
         taken.zero_()
         device.take_over(other, [(data, taken)])
         taken.add_(1)
+        ahead = device.empty(size)
+        device.start_take_over(other, [(data, ahead)]).wait()
+        assert ahead.unique().tolist() == [20 * turn]
         device.spill([(taken, back)])
         assert back.unique().tolist() == [1 + 20 * turn]
         assert data.unique().tolist() == [20 * turn], "a copy, and not the same memory"

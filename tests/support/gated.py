@@ -20,12 +20,19 @@ class GatedDevice(CpuDevice):
         self.error = None
 
     def _send(self, pairs, *, is_waited_for):
+        self._pass_gate(is_waited_for)
+        super()._send(pairs, is_waited_for=is_waited_for)
+
+    def _take(self, source, pairs, *, is_waited_for):
+        self._pass_gate(is_waited_for)
+        super()._take(source, pairs, is_waited_for=is_waited_for)
+
+    def _pass_gate(self, is_waited_for):
         if not is_waited_for:
             self.begun.set()
             assert self.gate.wait(PATIENCE_SECONDS)
             if self.error is not None:
                 raise self.error
-        super()._send(pairs, is_waited_for=is_waited_for)
 
 
 def state_of(block):

@@ -35,10 +35,10 @@ class LosableDevice(CpuDevice):
         self._call()
         super()._send(pairs, is_waited_for=is_waited_for)
 
-    def take_over(self, source, pairs):
+    def _take(self, source, pairs, *, is_waited_for):
         self._call()
         source._call()
-        super().take_over(source, pairs)
+        super()._take(source, pairs, is_waited_for=is_waited_for)
 
     def synchronize(self):
         self._call()

@@ -91,8 +91,9 @@ def test_a_copy_is_over_when_its_bytes_are_there(device):
     assert all_are(there, 6)
 
 
+@pytest.mark.parametrize("takes_over", [CudaDevice.take_over, lambda *args: CudaDevice.start_take_over(*args).wait()])
 @pytest.mark.parametrize("other", [(1, None), (0, 1)])
-def test_what_is_taken_over_is_what_its_device_has_computed_to_memory_that_is_free(gpus, opened, other):
+def test_what_is_taken_over_is_what_its_device_has_computed_to_memory_that_is_free(gpus, opened, other, takes_over):
     """Of another GPU, and of another device on the same one; the source is given up right after."""
     source, target = opened(), opened(*other)
     assert target.reach(source) is Reach.NEAR
@@ -102,7 +103,7 @@ def test_what_is_taken_over_is_what_its_device_has_computed_to_memory_that_is_fr
     with gpus.computing_on(target._compute):
         used, seen = on(target, 5), on(target, 0)
         seen.copy_(used)
-        target.take_over(source, [(data, used)])
+        takes_over(target, source, [(data, used)])
         seen.add_(used)
     with gpus.computing_on(source._compute):
         data.fill_(9)  # somebody else's by now
