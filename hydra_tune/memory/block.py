@@ -50,10 +50,13 @@ class Home(Protocol):
     def discard(self, block: "Block") -> None:
         """What is on its way there is not wanted any more."""
 
+    def call_off(self, block: "Block") -> bool:
+        """As `discard`, if the copy has not begun; returns whether it had not."""
+
     def settle(self, block: "Block") -> None:
         """Have what is under way of a block there, or from there, over: somebody wants the room of its host copy."""
 
-    def finish_leaving(self, block: "Block") -> None:
+    def finish_leaving(self, block: "Block", *, keep: bool = False, is_noted: bool = True) -> None:
         """Have what is being written back in the background over, or called off."""
 
     def write_back(self, block: "Block") -> None:
@@ -69,14 +72,14 @@ class Coming:
 
     Args:
         home: of the device.
-        host: host memory that they are copied from.
+        host: host memory that they are copied from; None: from the device that has the block until they are there.
         data: device memory that they are copied to.
         copy: copies them.
         lease: number of the unit beside which they were sent.
     """
 
     home: Home
-    host: Tensor
+    host: Tensor | None
     data: Tensor
     copy: Copy
     lease: int
@@ -107,8 +110,9 @@ class Block:
     Invariants, under `lock`: at least one of `host`, `data` and the file of its `tier` holds the present bytes; `dirty` means
     that only `data` does; `data` lies on the device of the pager `home`; a block pinned for a pager stays on
     that pager's device, and is on its way there if it is elsewhere. What is `coming` in the background is nobody's yet: a
-    block that comes has no `home`, and its host copy is the present one. What is `leaving` is written back there, and
-    stays as it is until somebody has seen that over: here and `dirty`.
+    block that comes has no `home`, and its host copy is the present one; or it is still at home on another device, and stays as
+    it is there until somebody has seen the copy over. What is `leaving` is written back there, and stays as it is until
+    somebody has seen that over: here and `dirty`.
 
     Args:
         kind: what it holds.

@@ -45,7 +45,9 @@ def worth(entry: Entry, now: int) -> tuple[bool, bool, int, int]:
 def is_on_device(block: Block) -> bool:
     """Whether a device has the same bytes, and is not just giving them to the host."""
     coming = block.coming
-    return (block.data is not None and block.leaving is None) or (coming is not None and coming.copy.is_over)
+    if coming is not None:
+        return coming.copy.is_over
+    return block.data is not None and block.leaving is None
 
 
 def is_moving(block: Block) -> bool:

@@ -8,8 +8,10 @@ def dirty_owners(pager: Pager) -> set[int | None]:
     found: set[int | None] = set()
     for block in pager.residents():
         with block.lock:
+            if pager.is_sent_off(block):
+                pager.part_with_sent(block)  # it came through, or it did not
             if block.home is pager and block.leaving is not None:
-                pager.finish_leaving(block)  # it came through, or it did not
+                pager.finish_leaving(block)  # likewise
             if block.home is pager and block.dirty:
                 found.add(block.owner)
     return found
@@ -21,6 +23,6 @@ def give_up(pager: Pager) -> None:
         with block.lock:
             if block.coming is not None and block.coming.home is pager:
                 pager.discard(block)
-            elif block.home is pager:
+            elif block.home is pager and not (pager.is_sent_off(block) and pager.part_with_sent(block)):
                 block.dirty = False
                 pager.release(block)

@@ -25,6 +25,10 @@ let finish first, one that has not is called off. A block that the host has as w
 is nearer (`Reach`): else that one's link would be taken for nothing. A disk tier changes nothing of this: whether there is a
 host copy, or a file, and of which bytes, is as before.
 
+Note: on its way between devices. What is sent ahead from another device stays there meanwhile, as it is, and has room on both.
+Whoever sees the copy over has the block here, and its room there free: the unit that comes for it, or a pager there that needs
+the room. A unit there that wants it first has the copy called off, or waits until it is over, and goes on with its own.
+
 Note: bytes under way. Copies in the background (`memory/prefetch.py`) end by themselves: a thread that copies takes no lock.
 So whoever holds a block's lock may wait for that block's copy, and nobody can wait for him in turn but those who want that
 block. Room for what is coming is on the ledger from before its memory is allocated until after its copy is over; it is
@@ -88,12 +92,13 @@ class Pager:
     Attributes:
         bytes_in, bytes_out: bytes loaded from and spilled to the host.
         bytes_across: bytes taken over from other devices.
-        bytes_ahead, bytes_in_vain: bytes loaded in the background, and those of them that no unit came for.
+        bytes_ahead, bytes_in_vain: bytes that came in the background, and those of them that no unit came for.
         waiting_ns, copying_ns: nanoseconds that units waited for copies, and that copies took.
         host_ns: nanoseconds that updates on the host took beside this device.
         begins: called on the worker's thread when a unit's blocks are there and it begins to compute.
         num_leases: units that have had their blocks brought.
         last_short: how many there had been when room was made last.
+        last_fetched: how many there had been when a block came over a link from another device last.
         owner: the trial whose unit runs, or ran last.
         log: is told of every copy; None: nobody is.
         ready_ns: when what a unit needs was there, for the first time since somebody set it to 0.
@@ -116,7 +121,7 @@ class Pager:
         self.host_ns = 0
         self.begins: Callable[[], None] | None = None
         self.num_leases = 0
-        self.last_short = -_SHORT_LEASES
+        self.last_short = self.last_fetched = -_SHORT_LEASES
         self.owner: int | None = None
         self._reaches: dict[str, Reach] = {}  # by name: how blocks come from other devices
         self._resident: OrderedDict[int, Block] = OrderedDict()  # least recently used first
@@ -129,6 +134,11 @@ class Pager:
         return self.num_leases - self.last_short < _SHORT_LEASES
 
     @property
+    def is_fetching(self) -> bool:
+        """Whether one of the last units had a block come from another device, and over a link."""
+        return self.num_leases - self.last_fetched < _SHORT_LEASES
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of all blocks on the device, and on their way to it."""
         with self._lock:
@@ -139,7 +149,7 @@ class Pager:
         """Blocks that the device's copy threads are still to bring, as far as can be told without their locks."""
         with self._lock:
             coming = [block.coming for block in self._resident.values()]
-        return sum(one is not None and not one.copy.is_over for one in coming)
+        return sum(one is not None and one.home is self and not one.copy.is_over for one in coming)
 
     def lease(self, blocks: Iterable[Block], workspace_bytes: int) -> Lease:
         """Blocks on the device and room to work, for the length of a `with`.
@@ -296,18 +306,29 @@ class Pager:
             other.release(block)
             self._load(block)
             return
-        name = other.device.name
-        reach = self._reaches.get(name)
-        if reach is None:
-            reach = self._reaches[name] = self.device.reach(other.device)
-        if reach is not Reach.NONE and block.leaving is not None:
+        self._fetched()
+        if block.leaving is not None and self.way_from(other, block) is not Reach.NONE:
             other.finish_leaving(block, keep=True)
-        if reach is Reach.NEAR or (reach is Reach.LINK and (block.dirty or block.host is None)):
-            self._take_over(other, block, reach)
+        way = self.way_from(other, block)
+        if way is not Reach.NONE:
+            self._take_over(other, block, way)
         else:
             other.write_back(block)
             other.release(block)
             self._load(block)
+
+    def _fetched(self) -> None:
+        """A block comes from another device, over a link if there is one."""
+        if not self.device.keeps_tensors:
+            self.last_fetched = self.num_leases
+
+    def way_from(self, other: "Pager", block: Block) -> Reach:
+        """How a block of another device had better come here as it is now; under its lock."""
+        name = other.device.name
+        reach = self._reaches.get(name)
+        if reach is None:
+            reach = self._reaches[name] = self.device.reach(other.device)
+        return Reach.NONE if reach is Reach.LINK and not block.dirty and block.host is not None else reach
 
     def _take_over(self, other: "Pager", block: Block, reach: Reach) -> None:
         """Copy a block from another device, which has it no longer then. Under its lock."""
@@ -344,31 +365,60 @@ class Pager:
 
     def expect(self, block: Block, coming: Coming) -> None:
         """A block is on its way here, to memory that is on the ledger. Call under its lock."""
-        block.enter(State.LOADING)
+        if block.home is None:
+            block.enter(State.LOADING)
         block.coming = coming
-        self.bytes_in[block.kind] += block.size
-        self.bytes_ahead += block.size
+        self._count(block, block.size)
         with self._lock:
             self._resident[id(block)] = block
         block.announce(self.device.name)
 
     def discard(self, block: Block) -> None:
         """A block on its way here is not wanted any more. Call under its lock."""
-        coming, block.coming = block.coming, None
-        assert coming is not None
-        block.enter(State.HOST)
-        if coming.copy.cancel():
-            self.bytes_in[block.kind] -= block.size
-            self.bytes_ahead -= block.size
-        else:
-            coming.copy.wait_quietly()
-            self._made("in", block, "vain", coming.copy.began_ns, coming.copy.ended_ns)
-            self.bytes_in_vain += block.size
-        del coming
+        if self.call_off(block):
+            return
+        assert block.coming is not None
+        copy = block.coming.copy
+        copy.wait_quietly()
+        self._made(_way_of(block.coming), block, "vain", copy.began_ns, copy.ended_ns)
+        self.bytes_in_vain += block.size
+        self._forget_coming(block)
+
+    def call_off(self, block: Block) -> bool:
+        """As `discard`, if the copy has not begun; returns whether it had not. Call under the block's lock."""
+        assert block.coming is not None
+        if not block.coming.copy.cancel():
+            return False
+        self._count(block, -block.size)
+        self._forget_coming(block)
+        return True
+
+    def _forget_coming(self, block: Block) -> None:
+        block.coming = None
+        if block.home is None:
+            block.enter(State.HOST)
         with self._lock:
             self._resident.pop(id(block), None)
-        block.announce(None)
+        block.announce(block.place)
         self.ledger.give_back(block.nbytes)
+
+    def _count(self, block: Block, nbytes: int) -> None:
+        """So many bytes more of a block that comes are sent ahead."""
+        assert block.coming is not None
+        (self.bytes_across if block.coming.host is None else self.bytes_in)[block.kind] += nbytes
+        self.bytes_ahead += nbytes
+
+    def is_sent_off(self, block: Block) -> bool:
+        """Whether a block is here and on its way to another device."""
+        coming = block.coming
+        return coming is not None and coming.home is not self and block.home is self
+
+    def part_with_sent(self, block: Block) -> bool:
+        """Have a block there that is sent off, unless its copy has not begun; whether it is. Call under its lock."""
+        assert block.coming is not None
+        if not block.coming.home.call_off(block):
+            block.coming.home.settle(block)
+        return block.home is not self
 
     def residents(self) -> list[Block]:
         """All blocks here and on their way here, the least recently used first."""
@@ -385,7 +435,7 @@ class Pager:
         sent: list[Block] = []
         for block in self.residents():
             coming = block.coming
-            if block.leaving is not None:
+            if block.leaving is not None or self.is_sent_off(block):
                 leaving.append(block)
             elif coming is not None and self.num_leases - coming.lease <= _SENT_LEASES:
                 sent.append(block)
@@ -400,7 +450,10 @@ class Pager:
         with block.lock:
             if block.leaving is not None and block.home is self:
                 self.finish_leaving(block, keep=True)
-            if block.coming is not None and block.coming.home is self:
+            if self.is_sent_off(block):
+                assert block.coming is not None
+                block.coming.home.discard(block)
+            elif block.coming is not None and block.coming.home is self:
                 self._came(block)
 
     def _came(self, block: Block) -> None:
@@ -413,27 +466,41 @@ class Pager:
         assert coming is not None
         if coming.copy.cancel():  # it stands in line behind others that nobody waits for
             try:
-                self.device.load([(coming.host, coming.data)])
+                self._copy_at_once(block, coming)
             except BaseException:
                 self.discard(block)
                 raise
-            self._made("in", block, "late", start, time.perf_counter_ns())
+            self._made(_way_of(coming), block, "late", start, time.perf_counter_ns())
         else:
             try:
                 coming.copy.wait()
             except BaseException:
                 self.discard(block)
                 raise
-            self._made("in", block, "background", coming.copy.began_ns, coming.copy.ended_ns)
+            self._made(_way_of(coming), block, "background", coming.copy.began_ns, coming.copy.ended_ns)
         self._take_in(block, coming)
         self._awaited(block, start)  # noted when the block has said where it is
 
+    def _copy_at_once(self, block: Block, coming: Coming) -> None:
+        if coming.host is not None:
+            self.device.load([(coming.host, coming.data)])
+            return
+        assert block.home is not None
+        assert block.data is not None
+        self.device.take_over(block.home.device, [(block.data, coming.data)])
+
     def _take_in(self, block: Block, coming: Coming) -> None:
-        """What was sent ahead is there."""
+        """What was sent ahead is there; as dirty as it was, which what was on the host is not."""
+        other = block.home
+        if other is not None and block.leaving is not None:
+            other.finish_leaving(block, is_noted=False)
         block.enter(State.RESIDENT)
-        block.data, block.home, block.dirty = coming.data, self, False
+        block.data, block.home = coming.data, self
         block.coming = None  # last: whoever looks without the lock finds it on its way, or here
         block.moved()
+        if isinstance(other, Pager):
+            self._fetched()
+            other.part_with(block)
 
     def settle(self, block: Block) -> None:
         """Have what is under way of a block over, on any thread and under its lock: its host copy is wanted for room.
@@ -441,14 +508,13 @@ class Pager:
         What comes is here before its unit asks, what leaves is written back; where a copy has failed nothing has changed.
         """
         coming = block.coming
-        if coming is None:
-            if block.leaving is not None:
-                self.finish_leaving(block, is_noted=False)
-        elif coming.copy.wait_quietly():
-            self._made("in", block, "background", coming.copy.began_ns, coming.copy.ended_ns)
+        if coming is not None and coming.copy.wait_quietly():
+            self._made(_way_of(coming), block, "background", coming.copy.began_ns, coming.copy.ended_ns)
             self._take_in(block, coming)
-        else:
+        elif coming is not None:
             self.discard(block)
+        if block.leaving is not None and block.home is not None:
+            block.home.finish_leaving(block, is_noted=False)
 
     def finish_leaving(self, block: Block, *, keep: bool = False, is_noted: bool = True) -> None:
         """Have a write-back in the background over; one that has failed, or never began, leaves the block dirty.
@@ -624,7 +690,10 @@ class Pager:
             try:
                 if block.pinned_for is self or not self.has(block):
                     continue
-                if block.coming is not None:
+                if self.is_sent_off(block):
+                    if self.part_with_sent(block):
+                        return True
+                elif block.coming is not None:
                     self.discard(block)
                     return True
                 is_clean = not block.dirty
@@ -636,6 +705,11 @@ class Pager:
                 block.lock.release()
             return True
         return False
+
+
+def _way_of(coming: Coming) -> str:
+    """What comes, as of `EventLog.copied`."""
+    return "across" if coming.host is None else "in"
 
 
 def _keeps_it_here(error: Exception) -> bool:

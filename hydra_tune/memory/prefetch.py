@@ -1,23 +1,25 @@
 """Double buffering: what a device's next units need is sent ahead while the present one computes.
 
 When a unit begins to compute, the pool is asked which blocks come next, in the order in which they are needed. Those that are
-on the host get device memory from the worker's thread, and a background copy fills it. Room for them is what the unit leaves:
-victims are the blocks that the next unit itself would choose. A clean one is dropped at once. A dirty one is written back in
-the background and gives its room the next time, when it is clean; so are those that will have to go for the room that the next
-unit works in.
+on the host, or on another device where no unit works on them, get device memory from the worker's thread, and a background
+copy fills it; from another device they come as if they were fetched (`Pager.way_from`). Where that is over the host, which has
+not the bytes yet, the other device begins to write them back. Room is what the unit leaves: victims are the blocks that the
+next unit itself would choose. A clean one is dropped at once. A dirty one is written back in the background and gives its room
+the next time, when it is clean; so are those that will have to go for the room that the next unit works in.
 
 With a host tier, what is on disk of those blocks is read now, to be sent when the next unit begins; what is on its way keeps
 its host copy; and a dirty block is written back only if the host has room for it without waiting (`memory/host.py`).
 
 Nothing of this binds anybody. What was sent for nothing is dropped like any clean block, a unit that comes too early waits for
 just the copies of its own blocks, and another device that wants a block does not wait at all if its copy has not begun. As long
-as everything fits nobody is asked and nothing is sent.
+as everything fits, and nothing comes over a link from another device, nobody is asked and nothing is sent.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hydra_tune.devices.copying import Copy
+from hydra_tune.devices.device import Reach
 from hydra_tune.memory.block import Block, Coming
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.states import State
@@ -54,7 +56,7 @@ class Prefetch:
 
     def begin(self) -> None:
         """A unit begins to compute."""
-        if self.asks is not None and self._pager.is_short:
+        if self.asks is not None and (self._pager.is_short or self._pager.is_fetching):
             self.send(self.asks())
 
     def send(self, needs: Sequence[Need]) -> None:
@@ -72,7 +74,7 @@ class Prefetch:
                 if room < 0:
                     break  # it would have to go again before its unit comes
                 sent.add(block)
-                if block.home is None:
+                if block.home is not self._pager:
                     journey.send(block)
             room = min(room, self._pager.ledger.limit_bytes - need.nbytes)
         journey.make_ready(max((need.workspace_bytes for need in needs), default=0))
@@ -87,30 +89,50 @@ class _Journey:
         self._owed_bytes = 0  # to blocks that have to wait until their victims are written back
 
     def send(self, block: Block) -> None:
-        """Send one block, unless it is on its way, or elsewhere, or has no room."""
+        """Send one block, unless it is on its way, or in use, or has no room."""
         if not block.lock.acquire(blocking=False):
             return  # somebody is moving it at this moment
         try:
-            is_free = block.home is None and block.coming is None and block.pinned_for is None
-            if is_free and block.host is not None and self._make_room(block.nbytes):
+            is_free = block.coming is None and block.pinned_for is None and not block.is_loose
+            if is_free and self._can_come(block) and self._make_room(block.nbytes):
                 self._start(block)
         finally:
             block.lock.release()
 
+    def _can_come(self, block: Block) -> bool:
+        """Whether there is anything to copy it from; if not, and a device has it, its write-back is begun. Under its lock."""
+        if block.home is not None and not self._comes_across(block):
+            return self._is_clean(block) and block.host is not None
+        return block.home is not None or block.host is not None
+
+    def _comes_across(self, block: Block) -> bool:
+        home = block.home
+        return isinstance(home, Pager) and self._pager.way_from(home, block) is not Reach.NONE
+
     def _start(self, block: Block) -> None:
         """Under the block's lock; its bytes are taken."""
-        pager = self._pager
-        if block.host is None:  # what has made room needed some on the host, and had that of this block's copy
+        pager, device = self._pager, self._pager.device
+        host = None if self._comes_across(block) else block.host
+        if (
+            host is None and block.home is None
+        ):  # what has made room needed some on the host, and had that of this block's copy
             pager.ledger.give_back(block.nbytes)
             return
         try:
-            data = pager.device.empty(block.size)
+            data = device.empty(block.size)
+            if host is not None:
+                copy = device.start_load([(host, data)])
+            else:
+                assert block.data is not None
+                assert block.home is not None
+                copy = device.start_take_over(block.home.device, [(block.data, data)])
         except RuntimeError:
-            pager.ledger.give_back(block.nbytes)  # fragmented: what is only ahead can come later
+            pager.ledger.give_back(
+                block.nbytes
+            )  # fragmented, or the other device is lost: what is only ahead can come later
             return
-        copy = pager.device.start_load([(block.host, data)])
-        pager.expect(block, Coming(pager, block.host, data, copy, pager.num_leases))
-        self._note("ahead", block, copy)
+        pager.expect(block, Coming(pager, host, data, copy, pager.num_leases))
+        self._note("ahead", block, copy, "in" if host is not None else "across")
 
     def _make_room(self, nbytes: int) -> bool:
         """Take bytes on the ledger, if they can be had now; what could not be had now is made ready for the next time."""
@@ -138,7 +160,7 @@ class _Journey:
             try:
                 if victim.pinned_for is None and victim.home is self._pager:
                     self._clean(victim)
-                    if victim.leaving is not None or not victim.dirty:
+                    if victim.leaving is not None or victim.coming is not None or not victim.dirty:
                         short -= victim.nbytes
             finally:
                 victim.lock.release()
@@ -158,8 +180,12 @@ class _Journey:
         try:
             if victim.pinned_for is not None or not pager.has(victim):
                 return 0
+            if pager.is_sent_off(victim):
+                if self._has_come(victim):
+                    pager.part_with_sent(victim)
+                return victim.nbytes
             if victim.coming is not None:
-                if not victim.coming.copy.is_over:
+                if not self._has_come(victim):
                     return 0
                 pager.discard(victim)
             elif not self._is_clean(victim):
@@ -171,20 +197,26 @@ class _Journey:
         finally:
             victim.lock.release()
 
+    @staticmethod
+    def _has_come(block: Block) -> bool:
+        return block.coming is not None and block.coming.copy.is_over
+
     def _is_clean(self, victim: Block) -> bool:
         """Whether a block can be dropped now; if not, its write-back is begun. Under its lock."""
         if victim.leaving is None:
             self._clean(victim)
         elif victim.leaving.is_over:
-            self._pager.finish_leaving(victim, is_noted=False)
+            assert victim.home is not None
+            victim.home.finish_leaving(victim, is_noted=False)
         return not victim.dirty
 
     def _clean(self, victim: Block) -> None:
         """Begin to write a block back, if it has to be and the host has room for it now. Under its lock."""
-        if not victim.dirty or victim.leaving is not None or victim.is_loose:
+        if not victim.dirty or victim.leaving is not None or victim.coming is not None or victim.is_loose:
             return  # a loose block is gathered by whoever needs its room
         assert victim.data is not None, "a dirty block is on its device"
-        pager = self._pager
+        pager = victim.home
+        assert isinstance(pager, Pager)
         host = pager.offered_host(victim)
         if host is None:
             return
@@ -194,10 +226,10 @@ class _Journey:
         victim.enter(State.SPILLING)
         self._note("clean", victim, copy)
 
-    def _note(self, what: str, block: Block, copy: Copy | None = None) -> None:
+    def _note(self, what: str, block: Block, copy: Copy | None = None, way: str = "out") -> None:
         """Tell the record of a run."""
         if self._turn is None:
             return
         self._turn.note(what, [block], block.size)
         if copy is not None:
-            self._turn.follow("in" if what == "ahead" else "out", block, copy)
+            self._turn.follow(way, block, copy)

@@ -40,7 +40,7 @@ class DeviceFigures:
         host_update_overlap: share of it that lies under compute on it; 0 where there was none.
         bytes_in_by_kind, bytes_out_by_kind, bytes_across_by_kind: loaded from and spilled to the host; taken over from other
             devices.
-        bytes_ahead, bytes_in_vain: of the bytes loaded, those that were sent ahead, and of these those that no unit came for.
+        bytes_ahead, bytes_in_vain: of the bytes loaded or taken over, those sent ahead, and of these those no unit came for.
     """
 
     name: str
@@ -170,7 +170,7 @@ def _device(log: RunLog, name: str, makespan_ns: int) -> DeviceFigures:
         if saved.device == name:
             by_kind["in"]["activations"] += saved.bytes_in
             by_kind["out"]["activations"] += saved.bytes_out
-    ahead = [copy for copy in copies if copy.what == "in" and copy.how != "waited"]
+    ahead = [copy for copy in copies if copy.what != "out" and copy.how != "waited"]
     return DeviceFigures(
         name=name,
         budget_bytes=log.budgets[name],

@@ -45,7 +45,7 @@ class Action(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A copy in the background: "in" or "out", of a block, and when it was made."""
+    """A copy in the background: "in", "out" or "across", of a block, and when it was made."""
 
     what: str
     block: int

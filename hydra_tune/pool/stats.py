@@ -18,7 +18,7 @@ class DeviceStats:
             activations, gradients and inputs.
         bytes_across_by_kind: bytes taken over from another device, which are not among the others; counted where they come to.
         units: shard units run.
-        bytes_ahead: of the bytes loaded, those that were sent while an earlier unit computed.
+        bytes_ahead: of the bytes loaded or taken over, those that were sent while an earlier unit computed.
         bytes_in_vain: of these, those that no unit came for.
         waiting_seconds: time that units waited for loads and spills, and for what came from another device.
         copying_seconds: time that all these took, those that nobody waited for included.

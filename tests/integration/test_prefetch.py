@@ -4,12 +4,14 @@ import gc
 import random
 import threading
 import time
+from collections import Counter
 
 import pytest
 
 from hydra_tune import Reported
 from hydra_tune.devices import discovery
 from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.observe.runlog import read_log
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
 
@@ -27,6 +29,11 @@ class Hooked(CpuDevice):
         if not is_waited_for:
             type(self).hook(self)
         super()._send(pairs, is_waited_for=is_waited_for)
+
+    def _take(self, source, pairs, *, is_waited_for):
+        if not is_waited_for:
+            type(self).hook(self)
+        super()._take(source, pairs, is_waited_for=is_waited_for)
 
 
 @pytest.fixture
@@ -62,7 +69,7 @@ def test_delays_on_the_copy_thread_change_no_bit(hooked, seed):
     for device in devices:
         assert device.peak_bytes <= device.budget_bytes
         assert device.resident_bytes == 0
-        assert 0 <= device.bytes_in_vain <= device.bytes_ahead <= device.bytes_in
+        assert 0 <= device.bytes_in_vain <= device.bytes_ahead <= device.bytes_in + device.bytes_across
         assert 0 <= device.overlap <= 1
 
 
@@ -97,6 +104,24 @@ def test_where_everything_fits_nothing_is_sent_ahead():
     results, devices = run([task(seed=seed) for seed in range(3)], device_memory="4MiB")
     assert [result.error for result in results] == [None] * 3
     assert {device.bytes_ahead for device in devices} == {0}
+
+
+@pytest.mark.parametrize("device_memory", [None, "24KiB"])
+def test_what_is_on_another_device_is_sent_ahead_and_seldom_waited_for(tmp_path, device_memory):
+    """Three trials on two devices, behind links and with the same turns: their shards change devices."""
+    tasks = [task(epochs=4, seed=seed) for seed in range(3)]
+    results, devices = run(tasks, device_memory=device_memory, link_bandwidth="20MB/s", event_log=tmp_path / "log")
+    for described, result in zip(tasks, results, strict=True):
+        assert against_plain(described, result) == []
+    across = Counter()
+    for copy in read_log(tmp_path / "log").copies:
+        if copy.what == "across":
+            across[copy.how] += copy.nbytes
+    assert across["background"] > across["waited"]
+    assert sum(across.values()) == sum(device.bytes_across for device in devices)
+    for device in devices:
+        assert device.peak_bytes <= device.budget_bytes
+        assert device.resident_bytes == 0
 
 
 class Gate:

@@ -112,6 +112,8 @@ class TwoDevices(RuleBasedStateMachine):
             assert block.state is state_of(block)
             assert (block.leaving is None) or block.dirty
             assert (block.data is None) == (block.home is None)
+            assert block.coming is None or block.coming.home is not block.home
+            assert block.coming is None or block.coming.host is not None or block.home is not None
 
     @invariant()
     def no_byte_is_lost(self):

@@ -190,6 +190,22 @@ def test_without_room_on_the_host_a_write_back_waits_until_the_disks_thread_has_
     assert [holds(made, value) for made, value in zip(idle, (4, 5), strict=True)] == [True, True]
 
 
+def test_nobody_waits_for_what_is_sent_from_one_device_to_another_to_have_the_room_of_its_host_copy(pager):
+    other = Pager(CpuDevice(1, 2 * SIZE), pager.host)
+    made, wanted = group(pager, 5), group(pager, 6)
+    with other.lease([made], 0):
+        pass
+    send_at_the_gate(pager, made)
+    bring_home(wanted)
+    assert not pager.host.offer(Group(Kind.PARAMETERS, [torch.zeros(SIZE // 4)], pager.device), pager.device)
+    assert made.coming is not None
+    pager.device.gate.set()
+    with pager.lease([made], 0):
+        assert holds(made, 5)
+    assert other.ledger.used_bytes == 0
+    other.device.close()
+
+
 def test_what_is_to_be_sent_may_go_to_the_disk_while_room_is_made_for_it(tmp_path, monkeypatch):
     """Other devices' units go by meanwhile, so that what the disk has as well gives its room on the host to a write-back."""
     device = CpuDevice(0, 1280)

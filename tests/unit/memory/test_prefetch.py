@@ -1,12 +1,16 @@
 """What is sent ahead: it is there in time or waited for, costs nobody his room, and changes no byte."""
 
+import random
 import threading
 
 import pytest
 import torch
 
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.device import Reach
 from hydra_tune.memory.block import Block, Kind
 from hydra_tune.memory.home import bring_home, drop
+from hydra_tune.memory.loss import dirty_owners, give_up
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import Need, Prefetch
 from tests.support.gated import PATIENCE_SECONDS, GatedDevice
@@ -294,11 +298,11 @@ def test_another_device_may_take_a_block_on_its_way_and_what_it_makes_of_it_coun
         assert holds(made, 7), "not what was sent at first"
 
 
-def test_a_block_that_is_elsewhere_or_wanted_elsewhere_is_not_sent(pagers):
+def test_a_block_that_is_in_use_elsewhere_or_moved_at_this_moment_is_not_sent(pagers):
     one, other = pagers
     there, wanted, locked = block(1), block(2), block(3)
     visit(other, there)
-    wanted.pinned_for = other
+    there.pinned_for = wanted.pinned_for = other
     holding, over = threading.Event(), threading.Event()
 
     def hold():
@@ -313,7 +317,267 @@ def test_a_block_that_is_elsewhere_or_wanted_elsewhere_is_not_sent(pagers):
     over.set()
     thread.join(PATIENCE_SECONDS)
     assert one.ledger.used_bytes == 0
-    wanted.pinned_for = None
+    there.pinned_for = wanted.pinned_for = None
+
+
+def test_a_block_of_another_device_comes_while_a_unit_computes_and_stays_there_until_it_is_used(pagers, monkeypatch):
+    one, other = pagers
+    running, changed = block(1), block(2)
+    visit(other, changed, write=9)
+    monkeypatch.setattr(one.device, "take_over", None)  # no unit is to wait for that
+    with one.lease([running], 0):
+        Prefetch(one).send([Need([changed])])
+        changed.coming.copy.wait()
+        assert changed.home is other
+        assert (one.loads_under_way, other.loads_under_way) == (0, 0)
+        Prefetch(one).send([Need([changed])])
+        Prefetch(other).send([Need([changed])])
+        assert [pager.ledger.used_bytes for pager in pagers] == [2 * SIZE, SIZE], "once, and with room on both"
+    with one.lease([changed], 0):
+        assert (changed.home, changed.dirty, changed.coming) == (one, True, None)
+        assert holds(changed, 9)
+    assert [pager.ledger.used_bytes for pager in pagers] == [pager.resident_bytes for pager in pagers] == [2 * SIZE, 0]
+    assert one.bytes_across == {Kind.INPUTS: SIZE}, "counted once"
+    assert (one.bytes_ahead, one.bytes_in_vain) == (SIZE, 0)
+    assert other.bytes_out == {}, "nothing has passed the host"
+
+
+def test_what_the_host_has_as_well_is_sent_from_there_and_stays_until_it_is_used(pagers):
+    one, other = pagers
+    made = block(2)
+    visit(other, made)
+    Prefetch(one).send([Need([made])])
+    assert made.home is other
+    assert (one.bytes_in, one.bytes_across) == ({Kind.INPUTS: SIZE}, {})
+    with one.lease([made], 0):
+        assert (made.home, made.dirty) == (one, False)
+        assert holds(made, 2)
+    assert other.ledger.used_bytes == 0
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_unit_where_the_block_is_has_it_first_and_what_it_makes_of_it_counts(pagers, changes):
+    one, other = pagers
+    made = block(1)
+    visit(other, made, write=8 if changes else None)
+    one.device.gate.clear()
+    Prefetch(one).send([Need([made])])
+    assert one.device.begun.wait(PATIENCE_SECONDS)
+    threading.Timer(0.02, one.device.gate.set).start()
+    visit(other, made, write=9)
+    assert (made.home, made.coming) == (other, None), (
+        "the unit has waited: what is copied must not change under the copy"
+    )
+    assert one.ledger.used_bytes == one.resident_bytes == 0
+    assert one.bytes_in_vain == SIZE
+    visit(one, made)
+    assert holds(made, 9)
+
+
+def test_a_copy_that_has_not_begun_is_called_off_by_the_unit_that_has_the_block(pagers):
+    one, other = pagers
+    first, second = block(1), block(2)
+    visit(other, first, write=8)
+    visit(other, second, write=9)
+    one.device.gate.clear()
+    Prefetch(one).send([Need([first, second])])
+    assert one.device.begun.wait(PATIENCE_SECONDS)
+    visit(other, second)
+    assert (second.home, second.coming) == (other, None), "the gate is shut still"
+    assert one.bytes_across == {Kind.INPUTS: SIZE}
+    one.device.gate.set()
+    visit(one, first)
+    assert holds(first, 8)
+    assert (one.bytes_ahead, one.bytes_in_vain) == (SIZE, 0)
+
+
+def test_what_is_on_its_way_gives_its_room_first_and_is_there_then(pagers):
+    one, other = pagers
+    idle, sent = block(1), block(2)
+    visit(other, idle)
+    visit(other, sent, write=9)
+    Prefetch(one).send([Need([sent])])
+    assert other.victims() == [sent, idle]
+    sent.coming.copy.wait()
+    visit(other, block(3), block(4))
+    assert (sent.home, sent.coming, idle.home) == (one, None, other)
+    assert other.bytes_out == {}
+    assert holds(sent, 9)
+    assert (
+        [pager.ledger.used_bytes for pager in pagers] == [pager.resident_bytes for pager in pagers] == [SIZE, 3 * SIZE]
+    )
+
+
+def test_what_has_not_begun_to_leave_for_another_device_is_spilled_for_room(pagers):
+    one, other = pagers
+    first, second = block(1), block(2)
+    one.device.gate.clear()
+    visit(other, second, write=9)
+    Prefetch(one).send([Need([first, second])])
+    assert one.device.begun.wait(PATIENCE_SECONDS)
+    visit(other, block(3), block(4), block(5))
+    assert (second.home, second.coming) == (None, None), "the gate is shut still"
+    assert holds(second, 9)
+    assert other.bytes_out == {Kind.INPUTS: SIZE}
+    assert (one.bytes_ahead, one.bytes_in_vain, one.ledger.used_bytes) == (SIZE, 0, SIZE), (
+        "nobody has waited for the line"
+    )
+
+
+def test_what_a_device_sends_ahead_has_room_of_what_has_left_for_another(pagers):
+    """Without waiting: once the copy is over."""
+    one, other = pagers
+    sent, later, running = block(1), block(2), block(3)
+    visit(other, sent, write=9)
+    Prefetch(one).send([Need([sent])])
+    sent.coming.copy.wait()
+    with other.lease([running, block()], 0):
+        Prefetch(other).send([Need([later])])
+        assert (sent.home, later.coming is None) == (one, False)
+    assert other.bytes_out == {}
+    assert holds(sent, 9)
+
+
+def test_what_is_written_back_as_well_is_sent_and_neither_copy_is_lost(pagers):
+    one, other = pagers
+    changed, running = block(1), block(2)
+    visit(other, changed, write=9)
+    with other.lease([running, block()], 0):
+        other.device.gate.clear()
+        Prefetch(other).send([Need([block(4)])])
+        assert other.device.begun.wait(PATIENCE_SECONDS)
+    Prefetch(one).send([Need([changed])])
+    assert changed.leaving is not None
+    threading.Timer(0.02, other.device.gate.set).start()
+    with one.lease([changed], 0):
+        assert (changed.home, changed.leaving, changed.dirty) == (one, None, False)
+        assert changed.host.unique().tolist() == [9]
+        assert holds(changed, 9)
+
+
+def test_a_copy_from_another_device_that_fails_leaves_the_block_there(pagers):
+    one, other = pagers
+    made = block(1)
+    visit(other, made, write=9)
+    one.device.error = RuntimeError("the link is down")
+    Prefetch(one).send([Need([made])])
+    with pytest.raises(RuntimeError, match="the link is down"), one.lease([made], 0):
+        pass
+    assert (made.home, made.coming, made.dirty, made.pinned_for) == (other, None, True, None)
+    assert one.ledger.used_bytes == one.resident_bytes == 0
+    visit(one, made)
+    assert holds(made, 9)
+
+
+def test_what_had_come_from_a_device_that_is_lost_is_not_lost(pagers):
+    one, other = pagers
+    come, failed = block(1), block(2)
+    come.owner, failed.owner = 1, 2
+    visit(other, come, write=8)
+    visit(other, failed, write=9)
+    Prefetch(one).send([Need([come])])
+    come.coming.copy.wait()
+    one.device.error = RuntimeError("the other device is lost")
+    Prefetch(one).send([Need([failed])])
+    assert dirty_owners(other) == {2}
+    give_up(other)
+    assert (come.home, failed.home, failed.coming) == (one, None, None)
+    assert holds(come, 8)
+    assert [pager.ledger.used_bytes for pager in pagers] == [pager.resident_bytes for pager in pagers] == [SIZE, 0]
+
+
+def test_what_was_on_its_way_to_a_device_that_is_lost_is_where_it_was(pagers):
+    one, other = pagers
+    made = block(1)
+    visit(other, made, write=9)
+    Prefetch(one).send([Need([made])])
+    assert dirty_owners(one) == set()
+    give_up(one)
+    assert (made.home, made.coming) == (other, None)
+    assert one.ledger.used_bytes == one.resident_bytes == 0
+    visit(other, made)
+    assert holds(made, 9)
+
+
+def test_what_is_out_of_reach_is_written_back_there_and_sent_the_next_time(pagers, monkeypatch):
+    one, other = pagers
+    monkeypatch.setattr(one.device, "reach", lambda source: Reach.NONE)
+    made = block(1)
+    visit(other, made, write=9)
+    Prefetch(one).send([Need([made])])
+    assert made.coming is None
+    assert one.ledger.used_bytes == 0
+    made.leaving.wait()
+    Prefetch(one).send([Need([made])])
+    with one.lease([made], 0):
+        assert holds(made, 9)
+    assert (other.bytes_out, one.bytes_in, one.bytes_ahead) == ({Kind.INPUTS: SIZE}, {Kind.INPUTS: SIZE}, SIZE)
+    assert other.ledger.used_bytes == 0
+
+
+@pytest.mark.parametrize("link_bandwidth", [None, 1e9])
+def test_where_all_fits_somebody_is_asked_as_long_as_blocks_come_over_a_link(link_bandwidth):
+    devices = [CpuDevice(index, 8 * SIZE, link_bandwidth) for index in range(2)]
+    one, other = (Pager(device) for device in devices)
+    asked, prefetch = [], Prefetch(one)
+    prefetch.asks = lambda: asked.append(True) or []
+    made = block(1)
+    visit(other, made, write=9)
+    visit(one, made)
+    assert bool(asked) == (link_bandwidth is not None)
+    for _ in range(100):
+        visit(one, made)
+    assert len(asked) < 100, "and after a while nothing comes any more"
+    for device in devices:
+        device.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_devices_that_send_and_take_each_others_blocks_at_once_lose_nothing(seed):
+    """Two workers, two pagers of which none has room for half of the blocks, and links on which copies take their time."""
+    devices = [CpuDevice(index, 4 * SIZE, 2e6) for index in range(2)]
+    pagers = [Pager(device) for device in devices]
+    blocks = [block(value) for value in range(10)]
+    values, in_use, errors = list(range(10)), [threading.Lock() for _ in blocks], []
+
+    def work(pager):
+        drawn, prefetch = random.Random(f"{seed} {pager.device.name}"), Prefetch(pager)
+        for _ in range(60):
+            number = drawn.randrange(len(blocks))
+            if not in_use[number].acquire(blocking=False):
+                continue  # one unit of a trial at a time
+            try:
+                with pager.lease([blocks[number]], drawn.choice([0, SIZE, 2 * SIZE])):
+                    prefetch.send([Need(drawn.sample(blocks, 2)), Need(drawn.sample(blocks, 1), SIZE)])
+                    assert holds(blocks[number], values[number])
+                    values[number] = (values[number] + 1) % 256
+                    blocks[number].data.fill_(values[number])
+                    blocks[number].dirty = True
+                    assert pager.ledger.used_bytes <= pager.device.budget_bytes
+            finally:
+                in_use[number].release()
+
+    def watched(pager):
+        try:
+            work(pager)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=watched, args=[pager], daemon=True) for pager in pagers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+    assert not errors
+    for made, value in zip(blocks, values, strict=True):
+        bring_home(made)
+        assert holds(made, value)
+    assert [pager.ledger.used_bytes for pager in pagers] == [pager.resident_bytes for pager in pagers] == [0, 0]
+    assert all(pager.ledger.peak_bytes <= 4 * SIZE for pager in pagers)
+    for device in devices:
+        device.close()
 
 
 def test_a_copy_that_fails_is_the_affair_of_the_unit_that_comes_for_its_block(pager, prefetch):

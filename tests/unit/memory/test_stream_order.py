@@ -112,6 +112,43 @@ class Blocks:
             drop(block)
 
 
+@pytest.mark.parametrize("gpus", SEEDS, indirect=True)
+def test_what_is_sent_to_another_device_is_what_its_device_has_computed_and_is_given_up_behind_the_copy(gpus):
+    workers = [Worker(CudaDevice(index, BUDGET_BYTES)) for index in range(2)]
+    one, other = workers
+    (made, idle) = (Blocks._on_host(other.device, 4 * CUDA_ALIGNMENT, value) for value in (1, 2))
+
+    def change(worker, block):
+        with worker.pager.lease([block], 0):
+            block.data.add_(1)
+            block.dirty = True
+
+    def send():
+        with one.pager.lease([idle], 0):
+            one.prefetch.send([Need([made])])
+            idle.data.add_(1)
+            idle.dirty = True
+
+    for turn in range(3):
+        other.run(change, other, made)  # nobody waits until it is computed
+        one.run(send)
+        assert made.coming is not None
+        if turn:
+            other.run(change, other, made)  # which has it first
+            one.run(send)
+        one.run(change, one, made)
+        assert made.home is one.pager
+        other.run(lambda: other.device.empty(4 * CUDA_ALIGNMENT).fill_(99))  # in the memory that it had there, maybe
+    bring_home(made)
+    assert made.host.unique().tolist() == [1 + 2 * 3 + 2]
+    assert one.pager.bytes_across.total() == one.pager.bytes_ahead, "no unit had to fetch it"
+    for block in (made, idle):
+        drop(block)
+    for worker in workers:
+        assert worker.pager.ledger.used_bytes == 0
+        worker.close()
+
+
 @pytest.mark.parametrize("places", ["one GPU for each", "two on one"])
 @pytest.mark.parametrize("gpus", SEEDS, indirect=True)
 def test_blocks_keep_their_bits_wherever_they_go_and_are_sent_ahead(gpus, places):
