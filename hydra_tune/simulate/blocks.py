@@ -39,6 +39,7 @@ class _Block:
     dirty: bool = False
     free_ns: int = 0  # until then it is being copied
     is_coming: bool = False  # in the background, as the next one; until `ready_ns`
+    source: str | None = None  # the device that has it until it has come
     is_leaving: bool = False
     ready_ns: int = 0
     lease: int = 0  # beside which it was sent
@@ -62,7 +63,7 @@ class _Device:
         """As `Pager.victims`."""
         found: tuple[list[_Block], ...] = ([], [], [], [], [], [])
         for block in self.resident.values():
-            if block.is_leaving:
+            if block.is_leaving or block.source == self.name:
                 found[5].append(block)
             elif block.is_coming and self.num_leases - block.lease <= _SENT_LEASES:
                 found[4].append(block)
@@ -146,20 +147,51 @@ class Blocks:
         for block in self._known(action):
             is_free = block.pinned_for is None and block.free_ns <= self._clock()
             if action.what == "shed":
-                if is_free and block.place == name and (block.is_leaving or not block.dirty):
+                if is_free and block.place == name and block.source is not None:
+                    self._call_back(block)
+                elif is_free and block.place == name and (block.is_leaving or not block.dirty):
                     block.is_leaving, block.dirty = False, False
                     self._release(block)
             elif action.what == "clean":
                 if is_free and block.place == name and block.dirty and not block.is_leaving:
                     block.is_leaving, block.ready_ns = True, self._over(action, "out", block, sent)
                     device.bytes_out += block.facts.nbytes
-            elif is_free and block.place is None and device.used_bytes + block.facts.nbytes <= device.budget_bytes:
-                block.is_coming, block.ready_ns = True, self._over(action, "in", block, sent)
-                block.place, block.lease = name, device.num_leases
-                device.used_bytes += block.facts.nbytes
-                device.bytes_in += block.facts.nbytes
-                device.resident[block.number] = block
-                self._say(block)
+            elif is_free and block.place != name and not block.is_coming:
+                self._send(device, block, action, sent)
+
+    def _send(self, device: _Device, block: _Block, action: Action, sent: Sequence[Sent]) -> None:
+        """Have a block come in the background, if there is room."""
+        if device.used_bytes + block.facts.nbytes > device.budget_bytes:
+            return
+        is_across = any((copy.what, copy.block) == ("across", block.number) for copy in sent)
+        if block.is_leaving:
+            block.is_leaving, block.dirty = False, False
+        block.is_coming, block.ready_ns = True, self._over(action, "across" if is_across else "in", block, sent)
+        block.source, block.place, block.lease = block.place, device.name, device.num_leases
+        device.used_bytes += block.facts.nbytes
+        device.bytes_across += is_across * block.facts.nbytes
+        device.bytes_in += (not is_across) * block.facts.nbytes
+        device.resident[block.number] = block
+        self._say(block)
+
+    def _call_back(self, block: _Block) -> None:
+        """What comes from another device is there as before."""
+        assert block.source is not None
+        assert block.place is not None
+        self._part(self._devices[block.place], block)
+        block.place, block.source, block.is_coming = block.source, None, False
+        self._say(block)
+
+    def _arrive(self, block: _Block) -> None:
+        """What comes from another device is there no more."""
+        if block.source is not None:
+            self._part(self._devices[block.source], block)
+            block.source = None
+
+    @staticmethod
+    def _part(device: _Device, block: _Block) -> None:
+        device.used_bytes -= block.facts.nbytes
+        del device.resident[block.number]
 
     def _over(self, action: Action, what: str, block: _Block, sent: Sequence[Sent]) -> int:
         """When a copy in the background is over: as long after it was begun as in the run."""
@@ -170,6 +202,8 @@ class Blocks:
         """Do what gives blocks up ("drop"), or brings them to the host ("home"), wherever they are."""
         for block in self._known(action):
             yield from self._wait_for(block)
+            if block.source is not None:
+                self._call_back(block)
             waited = _take("await", block, copies) if action.what == "drop" else None
             if waited is not None:
                 yield waited.wait_ns + waited.copy_ns
@@ -190,6 +224,7 @@ class Blocks:
     def forget(self, job: str) -> None:
         """A job is over: its blocks are gone."""
         for block in self._of_job.pop(job, ()):
+            self._arrive(block)
             if block.place is not None:
                 self._release(block)
 
@@ -199,6 +234,8 @@ class Blocks:
     def _lease(self, device: _Device, blocks: list[_Block], workspace_bytes: int, copies: Copies) -> Iterator[int]:
         for block in blocks:
             yield from self._wait_for(block)
+            if block.source is not None and block.place != device.name:
+                self._call_back(block)
             block.pinned_for = device.name
         device.leased = blocks
         device.owner = blocks[0].facts.job if blocks else ""
@@ -228,6 +265,7 @@ class Blocks:
         if block.is_leaving:
             block.dirty = False
         if block.is_coming:
+            self._arrive(block)
             self._say(block)
         block.is_leaving, block.is_coming = False, False
 
@@ -257,6 +295,13 @@ class Blocks:
                         f"{device.used_bytes} of {device.budget_bytes} in use"
                     )
                 yield _PATIENCE_NS
+                continue
+            if victim.source is not None:
+                if victim.source == device.name:
+                    yield max(0, victim.ready_ns - now)
+                    self._arrive(victim)
+                else:
+                    self._call_back(victim)
                 continue
             if not victim.dirty:
                 _take("free", victim, copies)
@@ -303,9 +348,7 @@ class Blocks:
     def _release(self, block: _Block) -> None:
         if block.place is None:
             return  # the job has ended meanwhile
-        device = self._devices[block.place]
-        device.used_bytes -= block.facts.nbytes
-        del device.resident[block.number]
+        self._part(self._devices[block.place], block)
         block.place, block.dirty = None, False
         block.is_coming, block.is_leaving = False, False
         self._say(block)

@@ -169,6 +169,22 @@ def test_what_was_sent_ahead_is_sent_in_the_replay_unless_the_policy_is_another(
     assert not replay(nothing, "fair").leaves_out_ahead
 
 
+@pytest.mark.parametrize("device_memory", [None, "24KiB"])
+def test_what_was_sent_from_one_device_to_another_is_so_in_the_replay(device_memory):
+    pool = record("round_robin", link_bandwidth="20MB/s", device_memory=device_memory)
+    recording = pool.recording()
+    ahead = [copy for turn in recording.turns for copy in turn.sent if copy.what == "across"]
+    waited = [copy for turn in recording.turns for copy in turn.copies if copy.what == "across"]
+    assert ahead
+    played = replay(recording)
+    assert sorted(order[:2] for order in played.simulated_orders) == sorted(o[:2] for o in played.recorded_orders)
+    assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=0.05)
+    assert played.bytes_across == pytest.approx(on_ledger(recording, [*ahead, *waited]), rel=0.2)
+    assert sorted(order[1] for order in replay(recording, "fair").simulated_orders) == sorted(
+        o[1] for o in played.recorded_orders
+    )
+
+
 def test_another_policy_may_be_tried():
     recording = record("lrtf").recording()
     played = replay(recording, "lpt")
