@@ -144,6 +144,11 @@ class Lease:
                 self._storages[storage_identity(new.data)] = new
             self._blocks.append(new)
 
+    def pause(self) -> None:
+        """The unit is between two of its steps, on the worker's thread."""
+        if self._pager.pauses is not None:
+            self._pager.pauses()
+
     def owns(self, tensor: Tensor, kinds: tuple[Kind, ...]) -> bool:
         """Whether a tensor lies in one of the lease's blocks of these kinds."""
         block = self._storages.get(storage_identity(tensor))

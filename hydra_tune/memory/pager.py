@@ -96,6 +96,7 @@ class Pager:
         waiting_ns, copying_ns: nanoseconds that units waited for copies, and that copies took.
         host_ns: nanoseconds that updates on the host took beside this device.
         begins: called on the worker's thread when a unit's blocks are there and it begins to compute.
+        pauses: called there when a unit of many steps is between two of them.
         num_leases: units that have had their blocks brought.
         last_short: how many there had been when room was made last.
         last_fetched: how many there had been when a block came over a link from another device last.
@@ -120,6 +121,7 @@ class Pager:
         self.copying_ns = 0
         self.host_ns = 0
         self.begins: Callable[[], None] | None = None
+        self.pauses: Callable[[], None] | None = None
         self.num_leases = 0
         self.last_short = self.last_fetched = -_SHORT_LEASES
         self.owner: int | None = None

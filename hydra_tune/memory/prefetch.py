@@ -5,7 +5,8 @@ on the host, or on another device where no unit works on them, get device memory
 copy fills it; from another device they come as if they were fetched (`Pager.way_from`). Where that is over the host, which has
 not the bytes yet, the other device begins to write them back. Room is what the unit leaves: victims are the blocks that the
 next unit itself would choose. A clean one is dropped at once. A dirty one is written back in the background and gives its room
-the next time, when it is clean; so are those that will have to go for the room that the next unit works in.
+the next time, when it is clean, or within a burst when a step ends after that; so are those that will have to go for the room
+that the next unit works in.
 
 With a host tier, what is on disk of those blocks is read now, to be sent when the next unit begins; what is on its way keeps
 its host copy; and a dirty block is written back only if the host has room for it without waiting (`memory/host.py`).
@@ -52,12 +53,24 @@ class Prefetch:
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
         self.asks: Callable[[], Sequence[Need]] | None = None
-        pager.begins = self.begin
+        self._needs: Sequence[Need] = ()
+        self._awaited: Sequence[Copy] = ()
+        pager.begins, pager.pauses = self.begin, self.go_on
 
     def begin(self) -> None:
         """A unit begins to compute."""
+        self._awaited = ()
         if self.asks is not None and (self._pager.is_short or self._pager.is_fetching):
             self.send(self.asks())
+
+    def go_on(self) -> None:
+        """A unit of many steps is between two of them: what has waited for write-backs that are over by now is sent."""
+        if self._awaited and all(copy.is_over for copy in self._awaited):
+            self.send(self._needs)
+
+    def end(self) -> None:
+        """The unit has ended, or is run once more: nothing is sent beside it, and nothing of other trials is held."""
+        self.asks, self._needs, self._awaited = None, (), ()
 
     def send(self, needs: Sequence[Need]) -> None:
         """Send blocks, as far as there is room for them beside the unit that runs, and beside those that come before theirs."""
@@ -77,16 +90,22 @@ class Prefetch:
                 if block.home is not self._pager:
                     journey.send(block)
             room = min(room, self._pager.ledger.limit_bytes - need.nbytes)
+        self._needs, self._awaited = needs if journey.awaited else (), journey.awaited
         journey.make_ready(max((need.workspace_bytes for need in needs), default=0))
 
 
 class _Journey:
-    """What is done for one unit's sake; `wanted` stays where it is."""
+    """What is done for one unit's sake; `wanted` stays where it is.
+
+    Attributes:
+        awaited: copies under way, for the room of what could not be sent.
+    """
 
     def __init__(self, pager: Pager, wanted: Sequence[Block]) -> None:
         self._pager, self._keep = pager, {id(block) for block in wanted}
         self._turn = current_turn()
         self._owed_bytes = 0  # to blocks that have to wait until their victims are written back
+        self.awaited: list[Copy] = []
 
     def send(self, block: Block) -> None:
         """Send one block, unless it is on its way, or in use, or has no room."""
@@ -174,32 +193,36 @@ class _Journey:
 
     def _part_with(self, victim: Block) -> int:
         """Have a block leave, now or soon; returns its bytes, or 0 if it has to stay."""
-        pager = self._pager
         if not victim.lock.acquire(blocking=False):
             return 0
         try:
-            if victim.pinned_for is not None or not pager.has(victim):
-                return 0
-            if pager.is_sent_off(victim):
-                if self._has_come(victim):
-                    pager.part_with_sent(victim)
-                return victim.nbytes
-            if victim.coming is not None:
-                if not self._has_come(victim):
-                    return 0
-                pager.discard(victim)
-            elif not self._is_clean(victim):
-                return 0 if victim.leaving is None else victim.nbytes
-            else:
-                pager.release(victim)
-            self._note("shed", victim)
-            return victim.nbytes
+            may_go = victim.pinned_for is None and self._pager.has(victim)
+            return victim.nbytes if may_go and self._goes(victim) else 0
         finally:
             victim.lock.release()
 
-    @staticmethod
-    def _has_come(block: Block) -> bool:
-        return block.coming is not None and block.coming.copy.is_over
+    def _goes(self, victim: Block) -> bool:
+        """Have an unpinned block leave, now or when a copy of it is over; False: it has to stay. Under its lock."""
+        pager, coming = self._pager, victim.coming
+        if coming is not None and pager.is_sent_off(victim):
+            if coming.copy.is_over:
+                pager.part_with_sent(victim)
+            else:
+                self.awaited.append(coming.copy)
+            return True
+        if coming is not None:
+            if not coming.copy.is_over:
+                return False
+            del coming  # which has its memory
+            pager.discard(victim)
+        elif self._is_clean(victim):
+            pager.release(victim)
+        else:
+            if victim.leaving is not None:
+                self.awaited.append(victim.leaving)
+            return victim.leaving is not None
+        self._note("shed", victim)
+        return True
 
     def _is_clean(self, victim: Block) -> bool:
         """Whether a block can be dropped now; if not, its write-back is begun. Under its lock."""

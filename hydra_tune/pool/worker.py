@@ -238,7 +238,7 @@ class Worker:
             is_failed = False
         finally:
             if self._prefetch is not None:
-                self._prefetch.asks = None  # and nothing is sent ahead beside a unit that is run once more
+                self._prefetch.end()
             end_ns = time.perf_counter_ns()
             if not is_failed:  # the host may have heard of it later, or its clock go faster than the device's
                 end_ns = min(end_ns, max(start_ns, self._pager.ready_ns, watch.ended_ns))

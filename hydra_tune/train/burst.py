@@ -163,6 +163,7 @@ class Bursts:
             elif said is Mark.STEP:
                 if time.perf_counter() >= end or self.is_asked_to_end() or GATE.is_wanted:
                     return
+                lease.pause()
             elif said is Mark.NO_DEVICE:
                 return
             else:

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 
 import pytest
+import torch
+from torch import nn
 
 from hydra_tune import Reported
 from hydra_tune.devices import discovery
@@ -119,6 +121,43 @@ def test_what_is_on_another_device_is_sent_ahead_and_seldom_waited_for(tmp_path,
             across[copy.how] += copy.nbytes
     assert across["background"] > across["waited"]
     assert sum(across.values()) == sum(device.bytes_across for device in devices)
+    for device in devices:
+        assert device.peak_bytes <= device.budget_bytes
+        assert device.resident_bytes == 0
+
+
+def whole(seed):
+    """A trial of 240 KiB of state, which runs its own code in bursts; few steps make one."""
+    width = 64
+    layers = [layer for _ in range(4) for layer in (lambda: nn.Linear(width, width), nn.ReLU)]
+    inputs = torch.randn(1600, width, generator=torch.Generator().manual_seed(7))
+    return task(
+        model=lambda: nn.Sequential(*[layer() for layer in layers]),
+        train=torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(dim=1)),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize(("devices", "num_trials", "share"), [("cpu:1", 3, 0.5), ("cpu:2", 5, 0.1)])
+def test_trials_in_bursts_that_do_not_all_fit_load_the_next_ones_state_while_the_present_one_computes(
+    devices, num_trials, share
+):
+    """There is room for two: the one that has had its turn is written back beside the next, and gives its room then."""
+    tasks = [whole(seed) for seed in range(num_trials)]
+    results, devices = run(
+        tasks,
+        devices=devices,
+        num_shards=None,
+        device_memory="640KiB",
+        link_bandwidth="100MB/s",
+        policy="round_robin",
+        max_concurrent=num_trials,
+    )
+    for described, result in zip(tasks, results, strict=True):
+        assert against_plain(described, result) == []
+    loaded = sum(device.bytes_in + device.bytes_across for device in devices)
+    ahead = sum(device.bytes_ahead for device in devices)
+    assert ahead > share * loaded
     for device in devices:
         assert device.peak_bytes <= device.budget_bytes
         assert device.resident_bytes == 0

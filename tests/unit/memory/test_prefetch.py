@@ -2,6 +2,7 @@
 
 import random
 import threading
+import weakref
 
 import pytest
 import torch
@@ -129,6 +130,49 @@ def test_a_dirty_block_is_written_back_in_the_background_and_gives_its_room_the_
     visit(pager, later)
     assert holds(changed, 9)
     assert pager.bytes_out == {Kind.INPUTS: SIZE}
+
+
+def test_a_unit_of_many_steps_has_sent_between_two_of_them_what_has_waited_for_a_write_back(pager, prefetch):
+    changed, running, other, later = (block(value) for value in range(4))
+    visit(pager, changed, write=9)
+    pager.device.gate.clear()
+    with pager.lease([running, other], 0) as lease:
+        prefetch.send([Need([later])])
+        lease.pause()
+        assert (changed.home, later.coming) == (pager, None), "its write-back is under way"
+        pager.device.gate.set()
+        changed.leaving.wait()
+        lease.pause()
+        assert (changed.home, later.coming is None) == (None, False)
+        assert pager.ledger.used_bytes == 3 * SIZE
+        sent = later.coming
+        lease.pause()
+        assert later.coming is sent, "once"
+    visit(pager, later)
+    assert holds(changed, 9)
+    assert (pager.bytes_ahead, pager.bytes_in_vain) == (SIZE, 0)
+
+
+def test_what_has_waited_beside_one_unit_is_not_sent_beside_the_next(pager, prefetch):
+    changed, running, other, later = (block(value) for value in range(4))
+    visit(pager, changed, write=9)
+    with pager.lease([running, other], 0):
+        prefetch.send([Need([later])])
+        changed.leaving.wait()
+    with pager.lease([running], 0) as lease:
+        lease.pause()
+    assert later.coming is None
+
+
+def test_when_a_unit_has_ended_nothing_is_held_of_what_waited_beside_it(pager, prefetch):
+    changed, running, other, later = (block(value) for value in range(4))
+    visit(pager, changed, write=9)
+    with pager.lease([running, other], 0):
+        prefetch.send([Need([later])])
+    prefetch.end()
+    seen = weakref.ref(later.host)
+    del later
+    assert seen() is None
 
 
 def test_what_will_have_to_go_for_the_next_units_work_is_written_back_and_stays_for_now(pager, prefetch):
