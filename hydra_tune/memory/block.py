@@ -4,6 +4,7 @@ A *group* is a block that long-lived tensors (parameters, buffers, optimizer sta
 the new place. A *value* is a view of a block that lives for a step: an activation at a cut, a gradient, a batch tensor.
 """
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -14,7 +15,7 @@ from enum import StrEnum
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hydra_tune.devices.copying import Copy
 from hydra_tune.devices.device import Device
@@ -170,7 +171,7 @@ class Block:
         """Called under `lock` after `data` or `host` changed."""
 
     def part(self) -> None:
-        """Let go of what lies on it, which another block has now."""
+        """Let go of what lies on it, which another block has now, or nobody."""
 
     def gather(self, device: Device) -> None:
         """Fill the host copy of a loose block."""
@@ -235,6 +236,10 @@ class Group(Block):
     memory (a numpy array, a detached tensor, another parameter), a copy would tear the two apart: then the tensors stay where
     they are, and the group merely counts as one on the host. So whatever the user's code holds of its tensors stays true.
 
+    Note: strays. The user's code may give a tensor other memory (`p.data = ...`, `module.double()`): then that is what counts,
+    and no longer the bytes in the buffer. So a move leaves such a tensor where it is, until `collect` has put it back into the
+    buffer or another group has taken it. What several trials have in common (`Readers`) stays where it is as well.
+
     Attributes:
         is_loose: whether the tensors have their own storages.
         shard: the shard whose parameters these are, if it is one shard's.
@@ -248,7 +253,9 @@ class Group(Block):
         is_loose: whether the group begins loose.
     """
 
-    __slots__ = ("_host_views", "_readers", "_slots", "is_loose", "on_moved", "shard", "tensors")
+    __slots__ = (
+        "_common", "_host_views", "_places", "_readers", "_slots", "_strides", "is_loose", "on_moved", "shard", "tensors",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -266,6 +273,11 @@ class Group(Block):
         self.shard: int | None = None
         self.on_moved: Callable[[str | None], None] | None = None
         self.is_loose = is_loose
+        self._strides = [tensor.stride() for tensor in self.tensors]
+        self._places: list[int] = []  # where the tensors were left; none while it is loose
+        self._common: set[int] = set()  # by `id`, what has been found to be another trial's as well
+        if kind is not Kind.OPTIMIZER:
+            self._readers.hold(self.tensors)
         if is_loose:
             self._host_views: list[Tensor] = []
             return
@@ -294,11 +306,15 @@ class Group(Block):
             self.moved()
 
     def part(self) -> None:
-        """Let go of the tensors, which another group has now."""
-        self.tensors, self._slots, self._host_views = [], [], []
+        """Let go of the tensors, which another group has now, or nobody."""
+        if self.kind is not Kind.OPTIMIZER:
+            self._readers.let_go(self.tensors)
+        self.tensors, self._slots, self._strides, self._places, self._host_views = [], [], [], [], []
 
     def is_shared(self) -> bool:
-        """Whether memory of its tensors is known to something else, or to several of them."""
+        """Whether memory of its tensors is known to something else, or to several of them, or is not as it was."""
+        if self.strays() or self._readers.in_common(self.tensors):
+            return True
         storages = [tensor.untyped_storage() for tensor in self.tensors]
         owned = len({storage._cdata for storage in storages}) == len(storages)  # noqa: SLF001 - the storage's identity
         sizes = (tensor.numel() * tensor.element_size() for tensor in self.tensors)
@@ -317,28 +333,94 @@ class Group(Block):
         if self.is_loose and (self.home is not None or (self.host is None and self.state is not State.DROPPED)):
             self.announce(self.place)  # the tensors are where they were
             return
+        strays = set(map(id, self.strays()))
         self.is_loose = False
         flat = self.data
         views = self._host_views if flat is None else self.views(flat)
-        views = views or [tensor.data.new_empty(0) for tensor in self.tensors]  # given up for good
-        self._readers.point(self.tensors, views)
+        views = views or [self._left_over(tensor) for tensor in self.tensors]
+        moving = [pair for pair in zip(self.tensors, views, strict=True) if id(pair[0]) not in strays | self._common]
+        self._common |= self._readers.point([tensor for tensor, _ in moving], [view for _, view in moving])
+        self._places = [view.data_ptr() for view in views]
         self.announce(self.place)
+
+    def _left_over(self, tensor: Tensor) -> Tensor:
+        """What is left of a tensor whose group is given up: nothing, unless others may have it, for nobody trains it."""
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            with contextlib.suppress(RuntimeError):  # out of memory, or a device that has failed
+                return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
+        return tensor.data.new_empty(0)
+
+    def strays(self) -> list[Tensor]:
+        """The tensors that the user's code has given another form, or memory elsewhere than in the buffer."""
+        places = self._places or itertools.repeat(None)
+        strides = [slot.stride for slot in self._slots] if self._places else self._strides
+        entries = zip(self.tensors, self._slots, strides, places, strict=False)
+        return [
+            tensor
+            for tensor, slot, stride, place in entries
+            if not (_is_alike(tensor, slot) and tensor.stride() == stride and _is_at(tensor, place))
+            and id(tensor) not in self._common
+        ]
+
+    def collect(self) -> list[Tensor]:
+        """Put strays back into the buffer; returns those whose form is another now, which cannot be.
+
+        Under `lock`, or while a unit has the block pinned.
+        """
+        found = set(map(id, self.strays()))
+        if not found or self.is_loose:
+            return []
+        views = self._host_views if self.data is None else self.views(self.data)
+        entries = list(zip(self.tensors, self._slots, views, strict=True))
+        entries = [entry for entry in entries if id(entry[0]) in found]
+        alike = [(tensor, view) for tensor, slot, view in entries if _is_alike(tensor, slot)]
+        fresh = [
+            tensor.detach().clone() for tensor, _ in alike
+        ]  # of all, before one is written: they may lie in each other's
+        with torch.no_grad():
+            for (_, view), value in zip(alike, fresh, strict=True):
+                view.copy_(value)
+        self._readers.point([tensor for tensor, _ in alike], [view for _, view in alike])
+        if self.data is not None:
+            self.dirty = True
+        elif self.tier is not None and self.host is not None:
+            self.tier.written(self)
+        return [tensor for tensor, slot, _ in entries if not _is_alike(tensor, slot)]
+
+    def own_memory(self, shared: set[int]) -> None:
+        """Give each tensor of a loose group memory of its own, if it has none, or if its storage is one of `shared`."""
+        for tensor in self.tensors:
+            storage = tensor.untyped_storage()
+            if storage_identity(tensor) in shared or storage.nbytes() != tensor.numel() * tensor.element_size():
+                self._readers.point([tensor], [tensor.detach().clone()])
 
     def let_go(self) -> None:
         """Leave each tensor with memory of its own, as the module's class had made it; only `drop` may follow.
 
         Under `lock`, on the host. The memory is the caller's, so that it is plain: not pinned, and on nobody's ledger.
         """
-        owned = [torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="cpu") for slot in self._slots]
-        for tensor, view in zip(owned, self._host_views, strict=True):
-            tensor.copy_(view)
+        strays = set(map(id, self.strays())) | self._common
+        owned = [
+            tensor.detach().to("cpu", copy=True)
+            if id(tensor) in strays
+            else torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="cpu").copy_(view)
+            for tensor, slot, view in zip(self.tensors, self._slots, self._host_views, strict=True)
+        ]
         self._readers.point(self.tensors, owned)
-        self.tensors, self._slots, self._host_views = [], [], []
+        self.part()
 
     def announce(self, place: str | None) -> None:
         """Say where the block is, or will be."""
         if self.on_moved is not None:
             self.on_moved(place)
+
+
+def _is_alike(tensor: Tensor, slot: Slot) -> bool:
+    return tensor.layout is torch.strided and tensor.shape == slot.shape and tensor.dtype == slot.dtype
+
+
+def _is_at(tensor: Tensor, place: int | None) -> bool:
+    return place is None or not tensor.numel() or tensor.data_ptr() == place
 
 
 def _num_users(storage: torch.UntypedStorage) -> int:

@@ -9,9 +9,11 @@ from hydra_tune.observe.turns import note
 
 
 def drop(block: Block) -> None:
-    """Give up all of a block's bytes, on the host and on whichever device."""
+    """Give up all of a block's bytes, on the host and on whichever device; tensors of a loose block keep theirs."""
     with block.lock:
         note("drop", [block])
+        if block.is_loose:
+            block.part()
         if block.coming is not None:
             block.coming.home.discard(block)
         if block.home is not None and block.leaving is not None:
@@ -23,6 +25,7 @@ def drop(block: Block) -> None:
         if block.tier is not None:
             block.tier.forget(block)
         block.host = None
+        block.part()
 
 
 class AtHome:

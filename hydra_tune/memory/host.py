@@ -105,6 +105,7 @@ class HostTier:
         self._times = itertools.count(1)
         self._now = 0
         self._num_whole = 0
+        self._whole: Counter[int] = Counter()  # by a block's number: how often it is wanted whole
         self._is_looking_ahead = False
 
     # Trials.
@@ -288,6 +289,9 @@ class HostTier:
         with self._lock:
             self._num_whole += change
             for block in blocks:
+                self._whole[block.number] += change
+                if not self._whole[block.number]:
+                    del self._whole[block.number]
                 if block.number in self._entries:
                     self._entries[block.number].holds += change
 
@@ -424,6 +428,7 @@ class HostTier:
         entry = self._entries.get(block.number)
         if entry is None:
             entry = self._entries[block.number] = Entry(block, Uses(self._now))
+            entry.holds = self._whole[block.number]  # a loose block may be entered while it is wanted whole
             block.tier = self
         entry.on_host = True
         return entry

@@ -14,6 +14,7 @@ tensors the groups are loose (`memory/block.py`), and nothing of the user's is m
 import functools
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
-from hydra_tune.memory.block import Block, Group, Kind, lay_out
+from hydra_tune.memory.block import Block, Group, Kind, lay_out, storage_identity
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.lease import Lease
@@ -81,7 +82,7 @@ class ModelState:
     ) -> None:
         self._host = host
         self._runs_own_code = runs_own_code
-        self._is_loose = runs_own_code and host is None and device.keeps_tensors
+        self._is_loose = runs_own_code and device.keeps_tensors
         self.tenant = tenant
         self.number: int = next(_NUMBERS) if before is None else before.number
         self.watcher: Callable[[int, str | None], None] | None = None
@@ -105,7 +106,9 @@ class ModelState:
         self._optimizer_groups: dict[tuple[str, ...], list[Group]] = {}
         self._adopted: dict[tuple[str, str], Tensor] = {}
         self._host_updates = HostUpdates()
-        _check_storages(self.tensors, may_share=self._is_loose)
+        common = self.readers.in_common(list(self.tensors.values()))  # which may lie in another trial's buffer
+        own = {name: tensor for name, tensor in self.tensors.items() if id(tensor) not in common}
+        _check_storages(own, may_share=self._is_loose)
         try:
             self._build(plan, device)
         except BaseException:
@@ -150,6 +153,7 @@ class ModelState:
             TaskError: it has added, removed or replaced parameters or buffers, or trains what was frozen.
         """
         check_state(self.tensors, self.module)
+        self._collect(self._blocks(), "the model's forward")
         self.check_frozen()
 
     def check_frozen(self) -> None:
@@ -178,9 +182,26 @@ class ModelState:
             if clipped := [self.tensors[name] for name in self.optimized(gradients)]:
                 rules.clip(clipped, self._optimized)
             self.optimizer.step()
+            self._collect([*self.groups(gradients), *self.optimizer_groups(tuple(gradients))], "the optimizer's step")
         finally:
             for name in gradients:
                 self.tensors[name].grad = None
+
+    def _collect(self, groups: Iterable[Group], whose: str) -> None:
+        """Have tensors to which the user's code has given other memory (`p.data = ...`) in their groups again.
+
+        Raises:
+            TaskError: one of them has another shape or type now.
+        """
+        for group in groups:
+            for tensor in group.collect():
+                name = self._names.get(id(tensor))
+                what = "a tensor of its state" if name is None else repr(name)
+                raise TaskError(
+                    f"{whose} has given {what} another shape or dtype ({tuple(tensor.shape)}, {tensor.dtype}), which the memory "
+                    "plan of a trial that is cut cannot follow; keep both as they are when model= returns, and convert the "
+                    "result instead"
+                )
 
     def update_on_host(
         self,
@@ -341,15 +362,20 @@ class ModelState:
         """A group that holds these tensors: the one there is, if it does, else a new one in its place."""
         if group is None and not tensors:
             return None
-        if group is not None and len(group.tensors) == len(tensors) and all(map(operator.is_, group.tensors, tensors)):
-            return group
+        is_same = (
+            group is not None and len(group.tensors) == len(tensors) and all(map(operator.is_, group.tensors, tensors))
+        )
+        if group is not None and is_same:
+            strays = group.strays()
+            if not strays or (not self._is_loose and not group.collect()):
+                return group
         if self._is_loose:
             if group is not None and not group.is_loose:  # what it holds lies in its buffer, which goes with it
-                known = set(map(id, group.tensors))
+                known = set(map(id, group.tensors)) - set(map(id, group.strays()))
                 kept = [tensor for tensor in tensors if id(tensor) in known]
                 self.readers.point(kept, [tensor.detach().clone() for tensor in kept])
             fresh = Group(kind, tensors, device, self.readers, is_loose=True)
-            fresh.owner = self.number
+            fresh.owner, fresh.tenant = self.number, self.tenant
         else:
             device.synchronize()
             fresh = self._new_group(kind, tensors, device)
@@ -424,16 +450,24 @@ class ModelState:
             self.bring_home()
             yield
 
-    def hand_over(self) -> None:
+    def hand_over(self, *, is_result: bool = False) -> None:
         """Everything on the host, in memory of each tensor's own, where it is the caller's from now on.
 
         One group after the other, so that the host has no more than one group twice.
+
+        Args:
+            is_result: the trial is over. Else what shares memory goes on sharing it, so that `ModelState` can refuse it.
         """
         self.settle()
+        storages = Counter(
+            storage_identity(tensor) for block in self._blocks() if block.is_loose for tensor in block.tensors
+        )
+        shared = {storage for storage, count in storages.items() if count > 1}
         for block in self._blocks():
-            if block.is_loose:  # the tensors have memory of their own already
-                with block.lock:
-                    block.part()
+            if block.is_loose:  # the tensors have memory of their own already, but for those that share some
+                if is_result:
+                    with block.lock:
+                        block.own_memory(shared)
                 drop(block)
                 continue
             with nullcontext() if self._host is None else self._host.whole([block]), block.lock:
@@ -465,10 +499,10 @@ class ModelState:
 
     def _new_group(self, kind: Kind, tensors: Sequence[Tensor], device: Device) -> Group:
         nbytes = lay_out(tensors, device.alignment)[1]
-        if self._host is None:
+        if self._host is None or self._is_loose:  # a tier counts a loose group from when it is moved first
             is_loose = self._is_loose
             group = device.on_host(functools.partial(Group, kind, tensors, device, self.readers, is_loose=is_loose))
-            group.owner = self.number
+            group.owner, group.tenant = self.number, self.tenant
             return group
         self._host.take(nbytes)
         try:

@@ -334,7 +334,7 @@ class Trial:
 
     def _hand_over(self, state: ModelState) -> None:
         try:
-            state.hand_over()
+            state.hand_over(is_result=True)
             self._operators.restore(state.optimizer)
         except BaseException:  # a disk that cannot be read: nothing of the trial must stay behind
             state.drop()
