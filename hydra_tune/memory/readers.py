@@ -16,7 +16,6 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-
 _LOCK = threading.Lock()  # of what is in common; held for microseconds, inside a trial's lock
 _ALL: "weakref.WeakSet[Readers]" = weakref.WeakSet()
 

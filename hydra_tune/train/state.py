@@ -198,9 +198,9 @@ class ModelState:
                 name = self._names.get(id(tensor))
                 what = "a tensor of its state" if name is None else repr(name)
                 raise TaskError(
-                    f"{whose} has given {what} another shape or dtype ({tuple(tensor.shape)}, {tensor.dtype}), which the memory "
-                    "plan of a trial that is cut cannot follow; keep both as they are when model= returns, and convert the "
-                    "result instead"
+                    f"{whose} has given {what} another shape or dtype ({tuple(tensor.shape)}, {tensor.dtype}), which the "
+                    "memory plan of a trial that is cut cannot follow; keep both as they are when model= returns, and convert "
+                    "the result instead"
                 )
 
     def update_on_host(
