@@ -9,9 +9,12 @@ is unpacked shares the counter as well, so that a backward that overwrites what 
 saved storage is alive for other reasons, the backward reads that storage and not the copy, as it would without hooks.
 """
 
+import functools
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 from dataclasses import dataclass
 
 import torch
@@ -166,26 +169,34 @@ class SavedTensors:
 class SheddingTensors(SavedTensors):
     """Keeps what autograd saves where it is, until somebody needs the room: then it goes to the host, and all that follows.
 
+    Gradients of `torch.func`, which refuse hooks, run as they do where there are none: what they save stays where it is.
+
+    Args:
+        device, stays: as of `SavedTensors`.
+        kept: told of each tensor that is to stay where it is; may have all of them go to the host (`shed`).
+
     Attributes:
         is_shedding: whether that has happened.
-        seen_bytes: of the storages that were saved, all together.
     """
 
-    def __init__(self, device: Device, stays: Callable[[Tensor], bool]) -> None:
+    def __init__(self, device: Device, stays: Callable[[Tensor], bool], kept: Callable[[Tensor], None]) -> None:
         super().__init__(device, stays)
         self.is_shedding = False
-        self.seen_bytes = 0
+        self._note_kept = kept
         self._kept: weakref.WeakSet[Packed] = weakref.WeakSet()
-        self._seen_storages: set[int] = set()  # by identity
+
+    def hooks(self) -> AbstractContextManager[object]:
+        """Autograd saves through this object while the context is entered, but for what gradients of `torch.func` save."""
+        _let_transforms_by()
+        return super().hooks()
 
     def pack(self, tensor: Tensor) -> Packed:
         """Called by autograd when it saves a tensor."""
         if self.is_shedding or not self._moves(tensor):
             return super().pack(tensor)
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen_storages:  # noqa: SLF001 - the storage's identity
-            self._seen_storages.add(storage._cdata)  # noqa: SLF001
-            self.seen_bytes += storage.nbytes()
+        self._note_kept(tensor)
+        if self.is_shedding:
+            return super().pack(tensor)
         packed = Packed(tensor.detach(), Geometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
         self._kept.add(packed)
         return packed
@@ -199,6 +210,51 @@ class SheddingTensors(SavedTensors):
             if isinstance(packed.bytes, Tensor):
                 packed.bytes = self._copy_of(packed.bytes)
         self._kept.clear()
+
+
+class _Suspended(threading.local):
+    """The hooks that a transform on this thread has put aside."""
+
+    saved: SheddingTensors | None = None
+
+
+_SUSPENDED = _Suspended()
+
+
+@functools.cache
+def _let_transforms_by() -> None:
+    """Have `torch.func` put hooks of `SheddingTensors` aside for as long as it wants none, where it would refuse to run.
+
+    Only these, and only where they are the innermost: with hooks of the user's own it refuses as it would in a plain loop.
+    """
+    torch_hooks = torch._C._autograd  # noqa: SLF001 - torch has no public name for any of these
+    disable, enable = torch_hooks._saved_tensors_hooks_disable, torch_hooks._saved_tensors_hooks_enable  # noqa: SLF001
+    push, pop = torch_hooks._push_saved_tensors_default_hooks, torch_hooks._pop_saved_tensors_default_hooks  # noqa: SLF001
+
+    @functools.wraps(disable)
+    def disable_around(*arguments: Any) -> None:
+        hooks = torch_hooks._top_saved_tensors_default_hooks(True)  # noqa: SLF001
+        saved = None if hooks is None else getattr(hooks[0], "__self__", None)
+        if not isinstance(saved, SheddingTensors):
+            disable(*arguments)
+            return
+        pop()
+        try:
+            disable(*arguments)
+        except BaseException:
+            push(saved.pack, saved.unpack)
+            raise
+        _SUSPENDED.saved = saved
+
+    @functools.wraps(enable)
+    def enable_again() -> None:
+        enable()
+        saved, _SUSPENDED.saved = _SUSPENDED.saved, None
+        if saved is not None:
+            push(saved.pack, saved.unpack)
+
+    torch_hooks._saved_tensors_hooks_disable = disable_around  # noqa: SLF001
+    torch_hooks._saved_tensors_hooks_enable = enable_again  # noqa: SLF001
 
 
 def overwritten(geometry: Geometry, present: int, expected: int) -> RuntimeError:

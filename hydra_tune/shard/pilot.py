@@ -92,7 +92,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _track(self, tensor: Tensor, size: int | None = None) -> None:
         if tensor.layout not in (torch.strided, torch.jagged):
-            for part in _parts(tensor):
+            for part in stored_parts(tensor):
                 self._track(part, size)
             return
         storage = tensor.untyped_storage()
@@ -108,8 +108,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self._current_bytes)
 
 
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that a sparse one is made of, which has no storage of its own; none where torch does not tell them."""
+def stored_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A tensor itself, or those that a sparse one is made of, which has no storage; none where torch does not tell them."""
+    if tensor.layout in (torch.strided, torch.jagged):
+        return (tensor,)
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()  # noqa: SLF001 - the others copy, or want it to be coalesced
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -170,16 +170,26 @@ def _asked_for_capture(task: TrainTask, budget: Budget) -> str | None:
 def _update_of(
     optimizer: torch.optim.Optimizer, model: nn.Module, specs: dict[str, StateSpec], alignment: int
 ) -> UpdatePilot:
-    """Torch's own optimizers are measured on stand-ins; a step of the user's own could change what they share with these."""
-    if type(optimizer).__module__.partition(".")[0] == "torch":
-        known: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name in specs}
-        return optimizer_pilot(optimizer, known, specs, alignment=alignment)
+    """Torch's own optimizers are measured on stand-ins; a step of the user's own could change what they share with these.
+
+    The others' state is guessed, and that of those that do not take stand-ins (`SparseAdam` wants sparse gradients).
+    """
 
     def guess(names: Sequence[str]) -> tuple[int, int, int]:
         nbytes = sum(_state_bytes(specs[name], alignment) for name in names)
         return _GUESSED_STATES * nbytes, 0, _GUESSED_STATES * nbytes
 
-    return guess
+    if type(optimizer).__module__.partition(".")[0] != "torch":
+        return guess
+    known: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name in specs}
+
+    def measured(names: Sequence[str]) -> tuple[int, int, int]:
+        try:
+            return optimizer_pilot(optimizer, known, specs, alignment=alignment)(names)
+        except Exception:  # noqa: BLE001 - whatever it is, the step itself will say it
+            return guess(names)
+
+    return measured
 
 
 def uncaptured_plan(specs: dict[str, StateSpec], update: UpdatePilot, task: TrainTask, *, alignment: int) -> Plan:

@@ -126,13 +126,14 @@ class Direct:
         return float(loss.item()), partial(self._backward, loss, share)
 
     def _backward(self, loss: Tensor, share: float) -> None:
-        with nullcontext() if self._following is None else self._following.saving():
+        following = self._following
+        with nullcontext() if following is None else following.differentiating(self._trained_parameters()):
             self._gradients.objective(share)(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         """The optimizer's step, once all of its batches have run."""
         following, self._before = self._following, None
-        with nullcontext() if following is None else following.updating():
+        with nullcontext() if following is None else following.updating(self._trained_parameters()):
             if self._is_plain:
                 self._gradients.clip_plainly(self._optimizer)
                 self._optimizer.step()
@@ -177,6 +178,12 @@ class Direct:
             for parameter in group["params"]:
                 parameter.grad = None
         return True
+
+    def _trained_parameters(self) -> list[Tensor]:
+        """All that may have a gradient."""
+        own = list(self._module.parameters())
+        others = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [p for p in dict.fromkeys([*own, *others]) if p.requires_grad and p.is_leaf]
 
     @property
     def _has_gradients(self) -> bool:
@@ -327,14 +334,19 @@ class _Following:
     ) -> None:
         state = list(state)
         storages = {tensor.untyped_storage()._cdata for tensor in state}  # noqa: SLF001 - the storage's identity
-        self._saved = SheddingTensors(device, lambda t: t.untyped_storage()._cdata in storages)  # noqa: SLF001
+        # What nobody follows, in mixed precision or in compiled code, is known from when autograd saves it.
+        self._saved = SheddingTensors(
+            device,
+            lambda t: t.untyped_storage()._cdata in storages,  # noqa: SLF001
+            lambda t: self._tracker.follow(t.detach()),
+        )
         self._tracker = RoomTracker(lease, granted_bytes, device.alignment, self._saved.shed)
         self._tracker.know(*state)
         self._tracker.follow(*gradients)
         # Under autocast, kernels that call others inside (the fused transformer layer) round differently where a mode follows.
         self._is_tracked = precision == "float32"
         self._alignment = device.alignment
-        self._lease, self._granted_bytes = lease, granted_bytes
+        self._lease = lease
         self._before_update = 0
         self.kept_bytes = self.optimizer_bytes = 0
 
@@ -350,8 +362,6 @@ class _Following:
     @property
     def workspace_bytes(self) -> int:
         """Room beside the state that another such step needs."""
-        if not self._is_tracked:
-            return self._granted_bytes
         tracker = self._tracker
         return max(self._before_update, tracker.given_bytes + tracker.peak_bytes - self.kept_bytes)
 
@@ -366,16 +376,29 @@ class _Following:
         """Around a forward or a backward."""
         with self._tracked(), self._saved.hooks():
             yield
-        if not self._is_tracked:
-            self._grant(self._tracker.given_bytes + self._saved.seen_bytes)
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Around the optimizer's step, which may make state that stays."""
+    def differentiating(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Around a backward, which makes gradients of these parameters."""
+        with ExitStack() as stack:
+            for parameter in parameters:
+                hook = parameter.register_post_accumulate_grad_hook(self._made_gradient)
+                stack.callback(hook.remove)
+            with self.saving():
+                yield
+
+    def _made_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._tracker.follow(parameter.grad)
+
+    @contextmanager
+    def updating(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Around the optimizer's step, which may make state that stays; followed in mixed precision, too."""
         tracker = self._tracker
+        tracker.follow(*(p.grad for p in parameters if p.grad is not None))
         self._before_update = tracker.peak_bytes + tracker.given_bytes
-        tracker.peak_bytes, tracker.given_bytes = tracker.current_bytes, 0
-        with self._tracked():
+        tracker.forget_peak()
+        with tracker:
             yield
         self.kept_bytes = tracker.current_bytes
         if self.has_shed:
@@ -383,15 +406,6 @@ class _Following:
 
     def _tracked(self) -> Any:
         return self._tracker if self._is_tracked else nullcontext()
-
-    def _grant(self, nbytes: int) -> None:
-        if nbytes > self._granted_bytes:
-            try:
-                self._lease.grow(nbytes - self._granted_bytes)
-            except BudgetError:
-                self._saved.shed()
-                return
-            self._granted_bytes = nbytes
 
 
 def _quick_key(mode: str, batch: Any) -> Hashable:

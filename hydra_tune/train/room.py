@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.lease import Lease
-from hydra_tune.shard.pilot import StorageTracker, aligned
+from hydra_tune.shard.pilot import StorageTracker, aligned, stored_parts
 
 _MAX_KNOWN = 1 << 14
 _PLAIN = (Tensor, nn.Parameter)
@@ -49,6 +49,11 @@ class RoomTracker(StorageTracker):  # type: ignore[no-untyped-call]
         self.given_bytes = 0
         self._is_shedding = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Code that the user has compiled runs compiled; torch would leave it uncompiled for good."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -60,6 +65,10 @@ class RoomTracker(StorageTracker):  # type: ignore[no-untyped-call]
         super()._track(tensor, size)
         if not self._is_shedding:
             self._take(0)
+
+    def forget_peak(self) -> None:
+        """A part of the step begins that is measured by itself; nobody gives it a batch."""
+        self.peak_bytes, self.given_bytes = self.current_bytes, 0
 
     def _take(self, more: int) -> None:
         """Have room for what is there and so many bytes more."""
@@ -122,15 +131,16 @@ def _tried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alignment: 
         with _disable_current_modes(), torch.no_grad():
             bodiless = tree_map(_without_bytes, (args, kwargs))
             made = func(*bodiless[0], **bodiless[1])
+        given = _sizes(bodiless)
     except Exception:  # noqa: BLE001 - only a run tells
         return 0
-    given = _sizes(bodiless)
     return sum(aligned(size, alignment) for storage, size in _sizes(made).items() if storage not in given)
 
 
 def _sizes(tree: Any) -> dict[int, int]:
     """Bytes of the storages of the tensors in a tree, by the storage's identity."""
-    storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    storages = [part.untyped_storage() for leaf in leaves for part in stored_parts(leaf)]
     return {storage._cdata: storage.nbytes() for storage in storages}  # noqa: SLF001 - torch has no public name
 
 
