@@ -174,6 +174,11 @@ class Lease:
             self._pager.make_room(nbytes, self._blocks, self._workspace_bytes)
         self._workspace_bytes += nbytes
 
+    def have(self, workspace_bytes: int) -> None:
+        """Have as much workspace again, if it fits, after some of it has gone to blocks of what the unit has made."""
+        if self._workspace_bytes < workspace_bytes and self.would_fit(workspace_bytes):
+            self.grow(workspace_bytes - self._workspace_bytes)
+
     @property
     def place(self) -> str:
         """The name of the device."""

@@ -14,8 +14,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -195,11 +195,14 @@ class SheddingTensors(SavedTensors):
         if self.is_shedding or not self._moves(tensor):
             return super().pack(tensor)
         self._note_kept(tensor)
-        if self.is_shedding:
+        if self._has_shed():
             return super().pack(tensor)
         packed = Packed(tensor.detach(), Geometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
         self._kept.add(packed)
         return packed
+
+    def _has_shed(self) -> bool:
+        return self.is_shedding  # which may have changed meanwhile
 
     def shed(self) -> None:
         """Send all that is kept to the host, and all that will be saved."""
@@ -227,7 +230,7 @@ def _let_transforms_by() -> None:
 
     Only these, and only where they are the innermost: with hooks of the user's own it refuses as it would in a plain loop.
     """
-    torch_hooks = torch._C._autograd  # noqa: SLF001 - torch has no public name for any of these
+    torch_hooks: Any = torch._C._autograd  # noqa: SLF001 - torch has no public name for any of these
     disable, enable = torch_hooks._saved_tensors_hooks_disable, torch_hooks._saved_tensors_hooks_enable  # noqa: SLF001
     push, pop = torch_hooks._push_saved_tensors_default_hooks, torch_hooks._pop_saved_tensors_default_hooks  # noqa: SLF001
 

@@ -17,6 +17,7 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import NotRepeatableError, is_out_of_memory
 from hydra_tune.pool.record import forget_locals
 from hydra_tune.quantities import format_bytes
+from hydra_tune.train.burst import BURST
 from hydra_tune.train.step import PendingUnit
 
 # Not `warnings`: a capture in another thread silences them for the whole process, and filters may turn them into errors.
@@ -98,12 +99,15 @@ class Pressure:
         needed, room = format_bytes(blocks + unit.workspace_bytes), format_bytes(unit.workspace_bytes)
         free = format_bytes(self._make_room())
         return (
-            f"device {self._device.name} ran out of memory in the {unit.kind} unit of shard {unit.shard} of trial "
-            f"{trial!r}, and {outcome} ({_told(error)}); by its pilot the unit needs {needed} there at once, {room} of it to "
-            f"work in, and the budget is {format_bytes(self._device.budget_bytes)}; with everything else off the device the "
+            f"device {self._device.name} ran out of memory in {_place(unit)} of trial {trial!r}, and {outcome} "
+            f"({_told(error)}); by its pilot the unit needs {needed} there at once, {room} of it to work in, and the budget is {format_bytes(self._device.budget_bytes)}; with everything else off the device the "
             f"system has {free} free there; end other programs that use it, lower device_memory to what there really is, so "
             "that the model is cut finer, or lower batch_size"
         )
+
+
+def _place(unit: PendingUnit) -> str:
+    return "a step of the own code" if unit.kind == BURST else f"the {unit.kind} unit of shard {unit.shard}"
 
 
 def _is_shortage(error: Exception) -> bool:

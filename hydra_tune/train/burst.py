@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from hydra_tune.devices.device import Device
+from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.meter import bytes_per_second
@@ -149,6 +150,11 @@ class Bursts:
                     self._steps(lease, device)
                 if self.has_device:
                     self._state.refresh(lease, device)
+            except BudgetError as error:
+                if type(error) is not BudgetError:
+                    raise
+                told = str(error).replace("a shard unit needs", "a step of the trial's own code needs")
+                raise BudgetError(told, enough_bytes=error.enough_bytes) from error
             finally:
                 self._lease, self.has_device = None, False
         self._note_pace(pager)
@@ -160,6 +166,7 @@ class Bursts:
         for said in self._program:
             if said is Mark.FOLLOWED:
                 self._state.refresh(lease, device)
+                lease.have(self._direct.workspace_bytes)
             elif said is Mark.STEP:
                 if time.perf_counter() >= end or self.is_asked_to_end() or GATE.is_wanted:
                     return

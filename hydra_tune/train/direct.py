@@ -15,6 +15,11 @@ the step run once more, cut. Only there does the user's step run twice, and only
 that changes its own Python state cannot be captured, so that trial fails then.
 """
 
+import datetime
+import enum
+import types
+import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -25,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import BudgetError, TaskError
+from hydra_tune.errors import TaskError
+from hydra_tune.memory.block import Kind
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.saved import SheddingTensors
 from hydra_tune.shard.capture import named_state
@@ -40,6 +46,11 @@ from hydra_tune.train.state import optimizer_tensors
 from hydra_tune.train.streams import RandomStreams
 
 _MOST_SEEN = 1024
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of classes that Python code has made
+
+
+class _OpaqueError(Exception):
+    """A batch has parts whose size nobody can tell."""
 
 
 class Direct:
@@ -87,6 +98,7 @@ class Direct:
         self._lease: Lease | None = None
         self._device: Device | None = None
         self._is_plain = task.precision == "float32" and gradients.is_plain
+        self._state_entries = 0  # of the optimizer
         self._is_first = True  # whether no batch has been trained on yet
 
     @contextmanager
@@ -140,8 +152,12 @@ class Direct:
             else:
                 self._scaled_step()
             self._optimizer.zero_grad()
+        made = sum(map(len, self._optimizer.state.values()))
         if following is not None:
             self._followed(following)
+        elif made != self._state_entries:
+            self._made_state_late()
+        self._state_entries = made
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
         """The metrics of one validation batch. The module is in evaluation mode, and nothing records gradients.
@@ -186,6 +202,11 @@ class Direct:
         return [p for p in dict.fromkeys([*own, *others]) if p.requires_grad and p.is_leaf]
 
     @property
+    def _has_begun(self) -> bool:
+        """Whether a batch of the step has left gradients."""
+        return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+
+    @property
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for parameter in self._module.parameters())
 
@@ -194,21 +215,20 @@ class Direct:
         assert self._device is not None
         if not self._device.is_host:
             batch = moved(batch, self._device.torch_device)
+        if mode == "train" and self._task.accumulate > 1 and self._before is None and not self._has_begun:
+            self._before = _Before(self._module, self._streams, self._device)  # a later batch may be of a new kind
         quick = _quick_key(mode, batch)
         if quick in self._seen:
             return batch
-        sizes: list[int] = []
-        kind = (mode, _structure(batch, sizes))
-        found = tuple(sizes)
-        known = None if self.always_sheds else self._known.get(kind)
+        kind, found = _kind_of(mode, batch)
+        known = None if self.always_sheds or kind is None else self._known.get(kind)
         if known is None or not any(_covers(other, found) for other in known):
-            self._fresh.append((kind, found))
+            if kind is not None:
+                self._fresh.append((kind, found))
             if self._following is None:
                 self._following = self._follow()
-                has_begun = any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
-                self._before = (
-                    None if has_begun or mode != "train" else _Before(self._module, self._streams, self._device)
-                )
+                if mode == "train" and self._before is None and not self._has_begun:
+                    self._before = _Before(self._module, self._streams, self._device)
             self._following.add(batch)
         elif quick is not None and len(self._seen) < _MOST_SEEN:
             self._seen.add(quick)
@@ -256,6 +276,16 @@ class Direct:
             known[:] = [other for other in known if not _covers(sizes, other)]
             known.append(sizes)
         self._fresh.clear()
+
+    def _made_state_late(self) -> None:
+        """The optimizer has made state, or let go of some, in a step that nobody has followed."""
+        self._has_followed = True  # it is taken into account like that of a step that was
+        assert self._lease is not None
+        assert self._device is not None
+        tensors = optimizer_tensors(self._optimizer, self._device)
+        new = [tensor for tensor in tensors if not self._lease.owns(tensor, (Kind.OPTIMIZER,))]
+        nbytes = sum(aligned(t.untyped_storage().nbytes(), self._device.alignment) for t in new)
+        self.has_shed = self.has_shed or not self._lease.would_fit(self.workspace_bytes + nbytes)
 
     def _scaled_step(self) -> None:
         named = {name: p for name, p in self._module.named_parameters() if p.grad is not None}
@@ -382,7 +412,7 @@ class _Following:
         """Around a backward, which makes gradients of these parameters."""
         with ExitStack() as stack:
             for parameter in parameters:
-                hook = parameter.register_post_accumulate_grad_hook(self._made_gradient)
+                hook = parameter.register_post_accumulate_grad_hook(self._made_gradient)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
             with self.saving():
                 yield
@@ -420,16 +450,62 @@ def _quick_key(mode: str, batch: Any) -> Hashable:
     return tuple(key)
 
 
-def _structure(value: Any, sizes: list[int]) -> Hashable:
-    """What a batch is made of; the sizes of its tensors are added to a list."""
+_PLAIN = (type(None), int, float, complex, enum.Enum, torch.dtype, torch.device, torch.Generator, datetime.date)
+_WITHOUT_DATA = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, weakref.ref, datetime.timedelta)
+_SIZED = (str, bytes, bytearray, range, set, frozenset)
+
+
+def _structure(value: Any, sizes: list[int], inside: tuple[int, ...] = ()) -> Hashable:  # noqa: PLR0911 - a case each
+    """What a batch is made of; the sizes of its tensors, arrays and texts are added to a list.
+
+    Raises:
+        _OpaqueError: a part of it cannot be looked into.
+    """
     if isinstance(value, Tensor):
         sizes.extend(value.shape)
         return value.dtype, value.dim()
-    if isinstance(value, Mapping):
-        return tuple((key, _structure(item, sizes)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_structure(item, sizes) for item in value)
-    return type(value).__qualname__
+    kind: Any = type(value)
+    if isinstance(value, _PLAIN + _WITHOUT_DATA):
+        return kind
+    if isinstance(value, _SIZED):
+        sizes.append(len(value))
+        return kind
+    if isinstance(getattr(value, "shape", None), tuple) and hasattr(
+        value, "dtype"
+    ):  # an array of numpy's, or one like it
+        sizes.extend(value.shape)
+        return kind, str(value.dtype), len(value.shape)
+    if id(value) in inside:
+        return kind, inside.index(id(value))
+    inside = (*inside, id(value))
+    if isinstance(value, list | tuple | deque):
+        return kind, tuple(_structure(item, sizes, inside) for item in value)
+    parts = value if isinstance(value, Mapping) else _attributes(value)
+    return kind, tuple((key, _structure(part, sizes, inside)) for key, part in parts.items())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """All that an object of a class written in Python keeps; of others there may be more than can be seen."""
+    kinds = [kind for kind in type(value).__mro__ if kind is not object]
+    if isinstance(value, nn.Module) or not all(kind.__flags__ & _HEAP_TYPE for kind in kinds):
+        raise _OpaqueError
+    slots = [name for kind in kinds for name in _names(vars(kind).get("__slots__", ())) if hasattr(value, name)]
+    return {name: getattr(value, name) for name in slots if not name.startswith("__")} | getattr(value, "__dict__", {})
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _kind_of(mode: str, batch: Any) -> tuple[Hashable | None, tuple[int, ...]]:
+    """What is the same for batches of one kind, if that can be told, and the sizes in which they differ."""
+    sizes: list[int] = []
+    try:
+        kind = (mode, _structure(batch, sizes))
+        hash(kind)
+    except (_OpaqueError, TypeError, RecursionError):
+        return None, ()
+    return kind, tuple(sizes)
 
 
 def _covers(known: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

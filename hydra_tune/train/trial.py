@@ -351,6 +351,11 @@ class Trial:
                     "the gradients (max_grad_norm), or let such trials be pruned (on_bad_loss='prune')"
                 ) from None
             self.outcome = "pruned"
+        except RuntimeError as error:
+            if not isinstance(error.__cause__, StopIteration):
+                raise
+            said = f": {error.__cause__}" if str(error.__cause__) else ""
+            raise TaskError(f"the trial's own code raised StopIteration{said}") from error.__cause__
 
     def _train(self) -> Generator[Said, None, None]:
         task = self.task
@@ -481,7 +486,7 @@ class Trial:
             try:
                 self._train_batch(direct, batch)
             except BudgetError:
-                if not direct.undo():
+                if not _may_be_cut(batch) or not direct.undo():
                     raise
                 self._interval, self._undone = Mean(*interval), of_step
                 yield from self._leave_own_code(direct, "a step does not fit, even with its activations on the host")
@@ -535,12 +540,19 @@ class Trial:
         assert optimizer is not None
         piece = next(pieces(batch, self.task.num_pieces)).batch
         try:
-            self._plans.find(module, optimizer, None, piece, batches.flatten(piece), "train")
+            if _may_be_cut(piece):
+                self._plans.find(module, optimizer, None, piece, batches.flatten(piece), "train")
+                return
+            why: object = "its batches hold more than tensors and plain values"
         except BudgetError as error:
             found = uncaptured(self.task, module, optimizer, self._plans.library.budget)
             if not isinstance(found, Plan):
                 raise
-            CHOICES.info("the trial keeps its own code, with its activations on the host: %s", error)
+            why = error
+        else:
+            found = uncaptured(self.task, module, optimizer, self._plans.library.budget)
+        if isinstance(found, Plan):
+            CHOICES.info("the trial keeps its own code, with its activations on the host: %s", why)
             self._make_own_state(module, optimizer, found, always_sheds=True)
             yield Mark.BEGINS
 
@@ -1032,6 +1044,15 @@ def refuse_lazy(module: nn.Module) -> None:
                 f"parameter {name!r} is lazy: its shape is unknown until a forward; run one batch through the module in "
                 "model=, or give the sizes"
             )
+
+
+def _may_be_cut(batch: Any) -> bool:
+    """Whether a captured step could take such a batch."""
+    try:
+        batches.flatten(batch)
+    except TaskError:
+        return False
+    return True
 
 
 def _next_of(drawn: Iterator[Any], number: int, epoch: int) -> Any:
