@@ -100,9 +100,10 @@ class Pressure:
         free = format_bytes(self._make_room())
         return (
             f"device {self._device.name} ran out of memory in {_place(unit)} of trial {trial!r}, and {outcome} "
-            f"({_told(error)}); by its pilot the unit needs {needed} there at once, {room} of it to work in, and the budget is {format_bytes(self._device.budget_bytes)}; with everything else off the device the "
-            f"system has {free} free there; end other programs that use it, lower device_memory to what there really is, so "
-            "that the model is cut finer, or lower batch_size"
+            f"({_told(error)}); by its pilot the unit needs {needed} there at once, {room} of it to work in, and the budget is "
+            f"{format_bytes(self._device.budget_bytes)}; with everything else off the device the system has {free} free there; "
+            "end other programs that use it, lower device_memory to what there really is, so that the model is cut finer, or "
+            "lower batch_size"
         )
 
 

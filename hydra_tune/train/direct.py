@@ -15,7 +15,7 @@ the step run once more, cut. Only there does the user's step run twice, and only
 that changes its own Python state cannot be captured, so that trial fails then.
 """
 
-import datetime
+import datetime as dt
 import enum
 import types
 import weakref
@@ -450,8 +450,8 @@ def _quick_key(mode: str, batch: Any) -> Hashable:
     return tuple(key)
 
 
-_PLAIN = (type(None), int, float, complex, enum.Enum, torch.dtype, torch.device, torch.Generator, datetime.date)
-_WITHOUT_DATA = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, weakref.ref, datetime.timedelta)
+_PLAIN = (type(None), int, float, complex, enum.Enum, torch.dtype, torch.device, torch.Generator, dt.date)
+_WITHOUT_DATA = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, weakref.ref, dt.timedelta)
 _SIZED = (str, bytes, bytearray, range, set, frozenset)
 
 
@@ -464,7 +464,7 @@ def _structure(value: Any, sizes: list[int], inside: tuple[int, ...] = ()) -> Ha
     if isinstance(value, Tensor):
         sizes.extend(value.shape)
         return value.dtype, value.dim()
-    kind: Any = type(value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, _PLAIN + _WITHOUT_DATA):
         return kind
     if isinstance(value, _SIZED):

@@ -25,8 +25,8 @@ def batch_of(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, WIDTH, generator=stream), torch.randint(4, (rows,), generator=stream)
 
 
-def mlp() -> nn.Module:
-    layers = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+def mlp(depth: int = 4) -> nn.Module:
+    layers = [part for _ in range(depth) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 4))
 
 
@@ -172,30 +172,17 @@ def test_a_lease_has_its_workspace_again_once_the_optimizer_has_made_its_state(m
 
     monkeypatch.setattr(direct.Direct, "train", seen)
     with own_code() as pool:
-        pool.run(described(optimizer=partial(torch.optim.Adam, lr=0.01)))
+        pool.run(described(optimizer=partial(torch.optim.Adam, lr=0.01), train=lambda: [batch_of(LARGE)] * 4))
     assert found[1:] == [True] * 3
 
 
 def test_a_later_batch_of_a_step_that_does_not_fit_is_taken_back_with_those_before():
-    rows = 100
-    sizes = (8, 8, 8, rows)
-    model = partial(_wide, 192)
-    one = described(model=model, train=lambda: [_wide_batch(size) for size in sizes], accumulate=2)
-    with own_code(device_memory="1500KiB") as pool:
+    model = partial(mlp, 12)
+    one = described(model=model, train=lambda: [batch_of(rows) for rows in (8, 8, 8, 200)], accumulate=2)
+    with own_code(device_memory="550KiB") as pool:
         result = pool.run(one)
     assert result.num_shards > 1
     assert not against_plain(one, result)
-
-
-def _wide(width: int) -> nn.Module:
-    return nn.Sequential(
-        *(part for _ in range(4) for part in (nn.Linear(width, width), nn.Tanh())), nn.Linear(width, 4)
-    )
-
-
-def _wide_batch(rows: int) -> tuple[Tensor, Tensor]:
-    stream = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, 192, generator=stream), torch.randint(4, (rows,), generator=stream)
 
 
 def _raising(error: BaseException) -> Any:
