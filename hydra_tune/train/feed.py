@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe, Sampler
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from hydra_tune.errors import TaskError
 from hydra_tune.task import Batch, DataHandle
@@ -70,6 +70,7 @@ class Feed:
         self._waiting = waiting
         self._own = OwnCopies()
         self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # iterators whose workers may run
+        self._persistent: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()
 
     def check(self, handle: DataHandle | None) -> None:
         """Refuse before training what could not be drawn later; take the loader's state as it is now.
@@ -123,6 +124,9 @@ class Feed:
         """End the workers of every pass that has not ended, and those that stay from pass to pass."""
         for iterator in list(self._with_workers):
             workers.end(iterator)
+        for ready in self._persistent.values():
+            workers.end(ready._iterator)  # noqa: SLF001 - torch's own, behind a generator of the user's
+        self._persistent.clear()
 
     def _drawing(self, handle: DataHandle, *, in_process: bool) -> "_Draw":
         """What is entered around each draw: the clock, innermost, since nobody is late while he waits for a capture."""
@@ -163,7 +167,8 @@ class Feed:
     def _draw_from_workers(self, handle: DataHandle, loader: DataLoader[Any], skip: Skip | None) -> Iterator[Batch]:
         iterator = self._start(handle, loader)
         # Waiting for a worker must not keep other trials from their captures.
-        at_start = _draws_at_its_start_only(loader)
+        # A class of the user's own may give a generator, which begins to draw at its first batch.
+        at_start = type(iterator) is _MultiProcessingDataLoaderIter and _draws_at_its_start_only(loader)
         around = self._drawing(handle, in_process=not at_start)
         try:
             with workers.death_explained():
@@ -177,14 +182,16 @@ class Feed:
 
     def _start(self, handle: DataHandle, loader: DataLoader[Any]) -> Iterator[Batch]:
         around = self._drawing(handle, in_process=True)
-        if loader._iterator is not None:  # noqa: SLF001 - persistent workers, of the pass before
+        ready = self._persistent.get(loader)
+        if ready is not None:
             with around:
-                return iter(loader)
+                return iter(ready)
         ready = workers.ready(loader)
         with workers.failed_start_explained(), around:
             iterator = iter(ready)
         self._with_workers.add(iterator)
-        loader._iterator = iterator if loader.persistent_workers else None  # noqa: SLF001
+        if loader.persistent_workers:
+            self._persistent[loader] = ready
         return iterator
 
     def _rest(

@@ -20,12 +20,15 @@ from hydra_tune.task import Batch, DataHandle
 from hydra_tune.train.data import make_loader
 from hydra_tune.train.own_states import give_state, state_of
 
+_PLAIN = (bool, int, float, str)
+
 
 class OwnCopies:
     """The copies of one trial, one for each original: what two loaders share, their copies share."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[object, Any]] = {}
+        self._plain: dict[int, dict[str, Any]] = {}  # plain attributes of originals, as they were taken over last
         self._waiting: deque[Any] = deque()  # states of copies that are not made yet
 
     def states(self) -> list[Any]:
@@ -53,9 +56,20 @@ class OwnCopies:
             TaskError: data that cannot be iterated, or a loader that cannot be copied.
         """
         if isinstance(handle, Dataset):
+            self._take_over_changes()
             return make_loader(self.stream_in(handle), batch_size, shuffle)
         batches = make_loader(handle, batch_size, shuffle)
+        self._take_over_changes()
         return self.loader(batches) if isinstance(batches, DataLoader) else batches
+
+    def _take_over_changes(self) -> None:
+        """Give copies the numbers and texts that the user has set on their originals since, as `sampler.set_epoch(n)` does."""
+        for key, (held, own) in list(self._copies.items()):
+            before, now = self._plain.get(key, {}), _plain_attributes(_resolved(held))
+            changed = {name: value for name, value in now.items() if name not in before or before[name] != value}
+            if changed:
+                vars(own).update(changed)
+                self._plain[key] = now
 
     def loader(self, original: DataLoader[Any]) -> DataLoader[Any]:
         """The trial's copy of a loader; always the same one.
@@ -137,17 +151,26 @@ class OwnCopies:
     def _known(self, original: object) -> Any:
         return self._copies.get(id(original), (None, None))[1]
 
+    def _forget(self, key: int) -> None:
+        self._copies.pop(key, None)
+        self._plain.pop(key, None)
+
     def _remember(self, original: object, own: Any) -> Any:
         key = id(original)
         try:
             # Only as long as the original lives: a callable may make a new loader, and new data, for each pass.
-            held: object = weakref.ref(original, lambda _: self._copies.pop(key, None))
+            held: object = weakref.ref(original, lambda _: self._forget(key))
         except TypeError:
             held = original
-        self._copies[key] = held, own
+        self._copies[key], self._plain[key] = (held, own), _plain_attributes(original)
         if self._waiting:
             give_state(own, self._waiting.popleft())
         return own
+
+
+def _plain_attributes(original: object) -> dict[str, Any]:
+    attributes = getattr(original, "__dict__", {})
+    return {name: value for name, value in attributes.items() if type(value) in _PLAIN and not name.startswith("__")}
 
 
 def _resolved(held: object) -> object:

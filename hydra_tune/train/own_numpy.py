@@ -31,6 +31,7 @@ _OWN: "ContextVar[NumpyStream | None]" = ContextVar("own numpy stream", default=
 _LOCK = threading.RLock()
 _SINGLETON: Any = np.random.mtrand._rand  # noqa: SLF001
 _GIVE_BIT_GENERATOR: Any = np.random.RandomState.__init__
+_HANDED_OUT: dict[int, Any] = {}  # bit generators, by `id`, that others have a bare pointer to: these stay
 _NOTHING = {"bit_generator": "MT19937", "state": {}}
 
 State = tuple[str, Any, int, int, float]
@@ -94,6 +95,7 @@ class _Turn:
     def __init__(self, base: NumpyStream) -> None:
         self.base = base
         self.installed: NumpyStream | None = base
+        self.wanted = base  # by the exchange under way
         self._is_exchanging = False
 
     def __enter__(self) -> NumpyStream:
@@ -126,6 +128,15 @@ class _Turn:
         self.base = base
 
     @property
+    def taken(self) -> NumpyStream:
+        """Whose bit generator somebody takes who asks the facade for a pointer to it; with the lock."""
+        if self._is_exchanging:
+            return self.wanted
+        stream = _OWN.get() or self.base
+        _HANDED_OUT[id(stream.bits)] = stream.bits
+        return stream
+
+    @property
     def seen(self) -> NumpyStream | None:
         """What the facade stands for: with the lock, the stream drawn from; None while streams are exchanged."""
         return None if self._is_exchanging else self.installed
@@ -136,7 +147,7 @@ class _Turn:
             if self.installed is not None:
                 self.installed.gauss = self.kept()
             self.installed = None
-            _FACADE.capsule = wanted.bits.capsule
+            self.wanted = wanted
             _GIVE_BIT_GENERATOR(_SINGLETON, _FACADE)
             if wanted.gauss[0]:
                 _SINGLETON.set_state(_NOTHING | {"has_gauss": wanted.gauss[0], "gauss": wanted.gauss[1]})
@@ -148,8 +159,13 @@ class _Turn:
 class _Facade(np.random.MT19937):
     """The hidden `RandomState`'s bit generator: for each thread that of the stream it draws from."""
 
-    capsule: Any = None
     lock: Any = None
+
+    @property
+    def capsule(self) -> Any:
+        """A pointer to the thread's bit generator, which others (`Generator(np.random.mtrand._rand)`, scipy) draw from."""
+        with _LOCK:
+            return _TURN.taken.bits.capsule
 
     @property
     def state(self) -> Any:

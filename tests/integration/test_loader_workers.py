@@ -475,6 +475,28 @@ def test_a_program_without_a_file_trains_with_workers_to_the_plain_loops_numbers
     assert done.stdout == "SAME True True\n", done.stderr
 
 
+class Wrapped(DataLoader[Any]):
+    """A loader whose passes are generators, which begin at their first batch."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_shards": 2}])
+def test_a_loader_whose_passes_are_generators_draws_the_trials_own_numbers(persistent, options):
+    def described() -> Any:
+        data = torch.utils.data.TensorDataset(X, Y)
+        return short(train=Wrapped(data, 4, shuffle=True, num_workers=1, persistent_workers=persistent), epochs=2)
+
+    before = torch.get_rng_state()
+    with running(**options) as pool:
+        result = pool.submit(described()).result(PATIENCE_SECONDS)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not workers()
+    assert against_plain(described(), result) == []
+
+
 KILLED = """
 import os, time
 import torch

@@ -245,3 +245,16 @@ def test_a_program_that_has_taken_the_functions_before_they_were_routed_and_its_
         env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
+
+
+def test_who_takes_numpys_bit_generator_draws_from_the_threads_own_stream():
+    """As `scipy.stats.sampling` does, and a `Generator` made of the legacy one."""
+    before = np.random.get_state()
+    streams = RandomStreams(3)
+    with streams.everything():
+        drawn = np.random.default_rng(np.random.mtrand._rand).random(4)
+    expected = np.random.RandomState(3)
+    assert drawn.tolist() == np.random.default_rng(expected).random(4).tolist()
+    after = np.random.get_state()
+    assert (before[1] == after[1]).all()
+    assert before[2:] == after[2:]
