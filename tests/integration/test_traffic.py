@@ -116,8 +116,10 @@ def test_data_parallel_on_two_devices_moves_parameters_twice_for_each_device_and
 
 
 def test_a_pipeline_on_two_devices_does_not_move_parameters_for_each_batch():
-    """Harmony's 3|W|, less 5 of 16 shards that are there still."""
-    assert moved_on_two(PIPELINED, 4) == (3 - 5 / MANY, 0)
+    """Harmony's 3|W|, less 5 of 16 shards that are there still. A shard may change devices, where its own is busy for longer."""
+    by_host, between = moved_on_two(PIPELINED, 4)
+    assert by_host == pytest.approx(3 - 5 / MANY, abs=1 / MANY)
+    assert between <= 1 / MANY
 
 
 def test_a_unit_waits_for_the_device_of_its_shard_that_is_about_to_be_idle(monkeypatch):
