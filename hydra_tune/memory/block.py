@@ -374,9 +374,10 @@ class Group(Block):
         entries = list(zip(self.tensors, self._slots, views, strict=True))
         entries = [entry for entry in entries if id(entry[0]) in found]
         alike = [(tensor, view) for tensor, slot, view in entries if _is_alike(tensor, slot)]
-        fresh = [
-            tensor.detach().clone() for tensor, _ in alike
-        ]  # of all, before one is written: they may lie in each other's
+        fresh = [  # what lies elsewhere in the buffer is taken out before anything is written there
+            tensor.detach().clone() if storage_identity(tensor) == storage_identity(view) else tensor.detach()
+            for tensor, view in alike
+        ]
         with torch.no_grad():
             for (_, view), value in zip(alike, fresh, strict=True):
                 view.copy_(value)

@@ -134,7 +134,7 @@ def test_another_dtype_is_refused_by_name_where_a_trial_is_cut():
 def test_memory_that_own_code_assigns_is_kept(kind, where, monkeypatch, tmp_path):
     monkeypatch.setattr(burst, "BURST_SECONDS", 0.0)
     changes = {"optimizer": {"optimizer": Assigns}, "clamp": {"model": Clamps}, "double": {"model": Doubles}}[kind]
-    options = {"spill_dir": tmp_path} if where == "disk" else {"device_memory": 60 * KIB}
+    options = {"spill_dir": tmp_path} if where == "disk" else {"device_memory": 30 * KIB}
     tasks = [described(**changes, seed=seed) for seed in range(4)]
     results = run(tasks, max_concurrent=4, policy="round_robin", **options)
     assert [against_plain(task, result) for task, result in zip(tasks, results, strict=True)] == [[]] * 4
