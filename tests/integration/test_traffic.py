@@ -116,7 +116,7 @@ def test_data_parallel_on_two_devices_moves_parameters_twice_for_each_device_and
 
 
 def test_a_pipeline_on_two_devices_does_not_move_parameters_for_each_batch():
-    """Harmony's 3|W|, less 5 of 16 shards that are there still. A shard may change devices, where its own is busy for longer."""
+    """Harmony's 3|W|, less 5 of 16 shards that are there still. A shard may change devices where its own is busy."""
     by_host, between = moved_on_two(PIPELINED, 4)
     assert by_host == pytest.approx(3 - 5 / MANY, abs=1 / MANY)
     assert between <= 1 / MANY
