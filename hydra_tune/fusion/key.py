@@ -4,12 +4,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.optimizers import options_key
+from hydra_tune.memory.block import storage_identity
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.fingerprint import architecture_key
 from hydra_tune.task import TrainTask
@@ -81,7 +83,9 @@ def _check_module(module: nn.Module) -> None:
         raise UnfusableError(f"{found}, which a group's step would leave out")
     names: dict[int, str] = {}
     for name, tensor in named_state(module):
-        other = names.setdefault(tensor.untyped_storage()._cdata, name) if tensor.numel() else name  # noqa: SLF001 - its identity
+        if tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        other = names.setdefault(storage_identity(tensor), name)
         if other != name:
             raise UnfusableError(
                 f"{other!r} and {name!r} of its model share memory but are different tensors, and copies of them would not"

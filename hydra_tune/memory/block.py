@@ -274,7 +274,9 @@ class Group(Block):
         self.on_moved: Callable[[str | None], None] | None = None
         self.is_loose = is_loose
         self._strides = [tensor.stride() for tensor in self.tensors]
-        self._places: list[int] = []  # where the tensors were left; none while it is loose
+        self._places: list[
+            tuple[int, int]
+        ] = []  # storage and offset, where the tensors were left; none while it is loose
         self._common: set[int] = set()  # by `id`, what has been found to be another trial's as well
         if kind is not Kind.OPTIMIZER:
             self._readers.hold(self.tensors)
@@ -340,7 +342,7 @@ class Group(Block):
         views = views or [self._left_over(tensor) for tensor in self.tensors]
         moving = [pair for pair in zip(self.tensors, views, strict=True) if id(pair[0]) not in strays | self._common]
         self._common |= self._readers.point([tensor for tensor, _ in moving], [view for _, view in moving])
-        self._places = [view.data_ptr() for view in views]
+        self._places = [_place_of(view) for view in views]
         self.announce(self.place)
 
     def _left_over(self, tensor: Tensor) -> Tensor:
@@ -420,8 +422,12 @@ def _is_alike(tensor: Tensor, slot: Slot) -> bool:
     return tensor.layout is torch.strided and tensor.shape == slot.shape and tensor.dtype == slot.dtype
 
 
-def _is_at(tensor: Tensor, place: int | None) -> bool:
-    return place is None or not tensor.numel() or tensor.data_ptr() == place
+def _is_at(tensor: Tensor, place: tuple[int, int] | None) -> bool:
+    return place is None or not tensor.numel() or _place_of(tensor) == place
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    return storage_identity(tensor), int(tensor.storage_offset())
 
 
 def _num_users(storage: torch.UntypedStorage) -> int:

@@ -136,8 +136,9 @@ class SmallHost(RuleBasedStateMachine):
             if block.data is not None and block.host is not None and not block.dirty:
                 assert block.host.equal(block.data), "clean means that the host has it too"
             if block.coming is not None:
-                assert block.home is None
-                assert block.host.unique().tolist() == [value], "what is on its way stays on the host"
+                source = block.host if block.home is None else block.data
+                assert block.home is not block.coming.home
+                assert source.unique().tolist() == [value], "what is on its way stays where it comes from"
 
 
 TestSmallHost = SmallHost.TestCase
