@@ -24,6 +24,9 @@ from hydra_tune.shard.streams import preserved_streams
 
 _LATE = 10_000  # a step by which every optimizer does all that it ever does
 _SMALL_BYTES = 4 << 20  # of parameters: with that many, real operators take less time than to follow what they would do
+_MAX_KNOWN = 1 << 12
+_KNOWN: dict[Hashable, tuple[int, int, int]] = {}
+"""What updates need by kind of optimizer and geometry of the parameters, for all trials of the process."""
 
 _Make = Callable[[StateSpec], Tensor]
 
@@ -52,18 +55,50 @@ def optimizer_pilot(
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     group_of = {name: groups[id(p)] for name, p in parameters.items() if id(p) in groups}
     bare = _without_parameters(optimizer)
-    known: dict[Hashable, tuple[int, int, int]] = {}
+    kind = _kind_of(optimizer)
+    known: dict[Hashable, tuple[int, int, int]] = {} if kind is None else _KNOWN
 
     def measure(names: Sequence[str]) -> tuple[int, int, int]:
         members = [(name, group_of[name]) for name in names if name in group_of]
         if not members:
             return 0, 0, 0
-        key = tuple((specs[name].shape, specs[name].stride, specs[name].dtype, group) for name, group in members)
-        if key not in known:  # a deep model has many runs of parameters that differ in their names alone
-            known[key] = _measured(bare, members, specs, alignment)
-        return known[key]
+        geometry = tuple((specs[name].shape, specs[name].stride, specs[name].dtype, group) for name, group in members)
+        key = kind, alignment, geometry
+        found = known.get(key)  # a deep model has many runs of parameters that differ in their names alone
+        if found is None:
+            if len(known) >= _MAX_KNOWN:
+                known.clear()
+            found = known[key] = _measured(bare, members, specs, alignment)
+        return found
 
     return measure
+
+
+def _kind_of(optimizer: Optimizer) -> Hashable | None:
+    """All that decides what an update of one of torch's own optimizers needs, beside the parameters; None for any other one.
+
+    Of an option that is a real number, such as a rate or a momentum, all that matters is whether the number is zero.
+    """
+    if type(optimizer).__module__.partition(".")[0] != "torch" or optimizer.state:
+        return None
+    groups = ({key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups)
+    kind = (
+        type(optimizer),
+        tuple(tuple((key, _setting(value)) for key, value in sorted(group.items())) for group in groups),
+    )
+    try:
+        hash(kind)
+    except TypeError:
+        return None
+    return kind
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, float):
+        return value != 0
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return type(value), tuple(map(_setting, value)) if isinstance(value, list | tuple) else value
 
 
 def _measured(

@@ -12,7 +12,6 @@ feature maps.
 from collections.abc import Collection
 from math import inf
 
-import networkx as nx
 from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack
 
 from hydra_tune.fusion.planner.arrays import Array
@@ -31,6 +30,8 @@ def min_cut(array: Array) -> frozenset[str]:
     Args:
         array: the sub-array.
     """
+    import networkx as nx  # noqa: PLC0415 - takes a fifth of a second, and few pools plan anything
+
     candidates = candidates_of(array, 0)
     graph = nx.DiGraph()
     for op in array.forward:

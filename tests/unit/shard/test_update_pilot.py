@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hydra_tune import HydraExecutor
+from hydra_tune.shard import update_pilot
 from hydra_tune.shard.capture import state_specs
 from hydra_tune.shard.update_pilot import optimizer_pilot
 from tests.support.tracker import Account, Mode, StorageTracker
@@ -192,3 +193,39 @@ def test_operators_that_only_overwrite_need_not_be_run(name, monkeypatch):
         monkeypatch.setattr("hydra_tune.shard.update_pilot.overwritten", lambda func, args: None)
         monkeypatch.setattr("hydra_tune.shard.stage.overwritten", lambda func, args: None)
     assert measured[0] == measured[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"weight_decay": 0.1},
+        {"momentum": 0.9, "weight_decay": 0.1},
+        {"momentum": 0.9, "foreach": True},
+        {"lr": torch.tensor(0.1), "foreach": False},
+    ],
+)
+def test_what_one_optimizer_needs_is_not_taken_for_another_s(monkeypatch, options):
+    """Measured before, in the same process, is one without these options."""
+    model = nn.Linear(40, 30)
+    specs, parameters = state_specs(model), dict(model.named_parameters())
+
+    def needs(optimizer):
+        return optimizer_pilot(optimizer, parameters, specs, alignment=64)(list(parameters))
+
+    monkeypatch.setattr(update_pilot, "_KNOWN", {})
+    alone = needs(torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options}))
+    monkeypatch.setattr(update_pilot, "_KNOWN", {})
+    needs(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0, weight_decay=0.0))
+    assert needs(torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})) == alone
+
+
+def test_trials_that_differ_in_numbers_are_measured_once(monkeypatch):
+    model = nn.Linear(40, 30)
+    specs, parameters = state_specs(model), dict(model.named_parameters())
+    monkeypatch.setattr(update_pilot, "_KNOWN", {})
+    for rate in (0.1, 0.01):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(1 - rate, 0.99))
+        optimizer_pilot(optimizer, parameters, specs, alignment=64)(list(parameters))
+    assert len(update_pilot._KNOWN) == 1
