@@ -3,10 +3,11 @@
 import torch
 
 from hydra_tune.devices.discovery import parse_bandwidth
-from hydra_tune.errors import ConfigError
+from hydra_tune.errors import ConfigError, with_hint
 from hydra_tune.quantities import parse_bytes
 
 _PLACEMENTS = ("device", "host", "auto")
+_NAMED_CUTS = ("layer", "tuned")
 
 
 def members_of_group(fusion: object, most: object) -> int:
@@ -57,7 +58,10 @@ def check_flag(name: str, value: object) -> None:
 def check_counts(max_concurrent: object, num_shards: object) -> None:
     """Refuse numbers of trials and of shards that are none."""
     check_count("max_concurrent", max_concurrent)
-    if num_shards not in ("layer", "tuned"):
+    if isinstance(num_shards, str) and num_shards not in _NAMED_CUTS:
+        expected = "num_shards must be a whole number of at least 1, 'layer' or 'tuned'"
+        raise ConfigError(with_hint(f"{expected}, not {num_shards!r}", num_shards, _NAMED_CUTS))
+    if not isinstance(num_shards, str):
         check_count("num_shards", num_shards)
 
 

@@ -30,14 +30,14 @@ class Trained:
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
     error: BaseException | None = None
-    _module: nn.Module | None = None
-    _optimizer: torch.optim.Optimizer | None = None
+    _module: nn.Module | None = field(default=None, repr=False)
+    _optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
 
     def module(self) -> nn.Module:
         """The user's own module with the trained weights, on the host, in training mode.
 
         The module is an ordinary one: every parameter and buffer has memory of its own, with the strides that the module's
-        class gave it, and tied parameters are one object.
+        class gave it, and tied parameters are one object. Only tensors that your own code has made share memory still do.
 
         Raises:
             HydraTuneError: the run has left no weights; a failed run's error is the cause.

@@ -80,6 +80,6 @@ def useless_pruner(
         helping.insert(0, words.staggered)
     ended = "has completed" if needed == 1 else "have completed"
     return (
-        f"{type(study.pruner).__name__} can prune none of {n_trials} trials if they are equally long: {abreast} advance "
-        f"together, and it needs {needed} that {ended}; use {', '.join(helping[:-1])}, or {helping[-1]}"
+        f"{type(study.pruner).__name__} may prune few or none of {n_trials} trials if they are equally long: {abreast} "
+        f"advance together, and it needs {needed} that {ended}; use {', '.join(helping[:-1])}, or {helping[-1]}"
     )

@@ -88,7 +88,7 @@ def test_a_pruner_that_groups_make_useless_is_told_without_staggering_which_woul
         study = optuna.create_study(pruner=pruner, sampler=optuna.samplers.RandomSampler(seed=0), executor=pool)
         study.optimize(lambda trial: task(trial.suggest_int("seed", 0, 99)), n_trials=8)
     optuna.logging.disable_propagation()
-    assert "MedianPruner can prune none of 8 trials" in caplog.text
+    assert "MedianPruner may prune few or none of 8 trials" in caplog.text
     assert "staggered" not in caplog.text
     assert "max_concurrent" in caplog.text
 
