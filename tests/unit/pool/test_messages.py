@@ -236,5 +236,5 @@ def test_a_wrong_layer_size_is_the_first_thing_that_is_said(caplog, fusion):
 def test_a_misspelt_cut_is_refused_with_the_nearest_name():
     with pytest.raises(ConfigError, match="at least 1, 'layer' or 'tuned', not 'layers'; did you mean 'layer'"):
         HydraExecutor(devices="cpu:1", num_shards="layers")
-    with pytest.raises(ConfigError, match="num_shards must be a whole number of at least 1, not 1.5"):
+    with pytest.raises(ConfigError, match=r"num_shards must be a whole number of at least 1, not 1\.5"):
         HydraExecutor(devices="cpu:1", num_shards=1.5)
