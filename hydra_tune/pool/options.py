@@ -58,11 +58,11 @@ def check_flag(name: str, value: object) -> None:
 def check_counts(max_concurrent: object, num_shards: object) -> None:
     """Refuse numbers of trials and of shards that are none."""
     check_count("max_concurrent", max_concurrent)
-    if isinstance(num_shards, str) and num_shards not in _NAMED_CUTS:
-        expected = "num_shards must be a whole number of at least 1, 'layer' or 'tuned'"
-        raise ConfigError(with_hint(f"{expected}, not {num_shards!r}", num_shards, _NAMED_CUTS))
     if not isinstance(num_shards, str):
         check_count("num_shards", num_shards)
+    elif num_shards not in _NAMED_CUTS:
+        expected = "num_shards must be a whole number of at least 1, 'layer' or 'tuned'"
+        raise ConfigError(with_hint(f"{expected}, not {num_shards!r}", num_shards, _NAMED_CUTS))
 
 
 def check_memory(device_memory: str | int | None, link_bandwidth: str | int | None) -> None:

@@ -26,7 +26,7 @@ _LATE = 10_000  # a step by which every optimizer does all that it ever does
 _SMALL_BYTES = 4 << 20  # of parameters: with that many, real operators take less time than to follow what they would do
 _MAX_KNOWN = 1 << 12
 _KNOWN: dict[Hashable, tuple[int, int, int]] = {}
-"""What updates need by kind of optimizer and geometry of the parameters, for all trials of the process."""
+"""Bytes that updates need, by kind of optimizer and geometry of the parameters, for all trials of the process."""
 
 _Make = Callable[[StateSpec], Tensor]
 
@@ -75,9 +75,12 @@ def optimizer_pilot(
 
 
 def _kind_of(optimizer: Optimizer) -> Hashable | None:
-    """All that decides what an update of one of torch's own optimizers needs, beside the parameters; None for any other one.
+    """The class and options that decide, beside the parameters, which memory an update of torch's own optimizers needs.
 
     Of an option that is a real number, such as a rate or a momentum, all that matters is whether the number is zero.
+
+    Returns:
+        None for a user's optimizer, and for an optimizer that has state already: each of these is measured by itself.
     """
     if type(optimizer).__module__.partition(".")[0] != "torch" or optimizer.state:
         return None
