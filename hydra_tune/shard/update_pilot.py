@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from hydra_tune.shard.analysis import fake_like
 from hydra_tune.shard.capture import StateSpec
+from hydra_tune.shard.fingerprint import optimizer_key
 from hydra_tune.shard.overwriting import overwritten
 from hydra_tune.shard.pilot import StorageTracker, UpdatePilot, aligned, quiet_collector
 from hydra_tune.shard.stage import Stage
@@ -55,8 +56,10 @@ def optimizer_pilot(
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     group_of = {name: groups[id(p)] for name, p in parameters.items() if id(p) in groups}
     bare = _without_parameters(optimizer)
-    kind = _kind_of(optimizer)
-    known: dict[Hashable, tuple[int, int, int]] = {} if kind is None else _KNOWN
+    kind = optimizer_key(optimizer)
+    # A user's class may be edited, and state that is there already decides as well: such an optimizer is measured by itself.
+    is_common = type(optimizer).__module__.partition(".")[0] == "torch" and not optimizer.state
+    known = _KNOWN if is_common else {}
 
     def measure(names: Sequence[str]) -> tuple[int, int, int]:
         members = [(name, group_of[name]) for name in names if name in group_of]
@@ -72,36 +75,6 @@ def optimizer_pilot(
         return found
 
     return measure
-
-
-def _kind_of(optimizer: Optimizer) -> Hashable | None:
-    """The class and options that decide, beside the parameters, which memory an update of torch's own optimizers needs.
-
-    Of an option that is a real number, such as a rate or a momentum, all that matters is whether the number is zero.
-
-    Returns:
-        None for a user's optimizer, and for an optimizer that has state already: each of these is measured by itself.
-    """
-    if type(optimizer).__module__.partition(".")[0] != "torch" or optimizer.state:
-        return None
-    groups = ({key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups)
-    kind = (
-        type(optimizer),
-        tuple(tuple((key, _setting(value)) for key, value in sorted(group.items())) for group in groups),
-    )
-    try:
-        hash(kind)
-    except TypeError:
-        return None
-    return kind
-
-
-def _setting(value: Any) -> Any:
-    if isinstance(value, float):
-        return value != 0
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype
-    return type(value), tuple(map(_setting, value)) if isinstance(value, list | tuple) else value
 
 
 def _measured(
