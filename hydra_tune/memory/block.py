@@ -1,7 +1,9 @@
-"""Blocks: the pieces in which a trial's bytes move. A block is one flat buffer, on the host, on one device, or on both.
+"""Blocks: the units of transfer of a trial's bytes. A block is one flat buffer on the host, on one device, or on both.
 
-A *group* is a block that long-lived tensors (parameters, buffers, optimizer state) are views of; moving it points them at
-the new place. A *value* is a view of a block that lives for a step: an activation at a cut, a gradient, a batch tensor.
+A *group* is a block under long-lived tensors (parameters, buffers, optimizer state); the tensors are views of the
+buffer, and moving the group points the tensors at the new place. A *value* is a view of a block that lives for one
+step: an activation at a cut, a gradient, a batch tensor. Moving a whole shard costs one copy per group instead of one
+copy per tensor.
 """
 
 import contextlib
@@ -25,10 +27,10 @@ from hydra_tune.memory.tenant import Tenant
 
 
 class Kind(StrEnum):
-    """What a block holds; bytes moved are counted by it.
+    """Content of a block; the counts of moved bytes are kept per kind.
 
-    Boundaries are what crosses cuts: values forward, and their gradients backward. A value that is kept for its own shard's
-    backward as well is one of the activations. Gradients are those of parameters.
+    Boundaries cross the cuts between shards: values in the forward pass and their gradients in the backward pass. A
+    value also kept for the backward of its own shard counts as an activation. Gradients are gradients of parameters.
     """
 
     PARAMETERS = "parameters"
@@ -44,39 +46,39 @@ _NUMBERS = itertools.count()
 
 
 class Home(Protocol):
-    """What a block is told of the pager whose device it is on."""
+    """View of a pager from a block on the pager's device."""
 
     device: Device
 
     def discard(self, block: "Block") -> None:
-        """What is on its way there is not wanted any more."""
+        """Drop an incoming copy of the block."""
 
     def call_off(self, block: "Block") -> bool:
-        """As `discard`, if the copy has not begun; returns whether it had not."""
+        """Drop an incoming copy if the copy has not begun; return whether the copy was dropped."""
 
     def settle(self, block: "Block") -> None:
-        """Have what is under way of a block there, or from there, over: somebody wants the room of its host copy."""
+        """Finish all copies of a block to and from the device, so that the room of its host copy can be used."""
 
     def finish_leaving(self, block: "Block", *, keep: bool = False, is_noted: bool = True) -> None:
-        """Have what is being written back in the background over, or called off."""
+        """Finish or cancel a background write-back."""
 
     def write_back(self, block: "Block") -> None:
-        """Make the host copy present; the device copy stays."""
+        """Bring the host copy up to date; the device copy stays."""
 
     def release(self, block: "Block") -> None:
-        """Give up the device copy."""
+        """Free the device copy."""
 
 
 @dataclass(slots=True)
 class Coming:
-    """Bytes on their way to a device.
+    """Bytes on the way to a device.
 
     Args:
-        home: of the device.
-        host: host memory that they are copied from; None: from the device that has the block until they are there.
-        data: device memory that they are copied to.
-        copy: copies them.
-        lease: number of the unit beside which they were sent.
+        home: pager of the destination.
+        host: host memory to copy from; None: the source is the device that holds the block until the end of the copy.
+        data: device memory to copy to.
+        copy: running or queued copy.
+        lease: number of the unit beside which the copy was started.
     """
 
     home: Home
@@ -87,43 +89,43 @@ class Coming:
 
 
 class Tier(Protocol):
-    """What a block is told of the tier that counts its host copy and may keep its bytes on disk (`memory/host.py`)."""
+    """View of the host tier from a block: counts host copies and may keep bytes on disk (`memory/host.py`)."""
 
     def provide(self, block: "Block", device: Device) -> None:
-        """Give it an empty host copy."""
+        """Give the block an empty host copy."""
 
     def written(self, block: "Block") -> None:
-        """Its host copy has new bytes."""
+        """Note that the host copy has new bytes, so that a file of older bytes is stale."""
 
     def recall(self, block: "Block", device: Device | None = None) -> None:
-        """Give it a host copy of what is on disk, if its bytes are there only."""
+        """Read the block from disk into a new host copy if no other copy exists."""
 
     def loaded(self, block: "Block") -> None:
-        """What `recall` has given has been copied to a device."""
+        """Note that the host copy has been copied to a device."""
 
     def forget(self, block: "Block") -> None:
-        """Nothing of it is to be held any more."""
+        """Release everything the tier holds for the block."""
 
 
 class Block:
     """One flat buffer.
 
-    Invariants, under `lock`: at least one of `host`, `data` and the file of its `tier` holds the present bytes; `dirty` means
-    that only `data` does; `data` lies on the device of the pager `home`; a block pinned for a pager stays on
-    that pager's device, and is on its way there if it is elsewhere. What is `coming` in the background is nobody's yet: a
-    block that comes has no `home`, and its host copy is the present one; or it is still at home on another device, and stays as
-    it is there until somebody has seen the copy over. What is `leaving` is written back there, and stays as it is until
-    somebody has seen that over: here and `dirty`.
+    Invariants, under `lock`: At least one of `host`, `data` and the file of `tier` holds the present bytes; `dirty`
+    means that only `data` does. `data` lies on the device of the pager `home`. A block pinned for a pager stays on the
+    pager's device, or is being brought there. A background copy in `coming` changes nothing until a thread has seen the
+    end of the copy: an incoming block either has no `home` and a current host copy, or still has its `home` on another
+    device and stays unchanged there. A background write-back in `leaving` changes nothing either: until a thread has
+    seen the end, the block is resident and `dirty`.
 
     Args:
-        kind: what it holds.
-        size: its bytes.
-        alignment: of the device; the ledger counts whole multiples.
-        state: what it is at first.
+        kind: content of the block.
+        size: bytes of the block.
+        alignment: alignment of the device in bytes; the ledger counts whole multiples.
+        state: initial state.
 
     Attributes:
-        state: what it is now (`memory/states.py`).
-        past: what it was before, the last last.
+        state: present state (`memory/states.py`).
+        past: previous states, the latest last.
     """
 
     __slots__ = (
@@ -132,7 +134,7 @@ class Block:
     )  # fmt: skip
 
     def __init__(self, kind: Kind, size: int, alignment: int, state: State = State.HOST) -> None:
-        self.number = next(_NUMBERS)  # for records of a run
+        self.number = next(_NUMBERS)  # identifies the block in records and file names
         self.kind = kind
         self.owner: int | None = None  # the trial
         self.size = size
@@ -143,18 +145,19 @@ class Block:
         self.dirty = False
         self.pinned_for: object = None
         self.tier: Tier | None = None
-        self.tenant: Tenant | None = None  # whose it is, where that is known
+        self.tenant: Tenant | None = None  # owner of the bytes, if known
         self.coming: Coming | None = None
         self.leaving: Copy | None = None
+        # Reentrant: `Lease.absorb`, for example, calls `drop` with the lock held.
         self.lock = threading.RLock()
         self.state = state
         self.past: deque[State] = deque(maxlen=NUM_KEPT)
 
     def enter(self, state: State) -> None:
-        """It is in another state now. Called under `lock`.
+        """Change to another state. Call under `lock`.
 
         Raises:
-            BlockStateError: that cannot be.
+            BlockStateError: the present state does not allow the change.
         """
         if state not in FOLLOWING[self.state]:
             raise impossible(self.kind, self.number, self.owner, [*self.past, self.state], state)
@@ -164,44 +167,45 @@ class Block:
     is_loose = False
 
     def is_shared(self) -> bool:
-        """Whether memory of a loose block is known to something else."""
+        """Whether other objects know of the memory of a loose block."""
         return False
 
     def moved(self) -> None:
-        """Called under `lock` after `data` or `host` changed."""
+        """React to a change of `data` or `host`. Called under `lock`."""
 
     def part(self) -> None:
-        """Let go of what lies on it, which another block has now, or nobody."""
+        """Release the tensors on the block, which now belong to another block or to nobody."""
 
     def gather(self, device: Device) -> None:
         """Fill the host copy of a loose block."""
         raise NotImplementedError(f"block {self.number} ({self.kind}) is never loose")
 
     def announce(self, place: str | None) -> None:
-        """Called under `lock` when the block is on its way to a device, or is not any more (None)."""
+        """React to the start of a copy to a device, or to its end (None). Called under `lock`."""
 
     def put_host(self, flat: Tensor) -> None:
-        """Take host memory for the host copy. Under `lock`, inside `device.on_host`."""
+        """Set the memory of the host copy. Call under `lock`, inside `device.on_host`."""
         self.host = flat
 
     def free_host(self, on_disk: Callable[[], Tensor] | None) -> None:
-        """Give up the host copy. Under `lock`, inside `device.on_host`.
+        """Drop the host copy. Call under `lock`, inside `device.on_host`.
 
         Args:
-            on_disk: gives the bytes as a view of a file; None if only the device has them, or nobody wants them any more.
+            on_disk: returns the bytes as a view of a file; None if only the device has the bytes, or nobody needs the
+                bytes any more.
         """
         del on_disk
         self.host = None
 
     @property
     def place(self) -> str | None:
-        """Name of the device the block is on, or None."""
+        """Name of the device with the block, or None."""
         return None if self.home is None else self.home.device.name
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor lies in a flat buffer; `offset` in elements of its dtype."""
+    """Place of a tensor in a flat buffer; `offset` in elements of the tensor's dtype."""
 
     offset: int
     shape: torch.Size
@@ -209,14 +213,14 @@ class Slot:
     dtype: torch.dtype
 
     def view(self, flat: Tensor) -> Tensor:
-        """The tensor as a view of a flat uint8 buffer."""
+        """Return the tensor as a view of a flat uint8 buffer."""
         return flat.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 def lay_out(tensors: Sequence[Tensor], alignment: int) -> tuple[list[Slot], int]:
-    """Slots for tensors in one flat buffer, each aligned as if it were allocated alone, and the buffer's bytes.
+    """Return slots for tensors in one flat buffer, each aligned as if allocated alone, and the buffer's size in bytes.
 
-    Strides are kept (channels_last stays channels_last) where the tensor is dense; other tensors are laid out contiguous.
+    Dense tensors keep their strides (channels_last stays channels_last); other tensors are laid out contiguous.
     """
     slots, position = [], 0
     for tensor in tensors:
@@ -228,28 +232,30 @@ def lay_out(tensors: Sequence[Tensor], alignment: int) -> tuple[list[Slot], int]
 
 
 class Group(Block):
-    """A block that long-lived tensors are views of.
+    """A block under long-lived tensors, which are views of the block.
 
-    Note: loose groups. Tensors that lie where their device computes, as the host's own tensors do for a CPU device, stay in
-    their own storages until something else needs the room: a *loose* group counts their bytes and has no buffer. The first
-    spill gathers the tensors in host memory, and from then on the group is like any other. Where something else shares their
-    memory (a numpy array, a detached tensor, another parameter), a copy would tear the two apart: then the tensors stay where
-    they are, and the group merely counts as one on the host. So whatever the user's code holds of its tensors stays true.
+    Note: loose groups. Tensors that already lie where their device computes, such as host tensors for a CPU device,
+    keep their own storages until another block needs the room. Such a *loose* group counts the bytes and has no buffer.
+    The first spill gathers the tensors in host memory, and from then on the group is like any other. If another object
+    shares the memory (a numpy array, a detached tensor, another parameter), a copy would separate the two. The tensors
+    then stay in place, and the group merely counts as a group on the host. References held by the user's code therefore
+    stay valid.
 
-    Note: strays. The user's code may give a tensor other memory (`p.data = ...`, `module.double()`): then that is what counts,
-    and no longer the bytes in the buffer. So a move leaves such a tensor where it is, until `collect` has put it back into the
-    buffer or another group has taken it. What several trials have in common (`Readers`) stays where it is as well.
+    Note: strays. The user's code may give a tensor other memory (`p.data = ...`, `module.double()`). From then on the
+    other memory counts, and the bytes in the buffer are stale. A move leaves such a stray tensor in place until
+    `collect` copies the tensor back into the buffer, or until another group takes the tensor. Tensors common to several
+    trials (`Readers`) stay in place as well.
 
     Attributes:
         is_loose: whether the tensors have their own storages.
-        shard: the shard whose parameters these are, if it is one shard's.
-        on_moved: told the name of the device, or None, after each move.
+        shard: shard of the parameters, if all belong to one shard.
+        on_moved: receives the name of the device, or None, after each move.
 
     Args:
-        kind: what it holds.
-        tensors: their bytes are taken over; afterwards their `.data` follows the block.
-        device: whose host memory (pinned, for a GPU) and alignment to use. Call inside `device.on_host`.
-        readers: of the tensors; None: nobody reads them but units.
+        kind: content of the group.
+        tensors: tensors to take over; afterwards their `.data` follows the block.
+        device: device whose host memory (pinned, for a GPU) and alignment to use. Call inside `device.on_host`.
+        readers: readers of the tensors; None: only units read the tensors.
         is_loose: whether the group begins loose.
     """
 
@@ -276,31 +282,31 @@ class Group(Block):
         self._strides = [tensor.stride() for tensor in self.tensors]
         self._places: list[
             tuple[int, int]
-        ] = []  # storage and offset, where the tensors were left; none while it is loose
-        self._common: set[int] = set()  # by `id`, what has been found to be another trial's as well
+        ] = []  # storage and offset of each tensor after the last move; empty while the group is loose
+        self._common: set[int] = set()  # by `id`: tensors found to belong to another trial as well
         if kind is not Kind.OPTIMIZER:
             self._readers.hold(self.tensors)
         if is_loose:
             self._host_views: list[Tensor] = []
             return
         self.host = device.host_empty(nbytes)
-        # Made once, here: on a worker thread, a view of host memory would look like device memory.
+        # Created once, here: on a worker thread, a view of host memory would look like device memory.
         self._host_views = [slot.view(self.host) for slot in self._slots]
         for view, tensor in zip(self._host_views, self.tensors, strict=True):
             view.copy_(tensor.detach())
         self.moved()
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors as they lie in another flat buffer of the same bytes."""
+        """Return the tensors as views of another flat buffer with the same bytes."""
         return [slot.view(flat) for slot in self._slots]
 
     def put_host(self, flat: Tensor) -> None:
-        """Take host memory for the host copy, which the tensors are to be views of."""
+        """Set the memory of the host copy, and prepare the views for the tensors."""
         super().put_host(flat)
         self._host_views = self.views(flat)
 
     def free_host(self, on_disk: Callable[[], Tensor] | None) -> None:
-        """Give up the host copy; while the tensors are on no device they are views of the file, right for whoever looks."""
+        """Drop the host copy; tensors on no device become views of the file, so reading the tensors stays correct."""
         flat = None if on_disk is None else on_disk()
         super().free_host(on_disk)
         self._host_views = [] if flat is None else self.views(flat)
@@ -308,13 +314,13 @@ class Group(Block):
             self.moved()
 
     def part(self) -> None:
-        """Let go of the tensors, which another group has now, or nobody."""
+        """Release the tensors, which now belong to another group or to nobody."""
         if self.kind is not Kind.OPTIMIZER:
             self._readers.let_go(self.tensors)
         self.tensors, self._slots, self._strides, self._places, self._host_views = [], [], [], [], []
 
     def is_shared(self) -> bool:
-        """Whether memory of its tensors is known to something else, or to several of them, or is not as it was."""
+        """Whether other objects or several of the tensors share the memory, or the memory is no longer as laid out."""
         if self.strays() or self._readers.in_common(self.tensors):
             return True
         storages = [tensor.untyped_storage() for tensor in self.tensors]
@@ -327,14 +333,15 @@ class Group(Block):
         )
 
     def gather(self, device: Device) -> None:
-        """Copy the tensors of a loose group to its host copy; the tensors stay where they are until `moved`."""
+        """Copy the tensors of a loose group to its host copy; the tensors stay in place until `moved`."""
         device.spill([(tensor.detach(), view) for tensor, view in zip(self.tensors, self._host_views, strict=True)])
 
     def moved(self) -> None:
-        """Point the tensors at where the bytes are."""
+        """Point the tensors at the present place of the bytes."""
         if self.is_loose and (self.home is not None or (self.host is None and self.state is not State.DROPPED)):
-            self.announce(self.place)  # the tensors are where they were
+            self.announce(self.place)  # still loose: the tensors have not moved
             return
+        # Strays are found before the places change: afterwards every tensor would look like a stray.
         strays = set(map(id, self.strays()))
         self.is_loose = False
         flat = self.data
@@ -346,14 +353,18 @@ class Group(Block):
         self.announce(self.place)
 
     def _left_over(self, tensor: Tensor) -> Tensor:
-        """What is left of a tensor whose group is given up: nothing, unless others may have it, for nobody trains it."""
+        """Remaining memory for a tensor of a dropped group: empty, except for an untrained parameter.
+
+        Another trial may share a parameter without `requires_grad`, so such a parameter keeps its bytes in plain CPU
+        memory.
+        """
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-            with contextlib.suppress(RuntimeError):  # out of memory, or a device that has failed
+            with contextlib.suppress(RuntimeError):  # out of memory, or a failed device: then nothing can be kept
                 return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
         return tensor.data.new_empty(0)
 
     def strays(self) -> list[Tensor]:
-        """The tensors that the user's code has given another form, or memory elsewhere than in the buffer."""
+        """Tensors with another shape, stride or dtype than at the last move, or with memory outside the buffer."""
         places = self._places or itertools.repeat(None)
         strides = [slot.stride for slot in self._slots] if self._places else self._strides
         entries = zip(self.tensors, self._slots, strides, places, strict=False)
@@ -365,9 +376,9 @@ class Group(Block):
         ]
 
     def collect(self) -> list[Tensor]:
-        """Put strays back into the buffer; returns those whose form is another now, which cannot be.
+        """Copy strays back into the buffer; return tensors with a new shape or dtype, for which no copy is possible.
 
-        Under `lock`, or while a unit has the block pinned.
+        Call under `lock`, or while a unit has the block pinned.
         """
         found = set(map(id, self.strays()))
         if not found or self.is_loose:
@@ -376,7 +387,7 @@ class Group(Block):
         entries = list(zip(self.tensors, self._slots, views, strict=True))
         entries = [entry for entry in entries if id(entry[0]) in found]
         alike = [(tensor, view) for tensor, slot, view in entries if _is_alike(tensor, slot)]
-        fresh = [  # what lies elsewhere in the buffer is taken out before anything is written there
+        fresh = [  # copied first if elsewhere in the buffer, before any write there
             tensor.detach().clone() if storage_identity(tensor) == storage_identity(view) else tensor.detach()
             for tensor, view in alike
         ]
@@ -391,16 +402,17 @@ class Group(Block):
         return [tensor for tensor, slot, _ in entries if not _is_alike(tensor, slot)]
 
     def own_memory(self, shared: set[int]) -> None:
-        """Give each tensor of a loose group memory of its own, if it has none, or if its storage is one of `shared`."""
+        """Give each tensor of a loose group its own memory, unless the tensor alone fills a storage outside `shared`."""
         for tensor in self.tensors:
             storage = tensor.untyped_storage()
             if storage_identity(tensor) in shared or storage.nbytes() != tensor.numel() * tensor.element_size():
                 self._readers.point([tensor], [tensor.detach().clone()])
 
     def let_go(self) -> None:
-        """Leave each tensor with memory of its own, as the module's class had made it; only `drop` may follow.
+        """Give each tensor its own memory, as created by the module's class; only `drop` may follow.
 
-        Under `lock`, on the host. The memory is the caller's, so that it is plain: not pinned, and on nobody's ledger.
+        Call under `lock`, with the block on the host. The new memory belongs to the caller, so the memory is plain:
+        neither pinned nor on a ledger.
         """
         strays = set(map(id, self.strays())) | self._common
         owned = [
@@ -413,7 +425,7 @@ class Group(Block):
         self.part()
 
     def announce(self, place: str | None) -> None:
-        """Say where the block is, or will be."""
+        """Report the present or future place of the block to `on_moved`."""
         if self.on_moved is not None:
             self.on_moved(place)
 
@@ -431,21 +443,21 @@ def _place_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _num_users(storage: torch.UntypedStorage) -> int:
-    """Tensors and other holders of a storage, as far as torch counts them."""
+    """Number of tensors and other holders of a storage known to torch."""
     count: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001 - no public name
     return count
 
 
 @functools.cache
 def _sole_user() -> int:
-    """What is counted where one tensor has a storage to itself."""
-    tensor = torch.empty(1)  # which lives while its users are counted
+    """Use count of a storage with a single tensor."""
+    tensor = torch.empty(1)  # must stay alive during the count
     return _num_users(tensor.untyped_storage())
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where a tensor lies in its storage; `offset` in elements of its dtype."""
+    """Place of a tensor in its storage; `offset` in elements of the tensor's dtype."""
 
     offset: int
     shape: torch.Size
@@ -454,22 +466,22 @@ class Geometry:
 
     @staticmethod
     def of(tensor: Tensor) -> "Geometry":
-        """A tensor's geometry."""
+        """Return the geometry of a tensor."""
         return Geometry(int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
 
     def view(self, storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:
-        """The tensor in a storage of the same contents.
+        """Return a tensor with this geometry on a storage of the same contents.
 
         Args:
-            storage: the storage.
-            device: where it is; None: as it says itself, which is wrong of a fake tensor's.
+            storage: storage under the tensor.
+            device: device of the storage; None: as reported by the storage, which is wrong for a fake tensor's storage.
         """
         empty = torch.empty(0, dtype=self.dtype, device=device or storage.device)
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 class Value:
-    """A view of a block: what a store keeps under a key. Holds no memory itself."""
+    """A view of a block, kept by a store under a key; holds no memory itself."""
 
     __slots__ = ("_geometry", "block")
 
@@ -478,13 +490,13 @@ class Value:
         self._geometry = Geometry.of(tensor)
 
     def tensor(self) -> Tensor:
-        """The value on the device its block is on."""
+        """Return the value on the device of its block."""
         data = self.block.data
         assert data is not None, "the block is not on a device"
         return self._geometry.view(data.untyped_storage(), data.device)
 
     def host_tensor(self) -> Tensor:
-        """The value on the host, where its block is."""
+        """Return the value on the host; the block must be on the host and on no device."""
         host = self.block.host
         assert host is not None, "the block is not on the host"
         assert self.block.home is None, "the block is on a device"
@@ -492,11 +504,11 @@ class Value:
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """The same for all tensors that lie on one storage."""
+    """Return a number equal for all tensors on one storage."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no other name for it
 
 
 def whole_storage(tensor: Tensor) -> Tensor:
-    """The storage under a tensor as a flat uint8 tensor."""
+    """Return the storage under a tensor as a flat uint8 tensor."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage())

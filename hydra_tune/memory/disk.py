@@ -1,8 +1,9 @@
-"""Blocks on disk: one flat file each, read and written in large aligned pieces by a thread of its own.
+"""Blocks on disk: a flat file per block, read and written in large aligned pieces by a separate thread.
 
-Note: past the page cache. What is spilled is read again when the cache would long have thrown it out, or else has taken the
-memory that spilling was to free. So files are opened with O_DIRECT where the file system has it, and pieces go through one
-aligned buffer, as O_DIRECT asks; elsewhere written pages are flushed and given up (`posix_fadvise`) piece by piece.
+Note: bypassing the page cache. A spilled block is read again only after the cache would long have evicted the pages;
+otherwise the cache would have taken the very memory that spilling was to free. Files are therefore opened with O_DIRECT
+if the file system supports O_DIRECT, and the pieces go through a single aligned buffer, as O_DIRECT requires. On other
+file systems, written pages are flushed and evicted (`posix_fadvise`) piece by piece.
 """
 
 import contextlib
@@ -26,22 +27,22 @@ from hydra_tune.quantities import format_bytes
 T = TypeVar("T")
 
 PIECE_BYTES = 8 * 2**20
-ALIGNMENT = 4096  # of offsets, lengths and memory, whatever the disk's own blocks are
+ALIGNMENT = 4096  # for offsets, lengths and memory, whatever the block size of the disk
 _TOO_SHORT = "the file is shorter than what was written to it"
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class Disk:
-    """The files of a pool's blocks.
+    """Files of a pool's blocks.
 
     Args:
-        folder: where they lie; closed with the disk.
+        folder: folder of the files; closed with the disk.
 
     Attributes:
-        bytes_read, bytes_written: of blocks so far.
-        seconds: spent reading and writing.
+        bytes_read, bytes_written: bytes of blocks read and written so far.
+        seconds: seconds spent reading and writing.
         is_direct: whether O_DIRECT is used.
-        log: is told of every file that is written or read; None: nobody is.
+        log: receives every read and write of a file; None: not logged.
     """
 
     def __init__(self, folder: SpillFolder) -> None:
@@ -55,6 +56,7 @@ class Disk:
         self._buffer = mmap.mmap(-1, PIECE_BYTES)
         self._piece = torch.frombuffer(self._buffer, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
+        # A single thread: `_buffer` has no lock, and requests keep their order.
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hydra-disk", initializer=self._begin)
 
     @property
@@ -63,37 +65,37 @@ class Disk:
         return sum(list(self._sizes.values()))
 
     def start(self, function: Callable[[], None]) -> None:
-        """Run a function on the disk's thread, after what was asked for before; not once the disk is being closed."""
+        """Run a function on the disk's thread after earlier requests; do nothing once the disk is being closed."""
         with contextlib.suppress(RuntimeError):
             self._pool.submit(function)
 
     def write(self, number: int, data: Tensor) -> None:
-        """Write a block's bytes, host memory, to its file; done when it returns.
+        """Write a block's bytes, in host memory, to its file; return when done.
 
         Raises:
-            SpillError: it cannot be written; what the file held before is lost.
+            SpillError: the file cannot be written; earlier contents of the file are lost.
         """
         try:
             self._run(lambda: self._transfer("write", number, data))
         except BaseException:
-            self.remove(number)  # part of it is no use, and others may use the room
+            self.remove(number)  # a partial file is of no use, and other blocks may need the space
             raise
         self.bytes_written += data.numel()
 
     def read(self, number: int, data: Tensor) -> None:
-        """Read a block's bytes from its file; done when it returns.
+        """Read a block's bytes from its file; return when done.
 
         Raises:
-            SpillError: it cannot be read.
+            SpillError: the file cannot be read.
         """
         self._run(lambda: self._transfer("read", number, data))
         self.bytes_read += data.numel()
 
     def mapped(self, number: int, size: int) -> Tensor:
-        """A block's file as a tensor: whoever reads it, or writes to it, does so in the file.
+        """Return a block's file as a tensor; reads and writes of the tensor act on the file.
 
         Raises:
-            SpillError: it cannot be mapped.
+            SpillError: the file cannot be mapped.
         """
         name = file_name(number)
         try:
@@ -106,9 +108,9 @@ class Disk:
             raise self._error("map", name, size, error) from error
 
     def remove(self, number: int) -> None:
-        """Remove a block's file, if it has one."""
+        """Remove a block's file, if any."""
         if self._sizes.pop(number, None) is not None:
-            with contextlib.suppress(OSError):  # whoever gives memory back must not fail; the folder goes at the end
+            with contextlib.suppress(OSError):  # giving memory back must not fail; closing removes the folder
                 self.folder.remove(file_name(number))
 
     def close(self) -> None:
@@ -117,10 +119,12 @@ class Disk:
         self.folder.close()
 
     def _begin(self) -> None:
+        # A copy to the buffer is bound by memory, and more threads would take cores from training.
         torch.set_num_threads(1)
         self._thread = threading.current_thread()
 
     def _run(self, function: Callable[[], T]) -> T:
+        # Work ahead already runs on the disk's thread and would deadlock by waiting for a request of its own.
         return function() if threading.current_thread() is self._thread else self._pool.submit(function).result()
 
     def _transfer(self, what: str, number: int, data: Tensor) -> None:
@@ -156,6 +160,7 @@ class Disk:
         while done < end:
             done += os.pwrite(descriptor, memoryview(self._buffer)[done:end], offset + done)
         if not self.is_direct:
+            # Flushed first: `posix_fadvise` evicts only clean pages.
             os.fdatasync(descriptor)
             _forget_pages(descriptor, offset, end)
 
@@ -186,10 +191,14 @@ def _aligned(size: int) -> int:
 
 
 def _map(descriptor: int, path: Path, size: int) -> Tensor:
-    """An open file as a tensor. Torch's mapping, unlike `mmap`'s, keeps no handle: there is one for each block on disk."""
+    """Return an open file as a tensor.
+
+    Torch's mapping, unlike a mapping of `mmap`, keeps no file handle, which matters because there is a mapping for each
+    block on disk.
+    """
     if os.fstat(descriptor).st_size < size:
         raise OSError(0, _TOO_SHORT)
-    same = Path(f"/proc/self/fd/{descriptor}")  # opened again by torch; by its name it might be another file by now
+    same = Path(f"/proc/self/fd/{descriptor}")  # opened again by torch; the name might lead to another file by now
     try:
         return torch.from_file(str(same if same.exists() else path), shared=True, size=max(size, 1), dtype=torch.uint8)[
             :size
@@ -204,7 +213,7 @@ def _forget_pages(descriptor: int, offset: int, size: int) -> None:
 
 
 def _takes_direct(folder: SpillFolder) -> bool:
-    """Whether the file system takes O_DIRECT, by trying."""
+    """Whether the file system supports O_DIRECT, found by trying."""
     name = file_name(0)
     probe = mmap.mmap(-1, ALIGNMENT)
     try:

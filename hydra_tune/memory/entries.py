@@ -1,4 +1,4 @@
-"""What the host tier knows of each host copy, and which of them may go, and first."""
+"""Entries of the host tier: knowledge about each host copy, and the rules for the copies that may go and go first."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from hydra_tune.memory.uses import AHEAD, Uses
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of one block.
+    """Knowledge of the host tier about a block.
 
     Attributes:
-        uses: when it was used.
-        on_host: its copy is on the ledger.
-        is_stored: its file has the host copy's bytes, or had them when it was given up.
-        is_refused: the disk has not taken it.
-        holds: by how many it is held on the host.
+        uses: recent uses of the block.
+        on_host: whether the copy is on the ledger.
+        is_stored: whether the file has the bytes of the host copy, or had the bytes when the copy was given up.
+        is_refused: whether the disk has refused the copy.
+        holds: number of callers that hold the copy on the host.
     """
 
     block: Block
@@ -27,23 +27,27 @@ class Entry:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether its bytes are there only."""
+        """Whether only the file has the block's bytes."""
         return self.is_stored and not self.on_host and self.block.host is None and self.block.data is None
 
     @property
     def is_wanted(self) -> bool:
-        """Whether its trial goes on, as far as is known here."""
+        """Whether the block's trial continues, as far as known here."""
         return self.block.tenant is None or self.block.tenant.failure is None
 
 
 def worth(entry: Entry, now: int) -> tuple[bool, bool, int, int]:
-    """The lowest goes first: a copy of what a device has costs nothing to give up; one the disk has refused is tried last."""
+    """Sort key for giving copies up, lowest first.
+
+    A failed trial's copies go first. A copy with a duplicate on a device costs nothing. A copy refused by the disk is
+    tried last.
+    """
     rank = 0 if is_on_device(entry.block) else 2 if is_moving(entry.block) else 1
     return entry.is_wanted, entry.is_refused, rank, -entry.uses.distance(now)
 
 
 def is_on_device(block: Block) -> bool:
-    """Whether a device has the same bytes, and is not just giving them to the host."""
+    """Whether a device has the same bytes and is not writing the bytes to the host at the moment."""
     coming = block.coming
     if coming is not None:
         return coming.copy.is_over
@@ -51,23 +55,23 @@ def is_on_device(block: Block) -> bool:
 
 
 def is_moving(block: Block) -> bool:
-    """Whether a copy in the background reads the host copy or writes to it, or nobody has seen yet that it is over."""
+    """Whether a background copy reads or writes the host copy, or has ended without a thread having noticed."""
     return block.leaving is not None or block.coming is not None
 
 
 def may_always(entry: Entry, now: int) -> bool:
-    """For a unit that waits."""
+    """Rule for a waiting unit: any copy may go."""
     del entry, now
     return True
 
 
 def is_far(entry: Entry, now: int) -> bool:
-    """For what is done ahead: nothing that is needed as soon has to go for it, and no write-back is made in vain."""
+    """Rule for work ahead: a copy may go if no unit needs the copy as soon, and no write-back is wasted."""
     if entry.is_refused:
         return False
     return is_on_device(entry.block) or (not is_moving(entry.block) and entry.uses.distance(now) > AHEAD)
 
 
 def costs_nothing(entry: Entry, now: int) -> bool:
-    """For what must not wait for the disk."""
+    """Rule for callers that must not wait for the disk."""
     return is_far(entry, now) and (entry.is_stored or is_on_device(entry.block))

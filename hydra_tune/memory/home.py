@@ -1,4 +1,8 @@
-"""Blocks given up, and brought home to the host, from wherever they are."""
+"""Dropping blocks, and bringing blocks home to the host from any place.
+
+`AtHome` pins blocks for work on the host, such as an update on the CPU; a device in need of such a block waits for the
+end of the work.
+"""
 
 import threading
 from collections.abc import Sequence
@@ -9,13 +13,15 @@ from hydra_tune.observe.turns import note
 
 
 def drop(block: Block) -> None:
-    """Give up all of a block's bytes, on the host and on whichever device; tensors of a loose block keep theirs."""
+    """Free all of a block's bytes, on the host and on every device; the tensors of a loose block keep their memory."""
     with block.lock:
         note("drop", [block])
+        # Before the release: `moved` would otherwise point the tensors at empty memory.
         if block.is_loose:
             block.part()
         if block.coming is not None:
             block.coming.home.discard(block)
+        # Copies end first: DROPPED may not follow LOADING or SPILLING, and a running copy still uses the memory.
         if block.home is not None and block.leaving is not None:
             block.home.finish_leaving(block)
         if block.state is not State.DROPPED:
@@ -29,10 +35,10 @@ def drop(block: Block) -> None:
 
 
 class AtHome:
-    """Blocks that somebody works on, on the host: whoever wants one of them on a device waits until he has done.
+    """Blocks in use by work on the host: a device in need of a block waits until the work is done.
 
     Args:
-        blocks: which; brought home here, and pinned for this.
+        blocks: blocks to bring home and pin.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
@@ -48,11 +54,11 @@ class AtHome:
             raise
 
     def wait(self) -> None:
-        """Until the blocks may go where they are wanted."""
+        """Wait until the blocks may leave the host."""
         self._over.wait()
 
     def leave(self) -> None:
-        """The work is done, or given up."""
+        """Unpin the blocks, after the work is done or given up."""
         for block in self._blocks:
             with block.lock:
                 block.pinned_for = None
@@ -60,16 +66,16 @@ class AtHome:
 
 
 def await_home(block: Block) -> None:
-    """Have work on a block over that is done on the host. To be called without its lock."""
+    """Wait for the end of work on the host that uses a block. Call without the block's lock."""
     work = block.pinned_for
     if isinstance(work, AtHome):
         work.wait()
 
 
 def pin(block: Block, holder: object) -> None:
-    """Have a block stay with a pager that runs a unit, or at home; waits for work that is done on it at home.
+    """Pin a block for a pager that runs a unit or for work at home, after waiting for other work at home on the block.
 
-    Nobody who works at home waits for a block in turn, so that this ends. To be called without a block's lock.
+    The wait ends, because work at home never waits for a block in turn. Call without any block's lock.
     """
     while True:
         with block.lock:
@@ -78,11 +84,12 @@ def pin(block: Block, holder: object) -> None:
                 assert worker in (None, holder), "two units of one trial at once"
                 block.pinned_for = holder
                 return
+        # Outside the lock: `AtHome.leave` needs the lock to unpin.
         worker.wait()
 
 
 def bring_home(block: Block) -> None:
-    """Move a block to the host, wherever it is."""
+    """Move a block to the host from any place."""
     with block.lock:
         note("home", [block])
         if block.coming is not None:

@@ -1,34 +1,40 @@
-"""The host tier: host copies of blocks within a budget of host memory, beyond which they go to disk.
+"""The host tier: keeps host copies of blocks within a budget of host memory, and moves copies beyond the budget to disk.
 
-Every host copy that the pool has made is on the ledger here (a batch's own memory is the user's and is not). Room is made by
-giving up the copy that is needed furthest in the future: for nothing where a device has the bytes as well, or the file has
-them already, else by writing it to its file first. A block comes back before it is loaded to a device, or when its trial is
-wanted whole.
+The ledger of the tier counts every host copy made by the pool; the memory of a user's batch is the user's own and is
+not counted. To make room, the tier gives up the host copy with the most distant next use. Giving up costs nothing if a
+device holds the same bytes or the file already has the bytes; otherwise the tier writes the copy to a file first. The
+tier reads a block back before a load to a device, or when a trial is wanted whole.
 
-Note: ahead. After each unit the disk's thread looks for blocks that are needed within the next few, and reads them; and it sees
-to it that there is room for a copy that comes from a device, so that units seldom wait for a write. It does one such thing at a
-time, so that what a unit waits for comes next, and gives up nothing for it that is itself needed soon.
+Example: ten trials of 4 GiB each share a host of 24 GiB. The tier keeps the copies needed soonest in memory, and the
+rest lives in `spill_dir`.
 
-Note: who waits for what. All waiting for room is in `take`, and it ends, because what it waits for never waits for it:
+Note: work ahead. After each unit the disk's thread reads blocks needed within the next few units. The thread also keeps
+room for a copy coming from a device, so that units seldom wait for a write. The thread does a single such step at a
+time, so that a request of a waiting unit comes next, and never gives up a copy needed soon for work ahead.
 
-* Nobody holds bytes of this ledger while waiting for more: a copy's bytes are taken all at once, and when they are there the
-  copy can be given up again as soon as its block's lock is free.
-* `take` may be called under one block's lock (or those of a copy and its original), and then for that block, of which nothing
-  is on the ledger. Others' locks are only tried. So a lock that `take` finds taken is held for a copy or a transfer that needs
-  no room, or by another `take` under a block that has nothing to give.
-* The disk's thread waits for nobody's lock and nobody's room; it may wait for the copy thread, which waits for nobody.
-* A copy in the background ends by itself, whoever waits for it. What it reads or writes on the host is on the ledger and is
-  given up last: whoever does, under the block's lock, waits for the copy, and then a device has the bytes as well. So a block
-  on its way never keeps another from room. Room for a write-back in the background is only offered (`offer`), at once or not.
-* What cannot be given up is what trials have reserved (`admit`), and what is wanted whole. Each trial says the most it reserves
-  and the largest block it will have before it has one, and is let in only if the largest of all fits beside all that is
-  reserved. A trial that is not let in yet may have to wait for reservations of others; it holds no lock then, and is told when
-  it is stopped.
-* A trial that is wanted whole may overdraw the ledger. As long as one is, the others do too rather than wait, for what it waits
-  for may be a block that they hold.
-* A copy that the disk does not take stays, and another goes. If none can go any more, the trial that has most of those refused
-  fails, by name and with the system's error: it loses its copies there and then, and nobody waits for it to come to its end.
-  A unit has the error raised only if that trial is its own.
+Note: waiting. Every wait for room happens in `take`, and every such wait ends, because no thread holds what another
+thread in `take` waits for while waiting itself:
+
+* No thread holds bytes of this ledger while waiting for more. The bytes of a copy are taken all at once, and the copy
+  can be given up again as soon as the lock of its block is free.
+* A caller may hold the lock of a single block (or the locks of a copy and its original) in `take`, and then takes bytes
+  for the same block, which has no bytes on the ledger yet. `take` only tries the locks of other blocks. A lock found
+  taken is therefore held for a copy or a transfer in no need of room, or by another `take` under a block without bytes
+  to give.
+* The disk's thread never waits for a lock or for room. The thread may wait for the copy thread, which waits for nobody.
+* A background copy ends by itself, whoever waits for the copy. Host memory read or written by a background copy is on
+  the ledger and is given up last: the giving thread holds the block's lock, waits for the copy, and then a device has
+  the bytes as well. A block on the way therefore never keeps another block from room. Room for a background write-back
+  is only offered (`offer`), at once or not at all.
+* The tier cannot give up bytes reserved by trials (`admit`) and blocks wanted whole. Each trial declares its largest
+  reservation and its largest block before the first block exists, and is admitted only if the largest of all blocks
+  fits beside all reservations. A trial not yet admitted may have to wait for reservations of other trials; such a trial
+  holds no lock and is told when it is stopped.
+* A trial wanted whole may overdraw the ledger. Meanwhile every other trial overdraws as well instead of waiting,
+  because the trial wanted whole may wait for a block held by another trial.
+* A copy refused by the disk stays, and another copy goes. If no copy can go any more, the trial with most of the
+  refused bytes fails, by name and with the system's error. The trial loses its copies at once, and no thread waits for
+  the trial to end. A unit has the error raised only if the failed trial is the unit's own.
 """
 
 import contextlib
@@ -49,14 +55,14 @@ from hydra_tune.memory.tenant import Tenant, check_tenant, tenant_at_work
 from hydra_tune.memory.uses import Uses
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
-_PATIENCE_SECONDS = 0.05  # between looks at copies that are being moved at this moment
+_PATIENCE_SECONDS = 0.05  # between looks at copies being moved by other threads
 
 
 class HostLedger(Ledger):
-    """Counts host copies."""
+    """Counts the bytes of host copies."""
 
     def overdraw(self, nbytes: int) -> None:
-        """Take bytes whether or not they fit."""
+        """Take bytes whether or not the bytes fit."""
         with self._changed:
             self.used_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -64,12 +70,12 @@ class HostLedger(Ledger):
 
 @dataclass(slots=True)
 class _Search:
-    """What came of looking for a copy to give up.
+    """Result of a search for a copy to give up.
 
     Attributes:
-        has_given: whether one was.
-        is_busy: whether others are being moved at this moment, so that there may be room, or another choice, soon.
-        failed: what the disk did not take.
+        has_given: whether a copy was given up.
+        is_busy: whether other copies are being moved at the moment, so that room or another choice may appear soon.
+        failed: blocks refused by the disk, each with the error.
     """
 
     has_given: bool = False
@@ -79,19 +85,19 @@ class _Search:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What a trial needs of host memory, whatever goes to disk."""
+    """Host memory that a trial needs even if everything else goes to disk."""
 
     fixed_bytes: int
     largest_bytes: int
 
 
 class HostTier:
-    """Host copies within a budget, and files beyond it.
+    """Keeps host copies within a budget, and files beyond the budget.
 
     Args:
-        budget_bytes: for host copies.
-        disk: where the others go; closed with the tier.
-        device: any device of the pool, for host memory.
+        budget_bytes: budget for host copies.
+        disk: disk for the other copies; closed with the tier.
+        device: any device of the pool, for allocating host memory.
     """
 
     def __init__(self, budget_bytes: int, disk: Disk, device: Device) -> None:
@@ -105,21 +111,21 @@ class HostTier:
         self._times = itertools.count(1)
         self._now = 0
         self._num_whole = 0
-        self._whole: Counter[int] = Counter()  # by a block's number: how often it is wanted whole
+        self._whole: Counter[int] = Counter()  # by block number: how many callers want the block whole
         self._is_looking_ahead = False
 
     # Trials.
 
     @property
     def capacity_bytes(self) -> int:
-        """What host memory and disk can hold together."""
+        """Bytes that host memory and disk can hold together."""
         return self.ledger.budget_bytes + self.disk.stored_bytes + self.disk.folder.free_bytes
 
     def check(self, nbytes: int) -> None:
-        """Refuse a trial of which so many bytes have to be in host memory at once.
+        """Refuse a trial that needs `nbytes` in host memory at once if the budget is smaller.
 
         Raises:
-            BudgetError: they do not fit.
+            BudgetError: the bytes do not fit the budget.
         """
         if nbytes > self.ledger.budget_bytes:
             raise BudgetError(
@@ -129,14 +135,16 @@ class HostTier:
             )
 
     def admit(self, tenant: Tenant, fixed_bytes: int, largest_bytes: int) -> bool:
-        """Let a trial in, or let one that is in need more; False: there is no room for that beside the others.
+        """Admit a trial, or let an admitted trial need more; return False if there is no room beside the other trials.
 
         Args:
             tenant: the trial.
-            fixed_bytes: what of it cannot go to disk; taken by `reserve`.
-            largest_bytes: the most that one of its blocks takes.
+            fixed_bytes: bytes that cannot go to disk; taken by `reserve`.
+            largest_bytes: size of the trial's largest block.
         """
         with self._lock:
+            # Of the blocks that can go to disk, only the largest counts: any other host copy can make way for a block
+            # in transit.
             others = [share for other, share in self._shares.items() if other is not tenant]
             fixed = sum(share.fixed_bytes for share in others) + fixed_bytes
             if fixed + max([largest_bytes, *(share.largest_bytes for share in others)]) > self.ledger.budget_bytes:
@@ -145,11 +153,12 @@ class HostTier:
         return True
 
     def reserve(self, tenant: Tenant) -> None:
-        """Take the bytes that a trial was let in with and that cannot go to disk, or give back what it needs no more."""
+        """Take the admitted bytes that cannot go to disk, or give back the part no longer needed."""
         share, taken = self._shares.get(tenant), self._reserved.get(tenant, 0)
         if share is None:
             return
         if share.fixed_bytes > taken:
+            # Outside the lock of the tier, because `take` waits and needs the lock for its search.
             self.take(share.fixed_bytes - taken)
         else:
             self.ledger.give_back(taken - share.fixed_bytes)
@@ -157,7 +166,7 @@ class HostTier:
             self._reserved[tenant] = share.fixed_bytes
 
     def leave(self, tenant: Tenant) -> None:
-        """A trial is over: what it has reserved is free."""
+        """Free the reservation of a trial that is over."""
         with self._lock:
             self._shares.pop(tenant, None)
             taken = self._reserved.pop(tenant, 0)
@@ -166,12 +175,12 @@ class HostTier:
     # Copies.
 
     def take(self, nbytes: int) -> None:
-        """Take bytes for a host copy, giving up others as needed.
+        """Take bytes for a host copy, giving up other copies as needed.
 
         Raises:
-            BudgetError: they do not fit, whatever is given up.
-            SpillError: nothing more can be given up, for the disk takes no copies of the trial that this thread works for.
-            HydraTuneError: that trial is over.
+            BudgetError: the bytes do not fit, whatever is given up.
+            SpillError: no more copies can be given up, because the disk takes no copies of this thread's trial.
+            HydraTuneError: this thread's trial is over.
         """
         self.check(nbytes)
         while not self.ledger.try_take(nbytes):
@@ -188,12 +197,12 @@ class HostTier:
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
     def enter(self, block: Block) -> None:
-        """A block has been made whose bytes are taken; it is on the host only."""
+        """Register a new block on the host only, for which the bytes are taken."""
         with self._lock:
             self._entry(block)
 
     def used(self, blocks: Sequence[Block]) -> None:
-        """A unit uses these blocks now."""
+        """Note that a unit uses these blocks now."""
         with self._lock:
             now = self._now = next(self._times)
             for block in blocks:
@@ -203,7 +212,7 @@ class HostTier:
         self._ask_ahead()
 
     def expect(self, blocks: Sequence[Block]) -> None:
-        """The next units use these blocks, those needed first at the front: what is on disk of them is read now."""
+        """Note that the next units use these blocks, in order of need, and start reading the blocks on disk."""
         with self._lock:
             for block in blocks:
                 entry = self._entries.get(block.number)
@@ -212,12 +221,15 @@ class HostTier:
         self._ask_ahead()
 
     def provide(self, block: Block, device: Device) -> None:
-        """Give a block an empty host copy. Under its lock."""
+        """Give a block an empty host copy. Call under the block's lock."""
         self.take(block.nbytes)
         self._place(block, device)
 
     def offer(self, block: Block, device: Device) -> bool:
-        """As `provide`, if neither the disk nor anybody else has to be waited for; False: not now. Under its lock."""
+        """As `provide`, but without waiting for the disk or another thread; return False if not possible now.
+
+        Call under the block's lock.
+        """
         while not self.ledger.try_take(block.nbytes):
             if not self._give_up_one(costs_nothing).has_given:
                 return False
@@ -225,7 +237,7 @@ class HostTier:
         return True
 
     def _place(self, block: Block, device: Device) -> None:
-        """Make the host copy; its bytes are taken."""
+        """Allocate the host copy; the bytes must be taken."""
         try:
             device.on_host(lambda: block.put_host(device.host_empty(block.size)))
         except BaseException:
@@ -235,28 +247,29 @@ class HostTier:
             self._entry(block)
 
     def written(self, block: Block) -> None:
-        """A block's host copy has new bytes. Under its lock."""
+        """Note that a block's host copy has new bytes. Call under the block's lock."""
         self._entries[block.number].is_stored = False
 
     def recall(self, block: Block, device: Device | None = None) -> None:
-        """Read a block from disk if its bytes are there only. Under its lock.
+        """Read a block from disk if no other copy exists. Call under the block's lock.
 
         Raises:
-            SpillError: it cannot be read.
-            HydraTuneError: its trial is over, and its bytes are gone.
+            SpillError: the file cannot be read.
+            HydraTuneError: the block's trial is over, and the bytes are gone.
         """
         if block.host is not None or block.data is not None:
             return
         if block.tenant is not None:
+            # A failed trial's copies are freed without a write to disk, so there may be nothing to read.
             block.tenant.check()
         self.take(block.nbytes)
         self._read(self._entries[block.number], device or self._device)
 
     def loaded(self, block: Block) -> None:
-        """A block is on a device again; its host copy may go when room is needed."""
+        """Do nothing: the host copy of a block on a device may go when room is needed, but not before."""
 
     def forget(self, block: Block) -> None:
-        """Give back all that is held for a block. Under its lock."""
+        """Give back everything held for a block. Call under the block's lock."""
         with self._lock:
             entry = self._entries.pop(block.number)
         if entry.on_host:
@@ -267,17 +280,18 @@ class HostTier:
 
     @contextlib.contextmanager
     def whole(self, blocks: Sequence[Block]) -> Iterator[None]:
-        """What of these blocks is on the host, or comes there, stays meanwhile, even beyond the budget."""
+        """Keep the host copies of these blocks, present and future, for the length of a `with`, even beyond the budget."""
         self._hold(blocks, 1)
         try:
             yield
         finally:
             self._hold(blocks, -1)
+            # The overdraft is paid back as far as possible now; later calls of `take` pay the rest.
             while self.ledger.used_bytes > self.ledger.budget_bytes and self._give_up_one().has_given:
                 pass
 
     def hold(self, block: Block, change: int) -> None:
-        """Keep a host copy where it is (1), or let it go again (-1). Under the block's lock, and only for a short time."""
+        """Keep a host copy in place (1), or release the copy again (-1). Call under the block's lock, and only briefly."""
         with self._lock:
             self._entries[block.number].holds += change
 
@@ -295,45 +309,47 @@ class HostTier:
                 if block.number in self._entries:
                     self._entries[block.number].holds += change
 
-    # Ahead, on the disk's thread.
+    # Work ahead, on the disk's thread.
 
     def _look_ahead(self) -> None:
-        """One step of what units would otherwise wait for, and the next after what they ask for."""
+        """Do a single step of work ahead, and queue the next step behind requests of waiting units."""
         with self._lock:
             self._is_looking_ahead = False
         if self._keep_room() or self._read_ahead():
             self._ask_ahead()
 
     def _ask_ahead(self) -> None:
-        """Have the disk's thread look ahead, if it is not about to."""
+        """Queue a step of work ahead on the disk's thread, unless a step is already queued."""
         with self._lock:
             asks, self._is_looking_ahead = not self._is_looking_ahead, True
         if asks:
             self.disk.start(self._look_ahead)
 
     def _keep_room(self) -> bool:
-        """Have room for a copy that comes from a device; False if there is, or if all are needed soon."""
+        """Make room for a copy from a device; return False if there is room already, or if all copies are needed soon."""
         with self._lock:
             largest = max((entry.block.nbytes for entry in self._entries.values()), default=0)
         free = self.ledger.budget_bytes - self.ledger.used_bytes
         return free < largest and self._give_up_one(is_far).has_given
 
     def _read_ahead(self) -> bool:
-        """Read a block that is needed soon; False if there is none, or no room that others need less."""
+        """Read a block needed soon; return False if there is none, or no room without giving up copies needed soon."""
         with self._lock:
             now = self._now
             found = [entry for entry in self._entries.values() if entry.is_on_disk and entry.uses.is_soon(now)]
         for entry in sorted(found, key=lambda entry: entry.uses.distance(now)):
             block = entry.block
+            # The disk's thread must never wait for a lock: the holder may be waiting for a write by this thread.
             if not block.lock.acquire(blocking=False):
                 continue
             try:
+                # Looked at again under the lock: the block may have been read or dropped meanwhile.
                 if block.tier is not self or not entry.is_on_disk:
                     continue
                 while not self.ledger.try_take(block.nbytes):
                     if not self._give_up_one(is_far).has_given:
                         return False
-                with contextlib.suppress(SpillError):  # the unit that needs it will see for itself
+                with contextlib.suppress(SpillError):  # the unit in need of the block gets the error
                     self._read(entry, self._device)
                     return True
             finally:
@@ -343,14 +359,14 @@ class HostTier:
     # Giving up.
 
     def _give_up_one(self, may_go: Callable[[Entry, int], bool] | None = None) -> _Search:
-        """Give up the host copy that is needed last, of those that may go."""
+        """Give up the host copy with the most distant next use among the copies that may go."""
         search = _Search()
         with self._lock:
             now = self._now
             on_host = [entry for entry in self._entries.values() if entry.on_host]
             counted = sum(self._reserved.values()) + sum(entry.block.nbytes for entry in on_host)
         found = [entry for entry in on_host if not entry.holds]
-        # Bytes that are neither are of copies that are just being made, or have just been given up.
+        # The remaining bytes on the ledger belong to copies being allocated or given up at this moment.
         search.is_busy = len(found) < len(on_host) or self.ledger.used_bytes > counted
         may_go = may_go or may_always
         found = [entry for entry in found if may_go(entry, now)]
@@ -361,7 +377,7 @@ class HostTier:
                     search.has_given = True
                     break
             except SpillError as error:
-                entry.is_refused = True  # its copy stays, and another may go
+                entry.is_refused = True  # the copy stays, and another copy may go
                 search.failed.append((entry.block, error))
         return search
 
@@ -372,7 +388,7 @@ class HostTier:
             return False
         try:
             if not entry.on_host or entry.holds or block.host is None or block.tier is not self:
-                search.is_busy = True  # it has gone, or been asked for, only just now
+                search.is_busy = True  # the copy has gone, or been asked for, only just now
                 return False
             if not self._has_settled(entry, may_go):
                 search.is_busy = True
@@ -383,14 +399,14 @@ class HostTier:
             if block.data is None:
                 self._store(entry)
             elif not entry.is_stored:
-                block.dirty = True  # from here on only the device has the bytes
+                block.dirty = True  # the file is stale, so from here on only the device has the bytes
             self._free(entry, is_wanted=not block.dirty)
         finally:
             block.lock.release()
         return True
 
     def _has_settled(self, entry: Entry, may_go: Callable[[Entry, int], bool]) -> bool:
-        """Have no copy in the background read the host copy any more, or write to it; False: it may not go. Under the lock."""
+        """End background copies that use the host copy; return False if the copy may not go. Call under the block's lock."""
         block = entry.block
         if not may_go(entry, self._now):
             return False
@@ -398,7 +414,8 @@ class HostTier:
         if home is None or not is_moving(block):
             return True
         home.settle(block)
-        return may_go(entry, self._now)  # a copy that has failed has left the block elsewhere
+        # a failed copy may have left the block in a place where the host copy is needed
+        return may_go(entry, self._now)
 
     def _store(self, entry: Entry) -> None:
         block = entry.block
@@ -408,13 +425,13 @@ class HostTier:
             entry.is_stored, entry.is_refused = True, False
 
     def _free(self, entry: Entry, *, is_wanted: bool) -> None:
-        """Give up a host copy; where its bytes are wanted, the file has them."""
+        """Free a host copy; if the bytes are wanted, the file holds them."""
         block = entry.block
         mapped = (lambda: self.disk.mapped(block.number, block.size)) if is_wanted else None
         try:
             self._device.on_host(lambda: block.free_host(mapped))
         except SpillError:
-            entry.is_stored = False  # the file is gone, or cannot be opened: it is to be written once more
+            entry.is_stored = False  # the file is gone or cannot be opened, so the bytes must be written once more
             raise
         entry.on_host = False
         if block.data is None:
@@ -424,17 +441,17 @@ class HostTier:
     # Files.
 
     def _entry(self, block: Block) -> Entry:
-        """A block's entry, made as if it had just been used. Under the lock."""
+        """Return a block's entry, created as if just used. Call under the lock of the tier."""
         entry = self._entries.get(block.number)
         if entry is None:
             entry = self._entries[block.number] = Entry(block, Uses(self._now))
-            entry.holds = self._whole[block.number]  # a loose block may be entered while it is wanted whole
+            entry.holds = self._whole[block.number]  # a loose block may be entered while wanted whole
             block.tier = self
         entry.on_host = True
         return entry
 
     def _read(self, entry: Entry, device: Device) -> None:
-        """Make a host copy of a file; its bytes are taken. The block is as before until all has been read."""
+        """Read a file into a new host copy; the bytes must be taken. The block changes only after the whole file is read."""
         block = entry.block
         try:
             flat = device.on_host(lambda: device.host_empty(block.size))
@@ -449,10 +466,10 @@ class HostTier:
 
 
 def _blame(failed: Sequence[tuple[Block, SpillError]]) -> None:
-    """These blocks could not go to disk, and nothing else can go: the trial that has most of them is over.
+    """Fail the trial with most of the bytes refused by the disk, after no other copy can go.
 
     Raises:
-        SpillError: this thread works for that trial.
+        SpillError: this thread works for the failed trial.
     """
     nbytes: Counter[Tenant | None] = Counter()
     for block, _ in failed:

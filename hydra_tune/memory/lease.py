@@ -1,4 +1,9 @@
-"""`Lease`: what a unit holds of a device's memory while it runs."""
+"""`Lease`: device memory held by a unit while the unit runs.
+
+A unit enters a lease before computing: the lease pins the unit's blocks, has the pager bring the blocks to the device,
+and reserves workspace for intermediate tensors. Results become blocks out of the workspace. The end of the lease unpins
+the blocks and gives the rest of the workspace back.
+"""
 
 import threading
 import time
@@ -20,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """What a running unit holds: its blocks, pinned and on the device, and its workspace on the ledger.
+    """Holdings of a running unit: the unit's blocks, pinned and resident, and its workspace on the ledger.
 
     Attributes:
-        has_ended: whether nothing is held any more.
+        has_ended: whether the lease holds nothing any more.
 
-    Of a GPU it is asked on autograd's own thread as well, while the worker waits for a backward: there memory is given up that
-    the backward needs no longer. That is noted as the worker's doing all the same.
+    For a GPU, autograd's own thread calls the lease as well, while the worker waits for a backward pass: the thread
+    gives up memory no longer needed by the backward pass. The record still attributes such calls to the worker.
     """
 
     def __init__(self, pager: "Pager", blocks: list[Block], workspace_bytes: int) -> None:
@@ -41,6 +46,7 @@ class Lease:
     def __enter__(self) -> Self:
         self._turn = current_turn()
         for block in self._blocks:
+            # All blocks are pinned before room is made, so that no block of the unit is chosen as a victim.
             pin(block, self._pager)
         self._pager.owner = next((block.owner for block in self._blocks if block.owner is not None), None)
         note("lease", self._blocks, self._workspace_bytes)
@@ -55,6 +61,7 @@ class Lease:
         self._storages = {storage_identity(block.data): block for block in self._blocks if block.data is not None}
         try:
             if self._pager.begins is not None:
+                # After the unit's own blocks are resident: prefetching must not take room from the running unit.
                 self._pager.begins()
         except BaseException:
             self.__exit__(None, None, None)
@@ -67,8 +74,9 @@ class Lease:
         self.end()
 
     def end(self) -> None:
-        """Give everything back, if that has not been done: by the unit's own thread, or by whoever it keeps waiting."""
+        """Give everything back, once; called by the unit's thread, or by a thread that waits for the unit."""
         with self._end_lock:
+            # Only the check is under the lock: giving back takes block locks.
             if self.has_ended:
                 return
             self.has_ended = True
@@ -78,7 +86,7 @@ class Lease:
         self._pager.ledger.give_back(self._workspace_bytes)
 
     def block_of(self, kind: Kind, tensor: Tensor) -> Block:
-        """The block under a tensor: one of the lease's own, or a new one made from the workspace.
+        """Return the block under a tensor: a block of the lease, or a new block made from the workspace.
 
         Raises:
             BudgetError: the unit made more than its workspace.
@@ -87,11 +95,11 @@ class Lease:
         block = self._storages.get(storage)
         if block is None:
             nbytes = self._pager.size_on_ledger(tensor)
-            if nbytes > self._workspace_bytes:  # more than the pilot has seen
+            if nbytes > self._workspace_bytes:  # more than seen by the pilot run
                 self.grow(nbytes - self._workspace_bytes)
             block = self._pager.adopt(kind, tensor)
             self._workspace_bytes -= nbytes
-            block.pinned_for = self._pager  # until the unit ends, like all it works on
+            block.pinned_for = self._pager  # until the unit ends, like all its blocks
             _enter(block, State.COMPUTING)
             note("adopt", [block], nbytes)
             self._blocks.append(block)
@@ -99,7 +107,7 @@ class Lease:
         return block
 
     def absorb(self, block: Block) -> None:
-        """Give up all of a block's bytes while the unit runs: if it is one of the lease's own, its room is workspace now."""
+        """Drop a block while the unit runs; if the block is the lease's own, its room becomes workspace."""
         with in_turn(self._turn), block.lock:
             if block.data is None or self._storages.get(storage_identity(block.data)) is not block:
                 drop(block)
@@ -114,19 +122,21 @@ class Lease:
             self._workspace_bytes += block.nbytes
 
     def exchange(self, old: Block | None, new: Block | None) -> None:
-        """Have a new block on the device in place of one of the lease's own, whose tensors it has now, or in place of nothing.
+        """Replace a block of the lease by a new block on the device; either side may be missing.
 
         Args:
-            old: one of the lease's blocks, whose bytes nobody needs any more; None: none goes.
-            new: loose or on the host, with tensors that the unit has made or that were the other's; None: none comes.
+            old: block of the lease with bytes no longer needed; None: no block goes.
+            new: loose block or block on the host, with tensors made by the unit or taken from the old block; None: no
+                block comes.
 
         Raises:
-            BudgetError: what it counts beyond the other does not fit the budget.
+            BudgetError: the growth does not fit the budget.
         """
         needed = (0 if new is None else new.nbytes) - (0 if old is None else old.nbytes)
         if needed > self._workspace_bytes:
             self.grow(needed - self._workspace_bytes)
         self._workspace_bytes -= needed
+        # The old block goes first: the new block is loaded into the room of the old block.
         if old is not None:
             self._blocks.remove(old)
             with old.lock:
@@ -145,29 +155,29 @@ class Lease:
             self._blocks.append(new)
 
     def pause(self) -> None:
-        """The unit is between two of its steps, on the worker's thread."""
+        """Let background work go on between two steps of the unit. Call on the worker's thread."""
         if self._pager.pauses is not None:
             self._pager.pauses()
 
     def owns(self, tensor: Tensor, kinds: tuple[Kind, ...]) -> bool:
-        """Whether a tensor lies in one of the lease's blocks of these kinds."""
+        """Whether a tensor lies in a block of the lease with a kind among `kinds`."""
         block = self._storages.get(storage_identity(tensor))
         return block is not None and block.kind in kinds
 
     def would_fit(self, nbytes: int) -> bool:
-        """Whether a lease of the same blocks and so many bytes beside them fits the device."""
+        """Whether a lease of the same blocks and `nbytes` of workspace fits the device."""
         return sum(block.nbytes for block in self._blocks) + nbytes <= self._pager.ledger.budget_bytes
 
     @property
     def data(self) -> list[Tensor]:
-        """The memory of the blocks on the device."""
+        """Device memory of the lease's blocks."""
         return [block.data for block in self._blocks if block.data is not None]
 
     def grow(self, nbytes: int) -> None:
         """Take more workspace.
 
         Raises:
-            BudgetError: it does not fit the budget.
+            BudgetError: the workspace does not fit the budget.
         """
         with in_turn(self._turn):
             note("grow", nbytes=nbytes)
@@ -175,13 +185,13 @@ class Lease:
         self._workspace_bytes += nbytes
 
     def have(self, workspace_bytes: int) -> None:
-        """Have as much workspace again, if it fits, after some of it has gone to blocks of what the unit has made."""
+        """Restore the workspace to `workspace_bytes`, if possible, after results of the unit have used up a part."""
         if self._workspace_bytes < workspace_bytes and self.would_fit(workspace_bytes):
             self.grow(workspace_bytes - self._workspace_bytes)
 
     @property
     def place(self) -> str:
-        """The name of the device."""
+        """Name of the device."""
         return self._pager.device.name
 
     def hold(self, nbytes: int, let_go: Callable[[], None]) -> "Held | None":
@@ -190,7 +200,10 @@ class Lease:
 
     @contextmanager
     def spilling_activations(self) -> Iterator[None]:
-        """What autograd saves meanwhile, beyond the lease's own blocks, is kept on the host; the unit has to end inside."""
+        """Context that keeps tensors saved by autograd on the host, except the lease's own blocks.
+
+        The unit must end inside the context.
+        """
         saved = SavedTensors(self._pager.device, stays=lambda tensor: storage_identity(tensor) in self._storages)
         try:
             with saved.hooks():
@@ -199,7 +212,7 @@ class Lease:
             self.count(saved)
 
     def count(self, saved: SavedTensors) -> None:
-        """Activations of the unit have gone to the host, and come back."""
+        """Add the spilled and loaded activations of the unit to the pager's counts."""
         pager = self._pager
         pager.bytes_out[Kind.ACTIVATIONS] += saved.bytes_out
         pager.bytes_in[Kind.ACTIVATIONS] += saved.bytes_in
@@ -215,6 +228,6 @@ class Lease:
 
 
 def _enter(block: Block, state: State) -> None:
-    """What a pinned block is now."""
+    """Change the state of a pinned block."""
     with block.lock:
         block.enter(state)

@@ -1,4 +1,4 @@
-"""The ledger: how much of a device's budget is taken. Hard: what does not fit is not taken."""
+"""The ledger: counts the taken part of a device's budget. A hard limit: bytes that do not fit are not taken."""
 
 import threading
 
@@ -7,17 +7,17 @@ from hydra_tune.quantities import format_bytes
 
 
 class Ledger:
-    """Counts the bytes taken on one device.
+    """Counts the bytes taken on a single device. Safe to call on any thread.
 
     Args:
-        name: the device's, for messages.
-        budget_bytes: what one unit may need, and never exceeded, unless a device has proved to have more.
+        name: name of the device, for messages.
+        budget_bytes: most bytes for a single unit, and never exceeded unless a device has proved to have more.
 
     Attributes:
-        limit_bytes: what is taken as long as anything else can go: less than the budget once that has proved too much, and more
-            where a device has proved to have it.
-        used_bytes, peak_bytes: taken now, and at most so far.
-        recent_peak_bytes: at most since somebody set it to what is taken.
+        limit_bytes: most bytes taken while other bytes can be freed: below the budget once the budget has proved too
+            much, above the budget if a device has proved to have more.
+        used_bytes, peak_bytes: bytes taken now, and at most so far.
+        recent_peak_bytes: most bytes taken since a caller set the value to the bytes taken.
     """
 
     def __init__(self, name: str, budget_bytes: int) -> None:
@@ -31,11 +31,11 @@ class Ledger:
 
     @property
     def most_bytes(self) -> int:
-        """What is never exceeded."""
+        """Bytes that are never exceeded."""
         return max(self.budget_bytes, self.limit_bytes)
 
     def try_take(self, nbytes: int, *, to_the_last: bool = False) -> bool:
-        """Take bytes if they fit: the limit, or else the most there is."""
+        """Take bytes within the limit, or with `to_the_last` within `most_bytes`; return whether the bytes are taken."""
         with self._changed:
             if self.used_bytes + nbytes > (self.most_bytes if to_the_last else self.limit_bytes):
                 return False
@@ -48,7 +48,7 @@ class Ledger:
         """Take bytes that must fit.
 
         Raises:
-            BudgetError: they do not.
+            BudgetError: the bytes do not fit.
         """
         if not self.try_take(nbytes, to_the_last=True):
             raise BudgetError(
@@ -57,13 +57,13 @@ class Ledger:
             )
 
     def give_back(self, nbytes: int) -> None:
-        """Bytes taken before are free again."""
+        """Free bytes taken before, and wake waiting threads."""
         with self._changed:
             self.used_bytes -= nbytes
             assert self.used_bytes >= 0, f"{self.name}: more given back than was taken"
             self._changed.notify_all()
 
     def wait_for_room(self, seconds: float) -> None:
-        """Wait until something is given back, at most so long."""
+        """Wait until another thread gives bytes back, for at most `seconds`."""
         with self._changed:
             self._changed.wait(seconds)

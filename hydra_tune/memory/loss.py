@@ -1,24 +1,24 @@
-"""What becomes of the blocks on a device that is lost. Asks nothing of the device any more."""
+"""Blocks on a lost device: finds trials with lost bytes and gives the blocks up, without asking anything of the device."""
 
 from hydra_tune.memory.pager import Pager
 
 
 def dirty_owners(pager: Pager) -> set[int | None]:
-    """The trials of which the device has bytes that are nowhere else."""
+    """Trials with bytes that only the lost device has."""
     found: set[int | None] = set()
     for block in pager.residents():
         with block.lock:
             if pager.is_sent_off(block):
-                pager.part_with_sent(block)  # it came through, or it did not
+                pager.part_with_sent(block)  # a copy may have come through before the loss
             if block.home is pager and block.leaving is not None:
-                pager.finish_leaving(block)  # likewise
+                pager.finish_leaving(block)  # a write-back as well
             if block.home is pager and block.dirty:
                 found.add(block.owner)
     return found
 
 
 def give_up(pager: Pager) -> None:
-    """Nothing is there any more; what was there only is lost."""
+    """Give up all blocks on the device; bytes held only there are lost."""
     for block in pager.residents():
         with block.lock:
             if block.coming is not None and block.coming.home is pager:

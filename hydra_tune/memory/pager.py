@@ -1,38 +1,47 @@
-"""The pager: brings blocks to its device before a unit runs, and makes room by spilling what is needed last.
+"""The pager of one device: loads the blocks of a unit before the unit runs, and spills other blocks to make room.
 
-Every resident block and every running unit's workspace is on the ledger, so that their sum never exceeds the budget. A clean
-block is dropped to make room, a dirty one written back first. A block is on one device at most; one that is on another device
-is taken over from there in one copy, where the devices can do that and the host's copy is not as good.
+The ledger counts every resident block and the workspace of every running unit, so their sum never exceeds the budget.
+To make room, the pager drops a clean block and writes a dirty block back first. A block is resident on at most one
+device. If another device holds a block, the pager copies the block straight from there when the two devices support a
+direct copy and a load from the host would not be as good.
 
-Note: what is needed last. A trial uses its shards forth and back, so what it has not used for longest it needs last; but its
-optimizer state it uses once a step, always in the same order, so what it has used just now it needs last. A trial that runs
-here had better go on (`ShardedLRTF`), so others' blocks are needed later than its own. So there go, in this order: others'
-optimizer state, the last used first; others' blocks, the first used first; then its own likewise. Before all of them goes what
-is being written back to make room, for that is what was chosen when there was time, and costs nothing now. What has just been
-sent ahead goes last.
-`benchmarks/victims.py` counts what that order moves: never more than "not used for longest", and down to a third of it.
+Example: a device of 8 GiB trains a model of 12 GiB. Before each unit, the pager spills the shards with the most distant
+next use and loads the shard of the unit.
 
-Note: locks. A unit pins its blocks, then makes room, then loads. Pinning waits for a block's lock and holds only that one;
-making room locks one victim at a time and skips those pinned for this device; loading locks one block and needs no room any
-more. Nobody waits for one block's lock while holding another's. A block that is pinned for another device but still here may be
-spilled like any other, for that device can load it from the host as well: so two units that want each other's blocks cannot
-wait for each other's room. What a pager still waits for is a block being fetched from it at this moment.
+Note: victim order. The pager spills first the blocks with the most distant next use. A trial walks over its shards
+forward and then backward, so the least recently used shard has the most distant next use. Optimizer state is used once
+per step, always in the same order, so the most recently used state has the most distant next use. The trial on the
+device is likely to continue (`ShardedLRTF`), so the blocks of other trials are needed later than its own blocks. Hence
+the order: optimizer state of other trials, most recently used first; other blocks of other trials, least recently used
+first; then the same two groups of the running trial. Blocks already on the way out for room go before all of these,
+because the choice was made when there was time and now costs nothing. Blocks just sent ahead go last.
+`benchmarks/victims.py` counts the bytes moved under this order: never more than under LRU, and down to a third.
 
-Note: taken over. A block that only another device has is copied from there to here; it stays as it was, dirty with a stale
-host copy or none, and no byte of it passes the host. Room here is taken before, as for a load, and room there given back when
-the copy is over; meanwhile the block's lock is held, so that nobody moves or frees the source. A write-back that has begun is
-let finish first, one that has not is called off. A block that the host has as well comes from there, unless the other device
-is nearer (`Reach`): else that one's link would be taken for nothing. A disk tier changes nothing of this: whether there is a
-host copy, or a file, and of which bytes, is as before.
+Note: locks. A unit pins its blocks, then makes room, then loads. Pinning waits for the lock of one block and holds no
+other block's lock. Making room locks one victim at a time and skips blocks pinned for the same device. Loading locks
+one block and needs no further room. No thread waits for the lock of one block while holding the lock of another. A
+block pinned for another device but still resident here may be spilled like any other, because the other device can load
+the block from the host as well. Two units with crossed needs therefore cannot deadlock on each other's room. A pager
+still waits for a block being fetched from its device at the moment.
 
-Note: on its way between devices. What is sent ahead from another device stays there meanwhile, as it is, and has room on both.
-Whoever sees the copy over has the block here, and its room there free: the unit that comes for it, or a pager there that needs
-the room. A unit there that wants it first has the copy called off, or waits until it is over, and goes on with its own.
+Note: take-over. A block held only by another device is copied directly to this device. The block keeps its state:
+dirty, with a stale host copy or none; no byte passes through the host. Room here is taken before the copy, as for a
+load, and room on the other device is given back after the copy. The lock of the block is held meanwhile, so no thread
+moves or frees the source. A write-back already under way finishes first; a write-back still queued is cancelled. A
+block with a host copy is loaded from the host, unless the other device is nearer (`Reach`), because a copy over the
+link would burden the other device for nothing. A disk tier changes nothing here: the host copy, the file and their
+bytes stay as before.
 
-Note: bytes under way. Copies in the background (`memory/prefetch.py`) end by themselves: a thread that copies takes no lock.
-So whoever holds a block's lock may wait for that block's copy, and nobody can wait for him in turn but those who want that
-block. Room for what is coming is on the ledger from before its memory is allocated until after its copy is over; it is
-resident, may be made room of like any other block, and never keeps a unit from its room.
+Note: copies under way between devices. A block sent ahead from another device stays usable there during the copy and
+takes room on both devices. The first thread to observe the end of the copy makes the block resident here and frees the
+room there: either the unit in need of the block, or the other pager in need of room. If a unit on the other device
+needs the block first, the copy is cancelled, or the unit waits for the end of the copy and keeps its own bytes.
+
+Note: background copies. Copies in the background (`memory/prefetch.py`) end by themselves, because a copy thread takes
+no lock. The holder of a block's lock may therefore wait for a copy of the block, and only threads in need of the same
+block can wait for the holder. The ledger counts room for an incoming block from before the allocation until after the
+copy. An incoming block counts as resident, may be discarded for room like any other block, and never keeps room from a
+unit.
 """
 
 import threading
@@ -56,20 +65,20 @@ from hydra_tune.memory.tenant import check_tenant
 from hydra_tune.observe.turns import note
 from hydra_tune.quantities import format_bytes
 
-_PATIENCE_SECONDS = 0.05  # between looks at blocks that another device is fetching from here
+_PATIENCE_SECONDS = 0.05  # between looks at blocks being fetched by another device
 _DEPARTURE_LOOKS = 100
-_SENT_LEASES = 2  # units for which what was sent ahead is taken to be wanted: an update, and the next
-_SHORT_LEASES = 64  # units for which a device that had to make room is taken to be short of it
-_LEFT_OF, _LEFT_IN = 7, 8  # what is held on of the bytes that a device had no room for
+_SENT_LEASES = 2  # units for which a block sent ahead counts as wanted: an update, and the next
+_SHORT_LEASES = 64  # units for which a device counts as short of room after making room once
+_LEFT_OF, _LEFT_IN = 7, 8  # fraction of the bytes in use at an out-of-memory error that becomes the new limit
 
 
 class Held:
-    """Room on a device for what is kept there to go faster, and can be made again; it goes before any block is spilled.
+    """Room on a device for reproducible data kept for speed; released before the pager spills any block.
 
     Args:
-        pager: of the device.
-        nbytes: taken on its ledger.
-        let_go: called on the device's worker, between units or before one computes: what is kept there goes.
+        pager: pager of the device.
+        nbytes: bytes taken on the ledger of the device.
+        let_go: frees the kept data; called on the device's worker thread, between units or before a unit computes.
     """
 
     def __init__(self, pager: "Pager", nbytes: int, let_go: Callable[[], None]) -> None:
@@ -78,31 +87,31 @@ class Held:
         self._pager = pager
 
     def release(self) -> None:
-        """It has gone; may be said more than once."""
+        """Give the room back after the data is gone; further calls do nothing."""
         self._pager.part_with_held(self)
 
 
 class Pager:
-    """Loads to and spills from one device.
+    """Loads blocks to one device and spills blocks from the device.
 
     Args:
-        device: whose memory it manages.
-        host: counts host copies and sends some to disk; None: the host has room for all.
+        device: device whose memory the pager manages.
+        host: host tier for counting host copies and sending some to disk; None: the host has room for all.
 
     Attributes:
         bytes_in, bytes_out: bytes loaded from and spilled to the host.
         bytes_across: bytes taken over from other devices.
-        bytes_ahead, bytes_in_vain: bytes that came in the background, and those of them that no unit came for.
-        waiting_ns, copying_ns: nanoseconds that units waited for copies, and that copies took.
-        host_ns: nanoseconds that updates on the host took beside this device.
-        begins: called on the worker's thread when a unit's blocks are there and it begins to compute.
-        pauses: called there when a unit of many steps is between two of them.
-        num_leases: units that have had their blocks brought.
-        last_short: how many there had been when room was made last.
-        last_fetched: how many there had been when a block came over a link from another device last.
-        owner: the trial whose unit runs, or ran last.
-        log: is told of every copy; None: nobody is.
-        ready_ns: when what a unit needs was there, for the first time since somebody set it to 0.
+        bytes_ahead, bytes_in_vain: bytes sent ahead in the background, and the part never used by a unit.
+        waiting_ns, copying_ns: nanoseconds spent by units waiting for copies, and spent by the copies.
+        host_ns: nanoseconds of updates on the host beside this device.
+        begins: called on the worker's thread when the blocks of a unit are resident and the unit begins to compute.
+        pauses: called on the worker's thread between two steps of a unit with many steps.
+        num_leases: number of units served with their blocks.
+        last_short: value of `num_leases` when room was last made.
+        last_fetched: value of `num_leases` when a block last came over a link from another device.
+        owner: trial of the running unit, or of the last unit.
+        log: receives every copy; None: copies are not logged.
+        ready_ns: time at which all needs of a unit were first met since a caller set the value to 0.
     """
 
     def __init__(self, device: Device, host: HostTier | None = None) -> None:
@@ -120,12 +129,13 @@ class Pager:
         self.waiting_ns = 0
         self.copying_ns = 0
         self.host_ns = 0
+        # Both hooks are set by `Prefetch`; without a prefetcher the pager copies only on demand.
         self.begins: Callable[[], None] | None = None
         self.pauses: Callable[[], None] | None = None
         self.num_leases = 0
         self.last_short = self.last_fetched = -_SHORT_LEASES
         self.owner: int | None = None
-        self._reaches: dict[str, Reach] = {}  # by name: how blocks come from other devices
+        self._reaches: dict[str, Reach] = {}  # by name of the other device
         self._resident: OrderedDict[int, Block] = OrderedDict()  # least recently used first
         self._held: list[Held] = []
         self._lock = threading.Lock()
@@ -137,24 +147,24 @@ class Pager:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether one of the last units had a block come from another device, and over a link."""
+        """Whether one of the last units took a block from another device over a link."""
         return self.num_leases - self.last_fetched < _SHORT_LEASES
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all blocks on the device, and on their way to it."""
+        """Bytes of all blocks resident on the device or on the way to the device."""
         with self._lock:
             return sum(block.nbytes for block in self._resident.values())
 
     @property
     def loads_under_way(self) -> int:
-        """Blocks that the device's copy threads are still to bring, as far as can be told without their locks."""
+        """Number of incoming copies not yet over; approximate, because the count reads block state without block locks."""
         with self._lock:
             coming = [block.coming for block in self._resident.values()]
         return sum(one is not None and one.home is self and not one.copy.is_over for one in coming)
 
     def lease(self, blocks: Iterable[Block], workspace_bytes: int) -> Lease:
-        """Blocks on the device and room to work, for the length of a `with`.
+        """Return a context that keeps the blocks resident and the workspace reserved for the length of a `with`.
 
         Raises:
             BudgetError: the blocks and the workspace do not fit the budget together.
@@ -162,9 +172,11 @@ class Pager:
         return Lease(self, list(dict.fromkeys(blocks)), workspace_bytes)
 
     def bring(self, blocks: Sequence[Block], workspace_bytes: int) -> None:
-        """Load pinned blocks and take the workspace."""
+        """Load pinned blocks and reserve the workspace."""
         self.num_leases += 1
         for block in blocks:
+            # Read without the lock on purpose: the block is pinned, so only this thread starts copies of the block.
+            # `_await` looks again under the lock.
             if block.coming is not None or block.leaving is not None:
                 self._await(block)
         missing = [block for block in blocks if block.home is not self]
@@ -175,6 +187,7 @@ class Pager:
             for block in missing:
                 self._fetch(block)
         except BaseException:
+            # A block already loaded owns its room from now on; only the room of the others is given back.
             left = sum(block.nbytes for block in missing if block.home is not self)
             self.ledger.give_back(left + workspace_bytes)
             raise
@@ -183,7 +196,7 @@ class Pager:
                 self._resident.move_to_end(id(block))
 
     def adopt(self, kind: Kind, tensor: Tensor) -> Block:
-        """A block of the storage a unit made; its bytes must already be on the ledger."""
+        """Make a block of a storage produced by a unit; the bytes must already be on the ledger."""
         flat = whole_storage(tensor)
         block = Block(kind, flat.numel(), self.device.alignment, State.RESIDENT)
         block.data, block.home, block.dirty = flat, self, True
@@ -192,16 +205,16 @@ class Pager:
         return block
 
     def take_new(self, block: Block) -> None:
-        """Have a new block here, from the host unless it is loose; its bytes must already be on the ledger."""
+        """Make a new block resident here, loose or loaded from the host; the bytes must already be on the ledger."""
         with block.lock:
             self._load(block)
 
     def size_on_ledger(self, tensor: Tensor) -> int:
-        """Bytes the ledger counts for a tensor's storage."""
+        """Bytes that the ledger counts for a tensor's storage, rounded up to the alignment of the device."""
         return -(-tensor.untyped_storage().nbytes() // self.device.alignment) * self.device.alignment
 
     def write_back(self, block: Block) -> None:
-        """Make the host copy present; the device copy stays. Call under the block's lock."""
+        """Bring the host copy up to date; the device copy stays. Call under the block's lock."""
         if block.leaving is not None:
             self.finish_leaving(block)
         start = time.perf_counter_ns()
@@ -209,7 +222,7 @@ class Pager:
         if not block.dirty or (data is None and not block.is_loose):
             return
         if block.is_loose and self.device.keeps_tensors and block.is_shared():
-            block.dirty = False  # its bytes stay where they are, which is the host's memory
+            block.dirty = False  # the bytes stay in place, in host memory, so there is nothing to copy
             return
         if block.host is None and self.host is not None:
             self.host.provide(block, self.device)
@@ -226,27 +239,27 @@ class Pager:
         block.dirty = False
 
     def offered_host(self, block: Block) -> Tensor | None:
-        """Host memory for a block to be written back to in the background; None if there is none now. Call under its lock."""
+        """Return host memory for a background write-back, or None if there is none now. Call under the block's lock."""
         if block.host is None and self.host is not None and not self.host.offer(block, self.device):
             return None
         return self.host_of(block)
 
     def host_of(self, block: Block) -> Tensor:
-        """Host memory for a block to be written back to. Call under its lock."""
+        """Return host memory for a write-back of a block, allocated if there is none. Call under the block's lock."""
         if block.host is None:
             self.device.on_host(lambda: block.put_host(self.device.host_empty(block.size)))
         assert block.host is not None
         return block.host
 
     def release(self, block: Block) -> None:
-        """Give up the device copy, which must be clean or no longer wanted. Call under the block's lock."""
+        """Free the device copy, which must be clean or no longer wanted. Call under the block's lock."""
         try:
             self.vacate(block)
         finally:
             self.ledger.give_back(block.nbytes)
 
     def vacate(self, block: Block) -> None:
-        """As `release`, but the room stays taken."""
+        """Free the device copy as `release` does, but keep the room taken on the ledger."""
         if block.leaving is not None:
             self.finish_leaving(block)
         with self._lock:
@@ -258,7 +271,7 @@ class Pager:
         block.moved()
 
     def _fetch(self, block: Block) -> None:
-        """Move a pinned block here, from the host or from another device; its room is taken already."""
+        """Make a pinned block resident here, from the host or from another device; the room must already be taken."""
         with block.lock:
             if block.coming is not None:
                 block.coming.home.discard(block)
@@ -269,7 +282,7 @@ class Pager:
                 self._load(block)
 
     def _load(self, block: Block) -> None:
-        """Copy a block from the host. Under its lock."""
+        """Copy a block from the host to the device. Call under the block's lock."""
         if block.is_loose:
             self._take_in_place(block)
             return
@@ -291,14 +304,15 @@ class Pager:
         self._waited("in", block, start)
 
     def _take_in_place(self, block: Block) -> None:
-        """Count a loose block here: its tensors lie where this device computes. Under the block's lock."""
+        """Count a loose block as resident: its tensors lie where the device computes. Call under the block's lock."""
         block.enter(State.RESIDENT)
+        # A loose block has no host copy of its own, so only the device counts as having the bytes.
         block.home, block.dirty = self, True
         self._list(block)
         block.moved()
 
     def _fetch_from(self, other: "Pager", block: Block) -> None:
-        """Move a block here from another device, by the way that is the shortest (see the note). Under its lock."""
+        """Move a block here from another device by the shortest way (see the module's note). Call under the block's lock."""
         if block.is_loose and self.device.keeps_tensors:
             self._take_in_place(block)
             other.part_with(block)
@@ -309,8 +323,10 @@ class Pager:
             self._load(block)
             return
         self._fetched()
+        # `keep`: a write-back still in the queue is cancelled, because a direct copy does not need the host copy.
         if block.leaving is not None and self.way_from(other, block) is not Reach.NONE:
             other.finish_leaving(block, keep=True)
+        # Asked again: a write-back just finished leaves the block clean, and then the host may be the better source.
         way = self.way_from(other, block)
         if way is not Reach.NONE:
             self._take_over(other, block, way)
@@ -320,12 +336,12 @@ class Pager:
             self._load(block)
 
     def _fetched(self) -> None:
-        """A block comes from another device, over a link if there is one."""
+        """Note that a block came from another device, unless the device computes on host tensors and so has no link."""
         if not self.device.keeps_tensors:
             self.last_fetched = self.num_leases
 
     def way_from(self, other: "Pager", block: Block) -> Reach:
-        """How a block of another device had better come here as it is now; under its lock."""
+        """Best way for a block to come from another device in its present state. Call under the block's lock."""
         name = other.device.name
         reach = self._reaches.get(name)
         if reach is None:
@@ -333,7 +349,7 @@ class Pager:
         return Reach.NONE if reach is Reach.LINK and not block.dirty and block.host is not None else reach
 
     def _take_over(self, other: "Pager", block: Block, reach: Reach) -> None:
-        """Copy a block from another device, which has it no longer then. Under its lock."""
+        """Copy a block from another device, and have the other device give the block up. Call under the block's lock."""
         start = time.perf_counter_ns()
         assert block.data is not None, "a block is on its home"
         data = self.device.empty(block.size)
@@ -349,24 +365,24 @@ class Pager:
         self._waited("across", block, start)
 
     def _list(self, block: Block) -> None:
-        """It is here from now on."""
+        """List a block as resident here."""
         with self._lock:
             self._resident[id(block)] = block
 
     def part_with(self, block: Block) -> None:
-        """Another device has taken a block over. Call under the block's lock."""
+        """Forget a block taken over by another device, and give back its room. Call under the block's lock."""
         with self._lock:
             self._resident.pop(id(block), None)
         self.ledger.give_back(block.nbytes)
 
-    # What is under way in the background.
+    # Copies in the background.
 
     def has(self, block: Block) -> bool:
-        """Whether a block is here, or on its way here. Under its lock."""
+        """Whether a block is resident here or on the way here. Call under the block's lock."""
         return block.home is self or (block.coming is not None and block.coming.home is self)
 
     def expect(self, block: Block, coming: Coming) -> None:
-        """A block is on its way here, to memory that is on the ledger. Call under its lock."""
+        """Register a block on the way here, to memory already counted on the ledger. Call under the block's lock."""
         if block.home is None:
             block.enter(State.LOADING)
         block.coming = coming
@@ -376,18 +392,19 @@ class Pager:
         block.announce(self.device.name)
 
     def discard(self, block: Block) -> None:
-        """A block on its way here is not wanted any more. Call under its lock."""
+        """Drop an incoming copy of a block. Call under the block's lock."""
         if self.call_off(block):
             return
         assert block.coming is not None
         copy = block.coming.copy
+        # A copy under way cannot be stopped, and the memory under the copy must not be freed before the end.
         copy.wait_quietly()
         self._made(_way_of(block.coming), block, "vain", copy.began_ns, copy.ended_ns)
         self.bytes_in_vain += block.size
         self._forget_coming(block)
 
     def call_off(self, block: Block) -> bool:
-        """As `discard`, if the copy has not begun; returns whether it had not. Call under the block's lock."""
+        """Drop an incoming copy not yet begun; return whether the copy was dropped. Call under the block's lock."""
         assert block.coming is not None
         if not block.coming.copy.cancel():
             return False
@@ -405,30 +422,33 @@ class Pager:
         self.ledger.give_back(block.nbytes)
 
     def _count(self, block: Block, nbytes: int) -> None:
-        """So many bytes more of a block that comes are sent ahead."""
+        """Add to the counts of bytes sent ahead for an incoming block; negative to take back."""
         assert block.coming is not None
         (self.bytes_across if block.coming.host is None else self.bytes_in)[block.kind] += nbytes
         self.bytes_ahead += nbytes
 
     def is_sent_off(self, block: Block) -> bool:
-        """Whether a block is here and on its way to another device."""
+        """Whether a block is resident here and on the way to another device."""
         coming = block.coming
         return coming is not None and coming.home is not self and block.home is self
 
     def part_with_sent(self, block: Block) -> bool:
-        """Have a block there that is sent off, unless its copy has not begun; whether it is. Call under its lock."""
+        """Finish sending a block to another device, or cancel a copy not yet begun; return whether the block has left.
+
+        Call under the block's lock.
+        """
         assert block.coming is not None
         if not block.coming.home.call_off(block):
             block.coming.home.settle(block)
         return block.home is not self
 
     def residents(self) -> list[Block]:
-        """All blocks here and on their way here, the least recently used first."""
+        """All blocks resident here or on the way here, least recently used first."""
         with self._lock:
             return list(self._resident.values())
 
     def victims(self) -> list[Block]:
-        """All that is here or comes, in the order in which it had better make room (see the note)."""
+        """Blocks resident here or on the way here, in the order of preference for making room (see the module's note)."""
         leaving: list[Block] = []
         latest_state: list[Block] = []
         others: list[Block] = []
@@ -448,7 +468,7 @@ class Pager:
         return [*leaving, *reversed(latest_state), *others, *reversed(own_state), *own, *sent]
 
     def _await(self, block: Block) -> None:
-        """Have a pinned block's copy in the background over, before a unit works on it."""
+        """Finish a pinned block's background copy before a unit works on the block."""
         with block.lock:
             if block.leaving is not None and block.home is self:
                 self.finish_leaving(block, keep=True)
@@ -459,14 +479,15 @@ class Pager:
                 self._came(block)
 
     def _came(self, block: Block) -> None:
-        """Take in what was sent ahead, when it is there.
+        """Take in a block sent ahead, waiting for the copy if necessary.
 
         Raises:
-            Exception: the copy has failed; the block is where it was.
+            Exception: the copy failed; the block is where the block was before.
         """
         start, coming = time.perf_counter_ns(), block.coming
         assert coming is not None
-        if coming.copy.cancel():  # it stands in line behind others that nobody waits for
+        # The copy is still queued behind copies without a waiting unit, so this thread copies at once instead.
+        if coming.copy.cancel():
             try:
                 self._copy_at_once(block, coming)
             except BaseException:
@@ -481,33 +502,38 @@ class Pager:
                 raise
             self._made(_way_of(coming), block, "background", coming.copy.began_ns, coming.copy.ended_ns)
         self._take_in(block, coming)
-        self._awaited(block, start)  # noted when the block has said where it is
+        self._awaited(block, start)  # last, so that the record shows the block in its new place
 
     def _copy_at_once(self, block: Block, coming: Coming) -> None:
         if coming.host is not None:
             self.device.load([(coming.host, coming.data)])
             return
+        # Without a source on the host, the source is the device where the block still lives.
         assert block.home is not None
         assert block.data is not None
         self.device.take_over(block.home.device, [(block.data, coming.data)])
 
     def _take_in(self, block: Block, coming: Coming) -> None:
-        """What was sent ahead is there; as dirty as it was, which what was on the host is not."""
+        """Make a block sent ahead resident here.
+
+        The dirty flag carries over from the source device; a block copied from the host is clean.
+        """
         other = block.home
         if other is not None and block.leaving is not None:
             other.finish_leaving(block, is_noted=False)
         block.enter(State.RESIDENT)
         block.data, block.home = coming.data, self
-        block.coming = None  # last: whoever looks without the lock finds it on its way, or here
+        block.coming = None  # last: a reader without the lock finds the block either on the way or here, never nowhere
         block.moved()
         if isinstance(other, Pager):
             self._fetched()
             other.part_with(block)
 
     def settle(self, block: Block) -> None:
-        """Have what is under way of a block over, on any thread and under its lock: its host copy is wanted for room.
+        """Finish all background copies of a block, on any thread and under the block's lock, to free its host copy for room.
 
-        What comes is here before its unit asks, what leaves is written back; where a copy has failed nothing has changed.
+        An incoming copy becomes resident before its unit asks, and an outgoing copy ends as a write-back. After a
+        failed copy the block is as before.
         """
         coming = block.coming
         if coming is not None and coming.copy.wait_quietly():
@@ -519,12 +545,12 @@ class Pager:
             block.home.finish_leaving(block, is_noted=False)
 
     def finish_leaving(self, block: Block, *, keep: bool = False, is_noted: bool = True) -> None:
-        """Have a write-back in the background over; one that has failed, or never began, leaves the block dirty.
+        """Finish a background write-back; a write-back that failed or never began leaves the block dirty.
 
         Args:
-            block: it.
-            keep: it stays here, so that what has not begun need not.
-            is_noted: whether a unit waits for it.
+            block: block being written back.
+            keep: whether the block stays resident here, so that cancelling a queued write-back is noted in the record.
+            is_noted: whether the time is counted as waiting of a unit.
         """
         leaving, block.leaving = block.leaving, None
         assert leaving is not None
@@ -539,19 +565,19 @@ class Pager:
         if is_noted:
             self._awaited(block, start)
         if not is_made:
-            return  # whoever needs the room tries again, and hears of it
+            return  # still dirty; the next thread in need of the room tries again and gets the error
         block.dirty = False
         self.bytes_out[block.kind] += block.size
 
     def updated(self, owner: int, shard: int, began_ns: int, ended_ns: int) -> None:
-        """A shard of a trial has been updated on the host, beside this device. On any thread."""
+        """Count a shard's update on the host beside this device. Callable on any thread."""
         with self._lock:
             self.host_ns += ended_ns - began_ns
         if self.log is not None and ended_ns > began_ns:
             self.log.updated_on_host(self.device.name, owner, shard, began_ns, ended_ns)
 
     def _awaited(self, block: Block, since_ns: int) -> None:
-        """A unit has waited for a copy that was made in the background."""
+        """Count and record the time a unit has waited for a background copy."""
         now_ns = time.perf_counter_ns()
         self.waiting_ns += now_ns - since_ns
         if self.log is not None:
@@ -559,7 +585,7 @@ class Pager:
         note("await", [block], since_ns=since_ns)
 
     def _waited(self, what: str, block: Block, since_ns: int) -> None:
-        """A copy is made that somebody has waited for."""
+        """Count and record a copy made while a unit waited."""
         now_ns = time.perf_counter_ns()
         self.waiting_ns += now_ns - since_ns
         self._made(what, block, "waited", since_ns, now_ns)
@@ -568,25 +594,28 @@ class Pager:
     def _made(
         self, what: str, block: Block, how: str, began_ns: int, ended_ns: int, *, is_counted: bool = True
     ) -> None:
-        """A copy is over; `how` as in `EventLog.copied`, and whether it counts among the bytes."""
+        """Record a finished copy.
+
+        `how` is as in `EventLog.copied`; `is_counted` says whether the record includes the bytes.
+        """
         self.copying_ns += ended_ns - began_ns
         if self.log is not None:
-            shard, nbytes = getattr(block, "shard", None), block.size if is_counted else 0  # groups have one
+            shard, nbytes = getattr(block, "shard", None), block.size if is_counted else 0  # only groups have a shard
             self.log.copied(self.device.name, what, block.owner, block.kind, shard, nbytes, how, began_ns, ended_ns)
 
     # Room.
 
     def make_room(self, nbytes: int, wanted: Sequence[Block], held_bytes: int = 0) -> None:
-        """Take bytes on the ledger, spilling as needed.
+        """Take bytes on the ledger, spilling blocks as needed.
 
         Args:
-            nbytes: to take.
-            wanted: blocks that have to stay.
-            held_bytes: workspace that is taken already and has to stay.
+            nbytes: bytes to take.
+            wanted: blocks that must stay.
+            held_bytes: bytes of workspace that are taken already and must stay.
 
         Raises:
-            BudgetError: all that is more than the budget.
-            HydraTuneError: the trial that this thread works for is over.
+            BudgetError: the bytes, the wanted blocks and the workspace together exceed the budget.
+            HydraTuneError: the trial served by this thread is over.
         """
         here = sum(block.nbytes for block in wanted if block.home is self) + held_bytes
         if nbytes + here > self.ledger.budget_bytes:
@@ -601,21 +630,24 @@ class Pager:
             self.last_short = self.num_leases
             if self._spill_one(victims):
                 continue
+            # The order is computed once per pass and not per victim. After the last victim a fresh list is drawn,
+            # because other threads may have released or loaded blocks since.
             victims = iter(self.victims())
             if not self._spill_one(victims):
                 if self.ledger.try_take(nbytes, to_the_last=True):
                     return
                 if self.host is not None:
                     check_tenant()
-                # What is left here is being fetched by other devices' units at this moment.
+                # The remaining blocks are locked or being fetched by units of other devices at the moment. The wait has
+                # a timeout, because a victim does not notify the ledger when its lock becomes free.
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
     def hold(self, nbytes: int, let_go: Callable[[], None]) -> Held | None:
-        """Take room, as far as nothing has to leave for it, for what can be let go of; None if there is none.
+        """Take room for reproducible data if nothing has to be spilled for the room; return None if there is no room.
 
         Args:
-            nbytes: to take.
-            let_go: as of `Held`.
+            nbytes: bytes to take.
+            let_go: frees the data, as of `Held`.
         """
         if not self.ledger.try_take(nbytes):
             return None
@@ -625,7 +657,7 @@ class Pager:
         return held
 
     def part_with_held(self, held: Held) -> None:
-        """Its room is free again, if it was not before."""
+        """Give the room of `held` back, unless the room was given back before."""
         with self._lock:
             if held not in self._held:
                 return
@@ -633,22 +665,23 @@ class Pager:
         self.ledger.give_back(held.nbytes)
 
     def _let_go(self) -> bool:
-        """Have the first go of what is held; False if there is nothing."""
+        """Free the oldest of the held data; return False if there is none."""
         with self._lock:
             held = next(iter(self._held), None)
         if held is None:
             return False
+        # Outside the lock: `let_go` may free device memory and call back into the pager.
         held.let_go()
         held.release()
         return True
 
     def relieve(self) -> None:
-        """Have everything leave that is not pinned, what is on its way here included. On the worker's thread, between units."""
+        """Make every unpinned block leave, incoming blocks included. Call on the worker's thread, between units."""
         while self._let_go():
             pass
         residents = self.victims()
         clean = [block for block in residents if not block.dirty]
-        for block in (*clean, *residents):  # to write back may take host memory first
+        for block in (*clean, *residents):  # clean blocks first: writing back dirty blocks may need host memory
             try:
                 self._spill_one([block])
             except Exception as error:
@@ -656,9 +689,10 @@ class Pager:
                     raise
 
     def empty(self) -> None:
-        """Have everything leave for good. On the worker's thread, after its last unit.
+        """Make every block leave for good. Call on the worker's thread, after the last unit.
 
-        What cannot be written back now, for want of host memory or disk, stays until another device takes it over.
+        A block that cannot be written back now, for want of host memory or disk space, stays until another device takes
+        the block over.
         """
         for _ in range(_DEPARTURE_LOOKS):
             self.relieve()
@@ -666,17 +700,17 @@ class Pager:
                 is_fetched = any(block.pinned_for is not None for block in self._resident.values())
             if not is_fetched:
                 return
-            time.sleep(_PATIENCE_SECONDS)  # other devices' units are fetching it at this moment
+            time.sleep(_PATIENCE_SECONDS)  # units of other devices are fetching the pinned blocks at the moment
 
     def shrink(self, used_bytes: int) -> None:
-        """So many bytes were too much for the device: hold less from now on, beside what a unit itself needs."""
+        """Lower the limit after `used_bytes` proved too much for the device; a single unit may still exceed the limit."""
         ledger = self.ledger
         ledger.limit_bytes = min(ledger.limit_bytes, used_bytes * _LEFT_OF // _LEFT_IN)
 
     def fit(self, room: Room) -> None:
-        """Hold what a device has proved to have room for: less from now on, or more if its budget has never been too much.
+        """Set the limit to the room proved by the device: lower, or higher if the budget was never too much.
 
-        One unit needs no more than before: it may run on another device the next time, which has not proved that.
+        The most that one unit may need stays the same: the unit's next device has not proved the additional room.
         """
         ledger = self.ledger
         if room.limit_bytes < ledger.limit_bytes:
@@ -685,11 +719,14 @@ class Pager:
             ledger.limit_bytes = max(ledger.limit_bytes, ledger.budget_bytes + room.gain_bytes)
 
     def _spill_one(self, candidates: Iterable[Block]) -> bool:
-        """Spill the first block that can be; False if there is none."""
+        """Spill the first block that can leave; return False if there is none."""
         for block in candidates:
+            # Never wait for a victim's lock: the holder may be waiting for room on this device.
             if block.pinned_for is self or not block.lock.acquire(blocking=False):
                 continue
             try:
+                # Looked at again under the lock: a unit may have pinned the block, or another device taken the block,
+                # meanwhile.
                 if block.pinned_for is self or not self.has(block):
                     continue
                 if self.is_sent_off(block):
@@ -710,11 +747,14 @@ class Pager:
 
 
 def _way_of(coming: Coming) -> str:
-    """What comes, as of `EventLog.copied`."""
+    """Direction of an incoming copy, as of `EventLog.copied`."""
     return "across" if coming.host is None else "in"
 
 
 def _keeps_it_here(error: Exception) -> bool:
-    """Whether a block cannot be written back for now, as when disk or host are full: whoever needs its room hears why."""
+    """Whether an error means that a block cannot be written back for now, as with a full disk or host.
+
+    The error is not lost: the next unit in need of the block's room gets the error.
+    """
     is_fault = isinstance(error, BlockStateError)
     return not is_fault and (isinstance(error, HydraTuneError | OSError) or is_out_of_memory(error))

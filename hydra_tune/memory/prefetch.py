@@ -1,19 +1,22 @@
-"""Double buffering: what a device's next units need is sent ahead while the present one computes.
+"""Double buffering: sends the blocks of a device's next units ahead while the present unit computes.
 
-When a unit begins to compute, the pool is asked which blocks come next, in the order in which they are needed. Those that are
-on the host, or on another device where no unit works on them, get device memory from the worker's thread, and a background
-copy fills it; from another device they come as if they were fetched (`Pager.way_from`). Where that is over the host, which has
-not the bytes yet, the other device begins to write them back. Room is what the unit leaves: victims are the blocks that the
-next unit itself would choose. A clean one is dropped at once. A dirty one is written back in the background and gives its room
-the next time, when it is clean, or within a burst when a step ends after that; so are those that will have to go for the room
-that the next unit works in.
+When a unit begins to compute, the prefetcher asks the pool for the next blocks in the order of need. For each block on
+the host, or on another device and not in use there, the worker's thread allocates device memory, and a background copy
+fills the memory. A block from another device comes by the same way as a fetch (`Pager.way_from`); if the way leads over
+the host and the host lacks the bytes, the other device begins a write-back. The prefetcher uses the room left by the
+running unit. The victims are the blocks that the next unit itself would choose. A clean victim is dropped at once. A
+dirty victim is written back in the background and gives its room at the next call, or within a burst of steps when a
+step ends later. Victims for the workspace of the next unit are written back in the same way.
 
-With a host tier, what is on disk of those blocks is read now, to be sent when the next unit begins; what is on its way keeps
-its host copy; and a dirty block is written back only if the host has room for it without waiting (`memory/host.py`).
+Example: while the forward pass of shard 3 computes, the prefetcher copies shard 4 to the device and writes shard 1
+back, so the copies cost no time as long as they are shorter than the computation.
 
-Nothing of this binds anybody. What was sent for nothing is dropped like any clean block, a unit that comes too early waits for
-just the copies of its own blocks, and another device that wants a block does not wait at all if its copy has not begun. As long
-as everything fits, and nothing comes over a link from another device, nobody is asked and nothing is sent.
+With a host tier, the tier starts reading blocks on disk now, for sending when the next unit begins. A block under way
+keeps its host copy, and a dirty block is written back only if the host has room without waiting (`memory/host.py`).
+
+Prefetching binds no thread. A block sent in vain is dropped like any clean block. A unit that starts early waits only
+for the copies of its own blocks. Another device in need of a block does not wait if the copy has not begun. While
+everything fits and no block comes over a link from another device, the prefetcher neither asks nor sends.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,25 +32,25 @@ from hydra_tune.observe.turns import current_turn
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a unit needs on its device: blocks, those needed first at the front, and room to work in beside them."""
+    """Needs of a unit on its device: blocks in the order of need, and the workspace beside the blocks."""
 
     blocks: Sequence[Block]
     workspace_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Bytes of the blocks and of the workspace."""
         return sum(block.nbytes for block in set(self.blocks)) + self.workspace_bytes
 
 
 class Prefetch:
-    """Sends ahead to one device. To be called on the device's worker thread alone.
+    """Sends blocks ahead to a single device. Call only on the device's worker thread.
 
     Args:
-        pager: of the device.
+        pager: pager of the device.
 
     Attributes:
-        asks: says what the next units need, in their order; None: nobody knows.
+        asks: returns the needs of the next units, in order; None: the next units are unknown.
     """
 
     def __init__(self, pager: Pager) -> None:
@@ -58,22 +61,22 @@ class Prefetch:
         pager.begins, pager.pauses = self.begin, self.go_on
 
     def begin(self) -> None:
-        """A unit begins to compute."""
+        """Start prefetching when a unit begins to compute."""
         self._awaited = ()
         if self.asks is not None and (self._pager.is_short or self._pager.is_fetching):
             self.send(self.asks())
 
     def go_on(self) -> None:
-        """A unit of many steps is between two of them: what has waited for write-backs that are over by now is sent."""
+        """Send blocks whose room has become free, between two steps of a unit with many steps."""
         if self._awaited and all(copy.is_over for copy in self._awaited):
             self.send(self._needs)
 
     def end(self) -> None:
-        """The unit has ended, or is run once more: nothing is sent beside it, and nothing of other trials is held."""
+        """Stop prefetching after the unit has ended or before a second run, and hold no blocks of other trials."""
         self.asks, self._needs, self._awaited = None, (), ()
 
     def send(self, needs: Sequence[Need]) -> None:
-        """Send blocks, as far as there is room for them beside the unit that runs, and beside those that come before theirs."""
+        """Send blocks that fit beside the running unit and beside blocks needed earlier."""
         wanted = [block for need in needs for block in need.blocks]
         if self._pager.host is not None:
             self._pager.host.expect(wanted)
@@ -85,7 +88,7 @@ class Prefetch:
                     continue
                 room -= block.nbytes
                 if room < 0:
-                    break  # it would have to go again before its unit comes
+                    break  # the block would be spilled again before its unit starts
                 sent.add(block)
                 if block.home is not self._pager:
                     journey.send(block)
@@ -95,22 +98,22 @@ class Prefetch:
 
 
 class _Journey:
-    """What is done for one unit's sake; `wanted` stays where it is.
+    """Copies and write-backs started beside a single unit; `wanted` blocks stay in place.
 
     Attributes:
-        awaited: copies under way, for the room of what could not be sent.
+        awaited: copies under way whose room is needed for blocks not yet sent.
     """
 
     def __init__(self, pager: Pager, wanted: Sequence[Block]) -> None:
         self._pager, self._keep = pager, {id(block) for block in wanted}
         self._turn = current_turn()
-        self._owed_bytes = 0  # to blocks that have to wait until their victims are written back
+        self._owed_bytes = 0  # bytes for blocks that wait for victims being written back
         self.awaited: list[Copy] = []
 
     def send(self, block: Block) -> None:
-        """Send one block, unless it is on its way, or in use, or has no room."""
+        """Send a block, unless the block is under way or in use, or has no room."""
         if not block.lock.acquire(blocking=False):
-            return  # somebody is moving it at this moment
+            return  # another thread is moving the block at the moment
         try:
             is_free = block.coming is None and block.pinned_for is None and not block.is_loose
             if is_free and self._can_come(block) and self._make_room(block.nbytes):
@@ -119,7 +122,10 @@ class _Journey:
             block.lock.release()
 
     def _can_come(self, block: Block) -> bool:
-        """Whether there is anything to copy it from; if not, and a device has it, its write-back is begun. Under its lock."""
+        """Whether there is a source to copy from; if not, start the write-back on the device with the block.
+
+        Call under the block's lock.
+        """
         if block.home is not None and not self._comes_across(block):
             return self._is_clean(block) and block.host is not None
         return block.home is not None or block.host is not None
@@ -129,12 +135,12 @@ class _Journey:
         return isinstance(home, Pager) and self._pager.way_from(home, block) is not Reach.NONE
 
     def _start(self, block: Block) -> None:
-        """Under the block's lock; its bytes are taken."""
+        """Start the copy; the bytes must be taken. Call under the block's lock."""
         pager, device = self._pager, self._pager.device
         host = None if self._comes_across(block) else block.host
         if (
             host is None and block.home is None
-        ):  # what has made room needed some on the host, and had that of this block's copy
+        ):  # making room took host memory, and the host copy of this very block was given up
             pager.ledger.give_back(block.nbytes)
             return
         try:
@@ -146,19 +152,18 @@ class _Journey:
                 assert block.home is not None
                 copy = device.start_take_over(block.home.device, [(block.data, data)])
         except RuntimeError:
-            pager.ledger.give_back(
-                block.nbytes
-            )  # fragmented, or the other device is lost: what is only ahead can come later
+            pager.ledger.give_back(block.nbytes)  # fragmented, or the other device is lost: a prefetch is optional
             return
         pager.expect(block, Coming(pager, host, data, copy, pager.num_leases))
         self._note("ahead", block, copy, "in" if host is not None else "across")
 
     def _make_room(self, nbytes: int) -> bool:
-        """Take bytes on the ledger, if they can be had now; what could not be had now is made ready for the next time."""
+        """Take bytes on the ledger if possible now; otherwise start the write-backs that make the room for the next time."""
         ledger = self._pager.ledger
         if ledger.try_take(nbytes):
             return True
         short, victims = self._short_of(nbytes), self._victims()
+        # Enough room cannot be made, so no block is dropped in vain.
         if short > sum(block.nbytes for block in victims):
             return False
         for victim in victims:
@@ -167,11 +172,12 @@ class _Journey:
             short -= self._part_with(victim)
         if ledger.try_take(nbytes):
             return True
+        # The victims' future room belongs to this block; the blocks after this block must find more.
         self._owed_bytes += nbytes
         return False
 
     def make_ready(self, nbytes: int) -> None:
-        """Have written back what will have to go for so many bytes beside what the running unit has."""
+        """Write victims back ahead, so that `nbytes` beside the running unit can be had without waiting."""
         short = self._short_of(nbytes)
         for victim in self._victims() if short > 0 else ():
             if short <= 0 or not victim.lock.acquire(blocking=False):
@@ -192,7 +198,7 @@ class _Journey:
         return [block for block in self._pager.victims() if block.pinned_for is None and id(block) not in self._keep]
 
     def _part_with(self, victim: Block) -> int:
-        """Have a block leave, now or soon; returns its bytes, or 0 if it has to stay."""
+        """Make a block leave now or soon; return its bytes, or 0 if the block must stay."""
         if not victim.lock.acquire(blocking=False):
             return 0
         try:
@@ -202,7 +208,10 @@ class _Journey:
             victim.lock.release()
 
     def _goes(self, victim: Block) -> bool:
-        """Have an unpinned block leave, now or when a copy of it is over; False: it has to stay. Under its lock."""
+        """Make an unpinned block leave, now or after the end of its copy; return False if the block must stay.
+
+        Call under the block's lock.
+        """
         pager, coming = self._pager, victim.coming
         if coming is not None and pager.is_sent_off(victim):
             if coming.copy.is_over:
@@ -213,7 +222,7 @@ class _Journey:
         if coming is not None:
             if not coming.copy.is_over:
                 return False
-            del coming  # which has its memory
+            del coming  # `coming` holds a reference to the device memory to be freed
             pager.discard(victim)
         elif self._is_clean(victim):
             pager.release(victim)
@@ -225,7 +234,7 @@ class _Journey:
         return True
 
     def _is_clean(self, victim: Block) -> bool:
-        """Whether a block can be dropped now; if not, its write-back is begun. Under its lock."""
+        """Whether a block can be dropped now; if not, start its write-back. Call under the block's lock."""
         if victim.leaving is None:
             self._clean(victim)
         elif victim.leaving.is_over:
@@ -234,9 +243,9 @@ class _Journey:
         return not victim.dirty
 
     def _clean(self, victim: Block) -> None:
-        """Begin to write a block back, if it has to be and the host has room for it now. Under its lock."""
+        """Start to write a dirty block back if the host has room now. Call under the block's lock."""
         if not victim.dirty or victim.leaving is not None or victim.coming is not None or victim.is_loose:
-            return  # a loose block is gathered by whoever needs its room
+            return  # a loose block is gathered by the unit in need of its room
         assert victim.data is not None, "a dirty block is on its device"
         pager = victim.home
         assert isinstance(pager, Pager)
@@ -244,13 +253,14 @@ class _Journey:
         if host is None:
             return
         if victim.tier is not None:
-            victim.tier.written(victim)  # from now on, and not only when it is over
+            # at the start of the copy: the host copy changes from now on, so the file is stale
+            victim.tier.written(victim)
         victim.leaving = copy = pager.device.start_spill([(victim.data, host)])
         victim.enter(State.SPILLING)
         self._note("clean", victim, copy)
 
     def _note(self, what: str, block: Block, copy: Copy | None = None, way: str = "out") -> None:
-        """Tell the record of a run."""
+        """Add an event to the record of the run."""
         if self._turn is None:
             return
         self._turn.note(what, [block], block.size)

@@ -1,7 +1,7 @@
-"""What it looks like when memory really runs out, whatever the ledgers say, and where nothing can be done about it.
+"""Out-of-memory errors outside the ledgers: recognizes the errors and marks code that cannot be repeated afterwards.
 
-The ledgers know what the pool holds. What else there is on a device (other processes, fragmentation, what libraries take for
-themselves) they do not know, so an allocation may fail although its bytes are on the ledger.
+The ledgers know only the bytes of the pool. Other processes, fragmentation and the memory of libraries are unknown to
+the ledgers, so an allocation may fail although its bytes are on the ledger.
 """
 
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ import torch
 _SIGNS = (
     "DefaultCPUAllocator: ",  # "can't allocate memory", "not enough memory": its only errors
     "not enough memory: you tried to allocate",
-    "CUDA error: out of memory",  # of pinned host memory, and of what CUDA takes beside the caching allocator
+    "CUDA error: out of memory",  # raised for pinned host memory and for CUDA memory outside the caching allocator
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
 
 
 class NotRepeatableError(Exception):
-    """Memory has run out where what a unit has done by then cannot be undone; the cause is the error itself.
+    """Memory has run out at a point where the work of a unit cannot be undone; the cause is the original error.
 
     Args:
-        reason: what it was doing.
+        reason: the work in progress.
     """
 
     def __init__(self, reason: str) -> None:
@@ -31,7 +31,7 @@ class NotRepeatableError(Exception):
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that memory could not be had, on a device or on the host."""
+    """Whether an error reports exhausted memory, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
@@ -39,13 +39,13 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def not_repeatable(reason: str) -> Iterator[None]:
-    """Around what must not be begun a second time.
+    """Context for work that must not begin a second time.
 
     Args:
-        reason: what is done here, to go on from "it cannot be repeated, because".
+        reason: the work done inside, as a continuation of "it cannot be repeated, because".
 
     Raises:
-        NotRepeatableError: memory has run out meanwhile.
+        NotRepeatableError: memory has run out inside.
     """
     try:
         yield

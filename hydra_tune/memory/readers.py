@@ -1,11 +1,12 @@
-"""`Readers`: while a trial's own code may read its tensors, none of their bytes goes away under it.
+"""`Readers`: keeps the memory of a trial's tensors alive while the trial's own code may read the tensors.
 
-Between units a trial's blocks are not pinned: other devices' workers and the disk's thread move them as they need the room. The
-tensors are pointed at the new place, where the same bytes are, but whoever has begun to read may still be at the old one. So
-what the tensors leave stays until the code has ended. Nothing waits for that: the room counts as free, and is, that much later.
+Between units, a trial's blocks are not pinned: workers of other devices and the disk's thread move the blocks to make
+room. A move points the tensors at the new place of the same bytes, but a reader already under way may still use the old
+place. Memory left behind therefore stays alive until the code has ended. No thread waits for the end: the ledger counts
+the room as free at once, and the room becomes free a little later.
 
-Note: in common. What nobody trains may be one object in several trials, such as a frozen embedding. As long as that is so, none
-of them moves it: another may be computing with it.
+Note: tensors in common. An untrained tensor, such as a frozen embedding, may be a single object in several trials. No
+trial moves such a tensor, because another trial may be computing with it.
 """
 
 import threading
@@ -16,15 +17,15 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-_LOCK = threading.Lock()  # of what is in common; held for microseconds, inside a trial's lock
+_LOCK = threading.Lock()  # guards tensors in common; held for microseconds, inside a trial's lock
 _ALL: "weakref.WeakSet[Readers]" = weakref.WeakSet()
 
 
 class Readers:
-    """Those of one trial's tensors."""
+    """Readers of a single trial's tensors."""
 
     def __init__(self) -> None:
-        self._untrained: Counter[int] = Counter()  # by `id`: in how many of the trial's groups it is
+        self._untrained: Counter[int] = Counter()  # by `id` of a tensor: number of the trial's groups with the tensor
         with _LOCK:
             _ALL.add(self)
         self._lock = threading.Lock()  # held for microseconds, inside a block's lock
@@ -33,7 +34,7 @@ class Readers:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """The code runs; may be entered again within."""
+        """Context around code that may read the tensors; may be nested."""
         with self._lock:
             self._count += 1
         try:
@@ -44,15 +45,15 @@ class Readers:
                 self._count -= 1
                 if not self._count:
                     left, self._left = self._left, left
-            del left  # to free it may take a while
+            del left  # freed outside the lock, because freeing may take a while
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
-        """A group of the trial has these parameters or buffers."""
+        """Note that a group of the trial has these parameters or buffers."""
         with _LOCK:
             self._untrained.update(id(tensor) for tensor in tensors if not tensor.requires_grad)
 
     def let_go(self, tensors: Sequence[Tensor]) -> None:
-        """It has them no longer."""
+        """Note that a group of the trial no longer has these tensors."""
         with _LOCK:
             for key in map(id, tensors):
                 if self._untrained[key] > 1:
@@ -61,18 +62,19 @@ class Readers:
                     del self._untrained[key]
 
     def in_common(self, tensors: Sequence[Tensor]) -> set[int]:
-        """Those of these tensors, by `id`, that another trial has as well."""
+        """Tensors, by `id`, that another trial has as well."""
         keys = [id(tensor) for tensor in tensors if not tensor.requires_grad]
         with _LOCK:
             others = [other._untrained for other in _ALL if other is not self and other._untrained] if keys else []  # noqa: SLF001
             return {key for key in keys if any(key in other for other in others)}
 
     def point(self, tensors: Sequence[Tensor], views: Sequence[Tensor]) -> set[int]:
-        """Have tensors be views of another place with the same bytes; those in common stay, and are returned by `id`."""
+        """Point tensors at another place of the same bytes; return the tensors in common, by `id`, which stay in place."""
         with self._lock:
             if self._count:
+                # The old memory is kept for readers that may already hold a pointer to the memory.
                 self._left += [tensor.data for tensor in tensors]
-            with _LOCK:  # so that no other trial takes one up meanwhile
+            with _LOCK:  # so that no other trial takes a tensor up meanwhile
                 stay = self._in_common(tensors)
                 pairs = [pair for pair in zip(tensors, views, strict=True) if id(pair[0]) not in stay]
                 for tensor, view in pairs:

@@ -1,12 +1,15 @@
-"""What autograd saves for a backward, kept on the host until the backward asks for it.
+"""Keeps tensors saved by autograd on the host until the backward pass reads them.
 
-For units that run the user's own code and therefore cannot be cut or recomputed: their activations are spilled instead.
+Used for units that run the user's own code: such units cannot be cut or recomputed, so their activations are spilled
+instead. `SavedTensors` registers saved-tensor hooks, copies large saved tensors to the host in `pack`, and loads the
+copies back in `unpack`.
 
-Note: as autograd would. Without hooks autograd keeps a saved tensor alive and, when the backward reads it, refuses one that
-was overwritten in place meanwhile, which it sees by a version counter that all views of the tensor share. With hooks it checks
-nothing. So each packed tensor comes with a *counter*: an empty tensor that shares the version counter and holds no memory. What
-is unpacked shares the counter as well, so that a backward that overwrites what it was given is noticed too. And as long as the
-saved storage is alive for other reasons, the backward reads that storage and not the copy, as it would without hooks.
+Note: fidelity to autograd. Without hooks, autograd keeps a saved tensor alive and refuses a tensor overwritten in place
+before the backward pass. Autograd detects the overwrite by a version counter shared by all views of the tensor. With
+hooks, autograd checks nothing. Each packed tensor therefore comes with a *counter*: an empty tensor that shares the
+version counter and holds no memory. An unpacked tensor shares the counter as well, so a backward pass that overwrites
+its input is noticed too. While other references keep the saved storage alive, the backward pass reads the storage and
+not the copy, as without hooks.
 """
 
 import functools
@@ -25,11 +28,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Geometry, whole_storage
 
-SMALL_BYTES = 4096  # storages below stay on the device: a copy would cost more than the room is worth
+SMALL_BYTES = 4096  # smaller storages stay on the device: a copy would cost more than the room is worth
 
 
 class HostCopy:
-    """The bytes of one storage on the host, for all saved tensors that are views of it.
+    """Host copy of a storage, shared by all saved tensors on the storage.
 
     Args:
         tensor: a tensor on the storage.
@@ -39,14 +42,14 @@ class HostCopy:
     def __init__(self, tensor: Tensor, host: Tensor) -> None:
         self.host = host
         self._counter, self._version = counter_of(tensor), tensor._version  # noqa: SLF001 - torch has no other name for it
-        # Weak references also keep the storages' addresses from being used again.
+        # Weak references also keep the addresses of the storages from being reused.
         self._original = _weak(tensor.untyped_storage())
         self._loaded: StorageWeakRef | None = None
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a view of the copied storage, and nobody has overwritten that since.
+        """Whether the tensor is a view of the copied storage, unchanged since the copy.
 
-        Views with a counter of their own (`unsafe_chunk`, which GRUs are made of) have a copy of their own.
+        Views with a separate version counter (`unsafe_chunk`, as used by GRUs) need a separate copy.
         """
         known = [self._original.cdata] if self._loaded is None else [self._original.cdata, self._loaded.cdata]
         same = tensor.untyped_storage()._cdata in known  # noqa: SLF001 - the storage's identity
@@ -54,18 +57,18 @@ class HostCopy:
         return same and unchanged and _share_counter(self._counter, tensor)
 
     def storage(self) -> torch.UntypedStorage | None:
-        """A storage on the device with these bytes, if there is one still."""
+        """Storage on the device with these bytes, or None if no such storage is alive."""
         found = _alive(self._original)
         return found if found is not None or self._loaded is None else _alive(self._loaded)
 
     def loaded(self, storage: torch.UntypedStorage) -> None:
-        """The bytes are on the device again."""
+        """Note that `storage` holds the bytes on the device again."""
         self._loaded = _weak(storage)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Packed:
-    """A saved tensor: where its bytes are, and how it was when it was saved."""
+    """A saved tensor: place of the bytes, and geometry and version at the time of saving."""
 
     bytes: HostCopy | Tensor
     geometry: Geometry
@@ -74,15 +77,15 @@ class Packed:
 
 
 class SavedTensors:
-    """Sends what autograd saves to the host.
+    """Sends tensors saved by autograd to the host.
 
     Args:
-        device: the device that the unit runs on.
-        stays: whether a tensor's storage stays on the device anyway (state, the batch), so that it is only referred to.
+        device: device of the unit.
+        stays: whether a tensor's storage stays on the device anyway (state, the batch), so that a reference is enough.
 
     Attributes:
         bytes_out, bytes_in: bytes spilled and loaded so far.
-        peak_bytes: the most the copies have taken on the host at once.
+        peak_bytes: most bytes of host copies at once.
     """
 
     def __init__(self, device: Device, stays: Callable[[Tensor], bool]) -> None:
@@ -95,19 +98,19 @@ class SavedTensors:
         self._copies: weakref.WeakValueDictionary[int, HostCopy] = weakref.WeakValueDictionary()
 
     def hooks(self) -> AbstractContextManager[object]:
-        """Autograd saves through this object while the context is entered."""
+        """Context in which autograd saves tensors through this object."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Packed:
-        """Called by autograd when it saves a tensor; detached, because a node must not keep itself alive."""
+        """Pack a tensor for autograd; the tensor is detached, because a node must not keep itself alive."""
         held = self._copy_of(tensor) if self._moves(tensor) else tensor.detach()
         return Packed(held, Geometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
 
     def unpack(self, packed: Packed) -> Tensor:
-        """Called by autograd when a backward reads a saved tensor.
+        """Return a saved tensor to a backward pass.
 
         Raises:
-            RuntimeError: the tensor was overwritten in place after it was saved, as autograd itself would say.
+            RuntimeError: the tensor was overwritten in place after saving; the message is autograd's own.
         """
         present = packed.counter._version  # noqa: SLF001
         if present != packed.version:
@@ -115,12 +118,13 @@ class SavedTensors:
         held = packed.bytes
         if isinstance(held, Tensor):
             return held
+        # Detached from the counter and not new: the result must share the version counter of the saved tensor.
         tensor = packed.counter.detach()
         tensor.data = packed.geometry.view(self._on_device(held))
         return tensor
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Whether a tensor is an ordinary one on the device, and large enough."""
+        """Whether a tensor is an ordinary and large enough tensor on the device."""
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
         return (
             plain
@@ -144,6 +148,7 @@ class SavedTensors:
         host = self._device.on_host(lambda: self._device.host_empty(nbytes))
         self._device.spill([(flat, host)])
         copy = HostCopy(tensor, host)
+        # The copy dies with the last packed tensor, so no explicit release is needed when a graph is freed.
         weakref.finalize(copy, self._let_go, nbytes)
         self.bytes_out += nbytes
         self._host_bytes += nbytes
@@ -161,22 +166,22 @@ class SavedTensors:
             self.bytes_in += flat.numel()
             storage = flat.untyped_storage()
             copy.loaded(storage)
-            # A backward may save it again, for a second derivative.
+            # A backward pass may save the loaded tensor again, for a second derivative.
             self._copies[storage._cdata] = copy  # noqa: SLF001
         return storage
 
 
 class SheddingTensors(SavedTensors):
-    """Keeps what autograd saves where it is, until somebody needs the room: then it goes to the host, and all that follows.
+    """Keeps saved tensors in place until room is needed; then all saved tensors, present and future, go to the host.
 
-    Gradients of `torch.func`, which refuse hooks, run as they do where there are none: what they save stays where it is.
+    Gradients of `torch.func` refuse hooks and run as without hooks: their saved tensors stay in place.
 
     Args:
         device, stays: as of `SavedTensors`.
-        kept: told of each tensor that is to stay where it is; may have all of them go to the host (`shed`).
+        kept: receives each tensor that is to stay in place; may send all of the tensors to the host (`shed`).
 
     Attributes:
-        is_shedding: whether that has happened.
+        is_shedding: whether the tensors have been sent to the host.
     """
 
     def __init__(self, device: Device, stays: Callable[[Tensor], bool], kept: Callable[[Tensor], None]) -> None:
@@ -186,12 +191,12 @@ class SheddingTensors(SavedTensors):
         self._kept: weakref.WeakSet[Packed] = weakref.WeakSet()
 
     def hooks(self) -> AbstractContextManager[object]:
-        """Autograd saves through this object while the context is entered, but for what gradients of `torch.func` save."""
+        """Context in which autograd saves tensors through this object, except tensors saved by gradients of `torch.func`."""
         _let_transforms_by()
         return super().hooks()
 
     def pack(self, tensor: Tensor) -> Packed:
-        """Called by autograd when it saves a tensor."""
+        """Pack a tensor for autograd, in place or on the host."""
         if self.is_shedding or not self._moves(tensor):
             return super().pack(tensor)
         self._note_kept(tensor)
@@ -202,10 +207,11 @@ class SheddingTensors(SavedTensors):
         return packed
 
     def _has_shed(self) -> bool:
-        return self.is_shedding  # which may have changed meanwhile
+        # asked anew: `_note_kept` may have called `shed`
+        return self.is_shedding
 
     def shed(self) -> None:
-        """Send all that is kept to the host, and all that will be saved."""
+        """Send all kept tensors, and all tensors saved from now on, to the host."""
         if self.is_shedding:
             return
         self.is_shedding = True
@@ -216,7 +222,7 @@ class SheddingTensors(SavedTensors):
 
 
 class _Suspended(threading.local):
-    """The hooks that a transform on this thread has put aside."""
+    """Hooks put aside by a transform on this thread."""
 
     saved: SheddingTensors | None = None
 
@@ -226,9 +232,10 @@ _SUSPENDED = _Suspended()
 
 @functools.cache
 def _let_transforms_by() -> None:
-    """Have `torch.func` put hooks of `SheddingTensors` aside for as long as it wants none, where it would refuse to run.
+    """Have `torch.func` put hooks of `SheddingTensors` aside where `torch.func` would otherwise refuse to run.
 
-    Only these, and only where they are the innermost: with hooks of the user's own it refuses as it would in a plain loop.
+    Only hooks of `SheddingTensors` are put aside, and only as the innermost hooks: with hooks of the user, `torch.func`
+    refuses as in a plain loop.
     """
     torch_hooks: Any = torch._C._autograd  # noqa: SLF001 - torch has no public name for any of these
     disable, enable = torch_hooks._saved_tensors_hooks_disable, torch_hooks._saved_tensors_hooks_enable  # noqa: SLF001
@@ -261,7 +268,7 @@ def _let_transforms_by() -> None:
 
 
 def overwritten(geometry: Geometry, present: int, expected: int) -> RuntimeError:
-    """What autograd says of a saved tensor that was overwritten in place."""
+    """Autograd's error for a saved tensor that was overwritten in place."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{geometry.dtype} {list(geometry.shape)}] is at version {present}; expected version {expected} instead"
@@ -269,14 +276,14 @@ def overwritten(geometry: Geometry, present: int, expected: int) -> RuntimeError
 
 
 def counter_of(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares a tensor's version counter and none of its memory."""
+    """Return an empty tensor that shares a tensor's version counter and none of the memory."""
     counter = tensor.detach()
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 
 
 def _share_counter(counter: Tensor, tensor: Tensor) -> bool:
-    """Whether two tensors have one version counter: what moves one moves the other."""
+    """Whether two tensors share a version counter: incrementing a shared counter shows on both."""
     before = tensor._version  # noqa: SLF001
     with _unsafe_preserve_version_counter(counter):
         torch.autograd.graph.increment_version(counter)

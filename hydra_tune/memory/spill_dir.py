@@ -1,10 +1,10 @@
-"""The folder that a pool spills to: made in `spill_dir`, ours alone, gone at the end, and swept up after a crash.
+"""The folder for a pool's spilled blocks: created in `spill_dir`, private, removed at the end, swept after a crash.
 
-Note: whose is what. A pool makes one folder of mode 0700 and holds a lock on the file `lock` in it for its whole life. The
-kernel lets go of the lock when the process ends, however it ends, so a folder of that name, of this user, whose lock is free
-was left by a crash. Of such a folder only files are removed that have the names this module gives, and the folder itself only
-once it is empty. Making and sweeping take turns by a lock on `spill_dir` itself, so that nobody sweeps a folder that is only
-just being made.
+Note: ownership. A pool creates a folder of mode 0700 and holds a lock on the file `lock` in the folder for its whole
+life. The kernel releases the lock at the end of the process, however the process ends. A folder with such a name, of
+this user and with a free lock was therefore left by a crash. Of such a folder, only files with names given by this
+module are removed, and the folder itself only once empty. Creating and sweeping exclude each other by a lock on
+`spill_dir` itself, so that no process sweeps a folder just being created.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ _LEAST_FREE_BYTES = 64 * 2**20
 
 
 def file_name(number: int) -> str:
-    """Name of the file of the block with this number."""
+    """Return the name of the file of the block with this number."""
     return f"block-{number}.bin"
 
 
 def check_spill_dir(path: object) -> Path:
-    """The folder to spill to, absolute.
+    """Return the folder for spilling as an absolute path.
 
     Raises:
-        ConfigError: it is no folder, is a symlink, cannot be written by us or can be tampered with by others, or is on a full
-            file system.
+        ConfigError: the path is not a folder, is a symlink, cannot be written by this user, can be tampered with by
+            other users, or is on a full file system.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"spill_dir must be the path of a folder, not {path!r}")
@@ -69,17 +69,18 @@ def check_spill_dir(path: object) -> Path:
 
 
 class SpillFolder:
-    """A folder of this process's own in `spill_dir`; what crashed processes have left there is removed first.
+    """A private folder of this process in `spill_dir`; folders left by crashed processes are removed first.
 
     Args:
-        spill_dir: as `check_spill_dir` returns it.
+        spill_dir: as returned by `check_spill_dir`.
 
     Attributes:
-        path: of the new folder.
-        descriptor: the folder, open: files are named relative to it, so that nothing is followed that was moved there.
+        path: path of the new folder.
+        descriptor: open descriptor of the folder; files are opened relative to the descriptor, so that a folder moved
+            to the path is not followed.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be created.
     """
 
     def __init__(self, spill_dir: Path) -> None:
@@ -99,22 +100,22 @@ class SpillFolder:
         self._lock = lock
 
     def open(self, name: str, flags: int) -> int:
-        """Open a file of the folder, mode 0600 if it is new."""
+        """Open a file of the folder, with mode 0600 if new."""
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:
-        """Remove a file of the folder, if it is there."""
+        """Remove a file of the folder, if present."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes free on its file system."""
+        """Free bytes on the folder's file system."""
         found = os.fstatvfs(self.descriptor)
         return found.f_bavail * found.f_frsize
 
     def close(self) -> None:
-        """Remove the folder and all files that are ours."""
+        """Remove the folder and all files with names given by this module."""
         with contextlib.suppress(OSError), _alone_in(self._parent):
             _empty(self.descriptor)
             self.path.rmdir()
@@ -124,19 +125,19 @@ class SpillFolder:
 
 @contextlib.contextmanager
 def _alone_in(spill_dir: Path) -> Iterator[None]:
-    """No other process of ours makes or sweeps folders here meanwhile."""
+    """Context in which no other process of hydra-tune creates or sweeps folders in `spill_dir`."""
     descriptor = os.open(spill_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)  # which also lets go of the lock
+        os.close(descriptor)  # closing also releases the lock
 
 
 def _sweep(spill_dir: Path) -> None:
     for entry in os.scandir(spill_dir):
         if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            with contextlib.suppress(OSError):  # gone meanwhile, or not ours to remove: left as it is
+            with contextlib.suppress(OSError):  # gone meanwhile, or not ours to remove: left in place
                 if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                     _remove_if_stale(Path(entry.path))
 
@@ -145,7 +146,7 @@ def _remove_if_stale(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if is_locked(descriptor):
-            return  # the process that made it lives; without a lock it died before there was anything in it
+            return  # the process is alive; a folder without a lock file was left by a crash before the first spill
         _empty(descriptor)
     finally:
         os.close(descriptor)
@@ -153,7 +154,7 @@ def _remove_if_stale(folder: Path) -> None:
 
 
 def _empty(folder: int) -> None:
-    """Remove the files that are ours by name, the lock last."""
+    """Remove the files with names given by this module, the lock last."""
     names = [name for name in os.listdir(folder) if _FILE.fullmatch(name)]
     for name in (*names, LOCK):
         with contextlib.suppress(FileNotFoundError):

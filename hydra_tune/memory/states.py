@@ -27,7 +27,7 @@ NUM_KEPT = 8
 
 
 class State(StrEnum):
-    """Where a block is, and what is done with it."""
+    """Place of a block, and the operation in progress."""
 
     HOST = "on host"
     LOADING = "loading"
@@ -50,14 +50,14 @@ FOLLOWING: dict[State, frozenset[State]] = {
 
 
 def impossible(what: str, number: int, owner: int | None, states: Iterable[State], wanted: State) -> BlockStateError:
-    """The error of a change that cannot be.
+    """Return the error for a change of state that is not allowed.
 
     Args:
-        what: the block holds.
-        number: of the block.
-        owner: the trial, if it is known.
-        states: what the block has been, the present state last.
-        wanted: what it was to be.
+        what: content of the block.
+        number: number of the block.
+        owner: the trial, if known.
+        states: states of the block so far, the present state last.
+        wanted: the refused state.
     """
     story = list(states)
     whose = "no trial" if owner is None else f"trial {owner}"

@@ -1,4 +1,4 @@
-"""Whose bytes the tiers of memory hold, so that an error of the disk ends the trial whose bytes it is about, and no other."""
+"""Owners of the bytes in the memory tiers, so that a disk error ends only the trial with the affected bytes."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -9,13 +9,13 @@ from hydra_tune.errors import HydraTuneError
 
 
 class Tenant:
-    """One trial, as the tiers of memory know it.
+    """A trial as seen by the memory tiers.
 
     Args:
-        on_failure: told once, on any thread, that bytes of the trial could not be kept; it must not wait for blocks.
+        on_failure: called once, on any thread, when bytes of the trial could not be kept; must not wait for blocks.
 
     Attributes:
-        failure: why; what is on the host of its bytes may be thrown away from then on.
+        failure: the error; from then on the trial's host copies may be thrown away.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
@@ -25,7 +25,7 @@ class Tenant:
         self._lock = threading.Lock()
 
     def fail(self, error: BaseException) -> None:
-        """Bytes of the trial could not be kept."""
+        """Note that bytes of the trial could not be kept; only the first error counts."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -33,14 +33,14 @@ class Tenant:
         self._on_failure(error)
 
     def stop(self) -> None:
-        """The trial has been cancelled or pruned: nothing of it need wait for room any more."""
+        """Note that the trial has been cancelled or pruned, so that no thread waits for room on its behalf."""
         self._is_stopped = True
 
     def check(self) -> None:
-        """Called by what works for the trial, before it waits or reads.
+        """Raise if the trial is over; call before waiting or reading on the trial's behalf.
 
         Raises:
-            HydraTuneError: its bytes could not be kept, or it has been stopped.
+            HydraTuneError: bytes of the trial could not be kept, or the trial has been stopped.
         """
         if self.failure is not None:
             raise self.failure
@@ -49,7 +49,7 @@ class Tenant:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """What this thread does meanwhile, it does for the trial."""
+        """Context in which this thread works for the trial."""
         token = _AT_WORK.set(self)
         try:
             yield
@@ -61,12 +61,12 @@ _AT_WORK: ContextVar[Tenant | None] = ContextVar("tenant at work", default=None)
 
 
 def tenant_at_work() -> Tenant | None:
-    """Whom this thread works for; None where nobody has said."""
+    """Return the trial served by this thread, or None if unknown."""
     return _AT_WORK.get()
 
 
 def check_tenant() -> None:
-    """`Tenant.check` of whom this thread works for."""
+    """Call `Tenant.check` for the trial served by this thread, if any."""
     tenant = tenant_at_work()
     if tenant is not None:
         tenant.check()

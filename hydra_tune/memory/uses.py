@@ -1,52 +1,54 @@
-"""When a block is needed next, told from when it was used, or by whoever knows.
+"""Predicts the next use of a block from its past uses, or from a caller that knows the next use.
 
-Note: a training step repeats itself. Optimizer state is used once in a step, parameters two or three times at distances that
-come again in the next step. So the distances between a block's last uses tell the next one. Times are counted in units of the
-whole pool. A block that is overdue belongs to a trial that waits, and the longer it has waited the later it is taken to come.
+Note: periodicity. A training step repeats. Optimizer state is used once per step; parameters are used two or three
+times, at distances repeated in the next step. The distances between a block's last uses therefore predict the next
+distance. Time is counted in units of the whole pool. An overdue block belongs to a waiting trial: the longer the delay,
+the later the predicted use.
 """
 
 import itertools
 from collections import deque
 from collections.abc import Sequence
 
-AHEAD = 4  # units: a backward and an update are two, so this is two shards ahead
+AHEAD = 4  # in units: a backward and an update are two units, so the window covers two shards
 _PATTERNS = (1, 2, 3)  # uses of a block in a step
 _KEPT = 2 * _PATTERNS[-1] + 1
 
 
 class Uses:
-    """The last uses of one block.
+    """The last uses of a block.
 
     Args:
-        now: it has just been made, which counts as a use.
+        now: time of creation, which counts as a use.
     """
 
     __slots__ = ("_expected", "_times")
 
     def __init__(self, now: int) -> None:
         self._times = deque([now], maxlen=_KEPT)
-        self._expected: int | None = None  # when, by whoever knows; until it comes true, or has not for long
+        self._expected: int | None = None  # announced time of the next use; until the use, or until long overdue
 
     def add(self, now: int) -> None:
-        """It is used now."""
+        """Note a use at time `now`."""
         self._times.append(now)
         self._expected = None
 
     def expect(self, time: int) -> None:
-        """It will be used then, says who knows more than its last uses tell."""
+        """Note an announced use at `time`, which overrides the prediction."""
         self._expected = time
 
     def distance(self, now: int) -> int:
-        """In how many units it is needed next, as far as can be told."""
+        """Predicted number of units until the next use."""
+        # The absolute value: an overdue block counts as the more distant the longer the delay.
         expected = self._told(now)
         return abs((self._times[-1] + self._gap() if expected is None else expected) - now)
 
     def is_soon(self, now: int) -> bool:
-        """Whether it is known to be needed soon."""
+        """Whether a use is known or predicted to be soon."""
         return self._told(now) is not None or (self._gap() > 0 and self.distance(now) <= AHEAD)
 
     def _told(self, now: int) -> int | None:
-        """When somebody has said that it will be used, as long as that may still come true."""
+        """Announced time of the next use, unless long overdue."""
         expected = self._expected
         return expected if expected is not None and now - expected <= AHEAD else None
 
@@ -55,7 +57,7 @@ class Uses:
 
 
 def _next_gap(gaps: Sequence[int]) -> int:
-    """The number that follows, if the last ones come again in turn; 0, as for one that is due, where nothing is known yet."""
+    """Predict the next gap by the period that best explains the last gaps; 0, as for a due block, without enough gaps."""
     known = [period for period in _PATTERNS if 2 * period <= len(gaps)]
     if not known:
         return 0
