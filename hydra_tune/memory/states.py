@@ -1,4 +1,4 @@
-"""The states of a block, and which may follow which.
+"""The states of a block, and the allowed changes of state.
 
                              taken in, or loaded while a unit waits
                      +-----------------------------------------------+
@@ -10,11 +10,11 @@
        |             +--------------------------------------------+ spilling
        +---------------- its host copy has gone before -----------+
 
-    dropped: from everywhere but loading and spilling, which end first; nothing follows
+    dropped: from every state but loading and spilling, which end first; nothing follows
 
-"loading" and "spilling" are copies in the background; one that a unit waits for is made under the block's lock, and over when
-anybody can look. A block that one device takes over from another is resident before and after. A block may be resident, or
-computing, and on the host or on disk as well; its state says where it is used from.
+"loading" and "spilling" are background copies. A copy awaited by a unit is made under the block's lock and is over before
+any other thread can look. A block taken over by another device is resident before and after. A resident or computing
+block may also be on the host or on disk; the state names the place from which the block is used.
 """
 
 from collections.abc import Iterable

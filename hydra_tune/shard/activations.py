@@ -1,17 +1,20 @@
-"""Whether a shard's activations wait for its backward, on the device or on the host, or are computed again.
+"""Chooses for each shard whether its activations are kept for the backward (on the device or on the host) or recomputed.
 
-Note: the rule. Computing again costs the seconds of the shard's forward. What is kept costs nothing as long as nothing else
-wants its room; otherwise it goes to the host and comes back, which costs two copies. So `"auto"` keeps a shard's activations
-where that saves more seconds than two copies take, nothing of them hidden behind other work; and also where it saves any, and
-all units of the trial fit beside what is kept, so that it never has to move. Shards from the last on: theirs wait for the
-shortest time. What is kept is in the pager's hands like any other block, so a rule that was wrong costs time and never room.
+Note: the rule. Recomputing costs the time of the shard's forward. Keeping costs nothing while nothing else needs the
+room; otherwise the activations go to the host and come back, at the cost of two copies. With `"auto"`, a shard's
+activations are kept if keeping saves more seconds than two copies take, with no copy time hidden behind other work. The
+activations are also kept if keeping saves any time and all units of the trial fit beside all kept activations, so that
+the activations never move. Shards are tried from the last to the first, because the activations of the last shard wait
+for the shortest time. The pager handles kept activations like any other block, so a wrong choice costs time but never
+room.
 
-Source: the choice between swap and recompute of mu-TWO (section 4.3), for shards instead of tensors. Differs: idle times are
-not weighed, because among what is kept the pager spills first what is needed last.
+Source: the choice between swap and recompute of mu-TWO (section 4.3), for shards instead of tensors. Differs: idle
+times are not weighed, because the pager spills the kept activations with the most distant next use first.
 
-Differs, on GPUs: what units and copies take there is not known when the plan is made on the host, so `"auto"` recomputes.
+Differs, on GPUs: the times of units and copies on the GPU are unknown when the plan is made on the host, so `"auto"`
+recomputes.
 
-Note: no clock. The seconds that are weighed are estimates (`shard/estimate.py`, `devices/link.py`), the same each time.
+Note: no clock. The weighed seconds are estimates (`shard/estimate.py`, `devices/link.py`), equal on each run.
 """
 
 import math
@@ -27,13 +30,13 @@ from hydra_tune.task import Activations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What there is to keep activations in.
+    """Room for keeping activations.
 
     Attributes:
-        capacity_bytes: the most that one unit may take on a device.
-        budget_bytes: of a device.
-        trials: that share a device.
-        host_bytes: of the host, for one trial; None for as much as it likes.
+        capacity_bytes: most bytes for a single unit on a device.
+        budget_bytes: budget of a device.
+        trials: number of trials that share a device.
+        host_bytes: host memory for a single trial; None: unlimited.
     """
 
     capacity_bytes: int
@@ -43,19 +46,20 @@ class Room:
 
 
 def keeping(plan: Plan, pilot: Pilot, wanted: Activations, room: Room) -> Plan:
-    """The plan with the activations of all shards kept where they can be and the units still fit a device.
+    """Return the plan with the activations of all shards kept, where keeping is possible and the units still fit a device.
 
     Args:
-        plan: recomputes everywhere.
-        pilot: of its step.
-        wanted: by the task.
-        room: what there is.
+        plan: plan that recomputes everywhere.
+        pilot: pilot of the plan's step.
+        wanted: choice of the task.
+        room: available room.
 
     Returns:
-        A plan that differs in what its shards do with activations, and in what they cost; `plan` itself if nothing can be kept.
+        A plan with other `activations` and costs of its shards; `plan` itself if nothing can be kept.
     """
     if wanted == "recompute" or plan.mode != "train":
         return plan
+    # The last shard has no separate forward unit, so there is nothing to keep.
     *before, last = plan.shards
     shards = [_keeping(shard, pilot, wanted, room) for shard in before]
     return replace(plan, shards=(*shards, last)) if any(shard.keeps_activations for shard in shards) else plan
@@ -64,16 +68,16 @@ def keeping(plan: Plan, pilot: Pilot, wanted: Activations, room: Room) -> Plan:
 def chosen(
     plan: Plan, kept: Plan, seconds: UnitSeconds, kept_seconds: UnitSeconds, link: Link | None, room: Room
 ) -> Plan:
-    """The plan that keeps activations where that is worth it; see the note above.
+    """Return the plan that keeps activations where keeping is worthwhile; see the note above.
 
     Args:
-        plan: recomputes everywhere.
-        kept: keeps what can be kept.
-        seconds: that the units of `plan` are taken to need.
-        kept_seconds: those of `kept`.
-        link: how fast copies are taken to be; None where the units' seconds are not those of the devices, so that nothing
-            can be compared.
-        room: what there is.
+        plan: plan that recomputes everywhere.
+        kept: plan that keeps everything that can be kept.
+        seconds: estimated seconds of the units of `plan`.
+        kept_seconds: estimated seconds of the units of `kept`.
+        link: estimated speed of copies; None if the units' seconds are not seconds of the devices, so that a comparison
+            is impossible.
+        room: available room.
     """
     if link is None:
         return plan
@@ -95,7 +99,7 @@ def chosen(
 
 
 def seconds_of(plan: Plan, seconds: UnitSeconds, kept_seconds: UnitSeconds) -> UnitSeconds:
-    """Of the units of a plan that keeps the activations of some shards."""
+    """Return the seconds of the units of a plan that keeps the activations of some shards."""
 
     def pick(computed: Sequence[float], kept: Sequence[float]) -> tuple[float, ...]:
         flags = (shard.keeps_activations for shard in plan.shards)
@@ -114,10 +118,10 @@ def _keeping(shard: Shard, pilot: Pilot, wanted: Activations, room: Room) -> Sha
 
 
 def _spare_host_bytes(plan: Plan, room: Room) -> float:
-    """What the host has left for kept activations that are spilled, so that keeping them never keeps a trial out.
+    """Host memory left for kept activations that are spilled, so that keeping never keeps a trial out.
 
-    Never less than nothing: a graph that refers only to parameters and to values that wait anyway keeps no bytes, and is worth
-    keeping wherever the trial's state is.
+    Never below zero: a graph that refers only to parameters and to waiting values keeps no bytes, and is worth keeping
+    wherever the trial's state is.
     """
     if room.host_bytes is None:
         return math.inf
@@ -129,12 +133,12 @@ def _total(seconds: UnitSeconds, index: int) -> float:
 
 
 def _copied_seconds(shard: Shard, link: Link) -> float:
-    """Of sending what a shard keeps to the host and getting it back."""
+    """Seconds for sending a shard's kept activations to the host and back."""
     return 2 * link.seconds(shard.cost.kept_bytes, shard.cost.kept_blocks)
 
 
 def _never_moves(shards: Sequence[Shard], room: Room) -> bool:
-    """Whether at each unit there is room for what the shards before it have kept."""
+    """Whether each unit has room beside the kept activations of all earlier shards."""
     waiting = 0
     for shard in shards:
         if shard.cost.peak_bytes + waiting * room.trials > room.budget_bytes:

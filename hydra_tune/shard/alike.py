@@ -1,8 +1,8 @@
-"""Which candidate shards of a graph are alike: equal but for names and positions, so that the pilot runs but one of them.
+"""Finds candidate shards that are alike, that is, equal but for names and positions, so that the pilot runs only one of them.
 
-The layers of a deep model are alike, and so are candidates that begin and end at the same places of different layers. A key
-holds all that a unit's bytes depend on: operators and constants in order, who uses what, the geometry of what comes from
-outside, which of that lies on one storage, what has gradients, what is overwritten, and what later shards use.
+The layers of a deep model are alike, and so are candidates with the same start and end within different layers. A key
+holds everything that decides a unit's bytes: operators and constants in order, the users of each value, the geometry of
+values from outside, common storages among such values, gradients, overwrites, and uses by later shards.
 """
 
 import operator
@@ -21,10 +21,10 @@ _UNKNOWN = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """What is known of a candidate before it is cut.
+    """Properties of a candidate before the cut.
 
     Attributes:
-        key: equal for candidates that are alike; None if that cannot be told.
+        key: equal for candidates that are alike; None if the likeness is unknown.
         state: canonical names of the parameters and buffers used, in argument order.
     """
 
@@ -33,11 +33,11 @@ class Likeness:
 
 
 class Likenesses:
-    """Tells which candidates of one captured step are alike.
+    """Finds candidates of a single captured step that are alike.
 
     Args:
         captured: the step.
-        analysis: its facts.
+        analysis: facts about the step.
         given: constants, batch tensors and state by placeholder, as fake tensors.
     """
 
@@ -64,7 +64,7 @@ class Likenesses:
         self._tokens = [self._token(node) for node in self._nodes]
 
     def of(self, first: int, last: int) -> Likeness:
-        """Of the nodes `first` up to, not including, `last`."""
+        """Likeness of the nodes `first` up to, not including, `last`."""
         seen = _Seen(self, first, last)
         body = tuple(
             (self._tokens[position], *(seen.reference(argument) for argument in self._nodes[position].all_input_nodes))
@@ -83,7 +83,7 @@ class Likenesses:
         )
 
     def _token(self, node: fx.Node) -> object:
-        """The operator with its plain arguments; what cannot be compared is unknown."""
+        """Operator with its plain arguments; `_UNKNOWN` for an operator that cannot be compared."""
         is_plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem  # noqa: SLF001
         if node.op != "call_function" or not is_plain:
             return _UNKNOWN
@@ -99,7 +99,7 @@ class Likenesses:
         return value is not None and value.requires_grad
 
     def describe(self, node: fx.Node, first: int, last: int, storages: dict[object, int]) -> Hashable | None:
-        """What comes from outside; None if it is nothing plain."""
+        """Description of a value from outside; None if the value is not a plain tensor."""
         captured, name = self._captured, node.name
         if name in captured.state:
             own = captured.state[name]
@@ -121,13 +121,13 @@ class Likenesses:
         return ("value", number, _geometry(node.meta["val"]), value.storage_bytes, value.requires_grad, later)
 
     def position(self, node: fx.Node) -> int | None:
-        """Of a computing node."""
+        """Position of a computing node."""
         return self._index.get(node)
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What a candidate has used from outside so far, numbered as it came."""
+    """Values from outside used by a candidate so far, numbered in the order of first use."""
 
     likenesses: Likenesses
     first: int
@@ -138,7 +138,7 @@ class _Seen:
     is_known: bool = True
 
     def reference(self, node: fx.Node) -> int:
-        """A number for an argument: from 0 within the candidate, below 0 outside."""
+        """Number of an argument: from 0 within the candidate, below 0 outside."""
         position = self.likenesses.position(node)
         if position is not None and position >= self.first:
             return position - self.first
@@ -155,7 +155,10 @@ def _geometry(tensor: Tensor) -> Hashable:
 
 
 def _plain(value: Any) -> Hashable:
-    """Arguments with their nodes left out: `all_input_nodes` has these, each once, in this order; so repeats are numbered."""
+    """Arguments with nodes left out, but with repeated nodes numbered.
+
+    `all_input_nodes` lists each node once, in the same order, so the numbers tell which arguments are the same node.
+    """
     seen: dict[fx.Node, int] = {}
 
     def walk(item: Any) -> Hashable:

@@ -1,8 +1,8 @@
-"""What each node of a captured graph makes, keeps alive and overwrites, and where the graph may be cut.
+"""Analyses a captured graph: results, lifetimes and overwrites of each node, and the positions of allowed cuts.
 
-Found by one run of the graph on fake tensors: nothing is computed and nothing is allocated. A cut is a position between two
-nodes; it is allowed where the values that cross it are plain tensors whose storages nobody overwrites later behind the
-back of another value (see `_overwrite_hazards`).
+The analysis runs the graph once on fake tensors, so nothing is computed and nothing is allocated. A cut is a position
+between two nodes. A cut is allowed where the crossing values are plain tensors whose storages are not overwritten later
+behind the back of another value (see `_overwrite_hazards`).
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ _RUNNING_STATISTICS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """What a node makes, where that is one tensor."""
+    """Result of a node that makes a single tensor."""
 
     storage: int
     storage_bytes: int
@@ -41,15 +41,15 @@ class Analysis:
     """Facts about a captured graph; positions count the nodes of `Captured.nodes`.
 
     Attributes:
-        values: node name -> its tensor; nodes that make tuples or nothing are missing.
-        cuts: positions at which the graph may be cut, ascending, without 0 and the end.
+        values: node name -> the node's tensor; nodes that make tuples or nothing are missing.
+        cuts: positions of allowed cuts, ascending, without 0 and the end.
         crossing_bytes: bytes of the values that cross each position.
-        written_state: canonical names of the buffers the step overwrites.
-        written_values: position of an overwriting node -> all nodes that see the storage it overwrites.
+        written_state: canonical names of the buffers overwritten by the step.
+        written_values: position of an overwriting node -> all nodes that see the overwritten storage.
         stochastic: positions of the nodes that draw random numbers.
-        draws: what stands for these where they draw from a generator of the trial.
-        layers: for each position the name of the module the node came from ("" outside any).
-        classes: for each position the class of that module, as `module.name`.
+        draws: random operators whose draws are known beforehand.
+        layers: for each position the name of the node's module ("" outside any).
+        classes: for each position the class of the node's module, as `module.name`.
     """
 
     values: dict[str, Value]
@@ -68,10 +68,11 @@ class _Recorder:
     """Collects facts while the graph runs on fake tensors."""
 
     values: dict[str, Value] = field(default_factory=dict)
-    keep: dict[str, Tensor] = field(default_factory=dict)  # storages are told apart by address, so none may be freed
+    # storages are identified by address, so no storage may be freed
+    keep: dict[str, Tensor] = field(default_factory=dict)
 
     def settle(self) -> None:
-        """A tensor made without gradients has them once values with gradients were written into it, or into a view."""
+        """Update `requires_grad`: a tensor gains gradients when values with gradients are written into the tensor or a view."""
         for name, tensor in self.keep.items():
             self.values[name] = replace(self.values[name], requires_grad=tensor.requires_grad)
 
@@ -99,7 +100,7 @@ class _Interpreter(DrawFinder):
 
 
 def fake_like(mode: FakeTensorMode, spec: StateSpec) -> Tensor:
-    """A fake tensor of a parameter's or buffer's geometry; a leaf that requires gradients if the parameter does."""
+    """Return a fake tensor of a parameter's or buffer's geometry; a leaf with gradients if the parameter has gradients."""
     with mode:
         fake = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
     return fake.requires_grad_(spec.requires_grad)
@@ -108,7 +109,7 @@ def fake_like(mode: FakeTensorMode, spec: StateSpec) -> Tensor:
 def placeholders(
     captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor, ...], mode: FakeTensorMode
 ) -> dict[str, Tensor]:
-    """Fake tensors for all the graph's inputs, tied names bound to one tensor."""
+    """Return fake tensors for all the graph's inputs, with tied names bound to a single tensor."""
     state = {name: fake_like(mode, specs[name]) for name in dict.fromkeys(captured.state.values())}
     found = {placeholder: state[name] for placeholder, name in captured.state.items()}
     found |= {placeholder: mode.from_tensor(tensor) for placeholder, tensor in captured.constants.items()}
@@ -117,15 +118,15 @@ def placeholders(
 
 
 def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor, ...]) -> Analysis:
-    """Run the graph on fake tensors and find where it may be cut.
+    """Run the graph on fake tensors and find the allowed cuts.
 
     Args:
         captured: the graph.
         specs: the model's state by canonical name.
-        batch: the tensors of a batch, for their geometry only.
+        batch: tensors of a batch, for their geometry only.
 
     Raises:
-        CaptureError: the graph overwrites a parameter, so that no part of it could be computed a second time.
+        CaptureError: the graph overwrites a parameter or its batch, so that no part could be computed a second time.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = placeholders(captured, specs, batch, mode)
@@ -165,7 +166,7 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
 
 
 def _last_cut(captured: Captured) -> int:
-    """In training the last shard must hold the loss, for the backward begins there: what comes after stays with it."""
+    """Last position of a cut; in training, nodes after the loss stay with the loss, because the backward starts there."""
     nodes = captured.nodes
     if captured.mode != "train":
         return len(nodes) - 1
@@ -173,7 +174,7 @@ def _last_cut(captured: Captured) -> int:
 
 
 def _written_arguments(node: fx.Node) -> list[str]:
-    """Names of the nodes whose tensors this node overwrites."""
+    """Names of the nodes whose tensors are overwritten by this node."""
     if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
         return _written_bybody_of(node)
     schema = node.target._schema  # noqa: SLF001
@@ -187,7 +188,7 @@ def _written_arguments(node: fx.Node) -> list[str]:
 
 
 def _written_bybody_of(node: fx.Node) -> list[str]:
-    """What a higher-order operator (a `no_grad` or autocast region) overwrites among its operands."""
+    """Operands overwritten by a higher-order operator (a `no_grad` or autocast region)."""
     found: list[str] = []
     for position, argument in enumerate(node.args):
         body = body_of(node, argument)
@@ -205,7 +206,7 @@ def _written_bybody_of(node: fx.Node) -> list[str]:
 
 
 def _view_base(node: fx.Node) -> fx.Node:
-    """The node whose storage a chain of views and in-place operators goes back to."""
+    """Node at the start of a chain of views and in-place operators, which owns the storage."""
     while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
         schema = node.target._schema  # noqa: SLF001
         if not schema.returns or schema.returns[0].alias_info is None:
@@ -231,7 +232,7 @@ def _written_storages(writes: list[tuple[int, str]], values: dict[str, Value]) -
 
 
 def _last_uses(nodes: list[fx.Node]) -> dict[str, int]:
-    """Node name -> position of its last user; the graph's output counts as the position after the last node."""
+    """Node name -> position of the node's last user; the graph's output counts as the position after the last node."""
     index = {node: position for position, node in enumerate(nodes)}
     last: dict[str, int] = {}
     for node in nodes[0].graph.nodes if nodes else ():
@@ -240,9 +241,10 @@ def _last_uses(nodes: list[fx.Node]) -> dict[str, int]:
 
 
 def _crossings(nodes: list[fx.Node], values: dict[str, Value]) -> tuple[list[int], list[bool]]:
-    """For each position the bytes that cross it, and whether all that crosses is plain tensors."""
+    """For each position, the bytes that cross, and whether all crossing values are plain tensors."""
     last = _last_uses(nodes)
     size = len(nodes) + 1
+    # Differences per position, summed up below: a walk over all pairs would be quadratic in the nodes.
     change, blocked = [0] * (size + 1), [0] * (size + 1)
     for position, node in enumerate(nodes):
         end = last[node.name]
@@ -261,11 +263,11 @@ def _crossings(nodes: list[fx.Node], values: dict[str, Value]) -> tuple[list[int
 
 
 def _overwrite_hazards(captured: Captured, values: dict[str, Value], writes: list[tuple[int, str]]) -> set[int]:
-    """Positions where a cut would separate a value from what overwrites it.
+    """Positions where a cut would separate a value from its overwriter.
 
-    A value that crosses a cut reaches the later shard as a tensor of its own. If that shard overwrites it, no other crossing
-    value may share its storage (it would not see the change), and nobody may read the old value afterwards. A storage that
-    belongs to the state must not be overwritten while a view of it crosses.
+    A value that crosses a cut reaches the later shard as a separate tensor. If the later shard overwrites the value, no
+    other crossing value may share the storage, because the other value would not see the change, and no node may read
+    the old value afterwards. A storage of the state must not be overwritten while a view of the storage crosses.
     """
     nodes = captured.nodes
     last = _last_uses(nodes)

@@ -1,8 +1,8 @@
-"""What a step's Python asks of values, answered for a capture, which has none.
+"""Answers the questions of a step's Python about values during a capture, which has no values.
 
-A capture runs the step on tensors without values, so that `if mask.all():` is an error in it, or is avoided by code that
-notices the capture and takes another path. Where all that is asked follows from the batch, an eager run gives the answers, in
-order, and the capture is given them. The plan then holds for batches with the same answers, which its guard sees to.
+A capture runs the step on tensors without values. `if mask.all():` is then an error, or code notices the capture and
+takes another path. If all questions follow from the batch, an eager run gives the answers, in order, and the capture
+receives the answers. The plan then holds for batches with the same answers, as its guard ensures.
 """
 
 import sys
@@ -34,16 +34,16 @@ _UNSEEN = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__arr
 
 
 def ask(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> list[Answer]:
-    """Run the forward of a step eagerly and note what its Python asks of values.
+    """Run the forward of a step eagerly and note the questions of its Python about values.
 
     Args:
         task: describes the step.
         twin: a copy of the trial's model; left in an undefined state.
         mode: "train" or "evaluate".
-        batch: a batch; the step may change it.
+        batch: a batch; the step may change the batch.
 
     Returns:
-        The answers in order; empty if nothing was asked, or something that does not follow from the batch alone.
+        The answers in order; empty if nothing was asked, or if a question does not follow from the batch alone.
     """
     recorder = Recorder(batches.flatten(batch).tensors)
     noted = _Noting(recorder)
@@ -53,7 +53,7 @@ def ask(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> list[Answer]
 
 
 class _Noting(TorchFunctionMode):
-    """Notes each call that reads a value and returns it to Python."""
+    """Notes each call that reads a value and returns the value to Python."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ class _Noting(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if self._recorder.num_reads > before and not isinstance(
             result, torch.Tensor
-        ):  # an operator may read for itself
+        ):  # an operator may read a value for itself
             self.is_complete = self.is_complete and isinstance(result, bool | int | float)
             self.answers.append((func, result))
         return result
 
 
 class _Answering(TorchFunctionMode):
-    """Gives the answers to the calls that asked for them, in the same order."""
+    """Gives the answers to the calls that asked, in the same order."""
 
     def __init__(self, answers: list[Answer]) -> None:
         super().__init__()
@@ -92,10 +92,10 @@ class _Answering(TorchFunctionMode):
 
 @contextmanager
 def answering(answers: list[Answer]) -> Iterator[None]:
-    """Answer what the code inside asks, as it was answered before.
+    """Context that answers the questions of the code inside as before.
 
     Raises:
-        CaptureError: the code has not asked all of it.
+        CaptureError: the code has not asked all of the questions.
     """
     if not answers:
         yield

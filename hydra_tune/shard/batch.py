@@ -1,7 +1,7 @@
-"""Batches as trees: their tensor leaves, and the signature a capture is valid for.
+"""Batches as trees: their tensor leaves, and the signature for which a capture is valid.
 
-An exported graph is valid for one batch structure only: shapes, dtypes and every plain Python value in the batch are baked
-into it. The signature holds all of these.
+An exported graph is valid for a single batch structure: shapes, dtypes and every plain Python value of the batch are
+baked into the graph. The signature holds all of these.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ _MEMCMP.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def plain_mappings(batch: Any) -> Any:
-    """The batch with every mapping that is not a dict made one (tokenizers return such), which export requires."""
+    """Return the batch with every mapping turned into a dict, as required by export (tokenizers return other mappings)."""
     if isinstance(batch, Mapping):
         return {key: plain_mappings(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -40,35 +40,36 @@ TENSOR = _Marker.TENSOR
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """A batch taken apart: its tensors in tree order, and all the rest."""
+    """A batch taken apart: its tensors in tree order, and the rest."""
 
     tensors: tuple[Tensor, ...]
     signature: Hashable
     spec: pytree.TreeSpec
     values: tuple[Any, ...]  # TENSOR where a tensor was
-    copies: tuple[tuple[Tensor, Tensor], ...]  # (as in the batch, as in `tensors`), where these are not one
+    copies: tuple[tuple[Tensor, Tensor], ...]  # (tensor of the batch, tensor in `tensors`), where the two differ
 
     def hand_back(self) -> None:
-        """Let what has changed in the tensors show in the batch, where a tensor had to be copied.
+        """Copy changes of the tensors back to the batch, where a tensor had to be copied.
 
-        What has not changed is not written: others may be computing with the batch, or it may be memory that takes no writes.
+        Unchanged tensors are not written: other threads may be computing with the batch, or the memory may be
+        read-only.
         """
         for original, copy in self.copies:
             if not same_bits(original, copy):
                 original.copy_(copy)
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> Any:
-        """The batch again, with other tensors in the places of its own."""
+        """Return the batch with other tensors in place of its own."""
         fresh = iter(tensors)
         return pytree.tree_unflatten([next(fresh) if v is TENSOR else v for v in self.values], self.spec)
 
     def without_tensors(self) -> "Leaves":
-        """The same structure, keeping no tensor alive."""
+        """Return the same structure without tensors, to keep no tensor alive."""
         return replace(self, tensors=(), copies=())
 
 
 def copied(batch: Any) -> Any:
-    """The same batch in tensors of its own."""
+    """Return a copy of the batch with new tensors."""
     leaves = flatten(batch)
     return leaves.rebuild(tuple(tensor.clone() for tensor in leaves.tensors))
 
@@ -80,7 +81,7 @@ def flatten(batch: Any) -> Leaves:
         batch: any nesting of tuples, lists and dicts of tensors and plain Python values.
 
     Raises:
-        TaskError: a leaf that no capture could be keyed by (it is not hashable), or a tensor that is not dense.
+        TaskError: a leaf is not hashable, so no capture could be keyed by the leaf, or a tensor is not dense.
     """
     found, spec = pytree.tree_flatten(plain_mappings(batch))
     values = [_compact(value) if isinstance(value, Tensor) else value for value in found]
@@ -97,7 +98,7 @@ def flatten(batch: Any) -> Leaves:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """The tensor with a storage of its own: a slice of a data set must not drag the whole set to a device."""
+    """Return the tensor with a separate storage: a slice of a data set must not drag the whole set to a device."""
     if tensor.is_nested:
         raise TaskError(
             "a batch may hold dense tensors, and one of this batch's is nested, whose samples differ in length; pad it in the "
@@ -121,7 +122,7 @@ def _hashable(value: object) -> Hashable:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of the whole storage under a tensor: what keeping the tensor alive keeps alive."""
+    """Bytes of the whole storage under a tensor, all kept alive by the tensor."""
     return tensor.untyped_storage().nbytes()
 
 
@@ -129,9 +130,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal to the last bit, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    # What is conjugate or negative by a flag alone has other bytes than it says.
+    # The bytes of a tensor with a conjugate or negative flag differ from its values.
     left, right = (each.detach().resolve_conj().resolve_neg().contiguous() for each in (a, b))
     if left.is_cpu and right.is_cpu:
-        # Not an operator: modes that watch what a unit computes on see none of it, and it takes no memory.
+        # Not an operator: dispatch modes around a unit do not see the comparison, and no memory is allocated.
         return not _MEMCMP(left.data_ptr(), right.data_ptr(), left.numel() * left.element_size())
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))

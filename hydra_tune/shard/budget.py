@@ -1,4 +1,4 @@
-"""`Budget`: what plans are cut for."""
+"""`Budget`: the constraints of plans."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,27 +9,29 @@ from hydra_tune.shard.activations import Room
 from hydra_tune.shard.partition import NumShards
 from hydra_tune.shard.placement import OptimizerPlacement, Speeds
 
-_BUFFERS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4)  # of a device's memory, for "auto"
+_BUFFERS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4)  # fractions of a device's memory, for "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What plans are cut for.
+    """Constraints of plans: memory of the devices and the host, and options of the pool.
 
     Args:
         budget_bytes: memory of the smallest device.
-        buffer_fraction: part of it kept free next to a running shard; nothing is kept where the whole model fits. "auto": as
-            little as the parameters of any shard need, so that all that comes next can be sent ahead.
+        buffer_fraction: part of the memory kept free beside a running shard; nothing is kept free if the whole model
+            fits. "auto": the smallest buffer that holds the parameters of any shard, so that all next blocks can be
+            sent ahead.
         alignment: bytes to which the devices align allocations.
         num_shards: see `Partitioner.partition`.
-        optimizer_placement: where optimizer state stays and updates are made; "auto": see `placement.py`.
-        speeds: of the machine, which "auto" asks for.
+        optimizer_placement: place of optimizer state and updates; "auto": see `placement.py`.
+        speeds: speeds of the machine, needed by "auto".
         trials: trials in flight for each device.
-        host_bytes: host memory for each trial in flight; None for as much as it likes.
-        link: how fast the devices' copies are, if that can be compared with seconds measured on the host.
+        host_bytes: host memory for each trial in flight; None: unlimited.
+        link: speed of the devices' copies, if comparable with seconds measured on the host.
         checks_sample: whether a plan may be checked with a few samples of its batch; see `sample.py`.
-        counts_draws: whether a batch draws as many random numbers on each device, so that later ones can be drawn before it.
-        host_threads: intra-op threads to check plans with, which changes nothing but the time that takes.
+        counts_draws: whether a batch draws the same number of random numbers on each device, so that later batches can
+            draw first.
+        host_threads: intra-op threads for checking plans; only the time of a check depends on the number.
     """
 
     budget_bytes: int
@@ -47,17 +49,17 @@ class Budget:
 
     @property
     def buffers(self) -> tuple[int, ...]:
-        """Bytes that could be kept free next to a running shard, the least first."""
+        """Candidate sizes in bytes of the buffer beside a running shard, in ascending order."""
         tried = _BUFFERS if self.buffer_fraction == "auto" else (self.buffer_fraction,)
         return tuple(int(self.budget_bytes * fraction) for fraction in tried)
 
     @property
     def sends_ahead(self) -> bool:
-        """Whether what comes next is sent to a device while it computes."""
+        """Whether the next blocks are sent to a device during computation."""
         return self.buffer_fraction != 0
 
     def room(self, buffer_bytes: int) -> Room:
-        """What there is to keep activations in, beside a buffer."""
+        """Room for keeping activations, beside a buffer."""
         return Room(
             capacity_bytes=self.budget_bytes - buffer_bytes,
             budget_bytes=self.budget_bytes,

@@ -1,7 +1,7 @@
-"""Capture of model and step as one flat graph of aten operators, by `torch.export(strict=False)`.
+"""Captures model and step as a flat graph of aten operators, by `torch.export(strict=False)`.
 
-The graph takes state, constants and batch tensors as inputs and holds no tensor of any trial, so one capture serves every
-trial of the same architecture. Knows nothing of cutting or memory.
+The graph takes state, constants and batch tensors as inputs and holds no tensor of any trial, so a capture serves every
+trial of the same architecture. The module knows nothing of cutting or memory.
 """
 
 import sysconfig
@@ -30,7 +30,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """One parameter or buffer of a model, without its values."""
+    """A parameter or buffer of a model, without its values."""
 
     name: str
     is_parameter: bool
@@ -47,12 +47,12 @@ class Captured:
     Attributes:
         module: the graph; placeholders are state, constants and batch leaves, the output is a tuple of scalars.
         mode: "train" or "evaluate".
-        state: placeholder name -> canonical name of the parameter or buffer (tied names share one).
-        constants: placeholder name -> tensor the code created or closed over.
+        state: placeholder name -> canonical name of the parameter or buffer (tied names share a canonical name).
+        constants: placeholder name -> tensor created or closed over by the code.
         inputs: placeholder name -> index among the batch's tensors.
         outputs: names of the output nodes, in the order of `names`.
-        names: what the outputs are: `("loss",)` or the metrics.
-        precision: what it is to be run in; casts are not part of the graph.
+        names: names of the outputs: `("loss",)` or the metrics.
+        precision: precision of the run; casts are not part of the graph.
     """
 
     module: fx.GraphModule
@@ -71,13 +71,13 @@ class Captured:
 
 
 def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter and buffer object of a model once, under its first name; lazy ones not before they have a shape."""
+    """Yield each parameter and buffer object of a model once, under its first name; lazy tensors only with a shape."""
     yield from (named for named in model.named_parameters() if not is_lazy(named[1]))
     yield from (named for named in model.named_buffers() if not is_lazy(named[1]))
 
 
 def state_specs(model: nn.Module) -> dict[str, StateSpec]:
-    """What the model's state looks like, by canonical name."""
+    """Specs of the model's state, by canonical name."""
     return {
         name: StateSpec(
             name=name,
@@ -94,17 +94,17 @@ def state_specs(model: nn.Module) -> dict[str, StateSpec]:
 def capture(
     task: TrainTask, twin: nn.Module, batch: Any, mode: str, answering: AbstractContextManager[object] | None = None
 ) -> Captured:
-    """Capture one step of a model; for another precision than float32, inside `precision.autocast`.
+    """Capture a step of a model; for a precision other than float32, call inside `precision.autocast`.
 
     Args:
         task: describes the step.
         twin: a copy of the trial's model, which the capture may disturb.
         batch: a batch of the shapes to capture for.
         mode: "train" or "evaluate".
-        answering: entered around the step's code.
+        answering: context around the step's code.
 
     Raises:
-        CaptureError: `torch.export` could not capture it; the message gives the reason and the user's line.
+        CaptureError: `torch.export` could not capture the step; the message gives the reason and the user's line.
         TaskError, MetricError: the step itself is wrong (not a scalar, ...).
     """
     mend_lstm_shapes()
@@ -121,14 +121,14 @@ def capture(
 
 
 def describe(error: BaseException) -> str:
-    """The first line of an error and the innermost line of code that is not torch's or ours."""
+    """Return the first line of an error, with the innermost line of code outside torch and hydra_tune."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     line = user_line(error)
     return f"{type(error).__name__}: {text}" + (f" (at {line})" if line else "")
 
 
 def user_line(error: BaseException) -> str | None:
-    """`file:line: code` of the innermost frame outside torch and hydra_tune, or None."""
+    """Return `file:line: code` of the innermost frame outside torch and hydra_tune, or None."""
     foreign = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -145,16 +145,17 @@ def user_line(error: BaseException) -> str | None:
 
 @contextmanager
 def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> Iterator[None]:
-    """Let the model's code believe that it runs eagerly.
+    """Make the model's code believe in an eager run.
 
-    Code that asks `torch.compiler.is_exporting()` wants to make a graph that holds for other inputs too, and so takes other
-    operators. Ours holds for this kind of batch alone and has to be what the eager step does.
+    Code that asks `torch.compiler.is_exporting()` wants a graph for other inputs too, and takes other operators. The
+    captured graph serves only a single kind of batch, and must do the same as the eager step.
     """
     forward = wrapper.forward
 
     @wraps(forward)
     def run(*arguments: Any) -> Any:
         flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag  # noqa: SLF001
+        # The flags belong to the process; captures hold the gate alone, so no other thread sees the change.
         torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False  # noqa: SLF001
         try:
             with answering, _RefusingHooks():
@@ -170,7 +171,7 @@ def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> 
 
 
 class _RefusingHooks(TorchFunctionMode):
-    """Refuses hooks on activations: a graph has none, and on one batch they may change nothing."""
+    """Refuses hooks on activations: a graph has no hooks, and a check on a single batch may not notice the difference."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

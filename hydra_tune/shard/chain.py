@@ -1,21 +1,24 @@
-"""One step of one trial as a chain of shard units, over a store that keeps the values between units.
+"""A step of a trial as a chain of shard units over a store that keeps the values between units.
 
-Training runs F0 .. F(K-2), then B(K-1), B(K-2) .. B0. The last shard has no forward unit: its backward unit is its forward.
-A forward unit puts what crosses cuts into the store and, where the plan says that the shard's activations are kept, what
-autograd has saved as well; its graph waits here for the backward unit. Otherwise the backward unit computes its shard a second
-time, with gradients. For that to give the same values, a forward unit first saves the generator's state and the buffers it is
-about to overwrite; the recompute starts from these and what it overwrites is thrown away, so BatchNorm counts once.
+Training runs F0 .. F(K-2), then B(K-1), B(K-2) .. B0. The last shard has no forward unit, because its backward unit
+includes the forward. A forward unit puts the values that cross cuts into the store. If the plan keeps the shard's
+activations, the unit also stores the tensors saved by autograd, and the chain holds the graph for the backward unit.
+Otherwise the backward unit computes its shard a second time, with gradients. To reproduce the same values, a forward
+unit first saves the generator's state and the buffers it is about to overwrite. The recompute starts from the saved
+buffers, and its own changes of buffers are thrown away, so BatchNorm counts once.
 
-Note: what a unit is given stays as it is until the unit has all its results (`Store.settle`), but for what a graph has kept and
-its backward frees in passing. So a unit that fails before can be run again (`train/undo.py`), a backward unit by recomputing.
+Note: undo. The inputs of a unit stay unchanged until the unit has all its results (`Store.settle`), except storages
+kept by a graph and freed during the backward. A unit that fails earlier can therefore be run again (`train/undo.py`), a
+backward unit by recomputing.
 
-Note: kept, and yet recomputed. An autograd graph belongs to the device it was made on: on another GPU its nodes would refuse
-their operands. The scheduler is free to place the backward unit there, because binding it would leave devices idle, so such a
-unit gives the graph up and recomputes. All CPU devices are one device to autograd, and there the graph serves anywhere. For
-this a forward unit that keeps also saves what a recompute needs.
+Note: kept, and yet recomputed. An autograd graph belongs to the device of its forward; on another GPU the graph's nodes
+would refuse their operands. The scheduler is free to place the backward unit on another device, because binding the
+unit would leave devices idle. Such a unit drops the graph and recomputes. All CPU devices are the same device to
+autograd, so there the graph works everywhere. For this reason a forward unit that keeps its graph also saves the inputs
+of a recompute.
 
-Keys of the store are `value`, `gradient of a value`, `gradient of a parameter`, `saved buffer` and `kept storage`; see the
-functions below.
+Keys of the store are `value`, `gradient of a value`, `gradient of a parameter`, `saved buffer` and `kept storage`; see
+the functions below.
 """
 
 from collections.abc import Sequence
@@ -48,46 +51,46 @@ def earlier_gradient_key(name: str) -> str:
 
 
 def saved_key(shard: int, name: str) -> str:
-    """Key of a buffer as it was before the shard's forward unit."""
+    """Key of a buffer's value before the shard's forward unit."""
     return f"saved:{shard}:{name}"
 
 
 def kept_key(shard: int, number: int) -> str:
-    """Key of a storage that the graph of the shard's forward unit has saved."""
+    """Key of a storage saved by the graph of the shard's forward unit."""
     return f"kept:{shard}:{number}"
 
 
 class Store(Protocol):
-    """Where a chain's tensors are; everything is on the unit's device while the unit runs."""
+    """Store of a chain's tensors; during a unit, all tensors are on the unit's device."""
 
     def state(self, names: Sequence[str]) -> list[Tensor]:
-        """The trial's parameters (leaves) and buffers."""
+        """Return the trial's parameters (leaves) and buffers."""
 
     def constants(self, names: Sequence[str]) -> list[Tensor]:
-        """The graph's constants."""
+        """Return the graph's constants."""
 
     def inputs(self, indices: Sequence[int]) -> list[Tensor]:
-        """Tensors of the batch."""
+        """Return tensors of the batch."""
 
     def get(self, key: str) -> Tensor | None:
-        """A value put earlier, or None."""
+        """Return a value put earlier, or None."""
 
     def put(self, key: str, tensor: Tensor) -> None:
-        """Keep a value, in place of the one under that key."""
+        """Keep a value, in place of an earlier value under the key."""
 
     def drop(self, key: str) -> None:
         """Forget a value; unknown keys are ignored."""
 
     def changed(self, key: str) -> None:
-        """The value under a key was changed in place."""
+        """Note that the value under a key was changed in place."""
 
     def settle(self) -> None:
-        """A unit has put its results: from here on what it was given is overwritten and dropped."""
+        """Note that a unit has put all results: from now on, its inputs may be overwritten and dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The graph of a forward unit, where it was made, and the numbers of what it has saved."""
+    """Graph of a forward unit, device of the forward, and numbers of the storages saved by the graph."""
 
     tape: compute.Tape
     place: torch.device | None
@@ -95,13 +98,13 @@ class _Kept:
 
 
 class Chain:
-    """One step of one trial.
+    """A single step of a single trial.
 
     Args:
         plan: the step cut into shards.
-        store: where values are between units.
-        objective: what the backward starts from; the loss itself unless given.
-        recomputed: graphs of shards that keep no activations although their plan says so; may grow.
+        store: store of the values between units.
+        objective: maps the loss to the root of the backward; by default the loss itself.
+        recomputed: graphs of shards that keep no activations although the plan says so; may grow.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class Chain:
         self._before: dict[int, list[Tensor]] = {}
 
     def keys(self, kind: str, index: int) -> list[str]:
-        """Keys of the values a unit reads, in any order; those never put are simply not there."""
+        """Keys of the values read by a unit, in any order; values never put are missing in the store."""
         shard = self.plan.shards[index]
         keys = list(shard.graph.live_in)
         if kind == "backward":
@@ -132,27 +135,27 @@ class Chain:
         return keys
 
     def kept_keys(self, index: int) -> list[str]:
-        """Keys of what a shard's forward unit has kept for its backward unit."""
+        """Keys of the storages kept by a shard's forward unit for its backward unit."""
         kept = self._tapes.get(index)
         return [] if kept is None else [kept_key(index, number) for number in kept.numbers]
 
     def has_forward(self, index: int) -> bool:
-        """Whether a shard has a forward unit of its own."""
+        """Whether a shard has a separate forward unit."""
         return self.plan.mode != "train" or index < len(self.plan.shards) - 1
 
     def buffers_before(self, index: int) -> list[Tensor | None]:
-        """The buffers that a shard's unit overwrites as they were before it; None for those it has not come to yet."""
+        """Values of the buffers overwritten by a shard's unit, before the unit; None for buffers not yet saved."""
         if index in self._before:
             return list(self._before[index])
         return [self._store.get(saved_key(index, name)) for name in self.plan.shards[index].graph.written_state]
 
     def is_kept(self, index: int, place: torch.device) -> bool:
-        """Whether a backward unit on this device would go on from the graph of its forward unit."""
+        """Whether a backward unit on this device would continue from the graph of its forward unit."""
         kept = self._tapes.get(index)
         return kept is not None and kept.place in (None, place)
 
     def let_go(self, index: int) -> None:
-        """Give up a forward unit's graph and what it has saved, if there is one: its backward unit recomputes."""
+        """Drop a forward unit's graph and its saved storages, if any; the backward unit then recomputes."""
         keys = self.kept_keys(index)
         self._tapes.pop(index, None)
         for key in keys:
@@ -164,20 +167,21 @@ class Chain:
         return shard.keeps_activations and not any(graph is shard.graph for graph in self._recomputed)
 
     def recompute_from_now_on(self, index: int) -> None:
-        """A shard's activations have turned out to take more than there is: do not keep them any more."""
+        """Stop keeping a shard's activations, after the activations have proved too large for the room."""
         if self.keeps(index):
             self._recomputed.append(self.plan.shards[index].graph)
 
     def close(self) -> None:
-        """Give up all graphs."""
+        """Drop all graphs."""
         for index in list(self._tapes):
             self.let_go(index)
 
     def forward(self, index: int, generator: RandomGenerator) -> None:
-        """Run a forward unit; in evaluation values go after their last use."""
+        """Run a forward unit; in evaluation, values are dropped after their last use."""
         shard = self.plan.shards[index]
         training = self.plan.mode == "train"
         if training:
+            # Saved before the forward draws numbers, so that a recompute draws the same numbers.
             if shard.graph.stochastic:
                 self._random_states[index] = generator.get_state()
             for name, tensor in zip(shard.graph.saved_state, self._store.state(shard.graph.saved_state), strict=True):
@@ -199,9 +203,9 @@ class Chain:
                     self._store.drop(name)
 
     def backward(self, index: int, generator: RandomGenerator) -> None:
-        """Run a backward unit; leaves gradients of parameters under `parameter_gradient_key`.
+        """Run a backward unit; the gradients of parameters go to `parameter_gradient_key`.
 
-        To those that are complete, what is under `earlier_gradient_key` is added.
+        The values under `earlier_gradient_key` are added to complete gradients.
         """
         shard = self.plan.shards[index]
         if not self.has_forward(index):
@@ -213,13 +217,14 @@ class Chain:
             self._store.put(parameter_gradient_key(name), gradient)
         for name, tensor in gradients.outputs.items():
             self._store.put(name, tensor)
+        # All results are in the store: a failure from here on no longer allows a second run.
         self._settle(index)
         for name in shard.trained:
             self.add_earlier(name)
         self._forget(shard, index)
 
     def _copy_buffers(self, index: int) -> None:
-        """Buffers that are overwritten and that no recompute needs, for as long as the unit may have to be undone."""
+        """Copy buffers about to be overwritten, if no recompute needs a copy anyway, so that the unit can be undone."""
         names = self.plan.shards[index].graph.written_state
         if names:
             self._before[index] = [tensor.detach().clone() for tensor in self._store.state(names)]
@@ -229,23 +234,24 @@ class Chain:
         self._store.settle()
 
     def add_earlier(self, name: str) -> None:
-        """To what earlier batches have given a parameter, add what this one has, as autograd would add to `.grad`."""
+        """Add this batch's gradient of a parameter to the sum of earlier batches, as autograd adds to `.grad`."""
         earlier = self._store.get(earlier_gradient_key(name))
         if earlier is None:
             return
         fresh = self._store.get(parameter_gradient_key(name))
         if fresh is not None:
+            # In place and in the order of the batches, so that the sum has the bits of a plain loop's `.grad`.
             earlier.add_(fresh)
             self._store.changed(earlier_gradient_key(name))
         self._store.put(parameter_gradient_key(name), earlier)
         self._store.drop(earlier_gradient_key(name))
 
     def skip_backward(self, index: int) -> None:
-        """Nothing of a shard is trained and no gradient flows through it: its backward only lets values go."""
+        """Release the values of a shard without trained parameters and without gradient flow, instead of a backward."""
         self._forget(self.plan.shards[index], index)
 
     def _taped(self, index: int, shard: Shard) -> dict[str, Tensor]:
-        """A forward unit that keeps its graph."""
+        """Run a forward unit that keeps its graph."""
         operands = self._operands(shard)
         outputs, tape = self.plan.computing.taped_forward(shard.graph, operands, shard.needs_gradient)
         place = next((tensor.device for tensor in operands.all), None)
@@ -256,7 +262,7 @@ class Chain:
         return outputs
 
     def _played(self, index: int, shard: Shard) -> compute.Gradients:
-        """A backward unit that goes on from its forward unit's graph."""
+        """Run a backward unit that continues from its forward unit's graph."""
         return self._tapes[index].tape.backward(
             shard.graph,
             self._operands(shard),
@@ -266,7 +272,7 @@ class Chain:
         )
 
     def _computed(self, index: int, shard: Shard, generator: RandomGenerator) -> compute.Gradients:
-        """A backward unit that computes its shard first."""
+        """Run a backward unit that first computes its shard."""
         recompute = self.has_forward(index)
         if recompute and shard.graph.stochastic:
             generator.set_state(self._random_states[index])
@@ -291,7 +297,7 @@ class Chain:
         )
 
     def _forget(self, shard: Shard, index: int) -> None:
-        """Drop what no later unit of the step reads."""
+        """Drop values not read by any later unit of the step."""
         self._random_states.pop(index, None)
         for name in shard.graph.live_in:
             if self.plan.first_use[name] == index:
@@ -316,7 +322,7 @@ class Chain:
         if saved is not None:
             for position, name in enumerate(shard.graph.state):
                 if name in shard.graph.written_state:
-                    # A copy of what was saved: this unit may have to start from it once more.
+                    # A copy of the saved buffer, because this unit may have to start from the saved buffer once more.
                     state[position] = self._value(saved_key(saved, name)).clone()
                 elif name in shard.graph.saved_state:
                     state[position] = self._value(saved_key(saved, name))

@@ -1,15 +1,16 @@
-"""The arithmetic of shard units on tensors: a forward that keeps its autograd graph or does not, and the backward of either.
+"""The arithmetic of shard units on tensors: a forward with or without its autograd graph kept, and the backward of either.
 
-Note: gradient order. Autograd adds the gradients of a value's uses in the reverse order of its uses, so a value used in
-several shards gets the later shards' sum first. To add in the same order, what the later shards have accumulated enters a
-shard's backward as one more root, before anything of the shard itself. The same holds for a parameter that several shards
-use. Adding afterwards would change the last bits.
+Note: gradient order. Autograd adds the gradients of a value's uses in the reverse order of the uses, so a value used in
+several shards gets the sum of the later shards first. To add in the same order, a shard's backward takes the sum
+accumulated by later shards as one more root, before any root of the shard itself. The same holds for a parameter used
+by several shards. Adding the sum afterwards would change the last bits.
 
-Note: one backward of two forwards. A forward unit may keep its graph, whose leaves then stand for the live-ins and parameters
-until the backward unit. They are tensors of this step alone, like the leaves of a recompute, and hold no memory between the two
-units. Either way the backward starts from the same roots in the same order and meets the same nodes with the same bits.
+Note: one backward for two forwards. A forward unit may keep its graph; the leaves of the graph then stand for the
+live-ins and parameters until the backward unit. The leaves are tensors of the step alone, like the leaves of a
+recompute, and hold no memory between the two units. In both cases the backward starts from the same roots in the same
+order and meets the same nodes with the same bits.
 
-These functions run on real tensors and, in the pilot, on fake ones; they know nothing of where tensors live.
+The functions run on real tensors and, in the pilot, on fake tensors, and do not know the places of tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from hydra_tune.shard.steps import Objective, loss_itself
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operands:
-    """What a shard is run on, in the order of the `ShardGraph`'s fields; all on one device."""
+    """Operands of a shard, in the order of the fields of `ShardGraph`; all on a single device."""
 
     state: Sequence[Tensor]
     constants: Sequence[Tensor]
@@ -36,7 +37,7 @@ class Operands:
 
     @property
     def all(self) -> list[Tensor]:
-        """All of them, in the order in which the shard takes them."""
+        """All operands in the order of the shard's arguments."""
         return [*self.state, *self.constants, *self.inputs, *self.live_in]
 
 
@@ -45,9 +46,9 @@ class Incoming:
     """Gradients that later shards hand to a shard's backward.
 
     Attributes:
-        outputs: gradient of each live-out; None stands for the loss itself, whose objective the backward starts from.
-        live_in: gradients of live-ins that later shards use as well, by name.
-        parameters: gradients of parameters that later shards use as well, by name.
+        outputs: gradient of each live-out; None stands for the loss itself, whose objective is a root of the backward.
+        live_in: gradients of live-ins also used by later shards, by name.
+        parameters: gradients of parameters also used by later shards, by name.
     """
 
     outputs: Mapping[str, Tensor | None]
@@ -57,7 +58,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """What a backward unit makes: gradients of live-ins by name, and of parameters by name (accumulated)."""
+    """Results of a backward unit: gradients of live-ins and of parameters by name (accumulated), and losses by name."""
 
     live_in: dict[str, Tensor]
     parameters: dict[str, Tensor]
@@ -69,9 +70,9 @@ def forward(shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str
 
     Args:
         shard: the shard.
-        operands: what it is run on.
+        operands: operands of the shard.
         needs_gradient: in training, the live-ins that require gradients. The run then records gradients like the eager
-            forward, for operators may choose other kernels without, but saves nothing for a backward.
+            forward, because operators may choose other kernels otherwise, but saves nothing for a backward.
 
     Returns:
         Tensor by name of `shard.live_out`.
@@ -81,6 +82,8 @@ def forward(shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str
             arguments = _arguments(shard, _leaves(shard, operands, frozenset()))
             outputs = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
         return dict(zip(shard.live_out, outputs, strict=True))
+    # The graph is recorded but never run, so the hooks drop every saved tensor and intermediate memory is freed at
+    # once.
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_save_nothing, _never):
         arguments = _arguments(shard, _leaves(shard, operands, needs_gradient))
         outputs = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
@@ -104,17 +107,17 @@ def _leaves(shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str
 
 
 def _arguments(shard: ShardGraph, leaves: Mapping[str, Tensor]) -> list[Tensor]:
-    """The live-ins as the graph takes them: a copy where it overwrites one, which a leaf would refuse."""
+    """Live-ins as arguments of the graph: a copy where the graph overwrites a live-in, which autograd refuses for a leaf."""
     return [leaf.clone() if name in shard.cloned else leaf for name, leaf in leaves.items()]
 
 
 class Tape:
-    """A forward unit's autograd graph, until its backward unit.
+    """The autograd graph of a forward unit, kept until its backward unit.
 
     Args:
-        live_in, parameters: the leaves of the graph by name.
-        outputs: the live-outs that gradients flow through, by name.
-        saved: what the graph has saved.
+        live_in, parameters: leaves of the graph by name.
+        outputs: live-outs with a gradient, by name.
+        saved: tensors saved by the graph.
     """
 
     def __init__(
@@ -126,17 +129,18 @@ class Tape:
     ) -> None:
         self._live_in = dict(live_in)
         self._parameters = dict(parameters)
-        # An edge holds the graph, and not the output.
+        # An edge keeps the graph alive without the memory of the output.
         self._outputs = {name: get_gradient_edge(output) for name, output in outputs.items()}
         self._saved = saved
 
     def settle(self) -> dict[int, Tensor]:
-        """The unit has run: the tape holds no memory any more.
+        """Release all memory of the tape after the forward unit.
 
         Returns:
-            What the graph has saved, to be kept; see `KeptTensors.settle`.
+            Storages saved by the graph, to be kept; see `KeptTensors.settle`.
         """
         for leaf in (*self._live_in.values(), *self._parameters.values()):
+            # The leaf stays a node of the graph; only its memory goes, because the operand may move between the units.
             leaf.data = leaf.new_empty(0)
         return self._saved.settle()
 
@@ -152,10 +156,10 @@ class Tape:
 
         Args:
             shard: the shard.
-            operands: as for the forward, where they are now.
+            operands: operands of the forward at their present places.
             incoming: gradients from later shards.
-            kept: number of a storage -> what was kept under it.
-            on_free: told the number of each storage that the graph needs no longer.
+            kept: number of a storage -> the storage kept under the number.
+            on_free: receives the number of each storage no longer needed by the graph.
         """
         _point(self._live_in, shard.live_in, operands.live_in)
         _point(self._parameters, shard.state, operands.state)
@@ -172,17 +176,17 @@ class Tape:
 
 
 class Computing(Protocol):
-    """Whoever runs shards: this module, or one that knows what comes of it (`shard/remembered.py`)."""
+    """Runner of shards: this module, or `shard/remembered.py` with remembered results."""
 
     def forward(
         self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str] | None = None
     ) -> dict[str, Tensor]:
-        """As this module's."""
+        """As `forward` of this module."""
 
     def taped_forward(
         self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]
     ) -> tuple[dict[str, Tensor], Tape]:
-        """As this module's."""
+        """As `taped_forward` of this module."""
 
     def backward(
         self,
@@ -193,11 +197,11 @@ class Computing(Protocol):
         incoming: Incoming,
         objective: Objective = loss_itself,
     ) -> Gradients:
-        """As this module's."""
+        """As `backward` of this module."""
 
 
 def _point(leaves: Mapping[str, Tensor], names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Leaves have the layout of what they stand for: autograd gives their gradients the same."""
+    """Point leaves at tensors; autograd gives a leaf's gradient the layout of the tensor."""
     for name, tensor in zip(names, tensors, strict=True):
         if name in leaves:
             leaves[name].data = tensor.detach()
@@ -209,10 +213,10 @@ def taped_forward(
     """Run a shard like `forward` in training, and keep its graph.
 
     Returns:
-        Tensor by name of `shard.live_out`; and the graph, which has to be settled.
+        Tensor by name of `shard.live_out`, and the graph, which must be settled.
 
     Raises:
-        NotKeepableError: the graph saves what cannot be kept.
+        NotKeepableError: the graph saves a tensor that cannot be kept.
     """
     leaves = _leaves(shard, operands, needs_gradient)
     parameters = {
@@ -239,14 +243,14 @@ def backward(
     incoming: Incoming,
     objective: Objective = loss_itself,
 ) -> Gradients:
-    """Run a shard with gradients, then backward.
+    """Run a shard with gradients, then its backward.
 
     Args:
         shard: the shard.
-        operands: parameters are leaves; their `.grad` is taken over and left None.
+        operands: operands of the shard; parameters are leaves, and their `.grad` is taken over and left None.
         needs_gradient: live-ins that require gradients.
         incoming: gradients from later shards.
-        objective: of the loss.
+        objective: maps the loss to the root of the backward.
     """
     leaves = _leaves(shard, operands, needs_gradient)
     state = list(zip(shard.state, operands.state, strict=True))
@@ -254,7 +258,8 @@ def backward(
     with torch.enable_grad():
         arguments = _arguments(shard, leaves)
         made = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
-        parameters |= {name: tensor for name, tensor in state if tensor.requires_grad}  # own code may thaw some
+        # the user's code may thaw parameters
+        parameters |= {name: tensor for name, tensor in state if tensor.requires_grad}
         outputs = dict(zip(shard.live_out, made, strict=True))
         roots: list[_Root] = [
             (objective(outputs[name]) if gradient is None else outputs[name], gradient)
@@ -280,7 +285,7 @@ def _run_backward(roots: Sequence[_Root]) -> None:
 
 
 def _taken(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of leaves, which are left without."""
+    """Return the gradients of leaves, and remove the gradients from the leaves."""
     found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     for leaf in leaves.values():
         leaf.grad = None

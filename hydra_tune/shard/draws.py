@@ -1,9 +1,9 @@
-"""How far the random operators of a captured graph move the generator.
+"""Finds how far the random operators of a captured graph move the generator.
 
-Batches that run side by side each draw from a stream of their own, which begins where the batch before will have ended. So it
-has to be known beforehand how far a batch moves the stream: dropout does by as much at each run, other operators by what they
-happen to draw. Which is which is found while the graph runs on fake tensors, from the primitives that torch makes of each
-operator.
+Batches that run side by side draw from separate streams; each stream begins at the end of the previous batch's stream.
+The distance by which a batch moves the stream must therefore be known beforehand. Dropout moves the stream by the same
+distance at each run; other operators move the stream by their actual draws. The kind of each operator is found while
+the graph runs on fake tensors, from the primitives into which torch decomposes each operator.
 """
 
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hydra_tune.shard.stochastic import body_of, draws_random_numbers
 
 _COUNTED = frozenset(
-    # Random primitives that move the generator by as much whatever the values they are given and wherever it stands.
+    # Random primitives that move the generator by the same distance for any values and any state of the generator.
     [torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p, torch.ops.aten.bernoulli.default]
 )
 _REGIONS = (
-    # Operators whose body runs once, as it stands.
+    # Operators whose body runs exactly once, unchanged.
     torch.ops.higher_order.wrap_with_set_grad_enabled,
     torch.ops.higher_order.wrap_with_autocast,
 )
@@ -29,16 +29,16 @@ _REGIONS = (
 
 @dataclass(slots=True, kw_only=True)
 class Draws:
-    """What is found of a graph.
+    """Random operators of a graph.
 
     Attributes:
-        counted: its random operators that move the generator by as much at each run.
+        counted: random operators that move the generator by the same distance at each run.
     """
 
     counted: set[fx.Node] = field(default_factory=set)
 
     def are_counted(self, nodes: list[fx.Node]) -> bool:
-        """Whether all random operators among some nodes are counted."""
+        """Whether all random operators among `nodes` are counted."""
         return all(node in self.counted for node in nodes if node.op == "call_function" and draws_random_numbers(node))
 
 
@@ -47,7 +47,7 @@ class DrawFinder(fx.Interpreter):
 
     Args:
         module: the graph.
-        draws: takes what is found.
+        draws: receives the counted operators.
     """
 
     def __init__(self, module: fx.GraphModule, draws: Draws) -> None:
@@ -55,7 +55,7 @@ class DrawFinder(fx.Interpreter):
         self._draws = draws
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node."""
+        """Run a node."""
         if n.op != "call_function" or not draws_random_numbers(n):
             return super().run_node(n)
         if isinstance(n.target, HigherOrderOperator) and n.target in _REGIONS:
@@ -82,7 +82,7 @@ class DrawFinder(fx.Interpreter):
 
 
 class _Primitives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the random primitives that one operator runs."""
+    """Notes the random primitives run by an operator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

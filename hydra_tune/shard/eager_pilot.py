@@ -1,7 +1,7 @@
 """The pilot of a step that cannot be captured: real runs of copies of the model, on the host.
 
-Code that depends on values cannot run on fake tensors. The step is run as its unit will run it, keeping its activations or
-spilling them, while a tracker follows the storages it makes.
+Code that depends on values cannot run on fake tensors. The pilot therefore runs the step in the way of its unit,
+keeping or spilling its activations, while a tracker follows the storages made by the step.
 """
 
 import copy
@@ -32,12 +32,12 @@ from hydra_tune.task import TrainTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerCost:
-    """What one run showed.
+    """Measurements of a run.
 
     Attributes:
-        names: of the step's results.
-        workspace: bytes the step makes at its peak.
-        spilled_bytes: host memory its spilled activations take at their peak.
+        names: names of the step's results.
+        workspace: peak of the bytes made by the step.
+        spilled_bytes: peak of the host memory for spilled activations.
     """
 
     names: tuple[str, ...]
@@ -46,7 +46,7 @@ class EagerCost:
 
 
 class EagerPilot:
-    """Measures one step of a model; the random streams are left as they were.
+    """Measures a step of a model; the random streams are restored.
 
     Args:
         task: describes the step.
@@ -64,7 +64,7 @@ class EagerPilot:
         self._alignment = alignment
 
     def keeping(self, twin: nn.Module) -> EagerCost:
-        """A run that keeps its activations on the device.
+        """Measure a run that keeps its activations on the device.
 
         Args:
             twin: a copy of the model; left in an undefined state.
@@ -74,10 +74,10 @@ class EagerPilot:
         return EagerCost(names=names, workspace=tracker.peak_bytes)
 
     def spilling(self) -> EagerCost:
-        """A run that spills its activations to the host.
+        """Measure a run that spills its activations to the host.
 
         Raises:
-            CaptureError: the step does not allow it.
+            CaptureError: the step does not allow spilling.
         """
         self._check()
         with _host() as device:
@@ -88,7 +88,7 @@ class EagerPilot:
         return EagerCost(names=names, workspace=tracker.peak_bytes, spilled_bytes=saved.peak_bytes)
 
     def _check(self) -> None:
-        """A run that compares each copy with what a backward without copies would read."""
+        """Run the step once, comparing each copy with the tensor that a backward without copies would read."""
         with _host() as device:
             twin, batch = copy.deepcopy(self._model), self._batch()
             try:
@@ -108,7 +108,7 @@ class EagerPilot:
         tracker: AbstractContextManager[object],
         saving: AbstractContextManager[object],
     ) -> tuple[str, ...]:
-        """One step as its unit will run it; returns the names of its results."""
+        """Run a step in the way of its unit; return the names of its results."""
         training = self._mode == "train"
         wrapper = step_module(self._task, twin, self._mode)
         state = dict(named_state(twin))
@@ -118,7 +118,8 @@ class EagerPilot:
             with eager_autocast(self._task.precision):
                 results = wrapper(batch)
             if training:
-                kept = results["loss"].detach().clone()  # as a backward unit does
+                # copied as in a backward unit, so that the peak includes the copy
+                kept = results["loss"].detach().clone()
                 GradientRules.of(self._task).objective(results["loss"]).backward()  # type: ignore[no-untyped-call]
                 del kept
                 refuse_sparse({name: p.grad for name, p in twin.named_parameters() if p.grad is not None})
@@ -127,7 +128,7 @@ class EagerPilot:
 
 
 class _Comparison(SavedTensors):
-    """Keeps what it packs as well, and compares it with its copy when the backward reads it."""
+    """Keeps each packed tensor next to its copy, and compares the two when the backward reads the tensor."""
 
     def __init__(self, device: Device, stays: Callable[[Tensor], bool]) -> None:
         super().__init__(device, stays)
@@ -153,7 +154,7 @@ class _Comparison(SavedTensors):
 
 @contextmanager
 def _host() -> Iterator[Device]:
-    """A device of whose memory copies are made, for as long as a run takes."""
+    """A CPU device for host copies, for the length of a run."""
     device = CpuDevice(0, 0)
     try:
         yield device
@@ -162,7 +163,7 @@ def _host() -> Iterator[Device]:
 
 
 def _owned(twin: nn.Module, batch: Any) -> Callable[[Tensor], bool]:
-    """Whether a tensor lies in memory that a unit is given: the state or the batch."""
+    """Return a test for tensors in the memory of a unit's operands: the state or the batch."""
     given = (*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
     storages = {tensor.untyped_storage()._cdata for tensor in given}  # noqa: SLF001 - the storage's identity
     return lambda tensor: tensor.untyped_storage()._cdata in storages  # noqa: SLF001

@@ -1,6 +1,7 @@
-"""Whether an optimizer trains a tensor in pieces as it trains it whole: whether it updates each element by itself.
+"""Checks whether an optimizer trains a tensor in pieces like the whole, that is, updates each element by itself.
 
-Tried on small stand-ins rather than known by name, like `separable.py`, so that it holds for a user's class.
+The check steps small stand-ins instead of recognizing optimizers by name, like `separable.py`, so that the check works
+for a user's class.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,24 +18,24 @@ from hydra_tune.shard.streams import preserved_streams
 from hydra_tune.shard.update_pilot import stand_in_for
 
 _STEPS = 3
-_SHAPES = {1: (128,), 2: (8, 16)}  # halves of which are whole vectors of any processor
+_SHAPES = {1: (128,), 2: (8, 16)}  # halves of these shapes are whole SIMD vectors on any processor
 _UNEQUAL = 100.0
-_RATE = 0.1  # for a schedule that begins with a rate of 0, at which nothing would differ
+_RATE = 0.1  # replaces a rate of 0 at the start of a schedule, with which no difference would show
 
 
 class _ApartError(Exception):
-    """The state of pieces is not that of one tensor."""
+    """The states of the pieces are not the state of a single tensor."""
 
 
 def whole_state(states: Sequence[Mapping[str, Any]], cut: Cut) -> dict[str, Any]:
-    """The optimizer's state of a whole parameter, from that of its pieces.
+    """Join the optimizer's states of a parameter's pieces into the state of the whole parameter.
 
     Args:
-        states: of each piece, in order.
-        cut: where the parameter is cut.
+        states: state of each piece, in order.
+        cut: cut of the parameter.
 
     Raises:
-        TaskError: they are not those of one tensor: made by an optimizer that does not update each element by itself.
+        TaskError: the states do not belong to a single tensor; the optimizer does not update each element by itself.
     """
     try:
         return _joined(states, cut)
@@ -49,7 +50,7 @@ def _joined(states: Sequence[Mapping[str, Any]], cut: Cut) -> dict[str, Any]:
 
 
 def _one(key: str, values: list[Any], cut: Cut) -> Any:
-    """One entry: side by side where it is as long as the pieces, else what all of them have."""
+    """Join a single entry: concatenate tensors of the pieces' shape, or take the value common to all pieces."""
     first = values[0]
     if isinstance(first, Tensor) and first.dim() > cut.dim:
         if [value.shape[cut.dim] for value in values] != list(cut.sizes):
@@ -67,14 +68,14 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def check_elementwise(optimizer: Optimizer, members: Sequence[tuple[str, int, int, Tensor]]) -> None:
-    """Refuse an optimizer that would train pieces otherwise than the whole.
+    """Refuse an optimizer that would train pieces differently from the whole.
 
     Args:
-        optimizer: a trial's optimizer; it is only read.
-        members: of each of its parameters that are cut: name, parameter group, dimension, and one of the pieces.
+        optimizer: a trial's optimizer; only read.
+        members: name, parameter group, dimension of the cut, and a piece of each cut parameter.
 
     Raises:
-        TaskError: an update of an element depends on others.
+        TaskError: the update of an element depends on other elements.
     """
     tried: set[object] = set()
     for name, group, dim, piece in members:
@@ -89,14 +90,14 @@ def check_elementwise(optimizer: Optimizer, members: Sequence[tuple[str, int, in
 
 
 def _updates_alike(optimizer: Optimizer, group: int, dim: int, piece: Tensor) -> bool:
-    """Whether some steps of a small tensor and of its halves leave the same bits."""
+    """Whether a few steps of a small tensor and of its halves leave the same bits."""
     shape = _SHAPES[piece.dim()]
     cut = Cut(dim=dim, sizes=(shape[dim] // 2,) * 2)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(shape, generator=generator, dtype=torch.float64).to(piece.dtype)
     whole = [values.clone().requires_grad_()]
     halves = [part.clone().requires_grad_() for part in torch.split(values, list(cut.sizes), dim)]
-    # What goes by a norm goes by another one in halves of unequal size.
+    # Halves of unequal scale have different norms, so an update that depends on a norm shows.
     scale = torch.ones(shape, dtype=torch.float64)
     scale.narrow(dim, 0, cut.sizes[0]).fill_(_UNEQUAL)
     with preserved_streams():

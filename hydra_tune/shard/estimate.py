@@ -1,8 +1,9 @@
-"""How long a plan's units take on a core, by their arithmetic: what is decided beforehand is decided by this, and by no clock.
+"""Estimates the time of a plan's units on a core from their arithmetic; decisions made before a run use no clock.
 
-Note: one core for all. Units that are timed once, on a machine that does other work besides, are off by more than what there is
-to decide: keeping activations instead of computing them again saves one forward of three. And the same task should train in the
-same way every time, and as its plan says. So the core, like the copies (`devices/link.py`), is taken to be an ordinary one.
+Note: the same core for all. Times measured once, on a machine with other work, err by more than the difference to be
+decided: keeping activations instead of recomputing saves one forward out of three. Besides, the same task should train
+in the same way every time, as planned. The core, like the copies (`devices/link.py`), is therefore assumed to be an
+ordinary core.
 """
 
 from collections.abc import Sequence
@@ -13,25 +14,25 @@ from hydra_tune.shard.outcome import UnitSeconds
 from hydra_tune.shard.pilot import Pilot
 from hydra_tune.shard.plan import Plan
 
-_FLOPS_PER_SECOND = 2e10  # of products in float32, of the sizes that one core is given
-_BYTES_PER_SECOND = 4e9  # written by operators that are no products
-_NODE_SECONDS = 5e-6  # of each operator, whatever its size
-_BACKWARD = 2  # times the arithmetic of the forward: a product for each operand
+_FLOPS_PER_SECOND = 2e10  # of float32 matrix products, of sizes usual for a single core
+_BYTES_PER_SECOND = 4e9  # written by operators other than products
+_NODE_SECONDS = 5e-6  # overhead of each operator, whatever its size
+_BACKWARD = 2  # times the arithmetic of the forward: a product per operand
 
 
 def estimated_seconds(pilot: Pilot, plan: Plan, kept: Plan) -> tuple[UnitSeconds, UnitSeconds]:
-    """Of the units of two plans on one core of a host; those of a GPU are far less.
+    """Estimate the seconds of the units of two plans on a core of a host; a GPU's seconds are far less.
 
-    A unit takes the time of its products, and of writing what it makes. It is a guess: good enough to tell whether it is
-    quicker to compute a shard's activations again than to copy them.
+    A unit takes the time of its products, and of writing its results. The estimate is good enough to decide whether
+    recomputing a shard's activations is quicker than copying the activations.
 
     Args:
-        pilot: of the step.
-        plan: one of them.
-        kept: cut in the same places, keeps activations of other shards.
+        pilot: pilot of the step.
+        plan: the first plan.
+        kept: the second plan, cut in the same places, which keeps activations of other shards.
 
     Returns:
-        Seconds of both.
+        Seconds of the units of both plans.
     """
     forward = []
     for shard in plan.shards:

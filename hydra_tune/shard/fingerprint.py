@@ -1,8 +1,8 @@
-"""Whether two trials have the same architecture: a key of the built model and of the code that uses it.
+"""Decides whether two trials have the same architecture: a key of the built model and of the code that uses the model.
 
-Equal keys must mean equal graphs, so the key holds what a capture could bake in: classes and code by identity and value (an
-edited class is another one), plain attributes, closures and referenced globals, shapes, and which names share a tensor.
-What cannot be keyed has no key, and is captured afresh.
+Equal keys must mean equal graphs. The key therefore holds everything that a capture could bake in: classes and code by
+identity and value (an edited class is another class), plain attributes, closures and referenced globals, shapes, and
+names with a common tensor. A model with an object that has no key is captured afresh.
 """
 
 import dis
@@ -25,18 +25,18 @@ _MAX_DEPTH = 12
 _MAX_TENSOR_BYTES = 1 << 20
 _LIBRARIES = {"torch", "transformers", "numpy", "builtins", "collections", "functools", "math", "typing"}
 _SKIPPED = {"_parameters", "_buffers", "_modules", "training", "_is_full_backward_hook", "_version"}
-# Of the weights that are saved and loaded, with the numbers under which the process counts its hooks.
+# Hooks for saving and loading weights, with numbers that count the hooks of the process.
 _SKIPPED |= {f"_{kind}_{when}hooks" for kind in ("state_dict", "load_state_dict") for when in ("", "pre_", "post_")}
 
 
 class UnkeyableError(Exception):
-    """Something of the model or its step has no stable key."""
+    """Some object of the model or of its step has no stable key."""
 
 
 def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
-    """The key of a model and what the task does with it, or None where there is none.
+    """Return the key of a model and its use by the task, or None if there is no key.
 
-    The model's mode is not part of it: captures for training and evaluation are kept apart by their caller.
+    The model's mode is not part of the key: the caller keeps captures for training and evaluation apart.
     """
     try:
         return (
@@ -51,7 +51,7 @@ def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
 
 
 def optimizer_key(optimizer: torch.optim.Optimizer) -> Hashable:
-    """What of an optimizer decides its state and temporaries: class and switches, not rates."""
+    """Properties of an optimizer that decide its state and temporaries: class and switches, not rates."""
     groups = tuple(
         tuple(sorted((key, type(value).__name__, _switch(value)) for key, value in group.items() if key != "params"))
         for group in optimizer.param_groups
@@ -60,7 +60,7 @@ def optimizer_key(optimizer: torch.optim.Optimizer) -> Hashable:
 
 
 def _switch(value: object) -> str:
-    if isinstance(value, int | str) or value is None:  # a whole number may be a size
+    if isinstance(value, int | str) or value is None:  # an integer may be a size
         return str(value)
     if isinstance(value, Tensor):
         return "tensor"
@@ -68,7 +68,7 @@ def _switch(value: object) -> str:
 
 
 def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bool) -> Hashable:
-    """A module's key; the values of its tensors are part of it where they would be constants of the graph."""
+    """Return a module's key, including the values of its tensors if `contents` (constants of the graph)."""
     number = seen.setdefault(id(module), len(seen))
     if number < len(seen) - 1:
         return ("seen", number)
@@ -92,7 +92,7 @@ def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bo
 
 
 def _kind(module: nn.Module) -> Hashable:
-    """A module's class; torch makes one of its own for each module that has parametrizations."""
+    """A module's class; for a module with parametrizations, torch's generated class is replaced by the original class."""
     kind: Any = type(module)
     if not is_parametrized(module):
         return (kind,)
@@ -100,7 +100,7 @@ def _kind(module: nn.Module) -> Hashable:
 
 
 def _class(kind: type, seen: dict[int, int], depth: int) -> Hashable:
-    """A class that code names: what it is, and the constants and methods that may be read from it."""
+    """A class named by code: the class itself, and the constants and methods that code may read from the class."""
     if id(kind) in seen:
         return ("seen", seen[id(kind)])
     seen[id(kind)] = len(seen)
@@ -108,7 +108,7 @@ def _class(kind: type, seen: dict[int, int], depth: int) -> Hashable:
 
 
 def _class_code(kind: type, seen: dict[int, int], depth: int) -> Hashable:
-    """The methods of a user's class: its identity alone would miss an edited helper that they call."""
+    """Methods of a user's class: the identity of the class alone would miss an edited helper called by the methods."""
     members = (
         (base, name, member)
         for base in kind.__mro__
@@ -120,14 +120,14 @@ def _class_code(kind: type, seen: dict[int, int], depth: int) -> Hashable:
 
 
 def _member(member: Any, seen: dict[int, int], depth: int) -> Hashable:
-    """A class's attribute: code, or a constant that the code may read."""
+    """Attribute of a class: code, or a constant that the code may read."""
     if isinstance(member, property):
         return tuple(_value(part, seen, depth) for part in (member.fget, member.fset))
     return _value(getattr(member, "__func__", member), seen, depth)
 
 
 def _installed(module: str | None) -> bool:
-    """Whether code comes from a library, which does not change while a study runs."""
+    """Whether code comes from a library, which does not change during a study."""
     top = (module or "").partition(".")[0]
     return top in _LIBRARIES or top in sys.stdlib_module_names
 
@@ -137,7 +137,7 @@ def _geometry(tensor: Tensor) -> Hashable:
 
 
 def _value(value: Any, seen: dict[int, int], depth: int) -> Hashable:
-    """A key for any value, by what it is."""
+    """Return a key for any value, by its type."""
     if depth > _MAX_DEPTH:
         raise UnkeyableError("nested too deeply")
     if value is None or isinstance(
@@ -153,7 +153,7 @@ def _value(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 def _tensor(value: Tensor, seen: dict[int, int], depth: int = 0) -> Hashable:
     """A tensor's geometry and contents."""
     del depth
-    if id(value) in seen:  # a parameter kept in a plain list as well
+    if id(value) in seen:  # for example, a parameter also kept in a plain list
         return ("seen", seen[id(value)])
     if value.numel() * value.element_size() > _MAX_TENSOR_BYTES:
         raise UnkeyableError("a large tensor outside the model's registers")
@@ -182,13 +182,14 @@ def _method(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 
 
 def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
-    """Code, defaults, closure, and the globals it names, those of nested functions included."""
+    """Code, defaults, closure, and the globals named by the code, nested functions included."""
     if depth > _MAX_DEPTH:
         raise UnkeyableError("nested too deeply")
     if _installed(value.__module__):
         return ("function", value.__module__, value.__qualname__, value.__code__)
     if id(value) in seen:
         return ("seen", seen[id(value)])
+    # Before the closure and the globals, which may lead back to the function.
     seen[id(value)] = len(seen)
     cells = tuple(_value(cell.cell_contents, seen, depth) for cell in value.__closure__ or () if _filled(cell))
     named = ((name, value.__globals__[name]) for name in _names(value.__code__) if name in value.__globals__)
@@ -199,7 +200,7 @@ def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that code reads, which `co_names` mixes with attributes."""
+    """Globals read by code; `co_names` would mix globals with attributes."""
     nested = (name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant))
     own = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     return tuple(sorted({*own, *nested}))
@@ -214,7 +215,7 @@ def _filled(cell: types.CellType) -> bool:
 
 
 def _object(value: Any, seen: dict[int, int], depth: int) -> Hashable:
-    """An object of a plain class: its class and attributes. Objects with state elsewhere have no key."""
+    """An object of a plain class: class and attributes. Objects with state elsewhere have no key."""
     if id(value) in seen:
         return ("seen", seen[id(value)])
     attributes = getattr(value, "__dict__", None)
@@ -225,7 +226,7 @@ def _object(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 
 
 def _reference(value: Any, seen: dict[int, int], depth: int) -> Hashable:
-    """A weak reference, as recurrent layers keep of their weights."""
+    """A weak reference, as kept by recurrent layers to their weights."""
     return ("reference", _value(value(), seen, depth))
 
 
@@ -235,7 +236,7 @@ def _builtin(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 
 
 def _constant_module(value: nn.Module, seen: dict[int, int], depth: int) -> Hashable:
-    """A module that is not part of the model: its tensors would be constants of the graph."""
+    """A module outside the model, whose tensors would be constants of the graph."""
     return _module(value, seen, depth, contents=True)
 
 

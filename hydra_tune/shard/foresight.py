@@ -1,4 +1,4 @@
-"""What a step would take, found without a clock, and for a step that can be cut without running it: for `piece_count.py`."""
+"""Predicts the cost of a step for `piece_count.py`, without a clock, and without running a step that can be cut."""
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.shard.activations import chosen, keeping, seconds_of
@@ -12,15 +12,15 @@ from hydra_tune.task import TrainTask
 
 
 def foreseen(packer: Packer, request: Request, step: Measured) -> Foreseen:
-    """What a step cut into shards is expected to take, alone on its device.
+    """Predict the cost of a step cut into shards, alone on its device.
 
     Args:
-        packer: cuts it.
-        request: for a training step.
-        step: the same, captured and measured.
+        packer: cuts the step.
+        request: request for a training step.
+        step: the step, captured and measured.
 
     Raises:
-        BudgetError: it does not fit.
+        BudgetError: the step does not fit.
     """
     budget, task = packer.budget, request.task
     packed = _packed(packer, request, step)
@@ -48,12 +48,12 @@ def foreseen(packer: Packer, request: Request, step: Measured) -> Foreseen:
 
 
 def foreseen_whole(packer: Packer, task: TrainTask, plan: Plan) -> Foreseen:
-    """The same of a model that runs whole, whose activations are spilled within its units.
+    """Predict the cost of a step of a model that runs whole, with activations spilled within its units.
 
     Args:
-        packer: knows the budget.
+        packer: holds the budget.
         task: describes the step.
-        plan: of its one shard.
+        plan: plan with a single shard.
     """
     (cost,) = (shard.cost for shard in plan.shards)
     habits = packer.habits(task, plan)
@@ -63,12 +63,15 @@ def foreseen_whole(packer: Packer, task: TrainTask, plan: Plan) -> Foreseen:
         peak_bytes=cost.peak_bytes,
         step_bytes=traffic.nbytes + 2 * cost.spilled_bytes * habits.num_batches,
         seconds=None,
-        holds_for_all=False,  # its code may do anything with another batch
+        holds_for_all=False,  # the user's code may do anything with another batch
     )
 
 
 def _packed(packer: Packer, request: Request, step: Measured) -> Packed:
-    """Where updates are made is left to a clock by "auto", which must not decide here: on the device, if that fits."""
+    """Cut with updates on the device, if possible.
+
+    The choice by "auto" would use a clock, which is not allowed here.
+    """
     wanted = packer.budget.optimizer_placement
     try:
         return packer.packed_for(request, step, updates_on_host=wanted == "host")

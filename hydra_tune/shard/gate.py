@@ -1,9 +1,9 @@
-"""The gate between capture and everything that computes.
+"""The gate between captures and computation.
 
-`torch.export` changes the whole process while it runs in one thread: `torch.compiler.is_compiling()` is true everywhere, so
-that eager code that asks (optimizers, many models) takes other branches; and oneDNN is switched off, so that convolutions in
-other threads run other kernels, which round differently. So captures run alone: whatever computes for a trial, its own code
-or a shard unit, passes the gate shared, a capture passes it exclusively.
+`torch.export` changes the whole process while running in a thread. `torch.compiler.is_compiling()` is true everywhere,
+so eager code that asks (optimizers, many models) takes other branches. And oneDNN is switched off, so convolutions in
+other threads run other kernels, which round differently. Captures therefore run alone: all computation for a trial, the
+trial's own code or a shard unit, passes the gate shared, and a capture passes the gate exclusively.
 """
 
 import threading
@@ -12,22 +12,25 @@ from contextlib import contextmanager
 
 
 class CaptureGate:
-    """A lock that many may share or one may hold alone; who wants it alone goes first. Not reentrant."""
+    """A lock shared by many threads or held by a single thread; a thread that waits for exclusive access goes first.
+
+    Not reentrant.
+    """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._sharing = 0
         self._alone = False
         self._waiting = 0
-        self._forgotten: set[int] = set()  # threads that have passed and are not expected back
+        self._forgotten: set[int] = set()  # threads inside `shared` not expected to leave
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a capture waits for whatever computes."""
+        """Whether a capture waits for computations to end."""
         return self._waiting > 0
 
     def forget(self, thread: int) -> None:
-        """A thread that has passed `shared`, once, computes no more, and will not say so."""
+        """Stop waiting for a thread inside `shared` that computes no more and is not expected to leave."""
         with self._condition:
             self._forgotten.add(thread)
             self._sharing -= 1
@@ -35,8 +38,9 @@ class CaptureGate:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """For whatever computes."""
+        """Context for computations."""
         with self._condition:
+            # Waiting captures go first: a steady stream of units would otherwise keep a capture out for ever.
             self._condition.wait_for(lambda: not self._alone and not self._waiting)
             self._sharing += 1
         try:
@@ -51,7 +55,7 @@ class CaptureGate:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """For a capture."""
+        """Context for a capture."""
         with self._condition:
             self._waiting += 1
             self._condition.wait_for(lambda: not self._alone and not self._sharing)
@@ -65,4 +69,4 @@ class CaptureGate:
                 self._condition.notify_all()
 
 
-GATE = CaptureGate()  # one for the process, as the flag it guards
+GATE = CaptureGate()  # one per process, like the flag guarded by the gate

@@ -1,10 +1,10 @@
-"""What of a batch's values a step's Python has looked at.
+"""Guards: record the questions of a step's Python about the batch's values, and ask the questions again for other batches.
 
-Code that asks `mask.all()` takes another path for another batch, and a capture follows one path. Where all that was asked
-follows from the batch alone, the questions can be asked of every batch beforehand: they are recorded while the step runs
-eagerly, as the operators that lead from the batch to the answer, and played again for each batch. A plan then serves the
-batches that give the same answers, and for others there is another plan. Questions about anything else (parameters, random
-numbers) are not answered here.
+Code that asks `mask.all()` takes another path for another batch, but a capture follows a single path. If the answers
+follow from the batch alone, the questions can be asked of every batch beforehand. The recorder notes, during an eager
+run, the operators that lead from the batch to each answer; a `Guard` replays the operators on another batch. A plan
+then serves the batches with the same answers, and other batches have another plan. Questions about anything else
+(parameters, random numbers) are not answered here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,13 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """One operator: what it was called with, where tensors are slots, and the slots of what it gave.
+    """A recorded operator: arguments with slots in place of tensors, and the slots of the results.
 
     Attributes:
-        number: which of all operators of the run it was.
-        written: storages that it changed; its results need not be among them.
-        answer: what a question was answered with; None for an operator that only leads to one.
+        number: position among all operators of the run.
+        written: storages changed by the operator; the results need not include the changed tensors.
+        is_read: whether the operator hands a value to Python.
+        answer: answer to a question; None for an operator that only leads to a question.
     """
 
     number: int
@@ -48,7 +49,7 @@ class _Call:
     answer: object = None
 
     def again(self, found: Mapping[_Slot, Tensor]) -> Any:
-        """Run it on other tensors."""
+        """Run the operator on other tensors."""
         args, kwargs = pytree.tree_map(
             lambda leaf: found[leaf] if isinstance(leaf, _Slot) else leaf, (self.args, self.kwargs)
         )
@@ -56,13 +57,13 @@ class _Call:
 
     @property
     def reads(self) -> list[_Slot]:
-        """The slots it is called with."""
+        """Slots among the operator's arguments."""
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _Slot)]
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The questions of one run, and their answers."""
+    """Questions of a run, and their answers."""
 
     calls: tuple[_Call, ...]
     constants: dict[_Slot, Tensor]
@@ -71,7 +72,7 @@ class Guard:
         """Whether a batch with these tensors gives the same answers."""
         found: dict[_Slot, Tensor] = {_Slot(number): tensor for number, tensor in enumerate(tensors)}
         found |= self.constants
-        if any(call.func._schema.is_mutable for call in self.calls):  # noqa: SLF001 - the batch must stay as it is
+        if any(call.func._schema.is_mutable for call in self.calls):  # noqa: SLF001 - the batch must not change
             found = {slot: tensor.clone() for slot, tensor in found.items()}
         with torch.no_grad():
             for call in self.calls:
@@ -85,24 +86,25 @@ class Guard:
 
 
 def _is_same(answer: object, expected: object) -> bool:
-    """Whether code does the same with both: 0.0 and -0.0 are two answers, NaN is one."""
+    """Whether code behaves equally with both answers: 0.0 and -0.0 differ, NaN equals NaN."""
     return type(answer) is type(expected) and repr(answer) == repr(expected)
 
 
 class Recorder:
-    """Follows what an eager run makes of its batch; told of every operator, in order.
+    """Follows the batch through an eager run; must be told of every operator, in order.
 
     Args:
-        tensors: those of the batch, in the order in which a `Guard` is given them.
+        tensors: tensors of the batch, in the order of the arguments of `Guard.holds`.
 
     Attributes:
-        num_reads: questions so far, of any kind.
-        asks_otherwise: whether one of them was not about the batch alone.
+        num_reads: number of questions so far, of any kind.
+        asks_otherwise: whether any question was not about the batch alone.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._slots: dict[tuple[Any, ...], _Slot] = {}
-        self._kept: list[Tensor] = []  # tensors are told apart by their storage's address, so none may be freed
+        # tensors are identified by the address of their storage, so no tensor may be freed
+        self._kept: list[Tensor] = []
         self._tainted: dict[int, Any] = {}  # kept alive for the same reason
         self._constants: dict[_Slot, Tensor] = {}
         self._calls: list[_Call] = []
@@ -113,7 +115,7 @@ class Recorder:
             self._slot(tensor)
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An operator has run."""
+        """Record an operator that has run."""
         self._number += 1
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_read = func._schema.name in READS  # noqa: SLF001
@@ -122,7 +124,7 @@ class Recorder:
             self._constants[self._slot(given[0])] = given[0].clone()
         written_storages = _written(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags or not all(map(self._knows, given)):
-            # What is overwritten by something unknown is unknown.
+            # A tensor overwritten by an unknown operator is unknown from then on.
             self._tainted |= {storage._cdata: storage for storage in written_storages}  # noqa: SLF001
             self.asks_otherwise = self.asks_otherwise or is_read
             return
@@ -145,14 +147,14 @@ class Recorder:
         )
 
     def finish(self) -> tuple[Guard | None, frozenset[int]]:
-        """The run's guard, None if nothing was asked, and the numbers of the operators that only serve it."""
+        """Return the run's guard, None without questions, and the numbers of the operators that only serve the guard."""
         calls = self._leading_to_reads()
         guard = Guard(tuple(calls), self._constants) if calls else None
         numbers = frozenset(call.number for call in calls)
         return guard, numbers
 
     def _leading_to_reads(self) -> list[_Call]:
-        """The questions and, going backward, whatever made or changed what they depend on."""
+        """Questions and, walking backward, all operators that made or changed tensors behind the questions."""
         storage = {slot: key[0] for key, slot in self._slots.items()}
         needed: set[Any] = set()
         found: list[_Call] = []
@@ -179,7 +181,7 @@ class Recorder:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The storages that an operator writes to."""
+    """Storages written by an operator."""
     return [
         leaf.untyped_storage()
         for argument, value in [*zip(func._schema.arguments, args, strict=False), *_named(func, kwargs)]  # noqa: SLF001

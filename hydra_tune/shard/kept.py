@@ -1,15 +1,17 @@
-"""What autograd saves in a forward unit, taken out of its graph and kept as values of the step until the backward unit.
+"""Takes the tensors saved by autograd out of a forward unit's graph, and keeps the tensors as values until the backward unit.
 
-Note: where a saved tensor is. Most are views of what the unit was given: parameters, buffers, the batch, values of earlier
-shards. These are only referred to, by their place among the operands, and read where the operands are when the backward unit
-runs: nothing is stored twice, and a parameter or buffer that was moved between devices meanwhile is found. What the unit made
-itself is kept by storage, once for all saved tensors that are views of it. Between the two units a graph holds no memory.
+Note: places of saved tensors. Most saved tensors are views of the unit's operands: parameters, buffers, the batch,
+values of earlier shards. The graph refers to such a tensor by the position of the operand, and reads the operand at its
+place during the backward unit. Nothing is stored twice, and a parameter moved between devices is still found. Storages
+made by the unit itself are kept once for all saved tensors on the storage. Between the two units a graph holds no
+memory.
 
-Note: as autograd would. A graph without hooks keeps what it saved alive, refuses it when it was overwritten in place
-meanwhile, and lets each tensor go when its node has run. So every packed tensor comes with a counter that shares its version,
-and a storage is given up with the last packed tensor on it, in mid-backward: the peak is that of a backward without hooks.
+Note: fidelity to autograd. A graph without hooks keeps its saved tensors alive, refuses a tensor overwritten in place
+meanwhile, and frees each tensor after its node has run. Every packed tensor therefore comes with a counter that shares
+the tensor's version. A storage is given up together with the last packed tensor on the storage, in mid-backward, so the
+peak equals the peak of a backward without hooks.
 
-Knows tensors only: fake ones in the pilot, views of leased blocks in the pool.
+The module knows tensors only: fake tensors in the pilot, views of leased blocks in the pool.
 """
 
 import weakref
@@ -25,16 +27,16 @@ from hydra_tune.memory.saved import counter_of, overwritten
 
 
 class NotKeepableError(Exception):
-    """Autograd saves something that is more than a view of plain memory; such a shard is recomputed."""
+    """Autograd saves more than a view of plain memory; such a shard is recomputed."""
 
 
 class _Storage:
-    """One storage that the unit made and autograd has saved; ends with the last packed tensor on it.
+    """A storage made by the unit and saved by autograd; dies with the last packed tensor on the storage.
 
     Attributes:
-        tensor: keeps the memory as long as the forward unit runs; None afterwards.
-        number: what the memory is called from then on.
-        on_free: told the number when this ends.
+        tensor: keeps the memory alive during the forward unit; None afterwards.
+        number: name of the storage after the forward unit.
+        on_free: receives the number when the object dies.
     """
 
     __slots__ = ("__weakref__", "number", "on_free", "tensor")
@@ -51,7 +53,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A saved tensor: the position of the operand it is a view of, the storage it lies on, or itself if that has none here."""
+    """A saved tensor as the position of its operand, as its storage, or as the tensor itself if not stored here."""
 
     held: int | _Storage | Tensor
     geometry: Geometry
@@ -61,7 +63,7 @@ class _Packed:
 
 @dataclass(slots=True)
 class _Present:
-    """Where everything is while the backward unit runs."""
+    """Places of all tensors during the backward unit."""
 
     given: Sequence[Tensor]
     kept: Callable[[int], Tensor]
@@ -69,10 +71,10 @@ class _Present:
 
 @dataclass(slots=True)
 class KeptTensors:
-    """What one forward unit's graph has saved.
+    """Tensors saved by a forward unit's graph.
 
     Args:
-        given: the unit's operands, in an order that the backward unit's are given in as well.
+        given: operands of the unit; the backward unit must list its operands in the same order.
     """
 
     given: Sequence[Tensor]
@@ -89,14 +91,14 @@ class KeptTensors:
         self._storages = weakref.WeakValueDictionary()
 
     def hooks(self) -> AbstractContextManager[object]:
-        """Autograd saves through this object while the context is entered."""
+        """Context in which autograd saves tensors through this object."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def settle(self) -> dict[int, Tensor]:
-        """The forward unit has run: all memory is let go of.
+        """Release all memory after the forward unit.
 
         Returns:
-            By number, the whole storages that the graph still needs, as flat uint8 tensors; to be kept by the caller.
+            By number, the whole storages still needed by the graph, as flat uint8 tensors; to be kept by the caller.
         """
         flats: dict[int, Tensor] = {}
         for number, storage in enumerate(list(self._storages.values())):
@@ -107,25 +109,25 @@ class KeptTensors:
         return flats
 
     def present(self, given: Sequence[Tensor], kept: Callable[[int], Tensor], on_free: Callable[[int], None]) -> None:
-        """The backward unit runs.
+        """Provide the tensors for the backward unit.
 
         Args:
-            given: the operands, where they are now.
-            kept: number -> the storage kept under it, as a flat tensor.
-            on_free: told the number of each storage that the graph needs no longer; until `absent`.
+            given: operands at their present places.
+            kept: number -> the storage kept under the number, as a flat tensor.
+            on_free: receives the number of each storage no longer needed by the graph; until `absent`.
         """
         self._present = _Present(given, kept)
         for storage in list(self._storages.values()):
             storage.on_free = on_free
 
     def absent(self) -> None:
-        """The backward unit has run, or failed: nothing is read or told any more."""
+        """Stop providing tensors after the backward unit has run or failed."""
         self._present = None
         for storage in list(self._storages.values()):
             storage.on_free = None
 
     def _pack(self, tensor: Tensor) -> _Packed:
-        """Called by autograd when it saves a tensor; detached, because a node must not keep itself alive."""
+        """Pack a tensor for autograd; the tensor is detached, because a node must not keep itself alive."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise NotKeepableError(
                 f"a saved tensor of layout {tensor.layout} and type {tensor.dtype} is not plain memory"
@@ -134,21 +136,22 @@ class KeptTensors:
 
     def _held(self, tensor: Tensor) -> int | _Storage | Tensor:
         if not tensor.untyped_storage().nbytes() or tensor.device != self._device:
-            return tensor.detach()  # a number on the host, in a unit on a GPU
+            return tensor.detach()  # for example, a scalar on the host in a unit on a GPU
         key = storage_identity(tensor)
         position = self._positions.get(key)
         if position is not None:
             return position
+        # Weak: only the packed tensors keep the storage alive, so the storage ends with the last packed tensor.
         storage = self._storages.get(key)
         if storage is None:
             storage = self._storages[key] = _Storage(tensor.detach())
         return storage
 
     def _unpack(self, packed: _Packed) -> Tensor:
-        """Called by autograd when a backward reads a saved tensor.
+        """Return a saved tensor to a backward pass.
 
         Raises:
-            RuntimeError: the tensor was overwritten in place after it was saved, as autograd itself would say.
+            RuntimeError: the tensor was overwritten in place after saving; the message is autograd's own.
         """
         version = packed.counter._version  # noqa: SLF001
         if version != packed.version:

@@ -1,6 +1,7 @@
-"""The library of plans: each architecture is captured, cut, piloted and verified once, whoever asks first.
+"""The library of plans: captures, cuts, pilots and verifies each architecture once, on behalf of the first trial that asks.
 
-One library serves one pool, whose devices decide the budget that everything is cut for.
+A library serves a single pool, because the devices of the pool decide the budget of every cut. A thousand trials that
+differ only in learning rate therefore pay for a single capture.
 """
 
 import copy
@@ -45,22 +46,22 @@ from hydra_tune.shard.verify import verify, verify_close
 from hydra_tune.shard.whole import whole_plan
 from hydra_tune.task import TrainTask
 
-_MAX_PLANS = 128  # kept for trials to come; those under way hold their own
-_MAX_ANSWERS = 8  # kept for each kind of batch, where the step asks for values of the batch
+_MAX_PLANS = 128  # kept for future trials; running trials hold their own plans
+_MAX_ANSWERS = 8  # kept per kind of batch, for steps that read values of the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Prepared:
-    """A plan ready to run, and how long its units took on the host.
+    """A plan ready to run, and the times of its units on the host.
 
     Attributes:
         plan: the step cut into shards.
-        seconds: of each unit; None for an eager plan, which was not run in units.
-        guard: what the step's Python asked of the batch's values; None if nothing.
-        smallest_budget: finds the bytes of a device with which the step could still be cut, to a per mille.
-        is_checked: whether its numbers have been compared with those of the eager step; else its seconds are estimates.
-        why: why it was cut so, where there was a choice; else None.
-        placement_why: why its updates are made where they are, where there was a choice; else None.
+        seconds: seconds of each unit; None for an eager plan, which was not run in units.
+        guard: questions of the step's Python about the batch's values; None if there are none.
+        smallest_budget: finds the smallest device memory in bytes that still allows a cut, to a per mille.
+        is_checked: whether the plan's numbers were compared with the eager step; otherwise `seconds` are estimates.
+        why: reason for the cut, if there was a choice; else None.
+        placement_why: reason for the place of the updates, if there was a choice; else None.
     """
 
     plan: Plan
@@ -72,13 +73,13 @@ class Prepared:
     placement_why: str | None = None
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is for a batch with these tensors, which has the signature that it was prepared for."""
+        """Whether the plan serves a batch with these tensors; the batch must have the prepared signature."""
         return self.guard is None or self.guard.holds(tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A plan, or why there is none, for the batches that the guard lets pass."""
+    """A plan, or the reason for having none, for batches accepted by the guard."""
 
     guard: Guard | None
     found: Prepared | CaptureError
@@ -86,13 +87,13 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Shelf:
-    """Plans by key, the least recently used first; and the lock of whoever reads or writes them."""
+    """Plans by key, least recently used first, and the lock for reading and writing the plans."""
 
     plans: OrderedDict[Hashable, list[_Entry]] = field(default_factory=OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def keep(self, key: Hashable, entry: _Entry) -> None:
-        """Put a plan there; those last used stay."""
+        """Store a plan, and drop the least recently used plans beyond the limits."""
         entries = self.plans.setdefault(key, [])
         if not any(known is entry for known in entries):
             entries.append(entry)
@@ -106,14 +107,13 @@ class PlanLibrary:
     """Plans by architecture, mode and batch signature.
 
     Args:
-        budget: what to cut for.
-        most_checked_bytes: what a step may need for its plan to be checked; None: all plans are.
-        known: a library of the same budget, all of whose plans are checked: they serve here, and what is checked here serves
-            there.
+        budget: budget of the cuts.
+        most_checked_bytes: largest needs of a step whose plan is checked; None: all plans are checked.
+        known: library of the same budget that checks all its plans; both libraries share the checked plans.
 
     Attributes:
-        checked: those plans.
-        piece_counts: the numbers of pieces that were chosen, by what they were chosen for.
+        checked: the checked plans.
+        piece_counts: chosen numbers of pieces, by the situation of the choice.
     """
 
     def __init__(
@@ -125,15 +125,18 @@ class PlanLibrary:
         self.piece_counts: dict[Hashable, PieceCount] = {} if known is None else known.piece_counts
         self._unchecked = _Shelf()
         self._packer = Packer(budget)
+        # A single lock for both libraries of a pair, because the two share a shelf.
         self._lock = self.checked.lock
         self._for_plans: PlanLibrary | None = None
-        self._foreseen: dict[Hashable, Measured] = {}  # steps that were looked at and may be prepared next
+        self._foreseen: dict[Hashable, Measured] = {}  # steps measured by `foresee` that may be prepared next
 
     def for_plans(self, most_checked_bytes: int) -> "PlanLibrary":
-        """The library of those who only plan, for this one's budget; the same each time, so that plans alike are made once.
+        """Return the library for planning without training, with this library's budget.
+
+        The same library is returned each time, so that equal plans are made once.
 
         Args:
-            most_checked_bytes: what a step may need for its plan to be checked; of the first who asks.
+            most_checked_bytes: largest needs of a step whose plan is checked; the first call decides.
         """
         with self._lock:
             if self._for_plans is None:
@@ -151,7 +154,7 @@ class PlanLibrary:
         *,
         prefer_whole: bool = False,
     ) -> Prepared:
-        """The plan for one kind of batch of a trial; the random streams are left as they were.
+        """Return the plan for a kind of batch of a trial; the random streams are restored.
 
         Args:
             task: describes the step.
@@ -159,13 +162,14 @@ class PlanLibrary:
             optimizer: the trial's optimizer; only read.
             batch: a batch; only read.
             mode: "train" or "evaluate".
-            like: how the trial's state has been cut, if it has: a further capture of the same model is cut at the same
-                nodes if its graph has the same operators, else at the same parameters.
-            prefer_whole: do not capture this kind of batch if the model fits whole: it will hardly come again.
+            like: existing cut of the trial's state, if any. A further capture of the same model is cut at the same
+                nodes if the graph has the same operators, else at the same parameters.
+            prefer_whole: do not capture the kind of batch if the model fits whole, because the kind is unlikely to come
+                again.
 
         Raises:
             BudgetError: a part that cannot be cut further does not fit.
-            TaskError, MetricError: the step is not right.
+            TaskError, MetricError: the step is wrong.
         """
         leaves = batches.flatten(batch)
         request = Request(task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like)
@@ -180,6 +184,7 @@ class PlanLibrary:
         key = key_of(request)
         with self._lock, preserved_streams():
             entries = [e for shelf in (self.checked, self._unchecked) for e in shelf.plans.get(key, ())]
+            # A guard replays operators on the batch, and operators may run other kernels during a capture.
             with GATE.shared():
                 entry = next((e for e in entries if e.guard is None or e.guard.holds(leaves.tensors)), None)
             if entry is None:
@@ -196,19 +201,19 @@ class PlanLibrary:
     def foresee(
         self, task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
     ) -> Foreseen | None:
-        """What a step of such batches is expected to take, found without a clock and without running it where it can be cut.
+        """Predict the cost of a step of such batches without a clock, and without running a step that can be cut.
 
         Args:
-            task: describes the step, into how many pieces batches are cut included.
+            task: describes the step, including the number of pieces of a batch.
             model: the trial's module; only read.
-            optimizer: the same.
+            optimizer: the trial's optimizer; only read.
             batch: a piece of a batch; only read.
 
         Returns:
-            What was found; None if the step would not fit.
+            The prediction; None if the step would not fit.
 
         Raises:
-            TaskError: the step is not right.
+            TaskError: the step is wrong.
         """
         leaves = batches.flatten(batch)
         request = Request(
@@ -233,7 +238,7 @@ class PlanLibrary:
         return None
 
     def _look(self, request: Request, answers: list[Answer]) -> Foreseen | CaptureError | None:
-        """What a step cut into shards would take; why it cannot be cut; None if it does not fit."""
+        """Predict the cost of a step cut into shards; the error if the step cannot be cut; None if the step does not fit."""
         try:
             step = self._measured_step(request, answers)
             found = foreseen(self._packer, request, step)
@@ -243,9 +248,11 @@ class PlanLibrary:
             return None
         except HydraTuneError:
             raise
-        except Exception as error:  # noqa: BLE001 - as in an attempt to cut it
+        except Exception as error:  # noqa: BLE001 - as in `_attempt`
             return CaptureError(f"the captured graph cannot be run in parts: {describe(error)}")
         if (key := key_of(request)) is not None and not answers:
+            # Kept for `prepare`, which then skips the capture. A step with answers depends on the batch and is not
+            # kept.
             self._foreseen[key] = step
         return found
 
@@ -254,10 +261,10 @@ class PlanLibrary:
         (self.checked if is_checked else self._unchecked).keep(key, entry)
 
     def _capture(self, request: Request) -> Prepared | CaptureError:
-        """A verified plan, or why there is none; a budget that cannot be met is raised."""
+        """Return a verified plan, or the reason for having none; raise if the budget cannot be met."""
         found = self._attempt(request, [])
         if isinstance(found, CaptureError) and not is_unbuilt(request.model) and (answers := _answers(request)):
-            # Without answers first: a step that takes a path that needs none has one plan for all batches.
+            # Without answers first: a step that needs no answers has a single plan for all batches.
             with_answers = self._attempt(request, answers)
             return found if isinstance(with_answers, CaptureError) else with_answers
         return found
@@ -270,7 +277,7 @@ class PlanLibrary:
             return CaptureError(str(error))
         except HydraTuneError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever fails on fakes is run whole, and shown if that fails too
+        except Exception as error:  # noqa: BLE001 - a whole run shows the error if the step itself fails
             return CaptureError(f"the captured graph cannot be run in parts: {describe(error)}")
 
     def _measured_step(self, request: Request, answers: list[Answer]) -> Measured:
@@ -288,7 +295,7 @@ class PlanLibrary:
             CHOICES.info("%s", reason)
         plan = build_plan(captured, analysis, pilot, edges)
         room = self.budget.room(packed.buffer_bytes)
-        # A compiler's graphs save through functions of their own, which know nothing of units.
+        # Compiled graphs save tensors through their own autograd functions, which do not cooperate with units.
         kept = plan if request.task.compile else keeping(plan, pilot, request.task.activations, room)
         with GATE.shared():
             if request.mode == "train" and len(plan.shards) > 1:
@@ -321,12 +328,12 @@ class PlanLibrary:
         )
 
     def _may_check(self, request: Request, whole: ShardCost) -> bool:
-        """Whether a step may be run on the host, to be compared with its plan."""
+        """Whether a step may run on the host for a comparison with its plan."""
         most = self._most_checked_bytes
         return most is None or (whole.peak_bytes <= most and not is_unbuilt(request.model))
 
     def _measured(self, request: Request, captured: Captured, tensors: tuple[Tensor, ...]) -> tuple[Analysis, Pilot]:
-        """Where a captured step may be cut, and what its parts would need."""
+        """Find the allowed cuts of a captured step, and make a pilot for the needs of its parts."""
         specs = state_specs(request.model)
         analysis = analyse(captured, specs, tensors)
         pilot = Pilot(
@@ -344,13 +351,14 @@ class PlanLibrary:
     def _verified(
         self, request: Request, captured: Captured, answers: list[Answer], plan: Plan, kept: Plan
     ) -> tuple[UnitSeconds, UnitSeconds | None]:
-        """Seconds of the units of a plan and of the one that keeps activations, once both are known to be right."""
+        """Verify a plan and the plan that keeps activations; return the seconds of the units of both."""
         sample = self._sample(request, captured, answers, plan, kept) if self.budget.checks_sample else None
         if sample is not None:
-            with suppress(Exception):  # whatever is wrong with the few samples, all of them decide
+            with suppress(Exception):  # any failure with few samples is decided by the whole batch
                 found = self._verify(request, sample.plan, sample.kept, sample.batch)
                 if request.guard is None or request.guard.holds(request.leaves.tensors):
                     return sample.for_all(found[0]), None if found[1] is None else sample.for_all(found[1])
+            # Guards of the failed attempt must not decide for the whole batch.
             request.guards.clear()
         return self._verify(request, plan, kept, request.batch)
 
@@ -371,7 +379,7 @@ class PlanLibrary:
                 lambda batch: _captured(request, batch, answers),
                 lambda small, tensors: self._measured(request, small, tensors),
             )
-        except Exception:  # noqa: BLE001 - a step may have its reasons not to take fewer samples
+        except Exception:  # noqa: BLE001 - some steps reject fewer samples
             return None
 
     def _whole(self, request: Request, reason: CaptureError) -> Prepared:
@@ -425,7 +433,7 @@ def _twin(model: nn.Module) -> nn.Module:
 
 
 def _captured(request: Request, batch: Any, answers: list[Answer]) -> Captured:
-    """The step for a batch as a graph."""
+    """Capture the step for a batch as a graph."""
     if is_unbuilt(request.model):
         return _captured_unbuilt(request, batch)
     twin = _twin(request.model)
@@ -436,7 +444,7 @@ def _captured(request: Request, batch: Any, answers: list[Answer]) -> Captured:
 
 
 def _captured_unbuilt(request: Request, batch: Any) -> Captured:
-    """The same of a model without bytes."""
+    """Capture the step of a model without bytes."""
     mode = export_mode()
     with mode:
         twin = bodiless_twin(request.model)[0]
@@ -448,8 +456,8 @@ def _captured_unbuilt(request: Request, batch: Any) -> Captured:
 
 
 def _answers(request: Request) -> list[Answer]:
-    """What the step's Python asks of this batch; empty where that is of no help."""
-    with GATE.shared(), suppress(Exception):  # an error in the user's code comes up again where the model runs whole
+    """Answers to the questions of the step's Python about this batch; empty if answers do not help."""
+    with GATE.shared(), suppress(Exception):  # an error in the user's code appears again when the model runs whole
         return ask(request.task, _twin(request.model), request.mode, batches.copied(request.batch))
     return []
 

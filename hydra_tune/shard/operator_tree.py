@@ -1,6 +1,6 @@
-"""Which operators of a model are cut, and where, for `split_operators`; and those that cannot be, with the reason.
+"""Finds the operators of a model to cut for `split_operators`, and the positions of the cuts; refuses others with a reason.
 
-Knows modules and their parameters; changes nothing.
+The module knows modules and their parameters, and changes nothing.
 """
 
 import difflib
@@ -16,8 +16,8 @@ from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.split_modules import Cut
 
-_UNIT = 64  # rows: kernels round the same in pieces of so many as in the whole, wherever that was tried
-_MIN_UNITS = 4  # in each piece, so that none is much larger than another
+_UNIT = 64  # in rows: pieces of a multiple of 64 rows have rounded like the whole in every kernel tried
+_MIN_UNITS = 4  # units in each piece, so that no piece is much larger than another
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -25,11 +25,11 @@ Operator = nn.Linear | nn.Embedding
 
 
 class OperatorTree:
-    """What is asked of a model that is to be cut.
+    """Answers questions about a model to be cut.
 
     Attributes:
-        paths: module -> its first name.
-        names: id of a parameter or buffer -> its first name.
+        paths: module -> first name of the module.
+        names: id of a parameter or buffer -> first name of the tensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,10 +44,10 @@ class OperatorTree:
         self._shared = {storage for storage, count in storages.items() if count > 1}
 
     def named(self, path: str) -> Operator:
-        """The operator of this name.
+        """Return the operator with this name.
 
         Raises:
-            TaskError: there is none.
+            TaskError: the model has no such operator.
         """
         found = self._by_path.get(path)
         if found is None:
@@ -64,10 +64,10 @@ class OperatorTree:
         return found
 
     def larger_than(self, limit: int) -> dict[Operator, int]:
-        """Operators whose parameters take more bytes, and the fewest pieces of which none does.
+        """Operators with more bytes of parameters than `limit`, and the fewest pieces with at most `limit` bytes each.
 
         Raises:
-            TaskError: a piece of one row or column takes more.
+            TaskError: a piece of a single row or column exceeds the limit.
         """
         return {
             module: self._count(module, limit)
@@ -86,14 +86,14 @@ class OperatorTree:
         )
 
     def add_tied(self, chosen: dict[Operator, int], *, may_differ: bool) -> None:
-        """Add the modules that hold parameters of chosen ones, in as many pieces.
+        """Add the modules that hold parameters of chosen modules, with the same number of pieces.
 
         Args:
-            chosen: module -> pieces.
-            may_differ: whether the largest number is meant where tied modules have several.
+            chosen: module -> number of pieces.
+            may_differ: whether the largest number wins if tied modules have several numbers.
 
         Raises:
-            TaskError: a module that cannot be cut, or several numbers.
+            TaskError: a tied module cannot be cut, or has another number.
         """
         queue = list(chosen)
         while queue:
@@ -121,10 +121,10 @@ class OperatorTree:
             )
 
     def cut(self, module: Operator, count: int) -> Cut:
-        """Where a module is cut.
+        """Return the cut of a module into `count` pieces.
 
         Raises:
-            TaskError: it has fewer rows or columns than pieces.
+            TaskError: the module has fewer rows or columns than pieces.
         """
         size = self._size(module)
         if count > size:
@@ -135,10 +135,10 @@ class OperatorTree:
         return Cut(dim=dim, sizes=_sizes(size, count, 1 if dim else _UNIT))
 
     def check(self, module: Operator) -> None:
-        """Refuse a module that its pieces would not stand for.
+        """Refuse a module that its pieces could not replace.
 
         Raises:
-            TaskError: it is one; why.
+            TaskError: the pieces could not replace the module; the message gives the reason.
         """
         why = _why_not(module)
         if why is None and self._dim(module) == 0 and isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
@@ -149,7 +149,7 @@ class OperatorTree:
             raise TaskError(f"split_operators cannot cut {self._label(module)}, which {why}; leave it out")
 
     def _dim(self, module: Operator) -> int:
-        """Rows for a Linear and what is tied to one; columns for an Embedding, which are exact."""
+        """Dimension of the cut: rows for a Linear and a tied Embedding; columns, which are exact, for other Embeddings."""
         return int(not any(isinstance(other, nn.Linear) for other in self._holders.get(id(module.weight), ())))
 
     def _size(self, module: Operator) -> int:
@@ -160,7 +160,7 @@ class OperatorTree:
 
 
 def is_operator(module: nn.Module) -> TypeGuard[Operator]:
-    """Whether a module is what can be cut; a class made of it may do something else with its weight."""
+    """Whether a module can be cut; a subclass cannot, because its code may use the weight differently."""
     return type(module) in (nn.Linear, nn.Embedding)
 
 
@@ -173,7 +173,7 @@ def _num_bytes(module: nn.Module) -> int:
 
 
 def _sizes(size: int, count: int, unit: int) -> tuple[int, ...]:
-    """Rows or columns of each piece: as equal as may be, in multiples of a unit where there are enough."""
+    """Rows or columns of each piece: as equal as possible, in multiples of `unit` if there are enough."""
     unit = unit if size >= count * unit * _MIN_UNITS else 1
     units = -(-size // unit)
     ends = [min(size, unit * (units * index // count)) for index in range(count + 1)]
@@ -181,7 +181,7 @@ def _sizes(size: int, count: int, unit: int) -> tuple[int, ...]:
 
 
 def _why_not(module: Operator) -> str | None:
-    """Why a module cannot be cut, whatever else is in the model."""
+    """Reason against cutting a module, regardless of the rest of the model; None if there is no reason."""
     names = {"weight", "bias"} if isinstance(module, nn.Linear) else {"weight"}
     parameters = list(module.parameters())
     reasons = {

@@ -1,8 +1,11 @@
-"""Operators in pieces, for `split_operators`: which modules, cut where, what is refused; and the whole model again at the end.
+"""Splits operators into pieces for `split_operators`: replaces weights by pieces, checks the optimizer, and restores the model.
 
-Like `train/pieces.py` this is shared by the plain loop and the pool, so that both train the same pieces. A model is built
-and its parameter groups are made while it is whole, so it draws the same numbers and has its own names for them; then the
-pieces take the places of the whole parameters, in the modules and in the groups.
+Like `train/pieces.py`, the module is shared by the plain loop and the pool, so that both train the same pieces. The
+model and its parameter groups are made while the model is whole, so the model draws the same numbers and keeps its own
+names. Then the pieces replace the whole parameters, in the modules and in the groups.
+
+Example: `split_operators={"head": 4}` turns the weight of `head`, of shape `(vocabulary, width)`, into four parameters
+of about `(vocabulary / 4, width)` each, which may lie in different shards.
 """
 
 import operator
@@ -26,9 +29,9 @@ class _Piecewise:
     """A module in pieces.
 
     Attributes:
-        module: it.
-        kind: its class while it was whole.
-        parameters: its registry of parameters while it was whole.
+        module: the module.
+        kind: class of the whole module.
+        parameters: registry of parameters of the whole module.
     """
 
     module: Operator
@@ -41,11 +44,11 @@ class _Parameter:
     """A parameter in pieces.
 
     Attributes:
-        name: in the model.
-        whole: the parameter that the model had and will have again.
-        cut: where it is cut.
-        stride: of the whole.
-        pieces: what is trained.
+        name: name in the model.
+        whole: the whole parameter, which the model had before and will have again.
+        cut: dimension and sizes of the cut.
+        stride: stride of the whole parameter.
+        pieces: the trained pieces.
     """
 
     name: str
@@ -55,17 +58,18 @@ class _Parameter:
     pieces: list[nn.Parameter] = field(default_factory=list)
 
     def take_apart(self) -> None:
-        """Make the pieces, and leave in the whole what no one could mistake for it."""
+        """Make the pieces, and fill the whole parameter with NaN."""
         whole = self.whole
         parts = torch.split(whole.detach(), list(self.cut.sizes), self.cut.dim)
         self.pieces = [nn.Parameter(part.clone(memory_format=torch.contiguous_format)) for part in parts]
         for piece in self.pieces:
             piece.requires_grad_(whole.requires_grad)
-        # Code that has kept the parameter for itself gets a loss that is NaN, and not one that leaves the weights out.
+        # Code with a private reference to the parameter gets a NaN loss, instead of a loss that silently ignores the
+        # weights.
         whole.data = torch.full((1,), torch.nan, dtype=whole.dtype).expand(whole.shape)
 
     def put_together(self) -> None:
-        """Give the whole parameter what its pieces have."""
+        """Restore the whole parameter from its pieces."""
         whole = torch.empty_strided(self.whole.shape, self.stride, dtype=self.whole.dtype)
         for part, piece in zip(torch.split(whole, list(self.cut.sizes), self.cut.dim), self.pieces, strict=True):
             part.copy_(piece.detach())
@@ -73,11 +77,11 @@ class _Parameter:
 
 
 class SplitOperators:
-    """The operators of one model that are in pieces.
+    """The operators of a single model that are in pieces.
 
     Args:
-        modules: which, and what they were.
-        parameters: theirs, each once.
+        modules: the modules in pieces.
+        parameters: the modules' parameters, each once.
     """
 
     def __init__(self, modules: Sequence[_Piecewise] = (), parameters: Sequence[_Parameter] = ()) -> None:
@@ -86,12 +90,12 @@ class SplitOperators:
         self._by_whole = {id(p.whole): p for p in parameters}
 
     def in_groups(self, groups: Any) -> Any:
-        """What an optimizer is given, with the pieces in the places of the whole parameters."""
+        """Return an optimizer's argument with the pieces in place of the whole parameters."""
         if isinstance(groups, Mapping):
             return {key: self.in_groups(value) for key, value in groups.items()}
         if type(groups) in (list, tuple):
             placed = [found for item in groups for found in self._expanded(item)]
-            # Options such as betas stay the tuples they are.
+            # Unchanged sequences are returned as they are, so that options such as betas stay tuples.
             return groups if len(placed) == len(groups) and all(map(operator.is_, placed, groups)) else placed
         found = self._known(groups)
         return groups if found is None else list(found.pieces)
@@ -110,10 +114,11 @@ class SplitOperators:
         return self._by_whole.get(id(value)) if isinstance(value, nn.Parameter) else None
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that would train the pieces otherwise than the whole; the model is whole again then.
+        """Refuse an optimizer that would train the pieces differently from the whole; the model is then restored first.
 
         Raises:
-            TaskError: it holds a whole parameter, or parts its pieces, or does not update each element by itself.
+            TaskError: the optimizer holds a whole parameter, separates the pieces of a parameter, or does not update
+                each element by itself.
         """
         try:
             check_elementwise(optimizer, list(self._members(optimizer)))
@@ -122,7 +127,7 @@ class SplitOperators:
             raise
 
     def _members(self, optimizer: Optimizer) -> Iterator[tuple[str, int, int, Tensor]]:
-        """What is trained in pieces: name, parameter group, dimension, and a piece."""
+        """Trained parameters in pieces: name, parameter group, dimension, and a piece."""
         group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         for parameter in self._parameters:
             if id(parameter.whole) in group_of:
@@ -140,7 +145,7 @@ class SplitOperators:
                 yield parameter.name, first, parameter.cut.dim, parameter.pieces[0]
 
     def restore(self, optimizer: Optimizer) -> None:
-        """Make the model whole again, and the optimizer one of the whole parameters, as if nothing had been cut."""
+        """Restore the model, and the optimizer over the whole parameters, as if nothing had been cut."""
         first: dict[int, nn.Parameter] = {}
         rest: set[int] = set()
         for parameter in self._parameters:
@@ -156,12 +161,12 @@ class SplitOperators:
             found.module.__class__ = found.kind  # type: ignore[assignment]
             for name in ("split_path", "split_sizes"):
                 delattr(found.module, name)
-            found.module._parameters.clear()  # noqa: SLF001 - the registry is what is put back
+            found.module._parameters.clear()  # noqa: SLF001 - the registry itself is restored
             found.module._parameters.update(found.parameters)  # noqa: SLF001
 
 
 def _listed(groups: Any) -> Any:
-    """Parameter groups with lists in place of iterators, which would run over the model once it is cut."""
+    """Parameter groups with lists in place of iterators, because an iterator would run over the model after the cut."""
     if isinstance(groups, Iterator):
         return [_listed(item) for item in groups]
     if isinstance(groups, Mapping):
@@ -172,18 +177,18 @@ def _listed(groups: Any) -> Any:
 def split_operators(
     model: nn.Module, groups: Any, wanted: Mapping[str, int] | str | None
 ) -> tuple[SplitOperators, Any]:
-    """Cut operators of a model that has just been built.
+    """Cut operators of a newly built model.
 
     Args:
         model: the model; its modules stay the same objects.
-        groups: what its optimizer would be given.
+        groups: argument for the optimizer of the whole model.
         wanted: as in `TrainTask`.
 
     Returns:
-        What has been cut, and what the optimizer is to be given.
+        The operators in pieces, and the argument for the optimizer.
 
     Raises:
-        TaskError: a module that is not there, or cannot be cut without changing what it computes; by name.
+        TaskError: a module does not exist, or cannot be cut without changing its results; by name.
     """
     if not wanted:
         return SplitOperators(), groups
@@ -195,6 +200,7 @@ def split_operators(
         chosen = tree.larger_than(parse_bytes(wanted))
     tree.add_tied(chosen, may_differ=not isinstance(wanted, Mapping))
     cuts = {module: tree.cut(module, count) for module, count in chosen.items() if count > 1}
+    # All modules are checked before the first parameter is taken apart, so that a refusal leaves the model whole.
     for module in cuts:
         tree.check(module)
     parameters = {
@@ -212,8 +218,8 @@ def split_operators(
 
 
 def _taken_apart(module: Operator, path: str, cut: Cut, parameters: Mapping[int, _Parameter]) -> _Piecewise:
-    """Let a module have the pieces."""
-    registry = module._parameters  # noqa: SLF001 - a class in pieces would not register what is whole
+    """Give a module its pieces, and change its class."""
+    registry = module._parameters  # noqa: SLF001 - a class in pieces would not register whole parameters
     found = _Piecewise(module=module, kind=type(module), parameters=dict(registry))
     registry.clear()
     for name, whole in found.parameters.items():
@@ -228,7 +234,7 @@ def _taken_apart(module: Operator, path: str, cut: Cut, parameters: Mapping[int,
 
 
 def _put_back(group: dict[str, Any], first: Mapping[int, nn.Parameter], rest: set[int]) -> None:
-    """Whole parameters in a group, where their first pieces are."""
+    """Replace the first pieces in a group by the whole parameters, and remove the other pieces."""
     params = group["params"]
     kept = [index for index, parameter in enumerate(params) if id(parameter) not in rest]
     if "param_names" in group:

@@ -1,7 +1,7 @@
-"""What one step gave: run eagerly, or as a plan's units, on the host.
+"""Outcome of a step, run eagerly or as a plan's units, on the host.
 
-Besides losses, gradients, buffers and the generator's state, the operators that computed something are noted: two runs may
-agree on one batch by luck, and differ on the next.
+Besides losses, gradients, buffers and the generator's state, an outcome lists the computing operators: two runs may
+agree on a batch by luck, and differ on the next batch.
 """
 
 import time
@@ -62,14 +62,15 @@ _NO_ARITHMETIC = {
         "item",
         "set_",
         "is_same_size",
-        "tril",  # of a mask: models give attention a mask or `is_causal` as they are captured or not, and torch makes the mask
+        # of a mask: eager and captured code may pass attention a mask or `is_causal`, and torch builds the mask
+        "tril",
     ]
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Seconds of each shard's units as first run, on the host: a first guess, a little high for small operators."""
+    """Seconds of each shard's units on the host at their first run: a first guess, a little high for small operators."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -77,16 +78,16 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a step gave.
+    """Outcome of a step.
 
     Attributes:
         results: the loss, or the metrics.
-        gradients: of the parameters.
-        buffers: as the step left them.
-        random_state: of the generator.
-        operators: those that computed something.
-        reads: the values that were read, in order; a plan's as its shards run first.
-        functions: names of the user's own `torch.autograd.Function`s that the backward went through.
+        gradients: gradients of the parameters.
+        buffers: buffers after the step.
+        random_state: state of the generator after the step.
+        operators: names of the computing operators.
+        reads: values read by Python, in order; for a plan, only of the first run of each shard.
+        functions: names of the user's own `torch.autograd.Function`s in the backward.
     """
 
     results: dict[str, Tensor]
@@ -99,7 +100,7 @@ class Outcome:
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operators that compute something, by name: views, copies and fills are left out."""
+    """Notes the computing operators by name: views, copies and fills are left out."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -124,37 +125,37 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def seen(self, without: frozenset[int] = frozenset()) -> frozenset[str]:
-        """The operators that have run, but for the calls of these numbers."""
+        """Names of the operators run so far, without the calls with the given numbers."""
         return frozenset(name for name, numbers in self._numbers.items() if numbers - without)
 
 
 def _form_of_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Kernels of attention add in another order where they are told that it is causal than where a mask says so."""
+    """Suffix for causal attention: attention kernels add in another order for `is_causal` than for a mask."""
     given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}  # noqa: SLF001
     return " (causal)" if given.get("is_causal") else ""
 
 
 class HostStore:
-    """A chain's store with everything in host memory."""
+    """A chain's store with all tensors in host memory."""
 
     def __init__(self, state: dict[str, Tensor], constants: dict[str, Tensor], inputs: Sequence[Tensor]) -> None:
         self._state, self._constants, self._inputs = state, constants, inputs
         self.values: dict[str, Tensor] = {}
 
     def state(self, names: Sequence[str]) -> list[Tensor]:
-        """Parameters and buffers by name."""
+        """Return parameters and buffers by name."""
         return [self._state[name] for name in names]
 
     def constants(self, names: Sequence[str]) -> list[Tensor]:
-        """Constants by name."""
+        """Return constants by name."""
         return [self._constants[name] for name in names]
 
     def inputs(self, indices: Sequence[int]) -> list[Tensor]:
-        """Batch tensors by index."""
+        """Return batch tensors by index."""
         return [self._inputs[index] for index in indices]
 
     def get(self, key: str) -> Tensor | None:
-        """A value put earlier, or None."""
+        """Return a value put earlier, or None."""
         return self.values.get(key)
 
     def put(self, key: str, tensor: Tensor) -> None:
@@ -166,10 +167,10 @@ class HostStore:
         self.values.pop(key, None)
 
     def changed(self, key: str) -> None:
-        """Nothing to do: there is one copy."""
+        """Do nothing: there is only a single copy."""
 
     def settle(self) -> None:
-        """Nothing to do: no unit is run again."""
+        """Do nothing: no unit runs a second time."""
 
 
 def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: list[Guard] | None = None) -> Outcome:
@@ -177,10 +178,10 @@ def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: l
 
     Args:
         task: describes the step.
-        twin: a copy of the trial's model; its buffers are left as the step leaves them.
+        twin: a copy of the trial's model; its buffers keep the changes of the step.
         mode: "train" or "evaluate".
-        batch: the batch; the step may change it.
-        guards: takes what the step's Python has asked of the batch, if anything.
+        batch: the batch; the step may change the batch.
+        guards: receives the questions of the step's Python about the batch, if any.
 
     Raises:
         TaskError: a gradient is sparse.
@@ -212,7 +213,7 @@ def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: l
 
 
 def _own_functions(loss: Tensor) -> frozenset[str]:
-    """Names of the nodes of a loss's autograd graph whose backward is Python code."""
+    """Names of the nodes of a loss's autograd graph with a backward in Python."""
     found: set[str] = set()
     seen: set[Any] = {None}
     waiting: list[Any] = [loss.grad_fn]
@@ -228,10 +229,10 @@ def _own_functions(loss: Tensor) -> frozenset[str]:
 
 
 def refuse_sparse(gradients: dict[str, Tensor]) -> None:
-    """Raise `TaskError` for a gradient that is sparse.
+    """Raise `TaskError` for a sparse gradient.
 
     Args:
-        gradients: by parameter.
+        gradients: gradient by parameter name.
     """
     for name, gradient in gradients.items():
         if gradient.layout is not torch.strided:
@@ -243,7 +244,7 @@ def refuse_sparse(gradients: dict[str, Tensor]) -> None:
 def run_plan(
     twin: nn.Module, plan: Plan, inputs: Sequence[Tensor], *, watched: bool = True
 ) -> tuple[Outcome, UnitSeconds]:
-    """Run a plan's units; compilers refuse to work while operators are watched."""
+    """Run a plan's units; without `watched` for compiled plans, because compilers refuse to work under a dispatch mode."""
     store = HostStore(dict(named_state(twin)), plan.constants, inputs)
     chain, generator = Chain(plan, store), DefaultCpuGenerator()
     count = len(plan.shards)
@@ -269,7 +270,8 @@ def run_plan(
                 backward[index] = timed(index, chain.backward)
                 if index == count - 1:
                     final_state = stream.get_state()
-                    reads = tuple(operators.reads)  # the last shard has run once now, the others run again
+                    # the last shard has now run once; the other shards run again from here on
+                    reads = tuple(operators.reads)
     prefix = parameter_gradient_key("")
     outcome = Outcome(
         results={name: store.values[key] for name, key in zip(plan.names, plan.outputs, strict=True)},

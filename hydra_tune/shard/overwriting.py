@@ -1,6 +1,7 @@
-"""Which operators only write new values into a tensor that is there: of tensors without bytes they change nothing.
+"""Finds operators that only overwrite an existing tensor: on tensors without bytes such operators change nothing.
 
-What they would do there takes far longer to follow than it is worth: an optimizer's update is made of little else.
+Following such operators on fake tensors would take far longer than the result is worth: an optimizer's update consists
+of little else.
 """
 
 import functools
@@ -17,20 +18,21 @@ _COPYING = (_ATEN.copy_.default, _ATEN.fill_.Scalar, _ATEN.fill_.Tensor, _ATEN.z
 
 
 def overwritten(func: Any, args: Any) -> Tensor | None:
-    """The first argument of an operator that does nothing but overwrite its elements, if it has no bytes.
+    """Return the first argument of an operator that only overwrites its elements, if the argument has no bytes.
 
     Args:
         func: the operator.
-        args: its positional arguments.
+        args: positional arguments of the operator.
 
     Returns:
-        What the operator would return; None if it has to be run.
+        The operator's result; None if the operator must run.
     """
     target = args[0] if args else None
     if not isinstance(target, Tensor) or not _only_overwrites(func):
         return None
     if isinstance(target, FakeTensor):
-        return target if target.constant is None else None  # of a small constant torch knows the value
+        # torch knows the value of a small constant, which the operator would change
+        return target if target.constant is None else None
     return target if target.is_meta else None
 
 

@@ -1,8 +1,8 @@
-"""What the user's own code does to a module's parameters and buffers beyond overwriting them: it is refused by name.
+"""Refuses user code that adds, removes or replaces parameters or buffers of a module, by name.
 
-Parameters and buffers live in blocks and are known to the optimizer, so a forward must not add or replace any. A buffer that
-is replaced by a tensor of its kind (`self.mean = 0.9 * self.mean + ...`) is as good as one that is overwritten: the step puts
-it back (`steps.settle_buffers`) before anyone looks here.
+Parameters and buffers live in blocks and are known to the optimizer, so a forward must not add or replace any. A buffer
+replaced by a tensor of the same kind (`self.mean = 0.9 * self.mean + ...`) counts as overwritten: the step restores the
+original tensor (`steps.settle_buffers`) before the check.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ def check_state(before: Mapping[str, Tensor], model: nn.Module) -> None:
     """Refuse a model whose code has added, removed or replaced parameters or buffers.
 
     Args:
-        before: the model's parameters and buffers as they were.
+        before: the model's parameters and buffers before its code ran.
         model: the model after its code has run.
 
     Raises:
-        TaskError: it has; the name, and what to do instead.
+        TaskError: a tensor was added, removed or replaced; the message gives the name and a remedy.
     """
     present = dict(named_state(model))
     odd = sorted(present.keys() ^ before.keys())
@@ -41,16 +41,17 @@ def check_state(before: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def check_still_frozen(frozen: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that are trained from some step on.
+    """Refuse parameters that start to train after the first step.
 
-    Gradients, optimizer state and their memory are planned for the parameters that require gradients when a trial begins. To
-    freeze one of these later, and to thaw it again, is the same as not to use it, and needs no plan.
+    Gradients, optimizer state and their memory are planned for the parameters that require gradients at the start of a
+    trial. Freezing such a parameter later, and thawing the parameter again, equals not using the parameter and needs no
+    plan.
 
     Args:
-        frozen: the parameters that did not require gradients when the trial began.
+        frozen: parameters without gradients at the start of the trial.
 
     Raises:
-        TaskError: one does now.
+        TaskError: such a parameter requires gradients now.
     """
     for name, tensor in frozen.items():
         if tensor.requires_grad:

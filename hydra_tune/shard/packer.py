@@ -1,4 +1,4 @@
-"""`Packer`: where the shards of a step start and end, for a budget and a place for updates."""
+"""`Packer`: finds the start and end of a step's shards, for a budget and a place of the updates."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +24,7 @@ from hydra_tune.task import TrainTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Where the shards of a step start and end, and why; `pilot` measures for the placement of updates that it is for."""
+    """Start and end of a step's shards, and the reasons; `pilot` measures for the chosen place of the updates."""
 
     pilot: Pilot
     partitioner: QuickPartitioner
@@ -35,23 +35,23 @@ class Packed:
 
 
 class Packer:
-    """Cuts steps.
+    """Cuts steps into shards.
 
     Args:
-        budget: what to cut for.
+        budget: budget of the cuts.
     """
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
 
     def packed(self, request: Request, step: Measured) -> Packed:
-        """The step cut into shards, for updates where they are made.
+        """Cut the step into shards, for the place where updates run.
 
         Raises:
             BudgetError: a part that cannot be cut further does not fit.
         """
         like, wanted = request.like, self.budget.optimizer_placement
-        if like is not None:  # its optimizer state is where it is
+        if like is not None:  # the optimizer state already has its place
             return self.packed_for(request, step, updates_on_host=like.plan.updates_on_host)
         if wanted != "auto" or request.mode != "train":
             return self.packed_for(request, step, updates_on_host=wanted == "host")
@@ -64,7 +64,7 @@ class Packer:
         return replace(packed, placement_why=choice.reason)
 
     def packed_for(self, request: Request, step: Measured, *, updates_on_host: bool) -> Packed:
-        """With the smallest buffer into which the parameters of each shard fit; else the largest with which it can be cut.
+        """Cut with the smallest buffer that holds each shard's parameters, else with the largest buffer that allows a cut.
 
         Raises:
             BudgetError: as of `packed`.
@@ -107,7 +107,7 @@ class Packer:
         return packed(edges=list(choice.packing.edges), why=choice.reason)
 
     def _placement(self, request: Request, step: Measured, on_device: Packed | None, on_host: Packed) -> Placement:
-        """Where updates are expected to take less time."""
+        """Choose the place where updates are expected to take less time."""
         assert self.budget.speeds is not None, "auto comes with the speeds of the machine"
         speeds = self.budget.speeds()
 
@@ -142,12 +142,12 @@ class Packer:
         largest: list[int],
         buffer_bytes: int,
     ) -> Choice:
-        """Where the shards start and end with which a step moves the fewest bytes."""
+        """Choose the cut with which a step moves the fewest bytes."""
         measure = self._measure(task, pilot, largest[-1], buffer_bytes)
         return choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, self.habits(task, plan))
 
     def habits(self, task: TrainTask, plan: Plan) -> Habits:
-        """How a step of a task uses its shards; `plan` is one that it may be cut by."""
+        """Return the use of shards by a step of a task; `plan` is a possible plan of the step."""
         counted = self.budget.counts_draws or not plan.is_stochastic
         return Habits(
             waits=GradientRules.of(task).has_two_phases,
@@ -157,9 +157,9 @@ class Packer:
         )
 
     def _measure(self, task: TrainTask, pilot: Pilot, end: int, buffer_bytes: int) -> Callable[[int, int], ShardCost]:
-        """What a shard of a step of so many nodes costs, with the activations that it is expected to keep."""
+        """Return a function for the cost of a shard, with the activations that the shard is expected to keep."""
         room = self.budget.room(buffer_bytes)
-        # "auto" keeps most of what it can where units and copies can be compared, and nothing elsewhere.
+        # "auto" keeps most activations if units and copies can be compared, and none otherwise.
         keeps = task.activations in ("keep", "spill") or (task.activations == "auto" and self.budget.link() is not None)
 
         def measure(first: int, last: int) -> ShardCost:
@@ -170,7 +170,7 @@ class Packer:
 
 
 def _told_of_buffer(packed: Packed, budget_bytes: int) -> Packed:
-    """With a sentence on the buffer, where there is one."""
+    """Add a sentence about the buffer, if there is a buffer."""
     if len(packed.edges) == 2:  # noqa: PLR2004 - one shard has none
         return packed
     largest = max(packed.pilot.cost(*span).state_bytes for span in pairwise(packed.edges))

@@ -1,16 +1,16 @@
-"""Where to cut so that a step moves the fewest bytes: how many nodes to pack into a shard.
+"""Chooses the size of the shards so that a step moves the fewest bytes.
 
-HYDRA's rule packs as much into a shard as fits the device. The larger a shard, the more room its units take from what could
-have stayed on the device until it is needed again. So shards are packed to a series of smaller sizes as well, a step of each
-cut is played through (`traffic.py`), and the cut that moves least is taken.
+HYDRA's rule packs as many nodes into a shard as fit the device. But the larger a shard, the more room its units take
+from blocks that could have stayed on the device until their next use. The module therefore packs shards of a series of
+smaller sizes as well, simulates a step of each cut (`traffic.py`), and takes the cut that moves the fewest bytes.
 
-Only what the pilot knows is asked, and no clock: the same task on the same budget is cut in the same places every time. How
-long a step takes is another matter. More shards mean more units, and a smaller last shard, the only one whose forward is never
-computed again; on fast links that can cost more than the bytes are worth (docs/memory.md).
+The choice uses only the pilot's knowledge and no clock, so the same task on the same budget is always cut in the same
+places. The time of a step is another matter. More shards mean more units and a smaller last shard, the only shard whose
+forward is never recomputed; on fast links more units can cost more than the saved bytes (docs/memory.md).
 
-Source: task packing and the tuner of Harmony (Li et al., section 3). Differs: batches are as large as the task says, for
-other sizes give other numbers; and a shard is one pack for forward and backward, for larger packs of the forward alone would
-move no fewer bytes under a pager that lets parameters stay (docs/memory.md has figures).
+Source: task packing and the tuner of Harmony (Li et al., section 3). Differs: batches are as large as the task says,
+because other sizes give other numbers; and a shard is a single pack for forward and backward, because larger packs of
+the forward alone would move no fewer bytes under a pager that lets parameters stay (docs/memory.md has figures).
 """
 
 import logging
@@ -25,10 +25,10 @@ from hydra_tune.shard.traffic import Habits, step_traffic
 CHOICES = logging.getLogger(__name__)
 """Told each choice that is made, at the level INFO."""
 
-_NEXT_SIZE = 0.8  # of the largest shard of one cut, for those of the next
-_MOST_CUTS = 8  # that are tried: each has its shards measured
-_NEAR = 1.03  # of the least bytes: then fewer shards are better
-_WORTH = 0.97  # of the bytes of the largest shards: above it, they stay
+_NEXT_SIZE = 0.8  # factor from the largest shard of a cut to the shards of the next cut
+_MOST_CUTS = 8  # limit of cuts to try: the shards of each cut must be measured
+_NEAR = 1.03  # within this factor of the least bytes, fewer shards are better
+_WORTH = 0.97  # share of the bytes moved with the largest shards; the largest shards stay unless a cut is below
 
 Measure = Callable[[int, int], ShardCost]
 """First and last position of a shard -> what it costs."""
@@ -38,12 +38,12 @@ Pack = Callable[[int], Sequence[int] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """One way to cut a step.
+    """A way to cut a step.
 
     Attributes:
-        edges: where shards start and end.
-        peak_bytes: the most that one of their units needs.
-        step_bytes: what a step is expected to move, to the device and from it.
+        edges: positions where shards start and end.
+        peak_bytes: largest needs of a unit.
+        step_bytes: bytes that a step is expected to move to and from the device.
     """
 
     edges: tuple[int, ...]
@@ -52,17 +52,17 @@ class Packing:
 
     @property
     def num_shards(self) -> int:
-        """How many."""
+        """Number of shards."""
         return len(self.edges) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The cut that was chosen, and those it was chosen from.
+    """The chosen cut, and all cuts considered.
 
     Attributes:
-        packing: the chosen one.
-        tried: all of them; shards as large as the device allows come first.
+        packing: the chosen cut.
+        tried: all cuts; the cut with the largest shards comes first.
     """
 
     packing: Packing
@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def reason(self) -> str:
-        """A sentence for people."""
+        """Sentence for the user."""
         largest, chosen = self.tried[0], self.packing
         counts = ", ".join(f"{one.num_shards}: {format_bytes(one.step_bytes)}" for one in self.tried)
         if chosen is largest:
@@ -86,16 +86,16 @@ class Choice:
 def choose_packing(
     largest: Sequence[int], pack: Pack, measure: Measure, budget_bytes: int, habits: Habits | None = None
 ) -> Choice:
-    """The cut with which a step moves the fewest bytes; of those that move about as few, the one with the fewest shards.
+    """Choose the cut with the least traffic; of cuts with about the least, the cut with the fewest shards.
 
-    It is never one that is expected to move more than the shards of `largest`, which stay where little is to be had.
+    The chosen cut never moves more than the shards of `largest`, which stay if little can be saved.
 
     Args:
-        largest: the edges of shards as large as the device allows.
-        pack: cuts into shards of some size; the size of `largest` is the most that it is asked for.
-        measure: what a shard costs, with whatever activations it will keep.
-        budget_bytes: of the device.
-        habits: how a step uses its shards.
+        largest: edges of shards as large as the device allows.
+        pack: cuts into shards of a given size, at most the size of `largest`.
+        measure: cost of a shard, with the activations that the shard will keep.
+        budget_bytes: budget of the device.
+        habits: use of the shards by a step.
     """
 
     def packing(edges: Sequence[int]) -> Packing:
@@ -117,7 +117,7 @@ def choose_packing(
 
 
 def _smaller(largest: Packing, pack: Pack, packing: Callable[[Sequence[int]], Packing]) -> Iterator[Packing]:
-    """Cuts into ever smaller shards, until some part cannot be cut further."""
+    """Yield cuts into ever smaller shards, until some part cannot be cut further."""
     seen, size = {largest.edges}, largest.peak_bytes
     for _ in range(_MOST_CUTS):
         size = int(size * _NEXT_SIZE)

@@ -1,9 +1,9 @@
-"""Where to cut: HYDRA's Algorithm 1 over the positions the graph allows.
+"""Chooses the cuts: HYDRA's Algorithm 1 over the positions allowed by the graph.
 
-Greedy: a shard takes as many nodes as fit the device next to the reserved buffer; the smallest device decides for all.
-Differs from the paper: a candidate is measured on fake tensors instead of run until it fails; among the last cuts that
-fit, the one with the fewest bytes crossing is taken, since those bytes travel twice per step; and a model that fits whole is
-one shard, without a buffer.
+The algorithm is greedy: a shard takes as many nodes as fit the device beside the reserved buffer; the smallest device
+decides for all devices. Differs from the paper: a candidate is measured on fake tensors instead of run until failure;
+among the last cuts that fit, the cut with the fewest crossing bytes is taken, because crossing bytes travel twice per
+step; and a model that fits whole becomes a single shard without a buffer.
 """
 
 from collections.abc import Sequence
@@ -31,15 +31,15 @@ class _DoesNotFitError(Exception):
 
 
 class Partitioner:
-    """Cuts one captured step for a given capacity.
+    """Cuts a captured step for a given capacity.
 
     Args:
         pilot: measures candidate shards.
-        analysis: where cuts are allowed and what crosses them.
-        num_nodes: nodes of the graph.
+        analysis: positions of allowed cuts, and bytes that cross.
+        num_nodes: number of nodes of the graph.
         budget_bytes: memory of the smallest device.
-        buffer_bytes: part of it to keep free next to a running shard, for the next one.
-        may_split_batches: whether the task could still have its batches split: a remedy to be told.
+        buffer_bytes: part of the memory to keep free beside a running shard, for the next shard.
+        may_split_batches: whether the task could still split its batches, as a remedy to mention.
     """
 
     def __init__(
@@ -61,16 +61,17 @@ class Partitioner:
         self._good = _good_cuts(analysis)
 
     def partition(self, num_shards: NumShards = None, boundaries: Sequence[int] = ()) -> list[int]:
-        """The positions where shards start and end: `[0, ..., num_nodes]`.
+        """Return the positions where shards start and end: `[0, ..., num_nodes]`.
 
         Args:
-            num_shards: None for as few as fit; a number for that many, more if they do not fit; "layer" for one shard per
-                layer, that is wherever the module changes; "tuned" as None, for `choose_packing` to start from.
-            boundaries: positions at which a cut must be, e.g. where another capture of the same model was cut.
+            num_shards: None for as few shards as fit; a number for as many shards, or more if the shards do not fit;
+                "layer" for a shard per layer, with a cut wherever the module changes; "tuned" as None, as a start for
+                `choose_packing`.
+            boundaries: positions of mandatory cuts, e.g. the cuts of another capture of the same model.
 
         Raises:
-            BudgetError: some part that cannot be cut further does not fit; the message has the budget that would do.
-            ConfigError: more shards asked for than the graph can be cut into.
+            BudgetError: a part that cannot be cut further does not fit; the message names a sufficient budget.
+            ConfigError: `num_shards` exceeds the number of possible shards.
         """
         try:
             return self._partition(num_shards, boundaries)
@@ -78,7 +79,7 @@ class Partitioner:
             raise self._refusal(*error.piece, self.smallest_budget(num_shards, boundaries)) from None
 
     def packed(self, most_bytes: int) -> list[int] | None:
-        """The same for shards of which none takes more than so many bytes; None if some part cannot be cut so small."""
+        """Partition into shards of at most `most_bytes` each; None if some part cannot be cut so small."""
         capacity, self._capacity = self._capacity, min(most_bytes, self._capacity)
         try:
             return [0, *self._fill(0, self._end)]
@@ -88,10 +89,10 @@ class Partitioner:
             self._capacity = capacity
 
     def smallest_budget(self, num_shards: NumShards = None, boundaries: Sequence[int] = ()) -> int:
-        """A budget in bytes with which the step can be cut, found to a per mille.
+        """Smallest budget in bytes that allows a cut, found to a per mille.
 
-        The pieces between all allowed cuts tell a budget that is enough. Longer pieces may need less, where values are made and
-        used within them, so the cutting itself is tried with smaller ones.
+        The pieces between all allowed cuts give a sufficient budget. Longer pieces may need less, if values are made
+        and used within a piece, so the search tries the cutting itself with smaller budgets.
         """
         edges = [0, *self._analysis.cuts, self._end]
         worst = max(self._cost(first, last).peak_bytes for first, last in pairwise(edges))
@@ -137,7 +138,7 @@ class Partitioner:
         return self._cost(first, last).peak_bytes <= self._capacity
 
     def _fill(self, first: int, last: int) -> list[int]:
-        """Greedy shards from `first` to `last`; the end of each."""
+        """Ends of greedy shards from `first` to `last`."""
         ends = []
         while first < last:
             first = self._next_end(first, last)
@@ -156,7 +157,7 @@ class Partitioner:
         raise _DoesNotFitError(first, min(edges[0], last))
 
     def _furthest(self, first: int, cuts: list[int]) -> int | None:
-        """The last of the cuts up to which a shard from `first` fits, by bisection."""
+        """Last of the cuts up to which a shard from `first` fits, by bisection."""
         low, high = -1, len(cuts) - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -167,14 +168,14 @@ class Partitioner:
         return cuts[low] if low >= 0 else None
 
     def _cheapest(self, first: int, furthest: int, cuts: list[int]) -> int:
-        """The cut with the fewest crossing bytes among the last that fit; the furthest where several are equal."""
+        """Cut with the fewest crossing bytes among the last cuts that fit; the furthest cut among equals."""
         least = first + _BACK_OFF * (furthest - first)
         crossing = self._analysis.crossing_bytes
         near = sorted((cut for cut in cuts if least <= cut <= furthest), key=lambda cut: (crossing[cut], -cut))
         return next((cut for cut in near if self._fits(first, cut)), furthest)
 
     def _balanced(self, num_shards: int) -> list[int]:
-        """`num_shards - 1` cuts at about equal distance."""
+        """Return `num_shards - 1` cuts at about equal distance."""
         cuts = self._analysis.cuts
         if num_shards < 1 or num_shards - 1 > len(cuts):
             raise ConfigError(f"num_shards must be from 1 to {len(cuts) + 1} for this model, not {num_shards}")
@@ -189,7 +190,7 @@ class Partitioner:
         return chosen
 
     def _layer_starts(self) -> list[int]:
-        """Allowed cuts nearest to where each layer begins."""
+        """Allowed cuts at the start of a layer."""
         layers = self._analysis.layers
         starts = [p for p in range(1, self._end) if layers[p] != layers[p - 1] and layers[p]]
         allowed = set(self._analysis.cuts)
@@ -214,7 +215,7 @@ class Partitioner:
 
 
 def _good_cuts(analysis: Analysis) -> list[int]:
-    """Cuts that fewer bytes cross than any other close by: between blocks rather than inside them."""
+    """Cuts with the fewest crossing bytes in their neighbourhood: between blocks rather than inside blocks."""
     crossing = analysis.crossing_bytes
     return [
         cut

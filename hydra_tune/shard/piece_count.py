@@ -1,20 +1,21 @@
-"""Into how many pieces a batch is cut, where a task leaves that to the pool: Harmony's choice of the microbatch's size.
+"""Chooses the number of pieces of a batch, if the task leaves the number to the pool: Harmony's choice of the microbatch size.
 
-Fewer samples at once need less room for what lies between operators, so that shards are larger and more of the model stays on
-the device; and a batch that does not fit at all may fit in pieces. The price is more units, and products of fewer rows. For
-each number that is tried the step is cut as it would be for training, packed anew with `num_shards="tuned"` (`packing.py`), and
-played through (`traffic.py`).
+Fewer samples at once need less room for intermediate values, so shards are larger and more of the model stays on the
+device; and a batch that does not fit at all may fit in pieces. The price is more units, and matrix products with fewer
+rows. For each tried number, the step is cut as for training, packed anew with `num_shards="tuned"` (`packing.py`), and
+simulated (`traffic.py`).
 
-Note: the rule. The numbers are divisors of the batch, so that all pieces are alike and have one plan. Whole batches stay whole
-unless they do not fit, or a step in pieces is expected to be clearly shorter; then the number with the shortest step is taken,
-and of those about as good the smallest. Where units and copies cannot be compared (on GPUs, or in a model that runs whole) the
-bytes that a step moves stand for its seconds.
+Note: the rule. The numbers are divisors of the batch size, so that all pieces are equal and share a plan. Batches stay
+whole unless a whole batch does not fit, or a step in pieces is expected to be clearly shorter. Then the number with the
+shortest step is taken, or the smallest of about equal numbers. Where units and copies cannot be compared (on GPUs, or
+for a model that runs whole), the bytes moved by a step stand for its seconds.
 
-Note: no clock. The number is part of what is computed: sums are rounded in another order for another number. So what is asked
-are the pilot and the estimates of `estimate.py` and `devices/link.py`, the same each time, and never a measurement.
+Note: no clock. The number is part of the computation, because another number rounds sums in another order. The choice
+therefore uses the pilot and the estimates of `estimate.py` and `devices/link.py`, equal on each run, and never a
+measurement.
 
-Source: the tuner of Harmony (Li et al., sections 3 and 4). Differs: one number for forward and backward alike, for a backward
-goes on from its own piece's values, which would have to be cut or joined between the two.
+Source: the tuner of Harmony (Li et al., sections 3 and 4). Differs: forward and backward use the same number, because a
+backward continues from its own piece's values, which would have to be cut or joined between the two.
 """
 
 from bisect import bisect_left
@@ -23,22 +24,22 @@ from dataclasses import dataclass
 
 from hydra_tune.quantities import format_bytes, format_short_seconds
 
-_NEAR = 1.03  # of the shortest step: then fewer pieces are better
-_WORTH = 0.9  # of the step in as few pieces as fit: above it, they stay as few
-_APART = 2  # each number that is tried is so many times the one before at least
-_PATIENCE = 2  # numbers in a row that have to do no better before larger ones are given up
+_NEAR = 1.03  # within this factor of the shortest step, fewer pieces are better
+_WORTH = 0.9  # share of the step in the fewest pieces that fit; the fewest stay unless a number is below
+_APART = 2  # least ratio of each tried number to the number before
+_PATIENCE = 2  # numbers in a row without improvement before larger numbers are given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreseen:
-    """What a step is expected to take.
+    """Expected cost of a step.
 
     Attributes:
-        num_shards: that its model is cut into.
-        peak_bytes: the most that one of their units needs.
-        step_bytes: that a step moves, to the device and from it.
-        seconds: of a step; None where units and copies cannot be compared.
-        holds_for_all: whether it is the same for all batches of the kind; not so where the step asks for values of the batch.
+        num_shards: number of shards of the model.
+        peak_bytes: largest needs of a unit.
+        step_bytes: bytes that a step moves to and from the device.
+        seconds: seconds of a step; None if units and copies cannot be compared.
+        holds_for_all: whether the cost holds for all batches of the kind; false if the step reads values of the batch.
     """
 
     num_shards: int
@@ -54,12 +55,12 @@ Probe = Callable[[int], Foreseen | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceCount:
-    """The number that was chosen.
+    """The chosen number of pieces.
 
     Attributes:
-        count: pieces of each batch; where none fits, one for each sample.
-        samples: of a batch.
-        tried: what each number would take, in order; None for those that do not fit.
+        count: pieces of each batch; if no number fits, a piece per sample.
+        samples: samples of a batch.
+        tried: expected cost for each number, in order; None for a number that does not fit.
     """
 
     count: int
@@ -68,12 +69,12 @@ class PieceCount:
 
     @property
     def fits(self) -> bool:
-        """Whether any number does."""
+        """Whether any number fits."""
         return dict(self.tried)[self.count] is not None
 
     @property
     def reason(self) -> str:
-        """A sentence for people."""
+        """Sentence for the user."""
         found = dict(self.tried)
         fewest = next((count for count, one in found.items() if one is not None), None)
         chosen = found[self.count]
@@ -94,11 +95,11 @@ class PieceCount:
 
 
 def choose_count(samples: int, probe: Probe) -> PieceCount:
-    """The number of pieces with which a step is expected to be shortest; see the note above.
+    """Choose the number of pieces with the shortest expected step; see the note above.
 
     Args:
-        samples: of a batch.
-        probe: asked for some of the divisors of that, each of them once.
+        samples: samples of a batch.
+        probe: returns the expected cost for a number of pieces; called for some divisors of `samples`, each once.
     """
     known: dict[int, Foreseen | None] = {}
 
@@ -118,12 +119,12 @@ def choose_count(samples: int, probe: Probe) -> PieceCount:
 
 
 def divisors(samples: int) -> list[int]:
-    """Of a number, in order."""
+    """Divisors of a number, in order."""
     return [count for count in range(1, samples + 1) if samples % count == 0]
 
 
 def _fewest(counts: Sequence[int], found: Probe) -> int | None:
-    """The smallest number that fits; smaller pieces are taken to need no more."""
+    """Smallest number that fits, assuming that smaller pieces need no more memory."""
     below, index = 0, 0
     while found(counts[index]) is None:
         if index == len(counts) - 1:
@@ -133,7 +134,7 @@ def _fewest(counts: Sequence[int], found: Probe) -> int | None:
 
 
 def _tried_from(counts: Sequence[int], first: int, found: Probe) -> dict[int, Foreseen]:
-    """Those from a number on, as long as they promise anything."""
+    """Costs of the numbers from `first` on, as long as larger numbers promise an improvement."""
     start = found(first)
     assert start is not None, "the first number fits"
     fitting, last, least, in_vain = {first: start}, first, start, 0
@@ -153,7 +154,7 @@ def _tried_from(counts: Sequence[int], first: int, found: Probe) -> dict[int, Fo
 
 
 def _best(fitting: dict[int, Foreseen]) -> int:
-    """The smallest number of those with the shortest steps; the first where that gains little."""
+    """Smallest number with about the shortest step; the first number if little would be gained."""
     costs = dict(zip(fitting, _costs(list(fitting.values())), strict=True))
     shortest, first = min(costs.values()), next(iter(costs))
     best = next(count for count, cost in costs.items() if cost <= shortest * _NEAR)
@@ -161,7 +162,7 @@ def _best(fitting: dict[int, Foreseen]) -> int:
 
 
 def _costs(steps: Sequence[Foreseen]) -> list[float]:
-    """Seconds of each, or bytes where some have none."""
+    """Seconds of each step, or bytes if some steps have no seconds."""
     seconds = [one.seconds for one in steps if one.seconds is not None]
     return seconds if len(seconds) == len(steps) else [float(one.step_bytes) for one in steps]
 

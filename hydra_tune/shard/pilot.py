@@ -1,11 +1,12 @@
-"""The pilot: how many bytes a shard's units need, found by running the units themselves on fake tensors.
+"""The pilot: measures the bytes needed by a shard's units, by running the units on fake tensors.
 
-The same functions that will run for real run here under `FakeTensorMode`, while a tracker follows the storages they make;
-nothing is allocated. What a unit is given (parameters, values, gradients) is counted by the bytes of the blocks that will
-hold it; what it makes beyond that is its workspace. RNN workspaces inside a kernel are the known exception: fake kernels do
-not show them.
+The pilot runs the very functions of a real run, but under `FakeTensorMode`, while `StorageTracker` follows the storages
+made by the functions. Nothing is allocated. Operands of a unit (parameters, values, gradients) count with the bytes of
+the blocks that will hold the operands; all further storages made by the unit count as its workspace. RNN workspaces
+inside a kernel are the known exception: fake kernels do not show such workspaces.
 
-Source: HYDRA section 4.1, the pilot runs of Algorithm 1. Differs: there an out-of-memory error of a real pass is the signal.
+Source: HYDRA section 4.1, the pilot runs of Algorithm 1. Differs: in the paper, an out-of-memory error of a real pass
+is the signal.
 """
 
 import copy
@@ -35,22 +36,23 @@ from hydra_tune.shard.workspace import with_workspace
 
 
 def aligned(size: int, alignment: int) -> int:
-    """`size` rounded up to a multiple of `alignment`, in bytes."""
+    """Return `size` rounded up to a multiple of `alignment`, in bytes."""
     return -(-size // alignment) * alignment
 
 
 class _StorageReference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that knows which storage it was."""
+    """A weak reference that remembers the identity of its storage."""
 
     __slots__ = ("storage",)
     storage: int
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the bytes of all storages made while it is active, and their peak.
+    """Follows the bytes, and the peak, of all storages made while the tracker is active.
 
-    A storage counts from the first operator that returns it until it is freed. Storages marked as known before do not
-    count. A storage may be freed on any thread, at any moment: its finalizer leaves a note for the next look.
+    A storage counts from the first operator that returns the storage until the storage is freed. Storages marked as
+    known do not count. A storage may be freed on any thread at any moment, so its finalizer only queues a note for the
+    next look at the count.
     """
 
     def __init__(self, alignment: int = 1) -> None:
@@ -59,11 +61,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alignment = alignment
         self._current_bytes = 0
         self._seen: dict[int, tuple[int, _StorageReference]] = {}
+        # Appending to a deque is atomic, so finalizers on other threads need no lock.
         self._freed: deque[_StorageReference] = deque()
 
     @property
     def current_bytes(self) -> int:
-        """Bytes of the storages that are alive now."""
+        """Bytes of the storages alive now."""
         while self._freed:
             self._current_bytes -= self._seen.pop(self._freed.popleft().storage)[0]
         return self._current_bytes
@@ -74,7 +77,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._track(tensor, size=0)
 
     def follow(self, *tensors: Tensor) -> None:
-        """Count the storages of these tensors from now on, though they were made before."""
+        """Count the storages of these tensors from now on, although the storages were made before."""
         for tensor in tensors:
             self._track(tensor)
 
@@ -82,7 +85,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = with_workspace(func, args, func(*args, **(kwargs or {})))
-        if isinstance(result, Tensor):  # most are: this runs for every operator of the user's own code
+        # fast path: most results are a single tensor, and this code runs for every operator of the user's code
+        if isinstance(result, Tensor):
             self._track(result)
         else:
             for leaf in tree_leaves(result):
@@ -97,7 +101,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001 - the storage's identity
-        before = self.current_bytes  # notes are read first: a freed storage's identity may be another's by now
+        before = self.current_bytes  # notes first: another storage may already have the identity of a freed storage
         if key in self._seen:
             return
         nbytes = aligned(storage.nbytes(), self._alignment) if size is None else size
@@ -109,11 +113,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def stored_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A tensor itself, or those that a sparse one is made of, which has no storage; none where torch does not tell them."""
+    """Tensors that hold the storage of a tensor: the tensor itself, or the parts of a sparse tensor.
+
+    Empty for layouts whose parts torch does not expose.
+    """
     if tensor.layout in (torch.strided, torch.jagged):
         return (tensor,)
     if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()  # noqa: SLF001 - the others copy, or want it to be coalesced
+        return tensor._indices(), tensor._values()  # noqa: SLF001 - the public accessors copy, or want it coalesced
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -123,7 +130,7 @@ def stored_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Keep the garbage collector off: it frees at random moments, which would blur a peak."""
+    """Context that disables the garbage collector, which frees at random moments and would blur a peak."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -135,26 +142,28 @@ def quiet_collector() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCost:
-    """Bytes that one shard's units need at once on a device.
+    """Bytes that a shard's units need at once on a device.
 
     Attributes:
         state_bytes: parameters and buffers used.
-        value_bytes: batch tensors, constants and live-ins, as they lie on the device during a unit.
+        value_bytes: batch tensors, constants and live-ins, as stored on the device during a unit.
         handed_bytes: gradients of values, handed in by later shards.
-        optimizer_bytes: optimizer state of the parameters whose update ends here.
-        forward_workspace: bytes made during the forward unit, outputs included (0 for a shard that has none).
+        optimizer_bytes: optimizer state of the parameters updated after this shard's backward.
+        forward_workspace: bytes made during the forward unit, outputs included (0 for a shard without a forward unit).
         backward_workspace: bytes made during the backward unit, parameter gradients included.
         update_workspace: bytes made during an update, beyond parameters, gradients and optimizer state.
-        first_update_workspace: the same for the first update, which makes the optimizer state.
-        trained_bytes: gradients of the parameters whose update ends here.
-        phased: whether these gradients wait for others before the update.
-        spilled_bytes: host memory for the activations that the backward unit spills; 0 if it keeps them all.
-        updates_on_host: whether optimizer state stays on the host, and updates are made there.
-        kept_bytes: activations that the forward unit keeps for the backward unit; 0 if that recomputes them.
-        kept_blocks: storages that these activations lie on.
-        recompute_workspace: bytes made during the backward unit if it recomputes after all; 0 if it always does.
-        input_bytes: of `value_bytes`, those of batch tensors and constants, which stay until the step lets the batch go.
-        summed_bytes: gradients of these parameters that earlier batches of the step leave; 0 if it has one batch.
+        first_update_workspace: the same for the first update, which creates the optimizer state.
+        trained_bytes: gradients of the parameters updated after this shard's backward.
+        phased: whether the gradients wait for other gradients before the update.
+        spilled_bytes: host memory for activations spilled by the backward unit; 0 if all stay on the device.
+        updates_on_host: whether optimizer state stays on the host and updates run there.
+        kept_bytes: activations kept by the forward unit for the backward unit; 0 if the backward unit recomputes.
+        kept_blocks: number of storages under the kept activations.
+        recompute_workspace: bytes made during the backward unit if the unit recomputes after all; 0 if the unit always
+            recomputes.
+        input_bytes: part of `value_bytes` for batch tensors and constants, which stay until the step releases the
+            batch.
+        summed_bytes: gradients of the same parameters left by earlier batches of the step; 0 for a single batch.
     """
 
     state_bytes: int
@@ -177,12 +186,12 @@ class ShardCost:
 
     @property
     def gradient_bytes(self) -> int:
-        """Gradients that come in backward: those of values, and the sums of parameters'."""
+        """Gradients that enter the backward unit: gradients of values, and sums of parameter gradients."""
         return self.handed_bytes + self.summed_bytes
 
     @property
     def held_bytes(self) -> int:
-        """The most that may lie on the host between the shard's units: values, gradients, activations, optimizer state."""
+        """Most bytes on the host between the shard's units: values, gradients, activations, optimizer state."""
         waiting = self.trained_bytes if self.phased or self.updates_on_host else 0
         activations = self.spilled_bytes + self.kept_bytes
         return self.value_bytes + self.gradient_bytes + waiting + self.optimizer_bytes + activations
@@ -195,12 +204,13 @@ class ShardCost:
     @property
     def backward_bytes(self) -> int:
         """Peak of the backward unit, recompute included."""
+        # A unit planned to keep may recompute at run time (see `chain.py`), so the larger of the two must fit.
         workspace = max(self.kept_bytes + self.backward_workspace, self.recompute_workspace)
         return self.state_bytes + self.value_bytes + self.gradient_bytes + workspace
 
     @property
     def update_bytes(self) -> int:
-        """Peak of the update unit."""
+        """Peak of the update unit on the device; 0 if updates run on the host."""
         if self.updates_on_host:
             return 0
         base = self.state_bytes + self.trained_bytes
@@ -208,13 +218,13 @@ class ShardCost:
 
     @property
     def peak_bytes(self) -> int:
-        """The most any of the shard's units needs."""
+        """Most bytes that any of the shard's units needs."""
         return max(self.forward_bytes, self.backward_bytes, self.update_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Runs:
-    """What the runs of a candidate have shown, which is so for all that are like it; bytes as of `ShardCost`."""
+    """Results of a candidate's runs, equal for all candidates alike; bytes as of `ShardCost`."""
 
     forward: int
     backward: int
@@ -228,19 +238,19 @@ UpdatePilot = Callable[[Sequence[str]], tuple[int, int, int]]
 
 
 class Pilot:
-    """Measures candidate shards of one captured step.
+    """Measures candidate shards of a single captured step.
 
     Args:
         captured: the step.
-        analysis: its facts.
+        analysis: facts about the step.
         specs: the model's state.
-        batch: the tensors of a batch, for their geometry.
+        batch: tensors of a batch; only their geometry is used.
         update: measures an optimizer update; None for evaluation.
         alignment: bytes to which a device aligns its allocations.
-        groups: names of the state -> all the names that are loaded with it, where the trial's state is grouped already; a
-            name that is not there is loaded alone.
-        rules: what is done with gradients.
-        updates_on_host: whether updates are made on the host.
+        groups: name of a state tensor -> all names loaded with it, for a trial with existing groups; a name not listed
+            is loaded alone.
+        rules: treatment of gradients.
+        updates_on_host: whether updates run on the host.
     """
 
     def __init__(
@@ -274,22 +284,23 @@ class Pilot:
         self._likenesses: Likenesses | None = None
 
     def placed(self, *, updates_on_host: bool) -> "Pilot":
-        """One of the same step for updates there, which shares what this one has run and will run."""
+        """Return a pilot of the same step for the given place of updates; the two share their runs on fake tensors."""
         if updates_on_host == self._updates_on_host:
             return self
+        # The runs do not depend on the place of updates, only the costs derived from the runs do.
         other = copy.copy(self)
         other._updates_on_host, other._costs = updates_on_host, {}  # noqa: SLF001 - a copy of its own
         return other
 
     def cost(self, first: int, last: int) -> ShardCost:
-        """Bytes of the shard of nodes `first` to `last`; measured once."""
+        """Return the bytes of the shard of nodes `first` to `last`; measured once."""
         key = (first, last)
         if key not in self._costs:
             self._costs[key] = self._measure(first, last)
         return self._costs[key]
 
     def cost_keeping(self, first: int, last: int) -> ShardCost | None:
-        """The same with the activations kept from the forward unit to the backward unit; None if they cannot be."""
+        """Return the cost with activations kept between forward and backward unit; None if keeping is impossible."""
         shard = cut_shard(self._captured, self._analysis, first, last)
         try:
             made, kept, backward = self._measure_keeping(shard)
@@ -308,7 +319,7 @@ class Pilot:
         )
 
     def try_forward(self, shard: ShardGraph) -> int:
-        """Run a shard's forward on fake tensors; returns the bytes of all that it makes, one after the other."""
+        """Run a shard's forward on fake tensors; return the total bytes of all results of its nodes."""
         operands = self._operands(shard)
         with self._mode:
             compute.forward(shard, operands, self._needs_gradient(shard) if self._captured.mode == "train" else None)
@@ -316,7 +327,7 @@ class Pilot:
         return sum(value.numel() * value.dtype.itemsize for value in values if isinstance(value, Tensor))
 
     def trained_here(self, shard: ShardGraph) -> list[str]:
-        """Parameters whose gradient is complete after this shard's backward: those no earlier shard uses."""
+        """Parameters with a complete gradient after this shard's backward: parameters not used by any earlier shard."""
         return self._trained(shard.state, shard.first)
 
     def requires_grad(self, name: str) -> bool:
@@ -330,6 +341,7 @@ class Pilot:
         if self._likenesses is None:
             self._likenesses = Likenesses(self._captured, self._analysis, self._inputs)
         alike = self._likenesses.of(first, last)
+        # Equal layers give equal candidates, so a deep model costs about a single run per kind of layer.
         runs = self._runs.get(alike.key) if alike.key is not None else None
         if runs is None:
             runs = self._run(cut_shard(self._captured, self._analysis, first, last))
@@ -341,7 +353,7 @@ class Pilot:
         scratch = self._rules.scratch_bytes(len(trained), self._alignment)
         state_bytes, later, first_update = self._update(trained) if self._update and trained else (0, 0, 0)
         if self._update and trained and self._groups:
-            # The optimizer's state is loaded by groups as well.
+            # Optimizer state is loaded by whole groups as well.
             state_bytes = self._update([n for n in self._loaded(trained) if self._specs[n].requires_grad])[0]
         return ShardCost(
             state_bytes=sum(self._spec_bytes(name) for name in self._loaded(alike.state)),
@@ -360,7 +372,7 @@ class Pilot:
         )
 
     def _run(self, shard: ShardGraph) -> "_Runs":
-        """Forward and backward of a candidate."""
+        """Measure forward and backward of a candidate."""
         operands = self._operands(shard)
         values = [*operands.constants, *operands.inputs, *operands.live_in]
         training = self._captured.mode == "train"
@@ -369,7 +381,7 @@ class Pilot:
         saved = sum(self._size(self._state[name]) for name in shard.saved_state)
         copied = sum(
             self._size(self._state[name]) for name in shard.written_state
-        )  # to go back to, or to recompute with
+        )  # copies for undoing a failed unit, or for a recompute
         backward, handed_bytes = self._backward(shard, operands) if training else (0, 0)
         return _Runs(
             forward=forward + (saved if training else copied) if runs_forward else 0,
@@ -380,7 +392,7 @@ class Pilot:
         )
 
     def _loaded(self, names: Sequence[str]) -> list[str]:
-        """What is on the device when these names are: whole groups."""
+        """Names on the device together with `names`: all members of the same groups."""
         return sorted({member for name in names for member in self._groups.get(name, {name})})
 
     def _spec_bytes(self, name: str) -> int:
@@ -388,7 +400,7 @@ class Pilot:
         return aligned(math.prod(spec.shape) * spec.dtype.itemsize, self._alignment)
 
     def _operands(self, shard: ShardGraph) -> compute.Operands:
-        """Fake operands; live-ins that share a storage share it here too."""
+        """Make fake operands; live-ins with a common storage share a storage here too."""
         with self._mode:
             storages = {
                 name: torch.empty(self._analysis.values[name].storage_bytes, dtype=torch.uint8)
@@ -438,7 +450,7 @@ class Pilot:
         return self._peak(run, [*operands.all, *handed]), self._storage_bytes(handed)
 
     def _incoming(self, shard: ShardGraph) -> tuple[compute.Incoming, list[Tensor]]:
-        """Gradients as later shards would hand them in."""
+        """Make the gradients that later shards would hand in, and list the gradients."""
         values = self._analysis.values
         nodes = {node.name: node for node in self._captured.nodes}
         results = set(self._captured.outputs)
@@ -461,7 +473,12 @@ class Pilot:
         return compute.Incoming(outputs=outputs, live_in=live_in, parameters=parameters), handed
 
     def _measure_keeping(self, shard: ShardGraph) -> tuple[int, list[int], int]:
-        """Bytes that the forward makes, the sizes of what it keeps of them, and bytes the backward makes beyond these."""
+        """Measure a shard that keeps its activations.
+
+        Returns:
+            Bytes made by the forward, sizes of the kept storages among these bytes, and bytes made by the backward
+            beyond the kept storages.
+        """
         operands = self._operands(shard)
         incoming, handed = self._incoming(shard)
         before, after = StorageTracker(self._alignment), StorageTracker(self._alignment)
@@ -472,6 +489,7 @@ class Pilot:
             del outputs
             kept = tape.settle()
             sizes = [self._size(storage) for storage in kept.values()]
+            # A second tracker: the backward frees storages made in the forward, and the two peaks are wanted apart.
             after.know(*operands.all, *handed)
             with after:
                 after.follow(*kept.values())
@@ -480,7 +498,7 @@ class Pilot:
         return before.peak_bytes, sizes, after.peak_bytes - sum(sizes)
 
     def _peak(self, run: Callable[[], object], given: Sequence[Tensor]) -> int:
-        """Peak of what a unit makes; views of what it is given make nothing."""
+        """Peak of the bytes made by a unit; views of the operands do not count."""
         tracker = StorageTracker(self._alignment)
         with quiet_collector(), self._mode:
             tracker.know(*given)
@@ -499,7 +517,7 @@ class Pilot:
 
 @contextmanager
 def _uncached(mode: FakeTensorMode) -> Iterator[None]:
-    """Let fake tensors forget how operators were called: the cache holds each storage that a tensor was set to."""
+    """Context without the fake-tensor cache, because the cache keeps alive each storage that a tensor was set to."""
     cached, mode.cache_enabled = mode.cache_enabled, False
     try:
         yield
@@ -508,14 +526,14 @@ def _uncached(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def _gradient_of(value: Tensor) -> Tensor:
-    """A gradient as autograd accumulates it on a leaf: in the leaf's own layout where that is dense."""
+    """Make a gradient as autograd accumulates a gradient on a leaf: in the leaf's own layout if dense."""
     if torch.ops.aten.is_non_overlapping_and_dense(value):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
     return torch.empty(value.shape, dtype=value.dtype)
 
 
 def _uses_of_state(captured: Captured) -> dict[str, int]:
-    """Canonical name -> position of the first node that uses it."""
+    """Canonical name -> position of the first node that uses the state tensor."""
     index = {node: position for position, node in enumerate(captured.nodes)}
     first: dict[str, int] = {}
     for node in captured.module.graph.nodes:

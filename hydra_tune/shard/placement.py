@@ -1,18 +1,20 @@
-"""Where a trial's updates are made, on its device or on the host, where that is left to the pool.
+"""Chooses the place of a trial's updates, on the device or on the host, if the task leaves the choice to the pool.
 
-Note: the rule. A step on the device moves parameters, gradients and optimizer state as far as they do not fit beside each
-other; one on the host moves the gradients down and the parameters up, whatever fits, and no state, and is cut into fewer
-shards. What each moves is played through (`traffic.py`); what that takes is told by the device's link, measured once. The
-host's own time is that of the user's optimizer, tried on a stand-in, and not less than the bytes it touches take at the speed
-of the host's memory, measured once. It goes by beside the backward units that follow, if there is a core for it and no update
-has to wait for all gradients; the last one never does. The placement that is expected to take less time is chosen, and the
-device where they are about equal.
+Note: the rule. A step with updates on the device moves parameters, gradients and optimizer state that do not fit beside
+each other. A step with updates on the host moves the gradients down and the parameters up, whatever fits, moves no
+state, and is cut into fewer shards. The traffic of both is simulated (`traffic.py`) and converted to seconds by the
+speed of the device's link, measured once. The host's own time is the time of the user's optimizer, tried on a stand-in,
+but not less than the time for the touched bytes at the speed of the host's memory, measured once. Updates on the host
+overlap with the following backward units if there is a free core and no update waits for all gradients; the last update
+never overlaps. The placement with the shorter expected step is chosen, and the device if both are about equal.
 
-Note: what is not known. What the units of a GPU take cannot be told from the host, and next to its copies it is little: it is
-left out, and so is a GPU's own update. On CPU devices units are estimated, and an update takes what it takes on the host.
+Note: unknowns. The times of a GPU's units are unknown on the host and small compared with the copies, so the times are
+left out, and so is a GPU's own update. On CPU devices the times of units are estimated, and an update takes the same
+time as on the host.
 
-Times are measured, so the same task on the same budget may be placed otherwise on another machine, or on another day where it
-is about equal. On CPU devices that changes no number. Where it does, on GPUs, the choice is the user's to leave to the pool.
+Times are measured, so the same task on the same budget may be placed differently on another machine, or on another day
+if both are about equal. On CPU devices the place changes no number. On GPUs the place may change numbers, and the user
+accepts such a change by leaving the choice to the pool.
 """
 
 import time
@@ -33,20 +35,20 @@ from hydra_tune.shard.update_pilot import stand_in_for
 
 OptimizerPlacement = Literal["device", "host"]
 
-_WORTH = 0.97  # of a step with updates on the device: above it, they stay there
-_MOST_ELEMENTS = 1 << 20  # of the stand-in that an optimizer is timed with
+_WORTH = 0.97  # share of a step with updates on the device; updates stay there unless the host is below
+_MOST_ELEMENTS = 1 << 20  # largest stand-in for timing an optimizer
 _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """What is measured of a pool's machine.
+    """Measured speeds of a pool's machine.
 
     Attributes:
-        link: of its devices' copies.
-        dram_bytes_per_second: that the host's memory reads and writes.
-        is_host: whether the devices are CPU devices, whose units and updates take what they take on the host.
-        has_core: whether the host has a core for updates while all devices compute.
+        link: speed of the copies of the pool's devices.
+        dram_bytes_per_second: bytes per second read and written by the host's memory.
+        is_host: whether the devices are CPU devices, whose units and updates take the time of the host.
+        has_core: whether the host has a free core for updates while all devices compute.
     """
 
     link: Link
@@ -57,11 +59,11 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A step cut for one placement.
+    """A step cut for a given placement.
 
     Attributes:
-        costs: of its shards, with whatever activations they keep.
-        seconds: of its units; None where they are not known.
+        costs: costs of the shards, with the activations that the shards keep.
+        seconds: seconds of the units; None if unknown.
     """
 
     costs: Sequence[ShardCost]
@@ -70,11 +72,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where updates are made, and why.
+    """Place of the updates, and the reason.
 
     Attributes:
         place: "device" or "host".
-        reason: a sentence for people.
+        reason: a sentence for the user.
     """
 
     place: OptimizerPlacement
@@ -89,15 +91,15 @@ def choose_placement(
     speeds: Speeds,
     seconds_per_byte: float,
 ) -> Placement:
-    """The placement with which a step is expected to take less time; see the note.
+    """Return the placement with the shorter expected step; see the note.
 
     Args:
-        on_device: the step cut for updates on the device; None if it cannot be cut so that it fits.
-        on_host: the same for updates on the host.
-        budget_bytes: of the device.
-        habits: how a step uses its shards.
-        speeds: of the machine.
-        seconds_per_byte: that the optimizer takes for each byte of parameters, by `update_seconds`.
+        on_device: the step cut for updates on the device; None if no such cut fits.
+        on_host: the step cut for updates on the host.
+        budget_bytes: budget of the device.
+        habits: use of the shards by a step.
+        speeds: speeds of the machine.
+        seconds_per_byte: seconds of the optimizer per byte of parameters, from `update_seconds`.
     """
     if on_device is None:
         return Placement(
@@ -121,11 +123,11 @@ def choose_placement(
 
 
 def update_seconds(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
-    """Seconds that an optimizer takes on the host, on one core, for each byte of parameters: of a stand-in for the largest.
+    """Seconds of an optimizer's update per byte of parameters, on a core of the host; measured on a stand-in for the largest.
 
     Args:
-        optimizer: a trial's optimizer; it is only read.
-        parameters: its parameters.
+        optimizer: a trial's optimizer; only read.
+        parameters: the optimizer's parameters.
     """
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     largest = max((p for p in parameters if id(p) in groups), key=lambda p: p.numel(), default=None)
@@ -137,17 +139,18 @@ def update_seconds(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
     leaf = torch.zeros(shape, dtype=largest.dtype).requires_grad_()
     leaf.grad = torch.zeros_like(leaf)
     stand_in = stand_in_for(optimizer, [("", groups[id(largest)])], [leaf])
-    stand_in.step()  # makes the state
+    stand_in.step()  # creates the state, so that the timed steps do not
     found = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
         stand_in.step()
         found.append(time.perf_counter() - start)
+    # The minimum: other work on the machine only ever makes a step longer.
     return min(found) / max(leaf.nbytes, 1)
 
 
 def _update_seconds(cost: ShardCost, speeds: Speeds, seconds_per_byte: float) -> float:
-    """Of a shard's update on the host: what it reads and writes, and the optimizer's own arithmetic."""
+    """Seconds of a shard's update on the host: the larger of memory traffic and arithmetic of the optimizer."""
     touched = 3 * cost.trained_bytes + 2 * cost.optimizer_bytes  # parameters and state twice, gradients once
     return max(touched / speeds.dram_bytes_per_second, cost.trained_bytes * seconds_per_byte)
 
@@ -160,12 +163,12 @@ def _computing(cut: Cut, num_batches: int) -> float:
 
 
 def _beside(computing: float, copying: float, habits: Habits) -> float:
-    """Both together."""
+    """Seconds of computing and copying together, overlapped if blocks are sent ahead."""
     return max(computing, copying) if habits.sends_ahead else computing + copying
 
 
 def _on_host(cut: Cut, budget_bytes: int, habits: Habits, speeds: Speeds, seconds_per_byte: float) -> tuple[float, int]:
-    """Seconds of a step with updates on the host, and bytes that it moves."""
+    """Seconds of a step with updates on the host, and bytes moved by the step."""
     traffic = step_traffic(cut.costs, budget_bytes, habits)
     down = speeds.link.seconds(sum(cost.trained_bytes for cost in cut.costs), len(cut.costs))
     others = max(0.0, speeds.link.seconds(traffic.nbytes, traffic.copies) - down)
@@ -173,7 +176,7 @@ def _on_host(cut: Cut, budget_bytes: int, habits: Habits, speeds: Speeds, second
     updates = [_update_seconds(cost, speeds, seconds_per_byte) for cost in cut.costs]
     left = sum(updates)
     if speeds.has_core and not habits.waits:
-        # Beside the backward units that come after the first update; and the first shard's update is the last.
+        # Updates overlap with the backward units after the first update; the update of the first shard comes last.
         backward = 0.0 if cut.seconds is None else sum(cut.seconds.backward[:-1])
         beside = _beside(backward, others / 2, habits) + down * (1 - 1 / len(cut.costs))
         left = max(updates[0], left - beside)

@@ -1,8 +1,9 @@
-"""A captured graph on another device than it was captured on.
+"""Runs a captured graph on another device than the device of the capture.
 
-A capture notes the device of each tensor that the step's code makes (`torch.arange(n, device=x.device)`), or moves, or that a
-conversion checks. It is made on the host, so that device is the CPU, whatever the code asked for. On another device these
-nodes mean that one: the plain loop has its model, its batch and what it makes of them in one place, too.
+A capture records the device of each tensor that the step's code creates (`torch.arange(n, device=x.device)`), moves, or
+checks before a conversion. A capture runs on the host, so the recorded device is the CPU, whatever device the code
+asked for. On another device, such nodes mean the other device, because the plain loop keeps its model, its batch and
+all results in a single place, too.
 """
 
 import copy
@@ -19,12 +20,12 @@ def placed(
     make: Callable[[fx.GraphModule], Callable[..., Any]] = lambda module: module.forward,
     home: torch.device = torch.device("cpu"),  # noqa: B008 - a value
 ) -> Callable[..., Any]:
-    """What runs a graph on the device of its operands.
+    """Return a callable that runs a graph on the device of its operands.
 
     Args:
         module: the graph, which may name a device.
-        make: makes what runs a graph; called once for each device that there are operands on.
-        home: the device that it names.
+        make: makes a callable of a graph; called once per device with operands.
+        home: the device named by the graph.
     """
     here = make(module)
     if not any(_names_a_device(body) for body in _bodies(module)):
@@ -36,6 +37,7 @@ def placed(
         place = arguments[0].device if arguments else None
         if place is None or place == home:
             return here(*arguments)
+        # Workers of several devices share a plan, and a copy of a graph must be made only once.
         with lock:
             if place not in others:
                 others[place] = make(on(module, place))
@@ -45,7 +47,7 @@ def placed(
 
 
 def on(module: fx.GraphModule, place: torch.device) -> fx.GraphModule:
-    """A copy of a graph that names this device wherever it named one."""
+    """Copy a graph, and replace every device in the copy by `place`."""
     found = copy.deepcopy(module)
     for body in _bodies(found):
         for node in body.graph.nodes:
@@ -55,12 +57,12 @@ def on(module: fx.GraphModule, place: torch.device) -> fx.GraphModule:
 
 
 def moved(arguments: Any, place: torch.device) -> Any:
-    """A node's arguments, with this device in the place of any that they name."""
+    """A node's arguments with every device replaced by `place`."""
     return fx.node.map_aggregate(arguments, lambda one: place if isinstance(one, torch.device) else one)
 
 
 def names_a_device(arguments: Any) -> bool:
-    """Whether a node's arguments name one."""
+    """Whether a node's arguments name a device."""
     found: list[object] = []
     fx.node.map_aggregate(arguments, found.append)
     return any(isinstance(one, torch.device) for one in found)
@@ -71,5 +73,5 @@ def _names_a_device(body: fx.GraphModule) -> bool:
 
 
 def _bodies(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """The graph, and those of its regions."""
+    """The graph, and the graphs of its regions."""
     return [one for one in module.modules() if isinstance(one, fx.GraphModule)]

@@ -1,6 +1,7 @@
-"""A plan: a captured step cut into shards, with what each unit needs and when each value may go.
+"""A plan: a captured step cut into shards, with the needs of each unit and the lifetime of each value.
 
-Plans hold no tensor of any trial and are shared by all trials of an architecture. Names of values are the graph's node names.
+Plans hold no tensor of any trial, so all trials of an architecture share a plan. Names of values are the graph's node
+names.
 """
 
 from collections.abc import Iterable
@@ -22,20 +23,21 @@ ShardActivations = Literal["recompute", "keep", "spill"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One shard of a plan.
+    """A shard of a plan.
 
     Attributes:
-        graph: what it computes.
-        cost: bytes its units need.
-        needs_gradient: live-ins a gradient is wanted for.
-        gradient_outputs: live-outs that hand a gradient back; a loss among them starts the backward.
-        losses: those live-outs that are the step's result.
-        trained: parameters whose gradient is complete, and which are updated, after this shard's backward.
-        shared_gradients: parameters also used by an earlier shard, whose gradient is handed on to it.
-        has_backward: whether any gradient flows through it.
-        activations: what its forward unit does with the activations that its backward needs: "recompute" drops them, "keep"
-            leaves them on the device as long as nothing else needs the room, "spill" sends them to the host at once. A shard
-            that has no forward unit of its own has them anyway.
+        graph: computation of the shard.
+        cost: bytes needed by the shard's units.
+        needs_gradient: live-ins with a gradient.
+        gradient_outputs: live-outs that hand a gradient back; a loss among the live-outs starts the backward.
+        losses: live-outs that are results of the step.
+        trained: parameters with a complete gradient after this shard's backward, updated then.
+        shared_gradients: parameters also used by an earlier shard, which receives their gradient.
+        has_backward: whether any gradient flows through the shard.
+        activations: treatment of the activations needed by the backward: "recompute" drops the activations after the
+            forward unit, "keep" leaves the activations on the device as long as nothing else needs the room, "spill"
+            sends the activations to the host at once. A shard without a separate forward unit has its activations
+            anyway.
     """
 
     graph: ShardGraph
@@ -50,7 +52,7 @@ class Shard:
 
     @property
     def keeps_activations(self) -> bool:
-        """Whether its backward unit goes on from the graph of its forward unit."""
+        """Whether the backward unit continues from the graph of the forward unit."""
         return self.activations != "recompute"
 
 
@@ -60,16 +62,16 @@ class Plan:
 
     Attributes:
         mode: "train" or "evaluate".
-        shards: in forward order.
-        names: what the step's results are called, in the order of `outputs`.
-        outputs: the values that are the step's results.
-        constants: tensors the graph uses that belong to no trial, by placeholder name.
-        birth: value -> index of the shard that makes it.
-        first_use, last_use: value -> first and last shard that uses it.
-        operators: the graph's operators in order; equal ones make the same cuts possible for another batch size.
-        eager: whether the one shard runs the user's own code instead of a graph.
-        computing: runs its shards.
-        why_eager: why there is no graph of it, in a line; "" where there is.
+        shards: shards in forward order.
+        names: names of the step's results, in the order of `outputs`.
+        outputs: values that are the step's results.
+        constants: tensors used by the graph that belong to no trial, by placeholder name.
+        birth: value -> index of the shard that makes the value.
+        first_use, last_use: value -> first and last shard that uses the value.
+        operators: the graph's operators in order; equal operators allow the same cuts for another batch size.
+        eager: whether the only shard runs the user's own code instead of a graph.
+        computing: runner of the shards.
+        why_eager: reason for running without a graph, in a line; "" with a graph.
     """
 
     mode: str
@@ -87,44 +89,44 @@ class Plan:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Node positions at which the graph is cut."""
+        """Node positions of the cuts."""
         return tuple(shard.graph.first for shard in self.shards[1:])
 
     @property
     def peak_bytes(self) -> int:
-        """The most any unit needs on a device at once."""
+        """Most bytes that any unit needs on a device at once."""
         return max(shard.cost.peak_bytes for shard in self.shards)
 
     @property
     def updates_on_host(self) -> bool:
-        """Whether optimizer state stays on the host, and updates are made there."""
+        """Whether optimizer state stays on the host and updates run there."""
         return any(shard.cost.updates_on_host for shard in self.shards)
 
     @property
     def optimizer_placement(self) -> Literal["device", "host"]:
-        """The same as a word."""
+        """Place of the updates as a word."""
         return "host" if self.updates_on_host else "device"
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether it draws random numbers."""
+        """Whether the step draws random numbers."""
         return any(shard.graph.stochastic for shard in self.shards)
 
     @property
     def may_run_beside(self) -> bool:
-        """Whether steps of several batches may be under way at once with the results they have one after the other.
+        """Whether steps of several batches may run at once with the same results as one after the other.
 
-        Not where a forward overwrites buffers that the next one reads (BatchNorm), where it is the user's own code, or where
-        how many random numbers it draws is not known before.
+        False if a forward overwrites buffers read by the next forward (BatchNorm), if the step is the user's own code,
+        or if the number of random draws is not known beforehand.
         """
         return self._draws_are_counted and not any(shard.graph.written_state for shard in self.shards)
 
     @property
     def may_be_pipelined(self) -> bool:
-        """Whether several batches of a step may be under way at once if each shard's units run in the order of the batches.
+        """Whether several batches of a step may run at once if each shard's units run in the order of the batches.
 
-        So it is in a pipeline, and where all batches go through a shard before the next is loaded. Then a forward may overwrite
-        buffers (BatchNorm), if no other shard uses them.
+        The order holds in a pipeline, and also if all batches go through a shard before the next shard is loaded. A
+        forward may then overwrite buffers (BatchNorm), unless another shard uses the buffers.
         """
         if not self._draws_are_counted or len(self.shards) == 1:
             return False
@@ -133,7 +135,7 @@ class Plan:
 
     @property
     def may_be_split(self) -> bool:
-        """Whether steps of several batches may be under way at once, one way or the other."""
+        """Whether steps of several batches may run at once, either freely or in the order of the batches."""
         return self.may_run_beside or self.may_be_pipelined
 
     @property
@@ -141,7 +143,7 @@ class Plan:
         return not self.eager and all(shard.graph.counted_draws or not shard.graph.stochastic for shard in self.shards)
 
     def used_state(self) -> dict[str, list[int]]:
-        """Name of each parameter or buffer used -> the shards that use it."""
+        """Name of each used parameter or buffer -> indices of the shards that use the tensor."""
         used: dict[str, list[int]] = {}
         for index, shard in enumerate(self.shards):
             for name in shard.graph.state:
@@ -173,7 +175,7 @@ def build_plan(
 
 
 def operators(captured: Captured) -> tuple[str, ...]:
-    """The operators of a graph in order."""
+    """Operators of a graph in order."""
     return tuple(str(node.target) for node in captured.nodes)
 
 

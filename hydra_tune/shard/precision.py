@@ -1,13 +1,15 @@
-"""Mixed precision: autocast around captured code, with the casts that several operators share made part of the graph.
+"""Mixed precision: enters autocast around captured code, and makes casts shared by several operators part of the graph.
 
-Autocast is not recorded by a capture that runs inside it, so it is entered again around every piece of a captured graph. In an
-eager step one region spans the whole forward, and a parameter that several operators use is cast once, so that its
-gradients are added in the low precision. Regions around pieces would cast it once each. `share_casts` therefore puts that one
-cast into the graph, as a value that may cross cuts like any other; what is used once is left to autocast.
+A capture inside autocast does not record autocast, so autocast is entered again around every piece of a captured graph.
+In an eager step, a single region spans the whole forward. A parameter used by several operators is cast once, so its
+gradients are added in the low precision. Regions around pieces would cast the parameter once per piece. `share_casts`
+therefore puts the single cast into the graph, as a value that may cross cuts like any other value; parameters used once
+are left to autocast.
 
-Note: torch keeps its cache of casts for the whole process and clears it when any thread leaves a `torch.autocast` region. Our
-regions neither use nor clear it: other threads may be in eager code that relies on it. Regions of eager code use the cache, as
-a plain loop does, so threads are in such regions one at a time (`eager_autocast`).
+Note: torch keeps a process-wide cache of casts and clears the cache when any thread leaves a `torch.autocast` region.
+Regions of captured code neither use nor clear the cache, because other threads may be in eager code that relies on the
+cache. Regions of eager code use the cache, as in a plain loop, so only a single thread at a time is in such a region
+(`eager_autocast`).
 """
 
 import threading
@@ -33,12 +35,12 @@ _CASTING = {
     **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), (2,)),
 }
 _CASTS = threading.RLock()
-_LOOPING = frozenset({"gru", "rnn_tanh", "rnn_relu"})  # use their weights once for each time step
+_LOOPING = frozenset({"gru", "rnn_tanh", "rnn_relu"})  # use their weights once per time step
 
 
 @contextmanager
 def autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
-    """`torch.autocast` for captured code: without its cache, and without clearing other threads'."""
+    """`torch.autocast` for captured code: does not use the cache, and does not clear the casts of other threads."""
     if precision == "float32":
         yield
         return
@@ -56,7 +58,10 @@ def autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
 
 @contextmanager
 def eager_autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
-    """`torch.autocast` itself, for the user's own code; since to leave it clears the casts of all threads, in turns."""
+    """`torch.autocast` for the user's own code, entered by a single thread at a time.
+
+    Leaving the region clears the casts of all threads, so threads take turns.
+    """
     if precision == "float32":
         yield
         return
@@ -73,7 +78,7 @@ def _set(device_type: str, enabled: bool, dtype: torch.dtype, cached: bool) -> N
 def under_autocast(
     module: Callable[..., tuple[Tensor, ...]], precision: Precision
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """A piece of a captured graph as it runs in a task of that precision."""
+    """Return a piece of a captured graph that runs in the given precision."""
     if precision == "float32":
         return module
 
@@ -86,7 +91,7 @@ def under_autocast(
 
 
 def share_casts(captured: Captured, specs: dict[str, StateSpec], precision: Precision) -> None:
-    """Cast each trained parameter that several operators want in low precision once, where the first of them is."""
+    """Cast each trained parameter used by several low-precision operators once, before the first of the operators."""
     if precision == "float32" or captured.mode != "train":
         return
     graph = captured.module.graph
@@ -109,7 +114,7 @@ def share_casts(captured: Captured, specs: dict[str, StateSpec], precision: Prec
 
 
 def _casts(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
-    """Whether autocast casts one of these operands for a node."""
+    """Whether autocast casts any of these operands for a node."""
     return any(operand in operands for argument in _cast_arguments(node).values() for operand in _nodes(argument))
 
 
@@ -119,13 +124,13 @@ def _cast_arguments(node: fx.Node) -> dict[int, Any]:
 
 
 def _nodes(argument: Any) -> list[fx.Node]:
-    """A node, or those of a list."""
+    """A node, or the nodes of a list."""
     found = argument if isinstance(argument, list | tuple) else [argument]
     return [node for node in found if isinstance(node, fx.Node)]
 
 
 def _name(node: fx.Node) -> str:
-    """An aten operator's name, without its overload; empty for other nodes."""
+    """Name of an aten operator without its overload; empty for other nodes."""
     if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001 - the public type of aten operators
         return ""
     return str(node.target._schema.name.removeprefix("aten::"))  # noqa: SLF001

@@ -1,8 +1,8 @@
-"""`QuickPartitioner`: cuts as the partitioner does, and measures fewer and shorter candidates on the way.
+"""`QuickPartitioner`: makes the same cuts as `Partitioner` with fewer and shorter candidates to measure.
 
-Bisecting from the middle of what is left asks most of its questions about candidates that are far too large, and those are the
-ones that take long to measure. Here candidates are measured from the shortest on, and no longer ones once one is too large. The
-bisection takes for granted, too, that a longer shard needs no less.
+A bisection from the middle of the remaining nodes asks mostly about candidates that are far too large and therefore
+slow to measure. `QuickPartitioner` measures candidates from the shortest on, and stops at the first candidate that is
+too large. Like a bisection, the search assumes that a longer shard needs no less memory.
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,13 +15,13 @@ from hydra_tune.shard.partition import NumShards, Partitioner
 from hydra_tune.shard.pilot import Pilot, ShardCost
 
 _PRECISION = 1000
-_STRIDE = 4  # times as far above the least conceivable budget
-_AROUND = 4  # pieces to each side
-_MOST_GUESSES = 6  # before halves are tried: memory may grow in leaps
+_STRIDE = 4  # growth of the distance from the least conceivable budget
+_AROUND = 4  # pieces to each side of a piece
+_MOST_GUESSES = 6  # guesses before a bisection: memory may grow in leaps
 
 
 class QuickPartitioner(Partitioner):
-    """Cuts one captured step; arguments as of `Partitioner`."""
+    """Cuts a single captured step; arguments as of `Partitioner`."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class QuickPartitioner(Partitioner):
         )
 
     def least_budget(self, num_shards: NumShards, peak_bytes: int) -> int:
-        """As `smallest_budget`, of a step that has been cut: that is found sooner.
+        """Return the result of `smallest_budget` for a step already cut, in less time.
 
         Args:
-            num_shards: with which it was cut.
-            peak_bytes: the most that a unit of it needs.
+            num_shards: `num_shards` of the existing cut.
+            peak_bytes: largest needs of a unit of the existing cut.
         """
         high = min(self._budget, self._with_buffer(peak_bytes))
         low = min(high, self._with_buffer(self._least_room()))
@@ -57,7 +57,7 @@ class QuickPartitioner(Partitioner):
             return low
         above = 1 + low // _PRECISION
         while high - low > 1 + high // _PRECISION:
-            # From below, and further each time: where budgets are small candidates are short, and soon measured.
+            # From below, with growing strides: small budgets mean short candidates, which are quick to measure.
             middle = min(low + above, (low + high) // 2)
             above *= _STRIDE
             if self._would_do(middle, num_shards, ()):
@@ -67,14 +67,14 @@ class QuickPartitioner(Partitioner):
         return high
 
     def _furthest(self, first: int, cuts: list[int]) -> int | None:
-        """As the partitioner's, in fewer steps: between what is known to fit and what is not, as memory grows with nodes."""
+        """Do the search of `Partitioner` in fewer steps, by interpolating between known candidates."""
         low, high = -1, len(cuts)
         for end, peak_bytes in self._quick.peaks(first).items():
             if peak_bytes <= self._capacity:
                 low = max(low, bisect_right(cuts, end) - 1)
             else:
                 high = min(high, bisect_left(cuts, end))
-        if low >= high:  # a longer shard needs less here
+        if low >= high:  # memory does not grow with nodes here, so interpolation would mislead
             return super()._furthest(first, cuts)
         guesses = 0
         while high - low > 1:
@@ -99,13 +99,13 @@ class QuickPartitioner(Partitioner):
         return bisect_right(cuts, under[0] + share * (over[0] - under[0])) - 1
 
     def _with_buffer(self, peak_bytes: int) -> int:
-        """The budget that leaves so much for a shard."""
+        """Budget that leaves `peak_bytes` for a shard beside the buffer."""
         return -(-peak_bytes * self._budget // self._capacity) + 1
 
     def _least_room(self) -> int:
-        """What some shard needs however the step is cut: each piece between two cuts is part of one.
+        """Lower bound for the needs of the largest shard of any cut: each piece between two cuts is part of some shard.
 
-        A piece may need less together with its neighbours, so the least of those around it counts.
+        A piece may need less together with its neighbours, so the least of the candidates around the piece counts.
         """
         edges = [0, *self._analysis.cuts, self._end]
         pieces = [(self._cost(first, last), index) for index, (first, last) in enumerate(pairwise(edges))]
@@ -113,13 +113,13 @@ class QuickPartitioner(Partitioner):
         for cost, index in sorted(pieces, key=lambda piece: -piece[0].peak_bytes):
             if cost.peak_bytes <= least:
                 break
-            if cost not in seen:  # layers that are alike
+            if cost not in seen:  # equal layers have equal costs
                 seen.add(cost)
                 least = max(least, self._least_around(index, edges, least))
         return least
 
     def _least_around(self, index: int, edges: Sequence[int], enough: int) -> int:
-        """The least that a candidate with this piece needs, of those that go a little further; `enough` if that is less."""
+        """Least needs of the candidates that extend this piece by a few pieces; `enough` if the least is smaller."""
         found = self._cost(edges[index], edges[index + 1]).peak_bytes
         for before, after in product(range(_AROUND + 1), repeat=2):
             if index >= before and index + 1 + after < len(edges):
@@ -142,10 +142,10 @@ class QuickPartitioner(Partitioner):
 
 
 class TryingPartitioner(QuickPartitioner):
-    """Refuses a budget in no more words than are needed."""
+    """A partitioner for trying budgets, with short errors."""
 
     def smallest_budget(self, num_shards: NumShards = None, boundaries: Sequence[int] = ()) -> int:
-        """Whoever tries is looking for it."""
+        """Return 0: the caller is itself searching for the smallest budget."""
         del num_shards, boundaries
         return 0
 
@@ -154,15 +154,15 @@ class TryingPartitioner(QuickPartitioner):
 
 
 class _QuickPilot(Pilot):
-    """Measures candidates from the shortest on, and none beyond one that needs more than the limit.
+    """Measures candidates from the shortest on, and none beyond a candidate over the limit.
 
     Args:
-        pilot: measures; what it finds stays with it.
-        analysis: says where candidates may end.
-        num_nodes: of the graph.
-        limit_bytes: the most that anybody asks about.
-        too_large: what is known of candidates that were over some limit.
-        peaks: what all that were measured need, by first and last node.
+        pilot: measures candidates and keeps the results.
+        analysis: positions where candidates may end.
+        num_nodes: number of nodes of the graph.
+        limit_bytes: largest needs that a caller asks about.
+        too_large: known candidates over some limit, by first node.
+        peaks: needs of all measured candidates, by first and last node.
     """
 
     def __init__(
@@ -178,20 +178,22 @@ class _QuickPilot(Pilot):
         self._cuts = analysis.cuts
         self._whole = (0, num_nodes)
         self._limit_bytes = limit_bytes
-        self._too_large = {} if too_large is None else too_large  # by first node: last nodes that were over some limit
+        # by first node: last nodes and costs of candidates over some limit
+        self._too_large = {} if too_large is None else too_large
         self._peaks = {} if peaks is None else peaks
 
     def within(self, limit_bytes: int, analysis: Analysis) -> "_QuickPilot":
-        """One of another limit that shares what this one knows."""
+        """Return a pilot with another limit that shares all results."""
         return _QuickPilot(self._pilot, analysis, self._whole[1], limit_bytes, self._too_large, self._peaks)
 
     def peaks(self, first: int) -> Mapping[int, int]:
-        """By last node, what those candidates need that were measured."""
+        """Needs of the measured candidates from `first`, by last node."""
         return self._peaks.get(first, {})
 
     def cost(self, first: int, last: int) -> ShardCost:
-        """Of a candidate; where it is over the limit, of a shorter one that is so too."""
-        if (first, last) == self._whole:  # everybody asks for it, and it is measured but once
+        """Cost of a candidate, or of a shorter candidate that is over the limit already."""
+        # every caller asks for the whole graph, and the pilot measures the whole graph only once
+        if (first, last) == self._whole:
             return self._pilot.cost(first, last)
         found = self._too_large.setdefault(first, [])
         for end, cost in found:
@@ -206,7 +208,7 @@ class _QuickPilot(Pilot):
         return cost
 
     def _ends(self, first: int, last: int) -> list[int]:
-        """Twice as far each time."""
+        """Ends of candidates up to `last`, each about twice as far as the one before."""
         inside = self._cuts[bisect_left(self._cuts, first + 1) : bisect_left(self._cuts, last)]
         ends, reach = [], 1
         while reach <= len(inside):

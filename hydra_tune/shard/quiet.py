@@ -1,4 +1,4 @@
-"""Silence around `torch.export`: its advice is for people who export; what matters to us comes as an error."""
+"""Silences `torch.export`: its advice is for users of export, and everything relevant here arrives as an error."""
 
 import io
 import logging
@@ -14,7 +14,7 @@ _TALKERS = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 
 
 class _OtherThreads(io.TextIOBase):
-    """Passes on what other threads write, and drops what this one does."""
+    """Passes on writes of other threads, and drops writes of the thread that created the object."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -28,7 +28,7 @@ class _OtherThreads(io.TextIOBase):
 
 
 class _NoComplaints(logging.Filter):
-    """Drops what is logged on threads that have asked for that."""
+    """Drops log records on threads that have asked for silence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,19 +53,19 @@ _FAKES = _NoComplaints()
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """No log lines of this thread about operators that refuse fake tensors: the error that is raised says the same.
+    """Silence this thread's log lines about operators that refuse fake tensors: the raised error says the same.
 
-    Whoever calls tries something that may fail, or runs the user's code for the first time; a code whose shapes do not fit has
-    its own error from the eager run that follows.
+    For callers that try code that may fail, or run the user's code for the first time; wrong shapes in the code raise
+    their own error in the following eager run.
     """
-    logging.getLogger(_FAKE_TENSORS).addFilter(_FAKES)  # once, however often it is asked; other threads' lines pass
+    logging.getLogger(_FAKE_TENSORS).addFilter(_FAKES)  # added once, however often called; lines of other threads pass
     with _FAKES.asked():
         yield
 
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """No warnings, no log lines below errors, and not the half of a graph that it prints before it fails."""
+    """Silence warnings, log lines below errors, and the partial graph printed by a failing export."""
     talkers = [logging.getLogger(name) for name in _TALKERS]
     levels = [talker.level for talker in talkers]
     with quiet_fakes(), warnings.catch_warnings(), redirect_stderr(_OtherThreads(sys.stderr)):

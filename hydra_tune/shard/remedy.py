@@ -1,6 +1,7 @@
-"""What to say of an operator that does not fit a device by itself: into how many pieces it would have to be cut.
+"""Suggests a remedy for an operator that does not fit a device by itself: the number of pieces needed.
 
-A guess from the cost of the whole, for an error message; the pieces are measured when a task asks for them.
+The number is a guess from the cost of the whole operator, for an error message; real pieces are measured once a task
+asks for pieces.
 """
 
 from collections.abc import Sequence
@@ -12,16 +13,16 @@ from hydra_tune.shard.split_modules import ColumnSplitEmbedding, RowSplitEmbeddi
 
 _WHOLE = {"torch.nn.modules.linear.Linear", "torch.nn.modules.sparse.Embedding"}
 _CUT = {f"{kind.__module__}.{kind.__qualname__}" for kind in (SplitLinear, ColumnSplitEmbedding, RowSplitEmbedding)}
-_UNEVEN = 1.25  # how much larger than their mean a piece may be
+_UNEVEN = 1.25  # largest ratio of a piece to the mean
 
 
 def in_pieces(analysis: Analysis, parts: Sequence[tuple[tuple[int, int], ShardCost]], capacity_bytes: int) -> str:
-    """The remedy where all that does not fit are operators that `split_operators` cuts: text for a message, or nothing.
+    """Return the remedy as text for a message, or "" if operators other than those of `split_operators` do not fit.
 
     Args:
-        analysis: of the step.
-        parts: what lies between neighbouring cuts, by first and last position, and its cost.
-        capacity_bytes: what a shard may take.
+        analysis: analysis of the step.
+        parts: first and last position of each part between neighbouring cuts, and the part's cost.
+        capacity_bytes: most bytes of a shard.
     """
     found: dict[tuple[str, str], int] = {}
     for (first, last), cost in parts:
@@ -30,14 +31,14 @@ def in_pieces(analysis: Analysis, parts: Sequence[tuple[tuple[int, int], ShardCo
         operators = [p for p in range(first, last) if cost.state_bytes and analysis.classes[p] in _WHOLE | _CUT]
         count = _pieces(cost, capacity_bytes)
         if not operators or not count:
-            return ""  # this would not help
+            return ""  # pieces would not help
         for position in operators:
-            layer = analysis.layers[position].partition("@")[0]  # where export numbers the calls of a module
+            layer = analysis.layers[position].partition("@")[0]  # export numbers the calls of a module after "@"
             kind = (layer, analysis.classes[position])
             found[kind] = max(found.get(kind, 0), count)
     if not found:
         return ""
-    count = max(found.values())  # tied ones need the same
+    count = max(found.values())  # tied operators need the same number
     whole = {layer: count for layer, kind in found if kind in _WHOLE}
     if len(whole) < len(found):
         return "cut more pieces by split_operators, "
@@ -45,7 +46,7 @@ def in_pieces(analysis: Analysis, parts: Sequence[tuple[tuple[int, int], ShardCo
 
 
 def _pieces(cost: ShardCost, capacity_bytes: int) -> int:
-    """How many would fit; 0 where what the operator is given does not leave room for any."""
-    beside = 2 * cost.value_bytes  # and its gradient
+    """Number of pieces that would fit; 0 if the operator's inputs leave no room for any piece."""
+    beside = 2 * cost.value_bytes  # values and their gradients
     room = capacity_bytes - beside
     return ceil((cost.peak_bytes - beside) / room * _UNEVEN) if room > 0 else 0

@@ -1,8 +1,8 @@
-"""What units make of tensors without bytes, run once and then remembered: steps of a rehearsal repeat.
+"""Runs a unit on tensors without bytes once, and remembers the geometry of the results: the steps of a rehearsal repeat.
 
-What a graph makes depends on nothing but the geometry of what it is given: on sizes and strides, and on who lies on one storage
-with whom. So a unit that is given what it was given before makes tensors of the same geometry, of which the same ones lie on
-what it was given, on memory of their own, or together.
+The results of a graph depend only on the geometry of its operands: sizes, strides, and common storages. A unit with the
+same operands as before therefore makes tensors of the same geometry, which lie on the same operands, on new memory, or
+together on a common storage, as before.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,7 +23,7 @@ _Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where something that was made lies: on which of the given tensors' storages, or else on which new one."""
+    """Place of a result: the operand under the result, or the number of the new storage."""
 
     given: int | None
     new: int
@@ -32,12 +32,12 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """What came of a run.
+    """Geometry of a run's results.
 
     Attributes:
-        places: of the tensors, in their order.
+        places: places of the tensors, in order.
         sizes: bytes of the new storages.
-        freed: numbers of kept storages, in the order in which the run freed them.
+        freed: numbers of the kept storages freed by the run, in order.
     """
 
     places: dict[_Key, _Place]
@@ -46,7 +46,7 @@ class _Made:
 
     @staticmethod
     def of(given: Sequence[Tensor], found: Mapping[_Key, Tensor], freed: Sequence[int] = ()) -> "_Made":
-        """What was found, as it lies."""
+        """Record the geometry of the results `found`."""
         positions: dict[int, int] = {}
         for position, tensor in enumerate(given):
             positions.setdefault(storage_identity(tensor), position)
@@ -62,7 +62,7 @@ class _Made:
         return _Made(places=places, sizes=tuple(sizes), freed=tuple(freed))
 
     def again(self, given: Sequence[Tensor]) -> dict[_Key, Tensor]:
-        """The same of other tensors that lie alike."""
+        """Make the same results for other operands of equal geometry."""
         fresh = [torch.empty(size, dtype=torch.uint8) for size in self.sizes]
         found = {}
         for key, place in self.places.items():
@@ -72,7 +72,7 @@ class _Made:
 
 
 class Remembered:
-    """Runs shards of one plan whose tensors have no bytes, each in each situation once. Stands in for `shard/compute.py`."""
+    """Stands in for `shard/compute.py`: runs shards of a single plan on tensors without bytes, once per situation."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Made] = {}
@@ -91,7 +91,7 @@ class Remembered:
     def taped_forward(
         self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]
     ) -> tuple[dict[str, Tensor], Tape]:
-        """As `compute.taped_forward`; the graph has been settled."""
+        """As `compute.taped_forward`; the graph is already settled."""
 
         def tape() -> Tape:
             made = compute.taped_forward(shard, operands, needs_gradient)[1]
@@ -137,20 +137,21 @@ class Remembered:
         on_free: Callable[[int], None],
         tape: Callable[[], Tape],
     ) -> Gradients:
-        """The backward of a tape.
+        """Run the backward of a tape, or repeat a remembered run.
 
         Args:
-            shard: whose tape it is.
+            shard: shard of the tape.
             operands: as of `Tape.backward`.
             incoming: as of `Tape.backward`.
-            flats: by number, what was kept.
+            flats: kept storages by number.
             on_free: as of `Tape.backward`.
-            tape: makes one that can be played.
+            tape: makes a tape that can run.
         """
         given = [*operands.all, *_handed(incoming), *flats.values()]
         key = ("played", shard.first, shard.last, _names(incoming), tuple(flats), _likeness(given))
         made = self._known.get(key)
         if made is not None:
+            # In the same order as in the run, so that the peak of the rehearsal is right.
             for number in made.freed:
                 on_free(number)
             return _gradients(made.again(given))
@@ -177,7 +178,7 @@ class Remembered:
 
 
 class _RememberedTape(Tape):
-    """A graph that is made when nobody knows what it would give."""
+    """A tape whose graph is made only if the result is not remembered."""
 
     def __init__(self, remembered: Remembered, flats: dict[int, Tensor], tape: Callable[[], Tape]) -> None:
         self._remembered = remembered
@@ -204,7 +205,7 @@ class _RememberedTape(Tape):
 
 
 def _likeness(given: Sequence[Tensor]) -> Hashable:
-    """Equal for tensors that lie alike."""
+    """Return a key that is equal for operands of equal geometry and equal sharing of storages."""
     numbers: dict[int, int] = {}
     return tuple(
         (
@@ -218,13 +219,13 @@ def _likeness(given: Sequence[Tensor]) -> Hashable:
 
 
 def _handed(incoming: Incoming) -> list[Tensor]:
-    """The gradients that later shards have handed over."""
+    """Gradients handed over by later shards."""
     parts = (incoming.outputs, incoming.live_in, incoming.parameters)
     return [gradient for part in parts for gradient in part.values() if gradient is not None]
 
 
 def _names(incoming: Incoming) -> Hashable:
-    """Of what these gradients are."""
+    """Return a key for the names of the incoming gradients."""
     outputs = tuple((name, gradient is None) for name, gradient in incoming.outputs.items())
     return outputs, tuple(incoming.live_in), tuple(incoming.parameters)
 

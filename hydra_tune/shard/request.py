@@ -1,4 +1,4 @@
-"""`Request`: what a plan is asked for, and what is known of its step; equal keys have one plan."""
+"""`Request`: the question for a plan, and existing knowledge about the step; requests with equal keys share a plan."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -21,18 +21,18 @@ from hydra_tune.task import TrainTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a trial's state has been cut: by its first plan, which further plans of the trial follow.
+    """Existing cut of a trial's state: made by the trial's first plan, followed by further plans.
 
     Attributes:
         plan: the first plan.
-        owners: parameter or buffer -> index of the only shard that uses it.
+        owners: parameter or buffer -> index of the only shard that uses the tensor.
     """
 
     plan: Plan
     owners: dict[str, int]
 
     def groups(self, specs: dict[str, StateSpec]) -> dict[str, frozenset[str]]:
-        """Each owned name -> all the names that are loaded with it."""
+        """Each owned name -> all names loaded together with the name."""
         members: dict[tuple[int, bool], set[str]] = {}
         for name, owner in self.owners.items():
             members.setdefault((owner, specs[name].is_parameter), set()).add(name)
@@ -41,7 +41,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A captured step, what its Python was answered, where it may be cut, and what its parts would need."""
+    """A captured step: the graph, the answers given to its Python, the allowed cuts, and the needs of its parts."""
 
     captured: Captured
     answers: list[Answer]
@@ -51,7 +51,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A plan is wanted for one kind of batch of a trial; arguments as of `PlanLibrary.prepare`."""
+    """A request for the plan of a kind of batch of a trial; arguments as of `PlanLibrary.prepare`."""
 
     task: TrainTask
     model: nn.Module
@@ -60,18 +60,18 @@ class Request:
     batch: Any
     mode: str
     like: Layout | None
-    only_asks: bool = False  # whether it would fit, and what it would take; nobody reads a refusal
-    foreseen: Measured | None = None  # its step, where that has been looked at before
+    only_asks: bool = False  # only a prediction is wanted; no user reads a refusal
+    foreseen: Measured | None = None  # the measured step, if measured before
     guards: list[Guard] = field(default_factory=list)
 
     @property
     def guard(self) -> Guard | None:
-        """The guard of the eager run, once there was one."""
+        """The guard of the eager run, if there was an eager run."""
         return self.guards[0] if self.guards else None
 
 
 def key_of(request: Request) -> Hashable | None:
-    """Equal for requests that have one plan; None where that cannot be told."""
+    """Return a key that is equal for requests with the same plan; None if there is no key."""
     task, like = request.task, request.like
     architecture = architecture_key(task, request.model)
     if architecture is None:
@@ -86,7 +86,7 @@ def key_of(request: Request) -> Hashable | None:
 
 
 def cuts_like(captured: Captured, analysis: Analysis, like: Layout) -> list[int]:
-    """Where a further capture is cut: at the same nodes if it has the same operators, else at the same parameters."""
+    """Cuts for a further capture: at the same nodes if the graph has the same operators, else at the same parameters."""
     if operators(captured) == like.plan.operators and set(like.plan.cuts) <= set(analysis.cuts):
         return list(like.plan.cuts)
     return _owner_cuts(captured, analysis, like.owners)

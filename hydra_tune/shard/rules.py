@@ -1,4 +1,4 @@
-"""What a task does with gradients, as far as it decides the bytes of units."""
+"""Rules of a task for gradients, as far as the rules decide the bytes of units."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from hydra_tune.task import TrainTask
 
 @dataclass(frozen=True, slots=True)
 class GradientRules:
-    """How gradients come about and are used.
+    """Origin and use of gradients.
 
     Args:
-        accumulate: batches that make a step.
+        accumulate: number of batches per step.
         is_scaled: whether the loss is scaled.
         is_clipped: whether the norm of all gradients is clipped.
         is_split: whether batches are cut into pieces.
@@ -26,24 +26,24 @@ class GradientRules:
 
     @classmethod
     def of(cls, task: TrainTask) -> "GradientRules":
-        """The rules of a task."""
+        """Return the rules of a task."""
         return cls(task.accumulate, task.precision == "float16", task.max_grad_norm is not None, task.num_pieces > 1)
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of several batches, or of pieces of one, are added up."""
+        """Whether gradients of several batches, or of pieces of a batch, are added up."""
         return self.accumulate > 1 or self.is_split
 
     @property
     def has_two_phases(self) -> bool:
-        """Whether no parameter may be updated before all gradients of the step are there."""
+        """Whether every update must wait for all gradients of the step."""
         return self.is_scaled or self.is_clipped
 
     @property
     def objective(self) -> Objective:
-        """What the backward starts from, with some loss scale; for measuring."""
+        """Objective of the backward with an arbitrary loss scale, for measuring."""
         return objective(self.accumulate, torch.ones(()) if self.is_scaled else None, 0.5 if self.is_split else 1.0)
 
     def scratch_bytes(self, count: int, alignment: int) -> int:
-        """Bytes for the scalars that unscaling and clipping the gradients of so many parameters make."""
+        """Bytes of the scalars made by unscaling and clipping the gradients of `count` parameters."""
         return (4 * count + 8) * alignment if self.has_two_phases else 0

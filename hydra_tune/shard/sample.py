@@ -1,10 +1,11 @@
-"""A step of a few samples, which is checked in place of a step of many where the host would take too long over that one.
+"""Checks a step of a few samples in place of a step of many samples that would take the host too long.
 
-Note: why that is enough. A plan is checked against the eager step because a capture bakes in whatever Python has done on its
-way: and what it has baked in is in the graph. So the step is captured once more, with the first few samples of the batch. If
-both graphs call the same operators, in the same order, on the same values, with the same numbers, and with sizes that are the
-same or in the ratio of the batches, Python took the same way both times, and what holds of the small graph holds of the large
-one: it is the same arithmetic for more samples. Anything else that differs, and the large step itself is checked.
+Note: why a sample is enough. A plan is checked against the eager step because a capture bakes in the actions of Python,
+and baked-in actions show in the graph. The step is therefore captured once more, with the first few samples of the
+batch. Suppose both graphs call the same operators, in the same order, on the same values, with the same numbers, and
+with sizes that are equal or in the ratio of the batches. Then Python took the same path both times, and a check of the
+small graph holds for the large graph: the arithmetic is the same, for more samples. If anything else differs, the large
+step itself is checked.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from hydra_tune.shard.outcome import UnitSeconds
 from hydra_tune.shard.pilot import Pilot
 from hydra_tune.shard.plan import Plan, build_plan
 
-_COUNT = 2  # samples; with one, BatchNorm refuses to train, and a dimension of 1 takes other operators
+_COUNT = 2  # samples; BatchNorm refuses a single sample, and a dimension of 1 takes other operators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,8 @@ class Sample:
 
     Attributes:
         batch: the samples.
-        plan: cut as the plan of the whole batch, recomputing its activations.
-        kept: the same, keeping what the other keeps.
+        plan: plan with the cuts of the whole batch's plan, recomputing its activations.
+        kept: the same plan, with activations kept as in the whole batch's plan.
         size: samples in the whole batch.
     """
 
@@ -42,7 +43,7 @@ class Sample:
     size: int
 
     def for_all(self, seconds: UnitSeconds) -> UnitSeconds:
-        """What the units of the whole batch take, if those of the few have taken this."""
+        """Scale the seconds of the few samples to the units of the whole batch."""
         factor = self.size / _COUNT
         return UnitSeconds(
             forward=tuple(value * factor for value in seconds.forward),
@@ -58,18 +59,19 @@ def sample_of(
     capture_again: Callable[[Any], Captured],
     measure: Callable[[Captured, tuple[Tensor, ...]], tuple[Analysis, Pilot]],
 ) -> Sample | None:
-    """The step for the first samples of a batch.
+    """Make the step for the first samples of a batch.
 
     Args:
         captured: the step of the whole batch.
-        plan: recomputes activations.
+        plan: plan that recomputes activations.
         kept: the same plan with activations kept, or `plan` itself.
-        leaves: of the whole batch.
+        leaves: leaves of the whole batch.
         capture_again: captures the step of another batch.
         measure: analyses a captured step.
 
     Returns:
-        The sample; None if nothing shows that both are one step, or if there are not twice as many samples in the batch.
+        The sample; None if the two graphs are not shown to be the same step, or if the batch has fewer than twice as
+        many samples.
     """
     batch = _first_samples(leaves)
     if batch is None:
@@ -89,7 +91,7 @@ def sample_of(
 def _first_samples(leaves: Leaves) -> Any | None:
     sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in leaves.tensors}
     if len(sizes) != 1 or min(sizes) < 2 * _COUNT:
-        return None  # not every tensor has one entry for each sample, as far as can be told, or little would be saved
+        return None  # not every tensor seems to have an entry per sample, or little would be saved
     return leaves.rebuild(tuple(tensor[:_COUNT].clone() for tensor in leaves.tensors))
 
 
@@ -107,10 +109,10 @@ def _keeping_like(kept: Plan, plan: Plan, pilot: Pilot) -> Plan | None:
 
 
 class _Comparison:
-    """Goes through two graphs side by side.
+    """Walks through two graphs side by side.
 
     Args:
-        size: samples that the first was captured with; the second was with a few.
+        size: samples in the capture of the first graph; the second graph was captured with a few samples.
     """
 
     def __init__(self, size: int) -> None:
@@ -118,7 +120,7 @@ class _Comparison:
         self._numbers: dict[fx.Node, int] = {}
 
     def is_same(self, large: fx.Graph, small: fx.Graph) -> bool:
-        """Whether node by node they do the same."""
+        """Whether the two graphs do the same, node by node."""
         nodes, others = list(large.nodes), list(small.nodes)
         if len(nodes) != len(others):
             return False
@@ -131,7 +133,7 @@ class _Comparison:
         return True
 
     def _is_alike(self, one: Any, other: Any) -> bool:
-        """Whether two nodes' arguments are the same but for sizes."""
+        """Whether the arguments of two nodes are the same but for sizes."""
         (leaves, tree), (others, other_tree) = pytree.tree_flatten(one), pytree.tree_flatten(other)
         return tree == other_tree and all(map(self._is_same_argument, leaves, others))
 

@@ -1,7 +1,7 @@
-"""Whether an optimizer can be stepped shard by shard: whether its update of a parameter depends on that parameter alone.
+"""Checks whether an optimizer can be stepped shard by shard: the update of a parameter must depend on the parameter alone.
 
-Tried on small stand-ins rather than known by name, so that it holds for a user's class: one global step must give what one
-step per parameter gives, bit for bit.
+The check steps small stand-ins instead of recognizing optimizers by name, so that the check works for a user's class: a
+global step must give the same bits as a step per parameter.
 """
 
 import torch
@@ -14,19 +14,19 @@ from hydra_tune.shard.capture import StateSpec
 from hydra_tune.shard.update_pilot import stand_in_for
 
 _STEPS = 2
-_MAX_SIDE = 4  # of a stand-in, per dimension
+_MAX_SIDE = 4  # largest side of a stand-in
 
 
 def check_separable(optimizer: Optimizer, parameters: dict[str, Tensor], specs: dict[str, StateSpec]) -> None:
-    """Refuse an optimizer that would train differently if it were stepped shard by shard.
+    """Refuse an optimizer that would train differently if stepped shard by shard.
 
     Args:
-        optimizer: a trial's optimizer; it is only read.
+        optimizer: a trial's optimizer; only read.
         parameters: the model's parameters by canonical name.
-        specs: their geometry.
+        specs: geometry of the parameters.
 
     Raises:
-        TaskError: one step per shard would not be one step.
+        TaskError: a step per shard would differ from a single step.
     """
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     members = [(name, group_of[id(p)]) for name, p in parameters.items() if id(p) in group_of and p.requires_grad]
@@ -46,6 +46,7 @@ def _steps_alike(optimizer: Optimizer, members: list[tuple[str, int]], specs: di
     for _ in range(_STEPS):
         gradients = [torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf) for leaf in together[1]]
         _step(together[0], together[1], gradients)
+        # In reverse, as the shards of a backward would be updated.
         for index, gradient in reversed(list(enumerate(gradients))):
             _step(apart[0], apart[1][index : index + 1], [gradient])
     return _state(*together) == _state(*apart) and all(map(same_bits, _tensors(*together), _tensors(*apart)))
@@ -54,7 +55,7 @@ def _steps_alike(optimizer: Optimizer, members: list[tuple[str, int]], specs: di
 def _small(
     optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec]
 ) -> tuple[Optimizer, list[Tensor]]:
-    """A stand-in over small parameters of the same ranks."""
+    """Make a stand-in over small parameters of the same ranks."""
     generator = torch.Generator().manual_seed(1)
     leaves = []
     for name, _ in members:
@@ -78,7 +79,7 @@ def _tensors(optimizer: Optimizer, leaves: list[Tensor]) -> list[Tensor]:
 
 
 def _state(optimizer: Optimizer, leaves: list[Tensor]) -> list[object]:
-    """What is not a tensor: the groups' options, and plain values in the state."""
+    """Values other than tensors: options of the groups, and plain values in the state."""
     options = [
         {key: value for key, value in group.items() if key != "params" and not isinstance(value, Tensor)}
         for group in optimizer.param_groups

@@ -1,7 +1,8 @@
-"""The splitter: a contiguous range of a captured graph as a graph of its own.
+"""The splitter: makes a separate graph of a contiguous range of a captured graph.
 
-A shard's inputs are what it uses and does not make: state, constants, batch tensors and the values born in earlier shards
-(skips, masks and encoder states come out by themselves). Its outputs are what later shards, or the step's result, use.
+The inputs of a shard are all values used but not made by the shard: state, constants, batch tensors, and values of
+earlier shards. Skips, masks and encoder states need no special treatment. The outputs are the values used by later
+shards or by the step's result.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +20,25 @@ from hydra_tune.shard.precision import under_autocast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardGraph:
-    """One shard of a captured step.
+    """A shard of a captured step.
 
     `module(*state, *constants, *inputs, *live_in)` returns a tuple of the tensors named by `live_out`.
 
     Attributes:
-        first, last: positions of the first node and after the last node.
-        layers: name of the first and of the last layer, for people.
+        first, last: position of the first node, and position after the last node.
+        layers: names of the first and of the last layer, for messages.
         state: canonical names of the parameters and buffers used, in argument order.
         constants: placeholder names of the constants used.
         inputs: indices of the batch tensors used.
         live_in: names of the values from earlier shards.
         live_out: names of the values made here that cross the end of the shard.
-        cloned: those of `live_in` that are overwritten in place here, so that the shard must work on a copy.
-        written_state: canonical names of the buffers the shard overwrites.
-        saved_state: canonical names of the buffers used here that this shard or a later one overwrites: a recompute needs them
-            as they were.
-        stochastic: whether it draws random numbers.
-        counted_draws: whether, where it does, it moves the generator by as much at each run.
-        code: the graph that `module` runs as it stands; None where it is compiled, or the user's own code.
+        cloned: names in `live_in` that are overwritten in place here, so that the shard must work on a copy.
+        written_state: canonical names of the buffers overwritten by the shard.
+        saved_state: canonical names of the buffers used here and overwritten by this shard or a later shard; a
+            recompute needs their old values.
+        stochastic: whether the shard draws random numbers.
+        counted_draws: whether a stochastic shard moves the generator by the same distance at each run.
+        code: the graph run by `module`; None for a compiled graph or the user's own code.
     """
 
     module: Callable[..., tuple[Tensor, ...]]
@@ -68,10 +69,10 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, bac
 
     Args:
         captured: the step.
-        analysis: its facts.
+        analysis: facts about the step.
         first: position of the first node.
         last: position after the last node.
-        backend: of `torch.compile`, which compiles the shard at its first run; None to run it node by node.
+        backend: backend of `torch.compile`, which compiles the shard at its first run; None to run node by node.
     """
     nodes = captured.nodes[first:last]
     inside = set(nodes)
@@ -86,6 +87,7 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, bac
     stochastic = any(first <= position < last for position in analysis.stochastic)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
+    # Placeholders by canonical name: tied placeholders of the captured graph become a single argument.
     by_name = {name: graph.placeholder(f"state_{i}") for i, name in enumerate(state)}
     copies |= {n: by_name[captured.state[n.name]] for n in used if n.name in captured.state}
     by_constant = {name: graph.placeholder(name) for name in constants}
@@ -127,24 +129,24 @@ def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, bac
             dict.fromkeys(captured.state[n.name] for n in used if n.name in captured.state and n.name in from_here)
         ),
         stochastic=stochastic,
-        # A compiler makes its own of the operators.
+        # A compiler may replace the operators, so their draws are no longer known.
         counted_draws=stochastic and backend is None and analysis.draws.are_counted(nodes),
         code=module if backend is None else None,
     )
 
 
 def compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
-    """A graph, compiled at its first run.
+    """Return a graph compiled at its first run.
 
-    Buffers lie side by side in one block, and a compiler cannot tell that overwriting one leaves the others alone: those at
-    the positions `written` are overwritten in copies of their own.
+    Buffers lie side by side in a single block, and a compiler cannot tell that overwriting a buffer leaves the other
+    buffers alone. Buffers at the positions `written` are therefore overwritten in separate copies.
 
     Args:
         module: the graph.
-        backend: of `torch.compile`.
-        written: positions of the arguments that it overwrites.
+        backend: backend of `torch.compile`.
+        written: positions of the arguments overwritten by the graph.
     """
-    # Inductor has a random generator of its own unless told to use torch's, which a recompute can rewind.
+    # By default Inductor uses its own random generator; torch's generator can be rewound by a recompute.
     options: dict[str, str | int | bool | Callable[..., Any]] | None = None
     if backend == "inductor":
         options = {"fallback_random": True}
@@ -164,7 +166,7 @@ def compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Ca
 
 
 def _outside_arguments(captured: Captured, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
-    """Nodes used by the range and made outside it, in graph order."""
+    """Nodes used by the range and made outside the range, in graph order."""
     used = {argument for node in nodes for argument in node.all_input_nodes if argument not in inside}
     return [node for node in captured.module.graph.nodes if node in used]
 

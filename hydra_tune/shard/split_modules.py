@@ -1,15 +1,16 @@
-"""`nn.Linear` and `nn.Embedding` with their weights in pieces, each a parameter of its own.
+"""`nn.Linear` and `nn.Embedding` with their weights in pieces, each piece a separate parameter.
 
-What stands in a model for an operator that is too large for a device: the captured graph may be cut between two pieces.
-A module becomes one of these by its class and its parameters, and stays the same object, so that whoever refers to it still
-does. How weights are cut, and what is refused, is in `operators.py`.
+The classes replace an operator that is too large for a device: the captured graph may be cut between two pieces. A
+module changes its class and its parameters but stays the same object, so all references stay valid. `operators.py` cuts
+the weights and refuses unsuitable modules.
 
-Note: what is exact. An element of a weight meets the same numbers in the same order as in the whole one, so its gradient is
-the same. An output element is, too, in exact arithmetic; a matrix product rounds by its kernel, which goes by the shape. The
-gradient of a Linear's input is a sum over the pieces, which rounds otherwise than one product. See docs/training.md.
+Note: exactness. An element of a weight meets the same numbers in the same order as in the whole weight, so its gradient
+is the same. An output element is the same in exact arithmetic; a matrix product rounds according to its kernel, which
+depends on the shape. The gradient of a Linear's input is a sum over the pieces and rounds differently from a single
+product. See docs/training.md.
 
-Source: Harmony (Li et al., 2021), section 3, whose Task Decomposer splits operations for several devices. Differs: the pieces
-are fixed by the task, so that what is trained does not depend on the devices.
+Source: Harmony (Li et al., 2021), section 3, whose Task Decomposer splits operations for several devices. Differs: the
+pieces are fixed by the task, so that the trained parameters do not depend on the devices.
 """
 
 from dataclasses import dataclass
@@ -25,22 +26,22 @@ from hydra_tune.errors import TaskError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Where a tensor is cut: along which dimension, and how long its pieces are."""
+    """Cut of a tensor: dimension, and sizes of the pieces."""
 
     dim: int
     sizes: tuple[int, ...]
 
 
 def piece_name(name: str, index: int) -> str:
-    """What a piece of a parameter is called, within its module."""
+    """Name of a piece of a parameter within its module."""
     return f"{name}_{index}"
 
 
 class _Split(nn.Module):
-    """What the classes below share.
+    """Base of the classes below.
 
     Attributes:
-        split_path: the module's name in the model.
+        split_path: name of the module in the model.
         split_sizes: rows or columns of each piece.
     """
 
@@ -48,7 +49,7 @@ class _Split(nn.Module):
     split_sizes: tuple[int, ...]
 
     def pieces(self, name: str) -> list[Tensor]:
-        """The pieces of a parameter, in order."""
+        """Pieces of a parameter, in order."""
         return [getattr(self, piece_name(name, index)) for index in range(len(self.split_sizes))]
 
     def _refuse(self, name: str) -> NoReturn:
@@ -62,10 +63,10 @@ class _Split(nn.Module):
 class SplitLinear(_Split, nn.Linear):
     """`nn.Linear` in pieces by output features."""
 
-    # Overrides what the whole module keeps among its parameters.
+    # A property of the class hides the whole module's parameter of the same name.
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """There is none.
+        """Refuse to return a whole weight.
 
         Raises:
             TaskError: always.
@@ -74,7 +75,7 @@ class SplitLinear(_Split, nn.Linear):
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        """None, or nothing that could be given.
+        """None for a module without bias; otherwise refuse to return a whole bias.
 
         Raises:
             TaskError: the module has a bias.
@@ -83,18 +84,18 @@ class SplitLinear(_Split, nn.Linear):
 
     @property
     def has_bias(self) -> bool:
-        """Whether there is one."""
+        """Whether the module has a bias."""
         return piece_name("bias", 0) in self._parameters
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Linear calls it, for callers by name
-        """The outputs of the pieces side by side."""
+        """Concatenate the outputs of the pieces."""
         biases = self.pieces("bias") if self.has_bias else [None] * len(self.split_sizes)
         return torch.cat(
             [functional.linear(input, w, b) for w, b in zip(self.pieces("weight"), biases, strict=True)], dim=-1
         )
 
     def extra_repr(self) -> str:
-        """As `nn.Linear`'s, and the pieces."""
+        """As of `nn.Linear`, with the number of pieces."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, "
             f"pieces={len(self.split_sizes)}"
@@ -104,7 +105,7 @@ class SplitLinear(_Split, nn.Linear):
 class _SplitEmbedding(_Split, nn.Embedding):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """There is none.
+        """Refuse to return a whole weight.
 
         Raises:
             TaskError: always.
@@ -112,7 +113,7 @@ class _SplitEmbedding(_Split, nn.Embedding):
         self._refuse("weight")
 
     def extra_repr(self) -> str:
-        """As `nn.Embedding`'s, and the pieces."""
+        """As of `nn.Embedding`, with the number of pieces."""
         return f"{super().extra_repr()}, pieces={len(self.split_sizes)}"
 
 
@@ -120,7 +121,7 @@ class ColumnSplitEmbedding(_SplitEmbedding):
     """`nn.Embedding` in pieces by columns: each index is looked up in every piece."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """What the pieces have, side by side."""
+        """Concatenate the columns of the pieces."""
         found = [
             functional.embedding(input, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
             for weight in self.pieces("weight")
@@ -129,12 +130,13 @@ class ColumnSplitEmbedding(_SplitEmbedding):
 
 
 class RowSplitEmbedding(_SplitEmbedding):
-    """`nn.Embedding` in pieces by rows, as a Linear tied to it has them: each index is in one of the pieces."""
+    """`nn.Embedding` in pieces by rows, to match a tied Linear: each index lies in exactly one piece."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Of each index what the piece has that it is in.
+        """Look each index up in its piece.
 
-        The first piece is asked for what is below it and the last for what is above, which they refuse as the whole would.
+        Indices below the range go to the first piece and indices above the range to the last piece, which raise the
+        error of a whole embedding.
         """
         starts = list(accumulate(self.split_sizes, initial=0))
         first, *others = self.pieces("weight")
@@ -146,7 +148,7 @@ class RowSplitEmbedding(_SplitEmbedding):
         return result
 
     def _found(self, indices: Tensor, weight: Tensor, is_here: Tensor, start: int) -> Tensor:
-        """Rows of one piece; the first row for indices that are not here, which nobody takes."""
+        """Rows of a piece; for indices of other pieces the first row, which the caller discards."""
         padding = self.padding_idx
         if padding is not None:
             padding = padding - start if start <= padding < start + len(weight) else None

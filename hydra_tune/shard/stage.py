@@ -1,4 +1,4 @@
-"""`Stage`: a world of tensors that have sizes and no bytes, where code that reads values can run as well."""
+"""`Stage`: a world of tensors with sizes but no bytes, in which code that reads values can run as well."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -17,14 +17,14 @@ _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
 class EndlessError(Exception):
-    """Code that reads one value after the other, as a loop does that waits for another than 1."""
+    """Code reads values without end, like a loop that waits for a value other than 1."""
 
 
 class Stage(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors made within have sizes and no bytes. Rehearsals are made and run inside of one.
+    """Mode in which new tensors have sizes but no bytes. Rehearsals are made and run inside a stage.
 
-    Whoever reads a value is told 1: losses and norms are finite, and an optimizer's counters can be divided by. Who reads
-    values without end, as a loop does that waits for another, is stopped by `EndlessError`.
+    Every read of a value returns 1: losses and norms are finite, and an optimizer can divide by its counters. Code that
+    reads values without end, like a loop that waits for another value, is stopped by `EndlessError`.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Stage(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._num_reads = 0
 
     def begin_unit(self) -> None:
-        """Another unit is to run."""
+        """Reset the count of reads before another unit."""
         self._num_reads = 0
 
     def __torch_dispatch__(

@@ -1,7 +1,7 @@
-"""A model and what is done with a batch, as one module.
+"""A model and the use of a batch, as a single module.
 
-Capturing the two together makes the graph's output the loss itself (or the metrics), so that models that compute their own
-loss, and batches of any structure, need nothing special.
+A capture of both together makes the loss itself (or the metrics) the graph's output, so models that compute their own
+loss, and batches of any structure, need no special treatment.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,14 +20,14 @@ Objective = Callable[[Tensor], Tensor]
 
 
 def loss_itself(loss: Tensor) -> Tensor:
-    """The objective where nothing is accumulated or scaled."""
+    """Return the loss unchanged: the objective without accumulation or scaling."""
     return loss
 
 
 def objective(accumulate: int, scale: Tensor | None, share: float = 1.0) -> Objective:
-    """The loss times the part of a batch it is for, over the number of batches that make a step, times the loss scale.
+    """Return an objective: the loss times the share of a batch, over the number of batches per step, times the loss scale.
 
-    As in a plain loop, in that order.
+    The operations and their order are the same as in a plain loop, for equal rounding.
     """
 
     def from_loss(loss: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def objective(accumulate: int, scale: Tensor | None, share: float = 1.0) -> Obje
 
 
 def training_loss(task: TrainTask) -> Callable[[nn.Module, Any], Any]:
-    """The task's training step as `(module, batch) -> loss`, whether it was given as `loss` or as `step`."""
+    """Return the task's training step as `(module, batch) -> loss`, whether given as `loss` or as `step`."""
     if task.step is not None:
         return task.step
     loss = task.loss
@@ -55,10 +55,10 @@ def training_loss(task: TrainTask) -> Callable[[nn.Module, Any], Any]:
 
 
 def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> None:
-    """Let buffers that a forward replaced (`self.scale = ...`) be the tensors they were, with the new values.
+    """Copy the values of buffers replaced by a forward (`self.scale = ...`) into the original tensors.
 
-    A graph knows a buffer by its tensor. One that is replaced by a tensor of another kind stays replaced, and is found where
-    the user's own code is watched.
+    A graph knows a buffer by its tensor. A buffer replaced by a tensor of another kind stays replaced, and is found
+    where the user's own code is checked.
 
     Args:
         before: the model's buffers before the forward, from `buffers_of`.
@@ -68,14 +68,15 @@ def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> None:
         for owner, name, old in before
         if (new := owner._buffers.get(name)) is not old and new is not None and _is_like(old, new)  # noqa: SLF001
     ]
-    values = [new.detach().clone() for _, _, _, new in replaced]  # first, for buffers may have changed places
+    # all copies first, because buffers may have changed places
+    values = [new.detach().clone() for _, _, _, new in replaced]
     for (owner, name, old, _), value in zip(replaced, values, strict=True):
         old.copy_(value)
         owner._buffers[name] = old  # noqa: SLF001 - an assignment would be seen by export
 
 
 def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Each buffer with the module that holds it and its name there."""
+    """Each buffer with its owning module and its name there."""
     return [
         (owner, name, tensor)
         for owner in model.modules()
@@ -89,7 +90,7 @@ def _is_like(old: Tensor, new: Tensor) -> bool:
 
 
 class TrainStep(nn.Module):
-    """`forward(batch)` is `{"loss": the training loss}`."""
+    """`forward(batch)` returns `{"loss": the training loss}`."""
 
     def __init__(self, model: nn.Module, task: TrainTask) -> None:
         super().__init__()
@@ -102,10 +103,10 @@ class TrainStep(nn.Module):
         return any(parameter.grad is not None for parameter in self.model.parameters())
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
-        """The loss of a batch.
+        """Return the loss of a batch.
 
         Raises:
-            TaskError: what the step returned is not a scalar tensor, or it has made gradients itself.
+            TaskError: the step returned no scalar tensor, or made gradients itself.
         """
         buffers = buffers_of(self.model)
         has_gradients = self._has_gradients
@@ -119,7 +120,7 @@ class TrainStep(nn.Module):
 
 
 class EvaluateStep(nn.Module):
-    """`forward(batch)` is the metrics of a batch, each a scalar tensor."""
+    """`forward(batch)` returns the metrics of a batch, each a scalar tensor."""
 
     def __init__(self, model: nn.Module, task: TrainTask) -> None:
         super().__init__()
@@ -128,10 +129,10 @@ class EvaluateStep(nn.Module):
         self._evaluate = task.evaluate or (lambda module, batch: {"loss": loss(module, batch)})
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
-        """The metrics of a batch by name.
+        """Return the metrics of a batch by name.
 
         Raises:
-            MetricError: not a mapping of names to scalars.
+            MetricError: the result is not a mapping of names to scalars.
         """
         buffers = buffers_of(self.model)
         metrics = self._evaluate(self.model, batch)
@@ -142,10 +143,10 @@ class EvaluateStep(nn.Module):
 
 
 def evaluation_metrics(task: TrainTask, model: nn.Module, batch: Any) -> dict[str, float]:
-    """The metrics of a batch by name, from the user's own code as it stands.
+    """Return the metrics of a batch by name, from the user's own code without changes.
 
     Raises:
-        MetricError: not a mapping of names to scalars.
+        MetricError: the result is not a mapping of names to scalars.
     """
     if task.evaluate is None:
         metrics: Any = {"loss": training_loss(task)(model, batch)}
@@ -168,7 +169,7 @@ def _scalar(name: str, value: object) -> Tensor:
 
 
 def step_module(task: TrainTask, model: nn.Module, mode: str) -> TrainStep | EvaluateStep:
-    """The module to capture for `mode` ("train" or "evaluate"), with the model switched to that mode."""
+    """Return the module to capture for `mode` ("train" or "evaluate"), with the model switched to the mode."""
     wrapper: TrainStep | EvaluateStep = TrainStep(model, task) if mode == "train" else EvaluateStep(model, task)
     model.train(mode == "train")
     return wrapper

@@ -1,4 +1,4 @@
-"""Which nodes of a captured graph draw random numbers."""
+"""Finds the nodes of a captured graph that draw random numbers."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def draws_random_numbers(node: fx.Node) -> bool:
     """Whether running the node moves a random generator."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - the public type of aten operators
-        # A higher-order operator: whatever its body holds.
+        # A higher-order operator draws if its body draws.
         return any(_subgraph_is_stochastic(node, argument) for argument in node.all_input_nodes)
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -45,7 +45,7 @@ def _subgraph_is_stochastic(node: fx.Node, argument: fx.Node) -> bool:
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """A node's arguments by their names in the schema."""
+    """Return a node's arguments by their names in the schema."""
     schema = node.target._schema  # type: ignore[union-attr]  # noqa: SLF001
     named: dict[str, Any] = {}
     for position, argument in enumerate(schema.arguments):
@@ -57,7 +57,7 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def body_of(node: fx.Node, argument: object) -> fx.GraphModule | None:
-    """The body of a higher-order operator, if that is what an argument names."""
+    """Return the body of a higher-order operator if the argument names a body, else None."""
     if not isinstance(argument, fx.Node) or argument.op != "get_attr":
         return None
     body = getattr(node.graph.owning_module, str(argument.target), None)

@@ -1,4 +1,4 @@
-"""What of the process is put back after whatever is tried on copies: its random streams, and how many threads compute."""
+"""Restores process-wide state after trying code on copies: the random streams, and the number of computing threads."""
 
 import random
 import sys
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def preserved_streams() -> Iterator[None]:
-    """Capture, pilot and verification draw random numbers; none of that may show in the trial."""
+    """Restore the random streams afterwards: draws of capture, pilot and verification must not show in the trial."""
     numpy = sys.modules.get("numpy")
     states = torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
@@ -24,7 +24,7 @@ def preserved_streams() -> Iterator[None]:
 
 @contextmanager
 def intraop_threads(count: int) -> Iterator[None]:
-    """Let operators that this thread calls on the host compute with so many threads meanwhile."""
+    """Compute operators of this thread on the host with `count` threads inside the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

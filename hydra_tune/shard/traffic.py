@@ -1,12 +1,13 @@
-"""How many bytes an optimizer step moves between a device and the host, told from what the pilot knows of its shards.
+"""Predicts the bytes moved between a device and the host in an optimizer step, from the pilot's costs of the shards.
 
-A trial that is alone on its device is played through some steps: which blocks each unit needs, which go to make room for them
-in the pager's order, and what is sent ahead meanwhile. Several batches of a step go through each shard together or one after
-the other, as in training (`train/grouped.py`). Blocks are whole shards, so this takes milliseconds where a rehearsal
-(`train/rehearsal.py`) takes seconds, and it can be asked of cuts that nobody has made yet.
+The module simulates a trial alone on its device for a few steps: the blocks needed by each unit, the victims spilled in
+the pager's order, and the blocks sent ahead meanwhile. Several batches of a step go through each shard together or one
+after the other, as in training (`train/grouped.py`). The simulation moves whole shards, so a prediction takes
+milliseconds, whereas a rehearsal (`train/rehearsal.py`) takes seconds, and the prediction also works for cuts not yet
+made.
 
-Note: the orders are those of `memory/pager.py` and `memory/prefetch.py`, which this must not import; who changes them looks
-here as well. `tests/integration/test_packing.py` holds this against a rehearsal.
+Note: the orders copy `memory/pager.py` and `memory/prefetch.py`, which this module must not import; a change there
+needs a change here. `tests/integration/test_packing.py` compares the prediction with a rehearsal.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,19 +15,19 @@ from dataclasses import dataclass
 
 from hydra_tune.shard.pilot import ShardCost
 
-_WARM_STEPS = 2  # after which a step moves what the one before did
-_SENT_UNITS = 2  # for which what was sent ahead goes last
+_WARM_STEPS = 2  # steps until a step moves the same bytes as the step before
+_SENT_UNITS = 2  # units for which a block sent ahead is the last victim
 _STATE = ("parameters", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What a step moves.
+    """Traffic of a step.
 
     Attributes:
-        nbytes: to the device and from it, but for the batches themselves.
-        copies: blocks that this is made of.
-        units: forward, backward and update units of the step.
+        nbytes: bytes copied to and from the device, without the batches themselves.
+        copies: number of block copies.
+        units: number of forward, backward and update units of the step.
     """
 
     nbytes: int
@@ -36,13 +37,13 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """How a step uses its shards, beside what their costs say.
+    """Use of the shards by a step, beyond the shards' costs.
 
     Attributes:
-        waits: whether no shard is updated before all gradients are there.
-        sends_ahead: whether what comes next is sent to the device while it computes.
-        num_batches: batches, or pieces of batches, that make a step.
-        may_group: whether these may go through each shard together, where that is worth it (`is_worth_grouping`).
+        waits: whether every update waits for all gradients.
+        sends_ahead: whether the next blocks are sent to the device during computation.
+        num_batches: number of batches, or pieces of batches, in a step.
+        may_group: whether the batches may go through each shard together, if worthwhile (`is_worth_grouping`).
     """
 
     waits: bool = False
@@ -57,15 +58,15 @@ PlayedBlock = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedUnit:
-    """What a unit needs and leaves behind.
+    """Inputs and results of a unit.
 
     Attributes:
-        needs: blocks that have to be on the device, as far as they are there at all by then.
-        workspace_bytes: that it takes while it runs.
-        is_update: whether it is an update.
-        makes: blocks that are on the device after it.
-        changes: of which the device alone then has what is right.
-        drops: that nobody needs any more.
+        needs: blocks that must be on the device, if they exist by then.
+        workspace_bytes: workspace while the unit runs.
+        is_update: whether the unit is an update.
+        makes: blocks created on the device.
+        changes: blocks changed, so that only the device has the right bytes.
+        drops: blocks no longer needed.
     """
 
     needs: tuple[PlayedBlock, ...]
@@ -77,31 +78,33 @@ class PlayedUnit:
 
 
 def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: Habits | None = None) -> Traffic:
-    """What a step of these shards moves on a device of which nobody else takes anything.
+    """Traffic of a step of these shards on an otherwise unused device.
 
     Args:
-        costs: of the shards in forward order, each of which fits the device.
-        budget_bytes: of the device.
-        habits: how the step uses them; by default each is updated right after its backward.
+        costs: costs of the shards in forward order; each shard must fit the device.
+        budget_bytes: budget of the device.
+        habits: use of the shards; by default each shard is updated right after its backward.
     """
     habits = habits or Habits()
     return played(list(units_of(costs, habits)), sizes_of(costs, habits.num_batches), budget_bytes, habits)
 
 
 def played(units: Sequence[PlayedUnit], sizes: dict[PlayedBlock, int], budget_bytes: int, habits: Habits) -> Traffic:
-    """What a step of these units moves, once it moves what the one before did.
+    """Traffic of a step of these units in the steady state.
 
     Args:
-        units: in order.
-        sizes: of what they need and make, in bytes.
-        budget_bytes: of the device.
-        habits: whether anything is sent ahead, and whether updates wait.
+        units: units in order.
+        sizes: sizes of the blocks, in bytes.
+        budget_bytes: budget of the device.
+        habits: whether blocks are sent ahead, and whether updates wait.
     """
     device = _Device(sizes, budget_bytes)
     before = (0, 0)
     for _ in range(_WARM_STEPS + 1):
         before = (device.moved_bytes, device.copies)
         for number, unit in enumerate(units):
+            # The next step follows at once, hence the modulo. As in the pool, an update that follows a backward is sent
+            # ahead together with the unit behind the update.
             coming = [units[(number + ahead) % len(units)] for ahead in (1, 2)]
             with_update = coming if coming[0].is_update and not unit.is_update and not habits.waits else coming[:1]
             device.run(unit, with_update if habits.sends_ahead else ())
@@ -109,10 +112,10 @@ def played(units: Sequence[PlayedUnit], sizes: dict[PlayedBlock, int], budget_by
 
 
 def is_worth_grouping(costs: Sequence[ShardCost]) -> bool:
-    """Whether a batch moves fewer bytes in a group than after the others, where the device has no room for anything else.
+    """Whether a batch in a group moves fewer bytes than a batch run alone, on a device with no room to spare.
 
-    After the others it loads all parameters twice, and the sums of gradients once each way. In a group its values come back
-    once more than they would, and their gradients and the activations that are kept go and come.
+    Run alone, a batch loads all parameters twice and moves the sums of gradients once each way. In a group, its values
+    come back once more, and its gradients of values and kept activations go and come.
     """
     if len(costs) == 1:
         return False
@@ -123,7 +126,7 @@ def is_worth_grouping(costs: Sequence[ShardCost]) -> bool:
 
 
 def sizes_of(costs: Sequence[ShardCost], num_batches: int) -> dict[PlayedBlock, int]:
-    """Bytes of what each shard has."""
+    """Bytes of each shard's blocks."""
     found: dict[PlayedBlock, int] = {}
     for index, cost in enumerate(costs):
         found["parameters", index, 0] = cost.state_bytes
@@ -138,7 +141,7 @@ def sizes_of(costs: Sequence[ShardCost], num_batches: int) -> dict[PlayedBlock, 
 
 
 def units_of(costs: Sequence[ShardCost], habits: Habits) -> Iterator[PlayedUnit]:
-    """Forward units, backward units and updates, in order."""
+    """Yield forward units, backward units and updates, in order."""
     last, batches = len(costs) - 1, range(habits.num_batches)
     groups: Sequence[Sequence[int]] = [[batch] for batch in batches]
     if habits.may_group and is_worth_grouping(costs):
@@ -148,7 +151,7 @@ def units_of(costs: Sequence[ShardCost], habits: Habits) -> Iterator[PlayedUnit]
             yield from (_forward(costs[index], index, batch) for batch in group)
         for index in range(last, -1, -1):
             yield from (_backward(costs[index], index, batch) for batch in group[:-1])
-            # The group's batches go when all of them have been everywhere.
+            # A group's batches are released after all of its backward units.
             over = [("inputs", shard, batch) for shard in range(last + 1) for batch in group] if index == 0 else []
             yield _backward(costs[index], index, group[-1], over)
             if not habits.waits and group[-1] == batches[-1]:
@@ -166,11 +169,11 @@ def _forward(cost: ShardCost, index: int, batch: int) -> PlayedUnit:
 
 
 def _backward(cost: ShardCost, index: int, batch: int, over: Sequence[PlayedBlock] = ()) -> PlayedUnit:
-    """The unit; `over` is what goes with it beside what it has used up."""
+    """Make a backward unit; `over` lists further blocks no longer needed after the unit."""
     own: tuple[PlayedBlock, ...] = (("values", index, batch), ("activations", index, batch), ("handed", index, batch))
     gradients: tuple[PlayedBlock, ...] = (("gradients", index, 0),)
     made: tuple[PlayedBlock, ...] = (("handed", index - 1, batch),) if index else ()
-    is_first = batch == 0  # the others add to what the first has made
+    is_first = batch == 0  # later batches add to the gradients of the first batch
     return PlayedUnit(
         needs=(("parameters", index, 0), *own, ("inputs", index, batch), *(() if is_first else gradients)),
         workspace_bytes=cost.backward_workspace,
@@ -183,6 +186,7 @@ def _backward(cost: ShardCost, index: int, batch: int, over: Sequence[PlayedBloc
 def _update(cost: ShardCost, index: int) -> PlayedUnit:
     gradients = ("gradients", index, 0)
     if cost.updates_on_host:
+        # The update changes the parameters on the host, so a copy on the device is stale.
         return PlayedUnit(needs=(), is_update=True, drops=(gradients, ("parameters", index, 0)))
     state: tuple[PlayedBlock, ...] = (("parameters", index, 0), ("optimizer", index, 0)) if cost.trained_bytes else ()
     return PlayedUnit(
@@ -195,22 +199,22 @@ def _update(cost: ShardCost, index: int) -> PlayedUnit:
 
 
 class _Device:
-    """What is on a device, and what it cost to get it there."""
+    """Simulated content of a device, and the copies made so far."""
 
     def __init__(self, sizes: dict[PlayedBlock, int], budget_bytes: int) -> None:
         self._sizes = sizes
         self._budget = budget_bytes
-        self._resident: dict[PlayedBlock, bool] = {}  # -> whether the host lacks it; the least recently used first
+        self._resident: dict[PlayedBlock, bool] = {}  # -> whether dirty; least recently used first
         self._away: set[PlayedBlock] = set()  # values that have been spilled
-        self._leaving: set[PlayedBlock] = set()  # written back ahead, to make room
-        self._sent: dict[PlayedBlock, int] = {}  # sent ahead and not used yet -> when
+        self._leaving: set[PlayedBlock] = set()  # written back ahead; leave first
+        self._sent: dict[PlayedBlock, int] = {}  # sent ahead and not used yet -> number of the unit beside which
         self._free_bytes = budget_bytes
         self._now = 0
         self.moved_bytes = 0
         self.copies = 0
 
     def run(self, unit: PlayedUnit, following: Sequence[PlayedUnit]) -> None:
-        """Bring what a unit needs, send ahead to those that follow, and go on as it leaves things."""
+        """Load the needs of a unit, send the needs of the following units ahead, and apply the results of the unit."""
         self._now += 1
         pinned = self._existing(unit)
         for block in pinned:
@@ -223,6 +227,7 @@ class _Device:
         for block in pinned:
             self._resident[block] = self._resident.pop(block)
         self._free_bytes -= unit.workspace_bytes
+        # Between the two changes of the free bytes: blocks are sent while the unit holds its workspace.
         if following:
             self._send(following, pinned)
         self._free_bytes += unit.workspace_bytes
@@ -235,7 +240,7 @@ class _Device:
             self._drop(block)
 
     def _existing(self, unit: PlayedUnit) -> list[PlayedBlock]:
-        """What a unit needs and there is by now: state and batches always, values from when they were made."""
+        """Needs of a unit that exist by now: state and batches always, values once made."""
         return [
             block
             for block in unit.needs
@@ -253,7 +258,7 @@ class _Device:
             self._remove(victim)
 
     def _victims(self, kept: Sequence[PlayedBlock]) -> list[PlayedBlock]:
-        """In the pager's order: what leaves anyway; optimizer state, the last used first; the rest, the first used first."""
+        """Victims in the pager's order: leaving blocks; optimizer state, most recent first; the rest, least recent first."""
         free = [block for block in self._resident if block not in kept]
         fresh = [block for block, sent in self._sent.items() if self._now - sent <= _SENT_UNITS]
         leaving = [block for block in free if block in self._leaving]
@@ -263,7 +268,7 @@ class _Device:
         return [*leaving, *reversed(state), *own, *(block for block in fresh if block not in kept)]
 
     def _send(self, following: Sequence[PlayedUnit], pinned: Sequence[PlayedBlock]) -> None:
-        """What `memory/prefetch.py` does while a unit computes; what is written back for room gives it the next time."""
+        """Imitate `memory/prefetch.py` while a unit computes; a block written back for room gives its room the next time."""
         wanted = [block for unit in following for block in self._existing(unit)]
         kept = [*pinned, *wanted]
         room, owed = self._budget, 0
@@ -289,11 +294,12 @@ class _Device:
         return nbytes <= self._free_bytes
 
     def _shed(self, nbytes: int, kept: Sequence[PlayedBlock], *, drops: bool) -> None:
-        """Begin to write back what has to go for so many bytes; what the host has as well goes at once, if it may."""
+        """Start the write-backs for `nbytes` of room; with `drops`, clean blocks leave at once."""
         short = nbytes - self._free_bytes
         for victim in self._victims(kept):
             if short <= 0:
                 return
+            # A block just sent must not make room for the next block sent beside the same unit.
             if self._sent.get(victim) == self._now:
                 continue
             short -= self._size(victim)
@@ -311,7 +317,7 @@ class _Device:
             self._away.add(block)
 
     def _drop(self, block: PlayedBlock) -> None:
-        """It is not needed any more. What is updated on the host goes there, and what the device has is right no more."""
+        """Remove a block no longer needed; gradients for an update on the host are copied there first."""
         is_for_host = block[0] == "gradients" and self._sizes["optimizer", block[1], 0] == 0
         if block in self._resident:
             if is_for_host:
@@ -320,7 +326,7 @@ class _Device:
         self._away.discard(block)
 
     def _load(self, block: PlayedBlock) -> None:
-        if block[0] != "inputs":  # which come whatever the cut
+        if block[0] != "inputs":  # batches come whatever the cut
             self._move(block)
         self._add(block, dirty=False)
 

@@ -1,6 +1,6 @@
-"""Models that are too large to be built only to be looked at: their large tensors have sizes and no bytes.
+"""Models that are too large to build just for a look: their large tensors have sizes but no bytes.
 
-Small tensors are real, so that a factory can read what it computes from them: rates per layer, masks, tables.
+Small tensors are real, so that a factory can read values computed from small tensors: rates per layer, masks, tables.
 """
 
 import copy
@@ -19,23 +19,23 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.pilot import StorageTracker
 
-_SMALL_BYTES = 1 << 20  # of a tensor that is made for real
+_SMALL_BYTES = 1 << 20  # largest tensor with real bytes
 
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
 class TooLargeError(BaseException):
-    """A factory makes more than it may. No `Exception`: a factory that catches those must not go on with half a model."""
+    """A factory makes more than allowed. Not an `Exception`: a factory that catches every `Exception` must not continue."""
 
 
 class BuildLimit(StorageTracker):  # type: ignore[no-untyped-call]
-    """Ends the building of a model that takes too much memory.
+    """Stops the building of a model that takes too much memory.
 
     Args:
-        most_bytes: of all tensors that are alive at once.
+        most_bytes: limit for all tensors alive at once.
 
     Raises:
-        TooLargeError: out of the operator that would go beyond that.
+        TooLargeError: raised from the operator that would exceed the limit.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -47,7 +47,7 @@ class BuildLimit(StorageTracker):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not _tensors((args, kwargs)):
-            # It makes something out of nothing: how large that will be is known beforehand.
+            # The operator creates tensors without inputs, so the size can be found before any allocation.
             made = _tried(self._shapes, func, args, kwargs or {})
             if self.current_bytes + _nbytes(made) > self._most_bytes:
                 raise TooLargeError
@@ -58,7 +58,7 @@ class BuildLimit(StorageTracker):  # type: ignore[no-untyped-call]
 
 
 class Unbuilt(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, large tensors are made without bytes."""
+    """Mode in which large tensors are made without bytes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -74,15 +74,15 @@ class Unbuilt(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_unbuilt(model: nn.Module) -> bool:
-    """Whether some of a model has no bytes."""
+    """Whether some tensors of a model have no bytes."""
     return any(isinstance(tensor, FakeTensor) for _, tensor in named_state(model))
 
 
 def bodiless_twin(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
-    """A copy of a model whose parameters and buffers have no bytes, made in the fake mode that is on.
+    """Copy a model so that parameters and buffers have no bytes, in the active fake mode.
 
     Returns:
-        The copy; and by the identity of each of the model's tensors the one that stands for it.
+        The copy, and the copied tensor by the id of each original tensor.
     """
     doubles: dict[int, Tensor] = {}
     memo: dict[int, Any] = {}
@@ -93,31 +93,31 @@ def bodiless_twin(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
         doubles[id(tensor)] = double
     memo |= doubles
     for module in model.modules():
-        for tensor in _tensors(list(vars(module).values())):  # a copy of a fake would have a mode of its own
+        for tensor in _tensors(list(vars(module).values())):  # a copied fake tensor would belong to another mode
             if isinstance(tensor, FakeTensor) and id(tensor) not in memo:
                 memo[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return copy.deepcopy(model, memo), doubles
 
 
 def export_mode() -> FakeTensorMode:
-    """A mode in which a model without bytes can be captured."""
+    """Return a mode for capturing a model without bytes."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def solid(tensor: Tensor) -> Tensor:
-    """The tensor, or in place of one without bytes some of its geometry, of which nobody will read or write any."""
+    """Return the tensor, or a real tensor of the same geometry for a fake tensor, which no code will read or write."""
     if not isinstance(tensor, FakeTensor):
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def without_bytes(mode: FakeTensorMode, tree: Any) -> Any:
-    """A tree with its tensors without bytes."""
+    """Return a tree with fake tensors in place of its tensors."""
     return tree_map_only(Tensor, lambda tensor: mode.from_tensor(tensor, static_shapes=True), tree)
 
 
 def _tried(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator would make; nothing where only a run tells, as of one that reads a value."""
+    """Result of an operator on fake tensors, or None if only a real run tells, as for an operator that reads a value."""
     with suppress(Exception), mode:
         return func(*args, **kwargs)
     return None

@@ -1,6 +1,6 @@
-"""The pilot of an optimizer update: bytes of its state and of its temporaries, from steps of stand-ins.
+"""The pilot of an optimizer update: measures the bytes of optimizer state and temporaries, by stepping stand-ins.
 
-Knows optimizers only through `torch.optim.Optimizer`'s own interface, so it holds for a user's class as well.
+The module uses only the interface of `torch.optim.Optimizer`, so a user's class is measured as well.
 """
 
 import copy
@@ -23,8 +23,9 @@ from hydra_tune.shard.pilot import StorageTracker, UpdatePilot, aligned, quiet_c
 from hydra_tune.shard.stage import Stage
 from hydra_tune.shard.streams import preserved_streams
 
-_LATE = 10_000  # a step by which every optimizer does all that it ever does
-_SMALL_BYTES = 4 << 20  # of parameters: with that many, real operators take less time than to follow what they would do
+_LATE = 10_000  # a step number by which every optimizer does all of its work
+# bytes of parameters, below which running real operators is faster than following the operators on fakes
+_SMALL_BYTES = 4 << 20
 _MAX_KNOWN = 1 << 12
 _KNOWN: dict[Hashable, tuple[int, int, int]] = {}
 """Bytes that updates need, by kind of optimizer and geometry of the parameters, for all trials of the process."""
@@ -33,7 +34,7 @@ _Make = Callable[[StateSpec], Tensor]
 
 
 class _UpdateTracker(StorageTracker):  # type: ignore[no-untyped-call]
-    """Runs nothing that makes no memory."""
+    """Skips operators that make no memory."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -45,19 +46,20 @@ class _UpdateTracker(StorageTracker):  # type: ignore[no-untyped-call]
 def optimizer_pilot(
     optimizer: Optimizer, parameters: dict[str, Tensor], specs: dict[str, StateSpec], *, alignment: int
 ) -> UpdatePilot:
-    """A function that measures this optimizer's update of some of its parameters, and holds none of them.
+    """Return a function that measures this optimizer's update of some of its parameters; the function holds no parameters.
 
     Args:
-        optimizer: a trial's optimizer; it is only read.
+        optimizer: a trial's optimizer; only read.
         parameters: the optimizer's parameters by canonical name.
-        specs: their geometry.
+        specs: geometry of the parameters.
         alignment: bytes to which the device aligns its allocations.
     """
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     group_of = {name: groups[id(p)] for name, p in parameters.items() if id(p) in groups}
     bare = _without_parameters(optimizer)
     kind = optimizer_key(optimizer)
-    # A user's class may be edited, and state that is there already decides as well: such an optimizer is measured by itself.
+    # A user's class may be edited, and existing state affects the measurement, so such an optimizer does not share
+    # results.
     is_common = type(optimizer).__module__.partition(".")[0] == "torch" and not optimizer.state
     known = _KNOWN if is_common else {}
 
@@ -67,7 +69,7 @@ def optimizer_pilot(
             return 0, 0, 0
         geometry = tuple((specs[name].shape, specs[name].stride, specs[name].dtype, group) for name, group in members)
         key = kind, alignment, geometry
-        found = known.get(key)  # a deep model has many runs of parameters that differ in their names alone
+        found = known.get(key)  # a deep model has many groups of parameters that differ only in their names
         if found is None:
             if len(known) >= _MAX_KNOWN:
                 known.clear()
@@ -80,11 +82,11 @@ def optimizer_pilot(
 def _measured(
     optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec], alignment: int
 ) -> tuple[int, int, int]:
-    """By the quickest way that there is: small tensors as they are, for large ones stand-ins without bytes."""
+    """Measure by the quickest way that works: small tensors as real tensors, large tensors as stand-ins without bytes."""
     nbytes = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name, _ in members)
     ways: tuple[_Make, ...] = (_meta_leaf, partial(fake_like, Stage())) if nbytes > _SMALL_BYTES else ()
     for make in ways:
-        # An optimizer that reads values, or has kernels for some devices alone, can do less with some than with others.
+        # An optimizer that reads values, or has kernels for some devices only, may fail with some kinds of stand-ins.
         with suppress(Exception):
             return _measure(optimizer, members, specs, alignment, make)
     return _measure(optimizer, members, specs, alignment, _real_leaf)
@@ -101,7 +103,7 @@ def _meta_leaf(spec: StateSpec) -> Tensor:
 def _measure(
     optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec], alignment: int, make: _Make
 ) -> tuple[int, int, int]:
-    """Updates of stand-ins: the first makes the state, the later ones show a later update's temporaries."""
+    """Step stand-ins: the first update creates the state, later updates show the temporaries of a later update."""
     leaves = []
     for name, _ in members:
         leaf = make(specs[name])
@@ -114,6 +116,7 @@ def _measure(
         stand_in.step()
         first = tracker.peak_bytes
         kept = tracker.current_bytes
+        # The peak starts again from the state, so that the first update does not count for the later updates.
         tracker.peak_bytes = tracker.current_bytes
         stand_in.step()
         _grow_old(stand_in)
@@ -129,7 +132,7 @@ def _measure(
 
 
 def _grow_old(optimizer: Optimizer) -> None:
-    """Some optimizers do more after a number of steps (RAdam adapts from the sixth on)."""
+    """Raise the step counters: some optimizers do more after a number of steps (RAdam adapts from the sixth on)."""
     for entries in optimizer.state.values():
         step = entries.get("step")
         if isinstance(step, Tensor):
@@ -139,7 +142,7 @@ def _grow_old(optimizer: Optimizer) -> None:
 
 
 def _without_parameters(optimizer: Optimizer) -> Optimizer:
-    """Class and options, and of state that its constructor makes the geometry: what is measured may outlive the trial."""
+    """Copy class and options, and the geometry of state created by the constructor; the copy may outlive the trial."""
     bare = _over(optimizer, [], [])
     bare.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
     if _has_state_at_once(optimizer):
@@ -152,11 +155,11 @@ def _without_parameters(optimizer: Optimizer) -> Optimizer:
 
 
 def stand_in_for(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
-    """An optimizer of the same class and options over other tensors, without calling its constructor.
+    """Return an optimizer of the same class and options over other tensors, without calling the constructor.
 
     Args:
-        optimizer: a trial's optimizer; it is only read.
-        members: of each of the other tensors: a name, and the parameter group.
+        optimizer: a trial's optimizer; only read.
+        members: name and parameter group of each of the other tensors.
         leaves: the other tensors.
     """
     if _has_state_at_once(optimizer):
@@ -165,7 +168,7 @@ def stand_in_for(optimizer: Optimizer, members: list[tuple[str, int]], leaves: l
 
 
 def _stand_in(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
-    """The same; each of the other tensors has state if a parameter of its group has."""
+    """As `stand_in_for`; a leaf has state if a parameter of its group has state."""
     stand_in = _over(optimizer, members, leaves)
     for leaf, (_, owner) in zip(leaves, members, strict=True):
         parameters = [p for p in optimizer.param_groups[owner]["params"] if optimizer.state.get(p)]
@@ -176,14 +179,15 @@ def _stand_in(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list
 
 
 def _over(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
-    """Class and options over other tensors, of which none has state."""
+    """Copy class and options over other tensors, without any state."""
     groups = [
         {**group, "params": [leaf for leaf, (_, owner) in zip(leaves, members, strict=True) if owner == index]}
         for index, group in enumerate(optimizer.param_groups)
     ]
     made = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
-    # A learning-rate scheduler has put its own step there, bound to the trial's optimizer; hooks are the trial's too.
+    # A learning-rate scheduler replaces `step` by a method bound to the trial's optimizer; hooks belong to the trial as
+    # well.
     made.__dict__.pop("step", None)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         made.__dict__[hooks] = OrderedDict()
@@ -193,7 +197,7 @@ def _over(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Ten
 
 
 def _has_state_at_once(optimizer: Optimizer) -> bool:
-    """Whether its constructor makes its state, as `Adagrad` did up to torch 2.11: a step finds none of a new parameter."""
+    """Whether the constructor creates the state, as `Adagrad` did up to torch 2.11: a step fails for a new parameter."""
     placed = ((p, index) for index, group in enumerate(optimizer.param_groups) for p in group["params"])
     like, group = next(((p, index) for p, index in placed if optimizer.state.get(p)), (None, 0))
     if like is None:
@@ -206,13 +210,13 @@ def _has_state_at_once(optimizer: Optimizer) -> bool:
             tried.step()
         except KeyError:
             return True
-        except Exception:  # noqa: BLE001 - another stand-in of it will show what is wrong
+        except Exception:  # noqa: BLE001 - another stand-in will show the error
             return False
     return False
 
 
 def _state_like(optimizer: Optimizer, parameter: Tensor, leaf: Tensor) -> dict[str, Any]:
-    """State for one tensor, of the kind that an optimizer has for another one."""
+    """State for a tensor, of the kind kept by an optimizer for another tensor."""
     return {
         key: _entry_like(value, parameter, leaf) if isinstance(value, Tensor) else copy.deepcopy(value)
         for key, value in optimizer.state[parameter].items()

@@ -1,10 +1,10 @@
-"""Every new plan is checked once against the eager step it was captured from, bit for bit, before it is used.
+"""Checks every new plan once against the eager step, bit for bit, before the first use of the plan.
 
-Export bakes Python in: a counter, a branch on a random number, a custom autograd function or code that asks whether
-gradients are on would give wrong numbers without an error. So the first batch is run twice on the host from one state, once
-eagerly and once as the plan's units; losses, gradients, buffers and the generator must agree, and the eager run must not
-have moved anything a graph cannot move (plain attributes, the `random` and numpy generators). The run of the units also
-gives their first times.
+An export bakes Python in: a counter, a branch on a random number, a custom autograd function, or code that asks whether
+gradients are on would give wrong numbers without an error. The first batch therefore runs twice on the host from the
+same state, once eagerly and once as the plan's units. Losses, gradients, buffers and the generator must agree. The
+eager run must not have changed anything outside the reach of a graph (plain attributes, the `random` and numpy
+generators). The run of the units also gives their first times.
 """
 
 import random
@@ -23,7 +23,7 @@ from hydra_tune.shard.outcome import Outcome, UnitSeconds, run_eager, run_plan
 from hydra_tune.shard.plan import Plan
 from hydra_tune.task import TrainTask
 
-_TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.05  # of a compiled plan, relative to a tensor's largest value
+_TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.05  # for a compiled plan, relative to a tensor's largest value
 
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -44,15 +44,15 @@ def verify(
         twin: a copy of the trial's model; left in an undefined state.
         plan: the plan to check.
         batch: a batch of the trial's data; not changed.
-        guards: takes what the step's Python has asked of the batch, if anything, even where the plan is refused: what is
-            found holds for batches that give the same answers.
+        guards: receives the questions of the step's Python about the batch, if any, even if the plan is refused: a
+            refusal holds for batches with the same answers.
         kept: the same plan with activations kept, to be checked as well.
 
     Returns:
-        Seconds of the units of `plan`; and of `kept`, or None where its numbers are not the eager ones.
+        Seconds of the units of `plan`, and of `kept`, or None if the numbers of `kept` differ from the eager step.
 
     Raises:
-        CaptureError: the plan's numbers are not the eager ones; the message names what differs.
+        CaptureError: the plan's numbers differ from the eager step; the message names the difference.
     """
     buffers = {name: tensor.detach().clone() for name, tensor in twin.named_buffers()}
     random_state = torch.get_rng_state()
@@ -80,28 +80,28 @@ def _check(eager: Outcome, again: Outcome, ours: Outcome, guards: list[Guard] | 
     _same_outcome("the eager step gives other {what} when it is run again from the same state", eager, again)
     _same_outcome("the captured graph gives other {what} than the eager step", eager, ours)
     if guards is not None and eager.reads == ours.reads:
-        guards.clear()  # operators of the graph read values as those of the step do (`one_hot`): nothing was asked
+        guards.clear()  # the graph's operators read the same values as the step's (`one_hot`): Python asked nothing
     if eager.functions:
-        # Its gradients may agree with those of its forward on one batch and differ on the next.
+        # The gradients may agree with the gradients of the forward on a batch and differ on the next batch.
         raise CaptureError(f"its backward runs a torch.autograd.Function of its own: {min(eager.functions)}")
     missing = sorted(eager.operators - ours.operators)
     if missing:
-        # Their results may agree on one batch and differ on the next.
+        # The results may agree on a batch and differ on the next batch.
         raise CaptureError(f"the eager step runs operators that the captured graph does not: {', '.join(missing[:3])}")
 
 
 def _kept_seconds(eager: Outcome, twin: nn.Module, kept: Plan, batch: Any) -> UnitSeconds | None:
-    """Seconds of the units of a plan that keeps activations; None where its numbers are others."""
+    """Seconds of the units of a plan that keeps activations; None if the numbers differ."""
     try:
         ours, seconds = run_plan(twin, kept, batches.flatten(batches.copied(batch)).tensors)
         _same_outcome("the graph with its activations kept gives other {what}", eager, ours)
-    except Exception:  # noqa: BLE001 - whatever autograd has against it: to compute again is right always
+    except Exception:  # noqa: BLE001 - whatever the error, recomputing is always right
         return None
     return seconds
 
 
 def verify_close(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> UnitSeconds:
-    """Compare a compiled plan with the eager step, up to rounding, and time its units once they are compiled.
+    """Compare a compiled plan with the eager step, up to rounding, and time its units after compilation.
 
     Args:
         task: describes the step.
@@ -110,7 +110,7 @@ def verify_close(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> Un
         batch: a batch of the trial's data; not changed.
 
     Raises:
-        TaskError: the compiler fails, or its numbers are far from the eager ones.
+        TaskError: the compiler fails, or the numbers are far from the eager step.
     """
     buffers = {name: tensor.detach().clone() for name, tensor in twin.named_buffers()}
     random_state = torch.get_rng_state()
@@ -154,7 +154,7 @@ def _same_outcome(message: str, expected: "Outcome", found: "Outcome") -> None:
 
 
 def _watched(twin: nn.Module, run: Callable[[], Outcome]) -> Outcome:
-    """Run the eager step and refuse a model that moves state which no graph can move."""
+    """Run the eager step and refuse a model that changes state outside the reach of a graph."""
     attributes, python_state, numpy_state = plain_attributes(twin), random.getstate(), _numpy_state()
     outcome = run()
     if random.getstate() != python_state:
@@ -171,7 +171,7 @@ def _watched(twin: nn.Module, run: Callable[[], Outcome]) -> Outcome:
 
 
 def plain_attributes(twin: nn.Module) -> dict[str, Any]:
-    """Attributes of all submodules as far as they are plain values, and containers of such: what a graph would bake in."""
+    """Attributes of all submodules with plain values, and containers of plain values: a graph would bake these in."""
     return {
         f"{path}.{name}".lstrip("."): _plain(value)
         for path, module in twin.named_modules()
@@ -182,7 +182,7 @@ def plain_attributes(twin: nn.Module) -> dict[str, Any]:
 
 def _plain(value: object) -> object:
     if isinstance(value, float):
-        return value.hex()  # NaN is NaN
+        return value.hex()  # so that NaN equals NaN
     if isinstance(value, int | str | None):
         return value
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""The whole-model path: a step that cannot be captured runs eagerly, as one shard.
+"""The whole-model path: runs a step that cannot be captured eagerly, as a single shard.
 
-Its parameters and buffers still live in blocks and are spilled between units. Where its activations do not fit beside them,
-these are spilled within the unit, from their forward to their backward (`memory/saved.py`).
+Parameters and buffers still live in blocks and are spilled between units. If the activations do not fit beside the
+parameters and buffers, the unit spills the activations from forward to backward (`memory/saved.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,16 +26,18 @@ from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.task import Precision, TrainTask
 
 _MOST_HELD = (
-    0.75  # of a device, by parameters and gradients, for a first step with its activations on the host to be likely
+    # share of a device for parameters and gradients, below which a first step with its activations on the host is
+    # likely to fit
+    0.75
 )
-_MOST_STATE = 0.95  # of a device, by these and the optimizer's state
-_GUESSED_STATES = 2  # tensors of a parameter's size that an optimizer of the user's own is taken to keep
+_MOST_STATE = 0.95  # the same, with optimizer state included
+_GUESSED_STATES = 2  # guess for a user's own optimizer: state tensors of a parameter's size
 
 
 class EagerStep:
-    """Stands where a shard's graph stands, and runs the user's own code on the trial's own module.
+    """Takes the place of a shard's graph, and runs the user's own code on the trial's own module.
 
-    The tensors of the state are ignored: the module's parameters are the same objects, wherever their bytes are.
+    The state among the arguments is ignored: the module's parameters are the same objects, wherever their bytes are.
     """
 
     def __init__(self, task: TrainTask, model: nn.Module, mode: str, leaves: batches.Leaves, num_state: int) -> None:
@@ -45,11 +47,11 @@ class EagerStep:
 
     @property
     def precision(self) -> Precision:
-        """The precision of the task."""
+        """Precision of the task."""
         return self._call[0].precision
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        """The step's results for the batch tensors among the arguments."""
+        """Return the step's results for the batch tensors among the arguments."""
         device_type = arguments[0].device.type if arguments else "cpu"
         with eager_autocast(self._call[0].precision, device_type):
             results = step_module(*self._call)(self._rebuild(arguments[self._num_state :]))
@@ -70,20 +72,20 @@ def whole_plan(
     updates_on_host: bool = False,
     reason: CaptureError,
 ) -> Plan:
-    """A plan of one eager shard.
+    """Make a plan with a single eager shard.
 
     Args:
         task: describes the step.
         model: the trial's module, which the plan will run.
-        twin: a copy of it, for measuring; left in an undefined state.
+        twin: a copy of the model for measuring; left in an undefined state.
         leaves: the batch.
         mode: "train" or "evaluate".
         specs: the model's state.
         update: measures the optimizer's update, in training.
         budget_bytes: memory of the smallest device.
-        alignment: of its allocator.
+        alignment: alignment of the device's allocator in bytes.
         updates_on_host: whether optimizer state stays on the host.
-        reason: why the step could not be captured.
+        reason: reason for the failed capture.
 
     Raises:
         BudgetError: the model does not fit whole.
@@ -126,16 +128,16 @@ def whole_plan(
 
 
 def uncaptured(task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, budget: Budget) -> Plan | str:
-    """Whether a trial may run the user's own code as it stands; runs none of it.
+    """Decide whether a trial may run the user's own code unchanged; runs none of the code.
 
     Args:
         task: describes the step.
         model: the trial's module, as built.
-        optimizer: its optimizer.
-        budget: of the smallest device.
+        optimizer: the module's optimizer.
+        budget: budget of the smallest device.
 
     Returns:
-        As of `uncaptured_plan`; or else, in a few words, what speaks for cutting the model.
+        A plan as of `uncaptured_plan`, or a short reason for cutting the model.
     """
     asked = _asked_for_capture(task, budget)
     if asked is not None:
@@ -154,7 +156,7 @@ def uncaptured(task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def _asked_for_capture(task: TrainTask, budget: Budget) -> str | None:
-    """Which option needs a captured step, if any does."""
+    """The option that needs a captured step, as a reason, or None."""
     if budget.num_shards is not None:
         return f"num_shards={budget.num_shards!r} asks for a cut"
     if budget.optimizer_placement == "host":
@@ -170,9 +172,10 @@ def _asked_for_capture(task: TrainTask, budget: Budget) -> str | None:
 def _update_of(
     optimizer: torch.optim.Optimizer, model: nn.Module, specs: dict[str, StateSpec], alignment: int
 ) -> UpdatePilot:
-    """Torch's own optimizers are measured on stand-ins; a step of the user's own could change what they share with these.
+    """Make a pilot for an optimizer: torch's own optimizers are measured on stand-ins, the others are guessed.
 
-    The others' state is guessed, and that of those that do not take stand-ins (`SparseAdam` wants sparse gradients).
+    A step of a user's optimizer could change objects shared with the stand-ins. A guess also serves optimizers that do
+    not accept stand-ins (`SparseAdam` requires sparse gradients).
     """
 
     def guess(names: Sequence[str]) -> tuple[int, int, int]:
@@ -186,23 +189,24 @@ def _update_of(
     def measured(names: Sequence[str]) -> tuple[int, int, int]:
         try:
             return optimizer_pilot(optimizer, known, specs, alignment=alignment)(names)
-        except Exception:  # noqa: BLE001 - whatever it is, the step itself will say it
+        except Exception:  # noqa: BLE001 - the step itself will raise the error
             return guess(names)
 
     return measured
 
 
 def uncaptured_plan(specs: dict[str, StateSpec], update: UpdatePilot, task: TrainTask, *, alignment: int) -> Plan:
-    """What is known of a trial that will run its own code, before its first step: the bytes of its state.
+    """Make a plan for a trial that will run its own code, before its first step: only the bytes of the state are known.
 
     Args:
         specs: the model's state.
         update: measures the optimizer's update.
         task: describes the step.
-        alignment: of the device's allocator.
+        alignment: alignment of the device's allocator in bytes.
 
     Returns:
-        A plan of one shard. Its costs hold parameters, buffers, gradients and optimizer state; activations are not among them.
+        A plan with a single shard. The costs include parameters, buffers, gradients and optimizer state, but no
+        activations.
     """
     trained = tuple(name for name, spec in specs.items() if spec.requires_grad)
     none = batches.flatten(())
@@ -251,7 +255,11 @@ def _spilled(
     budget_bytes: int,
     reason: CaptureError,
 ) -> ShardCost:
-    """The cost with the activations spilled, where that makes the step fit."""
+    """Cost with the activations spilled, if the step then fits.
+
+    Raises:
+        BudgetError: the step does not fit even with its activations spilled.
+    """
     least, outcome = kept.peak_bytes, ""
     if kept.backward_bytes > budget_bytes:
         try:

@@ -1,7 +1,8 @@
-"""Memory that fake tensors do not have.
+"""Adds memory that fake tensors do not show.
 
-oneDNN's recurrent layers keep a workspace from forward to backward, whose size only oneDNN knows: on fake tensors it is empty,
-and the pilot would count too little by several times. So its size is asked for once per geometry, with zeros.
+The recurrent layers of oneDNN keep a workspace from forward to backward. Only oneDNN knows the size: on fake tensors
+the workspace is empty, and the pilot would count several times too little. The size is therefore measured once per
+geometry, by a run with zeros.
 """
 
 import functools
@@ -16,16 +17,16 @@ _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 
 def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """What an operator gave on fake tensors, with its workspace as large as the real one.
+    """Return an operator's result on fake tensors, with the workspace in its real size.
 
     Args:
         func: the operator.
-        args: what it was called with.
-        result: what it gave; returned as it is unless it is a recurrent layer's on fake tensors.
+        args: arguments of the operator.
+        result: result of the operator; returned unchanged unless from a recurrent layer on fake tensors.
     """
     if func not in (_RNN_LAYER, _RNN_BACKWARD) or not isinstance(result[3], FakeTensor):
         return result
-    if func is _RNN_BACKWARD:  # the gradients of the two biases are one fake tensor, but two real ones
+    if func is _RNN_BACKWARD:  # the gradients of the two biases are a single fake tensor, but two real tensors
         with result[3].fake_mode:
             return (*result[:4], torch.empty_like(result[3]), *result[5:])
     key = tuple((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else _frozen(a) for a in args)
