@@ -285,6 +285,7 @@ class Group(Block):
         ] = []  # storage and offset of each tensor after the last move; empty while the group is loose
         self._common: set[int] = set()  # by `id`: tensors found to belong to another trial as well
         if kind is not Kind.OPTIMIZER:
+            # Optimizer state belongs to a single trial, and `Readers` would take the state for untrained parameters.
             self._readers.hold(self.tensors)
         if is_loose:
             self._host_views: list[Tensor] = []
@@ -323,6 +324,7 @@ class Group(Block):
         """Whether other objects or several of the tensors share the memory, or the memory is no longer as laid out."""
         if self.strays() or self._readers.in_common(self.tensors):
             return True
+        # A numpy array, a view or another tensor on a storage shows in the size or in the use count of the storage.
         storages = [tensor.untyped_storage() for tensor in self.tensors]
         owned = len({storage._cdata for storage in storages}) == len(storages)  # noqa: SLF001 - the storage's identity
         sizes = (tensor.numel() * tensor.element_size() for tensor in self.tensors)
@@ -346,6 +348,7 @@ class Group(Block):
         self.is_loose = False
         flat = self.data
         views = self._host_views if flat is None else self.views(flat)
+        # Without views, neither a device nor the host nor a file has the bytes: the group has been dropped.
         views = views or [self._left_over(tensor) for tensor in self.tensors]
         moving = [pair for pair in zip(self.tensors, views, strict=True) if id(pair[0]) not in strays | self._common]
         self._common |= self._readers.point([tensor for tensor, _ in moving], [view for _, view in moving])
@@ -395,6 +398,7 @@ class Group(Block):
             for (_, view), value in zip(alike, fresh, strict=True):
                 view.copy_(value)
         self._readers.point([tensor for tensor, _ in alike], [view for _, view in alike])
+        # The copy with the new bytes is the only right copy now: on the device, or on the host with a stale file.
         if self.data is not None:
             self.dirty = True
         elif self.tier is not None and self.host is not None:

@@ -43,6 +43,7 @@ def worth(entry: Entry, now: int) -> tuple[bool, bool, int, int]:
     tried last.
     """
     rank = 0 if is_on_device(entry.block) else 2 if is_moving(entry.block) else 1
+    # False sorts before True: copies of failed trials first, refused copies last.
     return entry.is_wanted, entry.is_refused, rank, -entry.uses.distance(now)
 
 

@@ -47,6 +47,7 @@ class AtHome:
         try:
             for block in blocks:
                 pin(block, self)
+                # Before `bring_home`, which may fail: `leave` must unpin this block too.
                 self._blocks.append(block)
                 bring_home(block)
         except BaseException:

@@ -274,6 +274,7 @@ class HostTier:
             entry = self._entries.pop(block.number)
         if entry.on_host:
             self.ledger.give_back(block.nbytes)
+        # Outside the lock: removing a file may take a while.
         self.disk.remove(block.number)
         block.tier = None
         block.host = None
@@ -421,6 +422,7 @@ class HostTier:
         block = entry.block
         assert block.host is not None
         if not entry.is_stored:
+            # Under the block's lock and outside the lock of the tier, so that other blocks move during the write.
             self.disk.write(block.number, block.host)
             entry.is_stored, entry.is_refused = True, False
 

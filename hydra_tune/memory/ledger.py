@@ -61,6 +61,7 @@ class Ledger:
         with self._changed:
             self.used_bytes -= nbytes
             assert self.used_bytes >= 0, f"{self.name}: more given back than was taken"
+            # All threads wake up: a small request may fit where the first waiting request does not.
             self._changed.notify_all()
 
     def wait_for_room(self, seconds: float) -> None:

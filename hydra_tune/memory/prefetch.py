@@ -92,6 +92,8 @@ class Prefetch:
                 sent.add(block)
                 if block.home is not self._pager:
                     journey.send(block)
+            # A block is sent only if it would survive the units before its own; each of those leaves at most the limit
+            # less its needs.
             room = min(room, self._pager.ledger.limit_bytes - need.nbytes)
         self._needs, self._awaited = needs if journey.awaited else (), journey.awaited
         journey.make_ready(max((need.workspace_bytes for need in needs), default=0))
@@ -127,6 +129,7 @@ class _Journey:
         Call under the block's lock.
         """
         if block.home is not None and not self._comes_across(block):
+            # The way leads over the host: the other device must write the block back before the block can be sent.
             return self._is_clean(block) and block.host is not None
         return block.home is not None or block.host is not None
 

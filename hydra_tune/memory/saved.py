@@ -137,6 +137,7 @@ class SavedTensors:
     def _copy_of(self, tensor: Tensor) -> HostCopy:
         key = tensor.untyped_storage()._cdata  # noqa: SLF001 - the storage's identity
         copy = self._copies.get(key)
+        # A storage overwritten since the last save needs a new copy; the old copy stays with the earlier saved tensors.
         if copy is None or not copy.holds(tensor):
             copy = self._spill(tensor)
             self._copies[key] = copy

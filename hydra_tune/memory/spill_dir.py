@@ -87,6 +87,8 @@ class SpillFolder:
         self._parent = spill_dir
         self.path = spill_dir / f"hydra-tune-{os.getpid()}-{uuid.uuid4().hex}"
         try:
+            # Between `mkdir` and `take_lock`, another process would take the folder for a leftover of a crash and
+            # remove the folder.
             with _alone_in(spill_dir):
                 _sweep(spill_dir)
                 self.path.mkdir(mode=0o700)
@@ -101,6 +103,7 @@ class SpillFolder:
 
     def open(self, name: str, flags: int) -> int:
         """Open a file of the folder, with mode 0600 if new."""
+        # O_NOFOLLOW: a symlink planted under the file's name must not redirect a write.
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:
@@ -138,6 +141,7 @@ def _sweep(spill_dir: Path) -> None:
     for entry in os.scandir(spill_dir):
         if _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             with contextlib.suppress(OSError):  # gone meanwhile, or not ours to remove: left in place
+                # Folders of other users are never touched, whatever their names.
                 if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
                     _remove_if_stale(Path(entry.path))
 

@@ -90,6 +90,7 @@ def chosen(
     }
     last_first = sorted((index for index, gain in gains.items() if gain > 0), reverse=True)
     paying = [index for index in last_first if gains[index] > _copied_seconds(kept.shards[index], link)]
+    # Shards that pay for their copies choose first; the others are kept only in room that nothing else needs.
     for index in (*paying, *(index for index in last_first if index not in paying)):
         tried = [*shards[:index], kept.shards[index], *shards[index + 1 :]]
         has_room = sum(shard.cost.kept_bytes for shard in tried) <= spare

@@ -78,6 +78,7 @@ class Likenesses:
         )
         placeholders = sorted((n for n in seen.numbers if n.name in self._captured.state), key=self._order.__getitem__)
         return Likeness(
+            # The end of the graph belongs to the key: the last shard of a training step has no forward unit.
             key=(last == len(self._nodes), body, tuple(seen.descriptions), ends) if known else None,
             state=tuple(dict.fromkeys(self._captured.state[node.name] for node in placeholders)),
         )
@@ -104,8 +105,11 @@ class Likenesses:
         if name in captured.state:
             own = captured.state[name]
             number = storages.setdefault(("state", own), len(storages))
+            # A buffer overwritten here or later is saved for a recompute (`ShardGraph.saved_state`), at the cost of a
+            # copy.
             saved = self._last_write.get(own, -1) >= first
             fake = self._given[name]
+            # A parameter used by later shards enters the backward with a gradient.
             later = self._state_use[own] >= last
             return ("state", number, _geometry(fake), fake.requires_grad, saved, later)
         if name in captured.constants or name in captured.inputs:
@@ -170,6 +174,7 @@ def _plain(value: Any) -> Hashable:
             return ("dict", *((key, walk(part)) for key, part in item.items()))
         if isinstance(item, slice):
             return ("slice", walk(item.start), walk(item.stop), walk(item.step))
+        # By `repr`, so that 0.0 and -0.0 differ and NaN equals NaN.
         return (type(item).__name__, repr(item) if isinstance(item, float) else item)
 
     return walk(value)

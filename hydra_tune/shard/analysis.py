@@ -132,6 +132,7 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
     inputs = placeholders(captured, specs, batch, mode)
     recorder, draws = _Recorder(), Draws()
     arguments = [inputs.get(n.name) for n in captured.module.graph.nodes if n.op == "placeholder"]
+    # In the modes of a real run, so that gradients and dtypes of the values are right.
     with mode, torch.set_grad_enabled(captured.mode == "train"), autocast(captured.precision):
         _Interpreter(captured.module, recorder, draws).run(*arguments)
     recorder.settle()
@@ -250,6 +251,7 @@ def _crossings(nodes: list[fx.Node], values: dict[str, Value]) -> tuple[list[int
         end = last[node.name]
         if end <= position:
             continue
+        # A result without a tensor of its own, such as a tuple, cannot be stored between shards and blocks the cut.
         value = values.get(node.name)
         into = blocked if value is None else change
         into[position + 1] += 1 if value is None else value.storage_bytes

@@ -189,6 +189,7 @@ def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> Cap
     for spec in program.graph_signature.input_specs:
         placeholder = spec.arg.name
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            # By identity, so that tied parameters share a name.
             state[placeholder] = canonical[id(_lookup(twin, spec.target))]
         elif spec.kind == InputKind.USER_INPUT:
             if isinstance(_value(program, placeholder), Tensor):

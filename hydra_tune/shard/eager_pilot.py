@@ -79,6 +79,7 @@ class EagerPilot:
         Raises:
             CaptureError: the step does not allow spilling.
         """
+        # In a separate run: the comparison keeps the originals alive and would falsify the peak.
         self._check()
         with _host() as device:
             twin, batch = copy.deepcopy(self._model), self._batch()

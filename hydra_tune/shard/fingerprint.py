@@ -69,6 +69,7 @@ def _switch(value: object) -> str:
 
 def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bool) -> Hashable:
     """Return a module's key, including the values of its tensors if `contents` (constants of the graph)."""
+    # Numbers in the order of the first visit make shared modules and tied tensors part of the key.
     number = seen.setdefault(id(module), len(seen))
     if number < len(seen) - 1:
         return ("seen", number)

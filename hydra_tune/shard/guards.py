@@ -121,6 +121,7 @@ class Recorder:
         is_read = func._schema.name in READS  # noqa: SLF001
         self.num_reads += is_read
         if func._schema.name in _CONSTANTS and not self._knows(given[0]):  # noqa: SLF001
+            # A tensor literal of the code. Cloned, because the code may overwrite the tensor later.
             self._constants[self._slot(given[0])] = given[0].clone()
         written_storages = _written(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags or not all(map(self._knows, given)):
@@ -155,6 +156,7 @@ class Recorder:
 
     def _leading_to_reads(self) -> list[_Call]:
         """Questions and, walking backward, all operators that made or changed tensors behind the questions."""
+        # By storage and not by slot: an in-place operator on another view changes the answer as well.
         storage = {slot: key[0] for key, slot in self._slots.items()}
         needed: set[Any] = set()
         found: list[_Call] = []

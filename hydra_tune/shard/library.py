@@ -191,6 +191,7 @@ class PlanLibrary:
                 request = replace(request, foreseen=self._foreseen.get(key))
                 found = self._capture(request)
                 entry = _Entry(request.guard, found)
+            # A measured step holds a whole graph, and only the first `prepare` after `foresee` can use the step.
             self._foreseen.clear()
             if key is not None:
                 self._keep(key, entry)
@@ -299,8 +300,11 @@ class PlanLibrary:
         kept = plan if request.task.compile else keeping(plan, pilot, request.task.activations, room)
         with GATE.shared():
             if request.mode == "train" and len(plan.shards) > 1:
+                # Optimizers ask `torch.compiler.is_compiling()`, which a capture in another thread would change; hence
+                # the gate.
                 check_separable(request.optimizer, dict(request.model.named_parameters()), state_specs(request.model))
         is_checked = self._may_check(request, pilot.cost(0, nodes))
+        # Cached and lazy: an estimate runs the forward of every shard on fake tensors.
         estimates = functools.cache(lambda: estimated_seconds(pilot, plan, kept))
         seconds: UnitSeconds
         kept_seconds: UnitSeconds | None
@@ -313,9 +317,11 @@ class PlanLibrary:
                 kept = chosen(plan, kept, *estimates(), self.budget.link(), room)
             plan, seconds = kept, seconds_of(kept, seconds, kept_seconds)
         if request.task.compile is not None:
+            # Bits are compared without the compiler only; the compiled plan is compared up to rounding.
             plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
             with GATE.exclusive():  # the first run compiles
                 seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
+        # Lazy: the search measures many candidates.
         smallest = functools.cache(partial(partitioner.least_budget, self.budget.num_shards, plan.peak_bytes))
         return Prepared(
             plan=plan,

@@ -95,6 +95,7 @@ class OperatorTree:
         Raises:
             TaskError: a tied module cannot be cut, or has another number.
         """
+        # A tied module may be tied to further modules, hence the queue.
         queue = list(chosen)
         while queue:
             module = queue.pop()

@@ -195,11 +195,13 @@ def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: l
         functions = _own_functions(results["loss"]) if mode == "train" else frozenset()
         if mode == "train":
             results["loss"].backward()
+    # A graph has the answers baked in, so operators that only lead to questions are missing there rightly.
     guard, only_asked = recorder.finish()
     if guards is not None and guard is not None:
         guards.append(guard)
     gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
     refuse_sparse(gradients)
+    # The twin runs again, and `.grad` would accumulate.
     twin.zero_grad(set_to_none=True)
     return Outcome(
         results={name: value.detach() for name, value in results.items()},

@@ -58,6 +58,7 @@ class Packer:
         on_device = None
         with suppress(BudgetError):
             on_device = self.packed_for(request, step, updates_on_host=False)
+        # Not suppressed: updates on the host take no room on the device, so nothing fits if this cut does not.
         on_host = self.packed_for(request, step, updates_on_host=True)
         choice = self._placement(request, step, on_device, on_host)
         packed = on_host if choice.place == "host" or on_device is None else on_device
@@ -98,6 +99,7 @@ class Packer:
         )
         packed = partial(Packed, pilot=pilot, partitioner=partitioner, buffer_bytes=buffer_bytes)
         if request.like is not None:
+            # The first plan has grouped the trial's state by shard, so further plans must follow the same cuts.
             return packed(edges=partitioner.partition(None, cuts_like(captured, analysis, request.like)))
         edges = partitioner.partition(self.budget.num_shards)
         if self.budget.num_shards != "tuned" or not _may_be_tuned(request, edges):

@@ -106,6 +106,7 @@ class Partitioner:
         return high
 
     def _would_do(self, budget_bytes: int, num_shards: NumShards, boundaries: Sequence[int]) -> bool:
+        # The buffer is a fixed share of the budget, so the share applies to the smaller budget as well.
         capacity = budget_bytes * self._capacity // self._budget
         smaller = Partitioner(
             self._pilot, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
@@ -120,6 +121,7 @@ class Partitioner:
         wanted = sorted({0, *boundaries, self._end})
         if num_shards == "tuned":
             num_shards = None
+        # The whole budget counts here, not the capacity: a model in one shard needs no buffer for a next shard.
         if num_shards is None and len(wanted) == 2 and self._cost(0, self._end).peak_bytes <= self._budget:  # noqa: PLR2004
             return wanted
         if num_shards == "layer":
@@ -148,6 +150,7 @@ class Partitioner:
     def _next_end(self, first: int, last: int) -> int:
         if self._fits(first, last):
             return last
+        # Cuts between blocks of the model come first; cuts inside a block only where nothing else fits.
         for cuts in (self._good, self._analysis.cuts):
             inside = [cut for cut in cuts if first < cut < last]
             furthest = self._furthest(first, inside)
@@ -172,6 +175,7 @@ class Partitioner:
         least = first + _BACK_OFF * (furthest - first)
         crossing = self._analysis.crossing_bytes
         near = sorted((cut for cut in cuts if least <= cut <= furthest), key=lambda cut: (crossing[cut], -cut))
+        # Checked again: memory need not grow with the number of nodes, so a shorter shard may fail to fit.
         return next((cut for cut in near if self._fits(first, cut)), furthest)
 
     def _balanced(self, num_shards: int) -> list[int]:

@@ -125,6 +125,7 @@ def divisors(samples: int) -> list[int]:
 
 def _fewest(counts: Sequence[int], found: Probe) -> int | None:
     """Smallest number that fits, assuming that smaller pieces need no more memory."""
+    # First growing steps, then a bisection: every probe captures and measures a step.
     below, index = 0, 0
     while found(counts[index]) is None:
         if index == len(counts) - 1:
@@ -139,6 +140,7 @@ def _tried_from(counts: Sequence[int], first: int, found: Probe) -> dict[int, Fo
     assert start is not None, "the first number fits"
     fitting, last, least, in_vain = {first: start}, first, start, 0
     for count in counts:
+        # If nothing moves, a larger number cannot move less.
         if not least.step_bytes or in_vain == _PATIENCE:
             break
         if count < last * _APART:

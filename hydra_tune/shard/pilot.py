@@ -96,6 +96,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _track(self, tensor: Tensor, size: int | None = None) -> None:
         if tensor.layout not in (torch.strided, torch.jagged):
+            # A sparse tensor has no storage of its own; its parts have.
             for part in stored_parts(tensor):
                 self._track(part, size)
             return
@@ -307,6 +308,7 @@ class Pilot:
         except NotKeepableError:
             return None
         cost = self.cost(first, last)
+        # A forward unit that keeps its graph still saves the buffers for a recompute (see `chain.py`).
         saved = sum(self._size(self._state[name]) for name in shard.saved_state)
         scratch = self._rules.scratch_bytes(len(self.trained_here(shard)), self._alignment)
         return replace(
@@ -376,6 +378,7 @@ class Pilot:
         operands = self._operands(shard)
         values = [*operands.constants, *operands.inputs, *operands.live_in]
         training = self._captured.mode == "train"
+        # The last shard of a training step has no forward unit.
         runs_forward = not training or shard.last < len(self._captured.nodes)
         forward = self._forward(shard, operands) if runs_forward else 0
         saved = sum(self._size(self._state[name]) for name in shard.saved_state)
@@ -511,6 +514,7 @@ class Pilot:
         return aligned(tensor.untyped_storage().nbytes(), self._alignment)
 
     def _storage_bytes(self, tensors: Sequence[Tensor]) -> int:
+        # Views of the same storage count once.
         storages = {t.untyped_storage()._cdata: self._size(t) for t in tensors}  # noqa: SLF001
         return sum(storages.values())
 

@@ -178,6 +178,7 @@ def _on_host(cut: Cut, budget_bytes: int, habits: Habits, speeds: Speeds, second
     if speeds.has_core and not habits.waits:
         # Updates overlap with the backward units after the first update; the update of the first shard comes last.
         backward = 0.0 if cut.seconds is None else sum(cut.seconds.backward[:-1])
+        # Half of the other copies are assumed to fall into the backward half of the step.
         beside = _beside(backward, others / 2, habits) + down * (1 - 1 / len(cut.costs))
         left = max(updates[0], left - beside)
     return _beside(computing, others, habits) + down + left, traffic.nbytes

@@ -106,6 +106,7 @@ class Remembered:
         key = ("taped", shard.first, shard.last, needs_gradient)
         found = self._once(key, operands.all, run)
         flats = {int(number): flat for number, flat in _taken(found, "kept").items()}
+        # A remembered forward has no graph: the tape runs the forward again only if the backward is not remembered.
         return _taken(found, "output"), _RememberedTape(self, flats, tape)
 
     def backward(

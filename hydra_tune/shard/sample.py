@@ -126,6 +126,7 @@ class _Comparison:
             return False
         for number, (one, other) in enumerate(zip(nodes, others, strict=True)):
             self._numbers[one] = self._numbers[other] = number
+            # An attribute is the graph of a region, which is not compared; such a step is checked as a whole.
             if one.op == "get_attr" or one.op != other.op or one.target != other.target:
                 return False
             if not self._is_alike((one.args, one.kwargs), (other.args, other.kwargs)):
@@ -143,6 +144,7 @@ class _Comparison:
         if isinstance(one, fx.Node):
             return self._numbers[one] == self._numbers[other]
         if isinstance(one, float):
+            # By `hex`, so that 0.0 and -0.0 differ and NaN equals NaN.
             return bool(one.hex() == other.hex())
         is_size = isinstance(one, int) and not isinstance(one, bool)
         return bool(one == other) or (is_size and one * _COUNT == other * self._size)

@@ -111,6 +111,7 @@ class TrainStep(nn.Module):
         buffers = buffers_of(self.model)
         has_gradients = self._has_gradients
         loss = self._step(self.model, batch)
+        # Only a `backward()` inside the step itself can have made gradients.
         if self._has_gradients and not has_gradients:
             raise backward_called()
         settle_buffers(buffers)

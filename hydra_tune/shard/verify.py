@@ -66,6 +66,7 @@ def verify(
             twin, lambda: run_eager(task, twin, plan.mode, batches.copied(batch), [] if guards is None else guards)
         )
         rewind()
+        # A step with hidden state may agree with the graph once by luck; the second run shows the state.
         again = run_eager(task, twin, plan.mode, batches.copied(batch))
         rewind()
         ours, seconds = run_plan(twin, plan, batches.flatten(batches.copied(batch)).tensors)

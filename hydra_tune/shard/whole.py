@@ -42,6 +42,7 @@ class EagerStep:
 
     def __init__(self, task: TrainTask, model: nn.Module, mode: str, leaves: batches.Leaves, num_state: int) -> None:
         self._call = (task, model, mode)
+        # The plan outlives the batch, so the step keeps the structure of the batch and no tensor.
         self._rebuild = leaves.without_tensors().rebuild
         self._num_state = num_state
 
@@ -214,6 +215,7 @@ def uncaptured_plan(specs: dict[str, StateSpec], update: UpdatePilot, task: Trai
         specs,
         trained,
         none,
+        # Gradients are the only part of the workspace that is known before the first step.
         EagerCost(names=(), workspace=sum(_state_bytes(specs[name], alignment) for name in trained)),
         update,
         replace(GradientRules.of(task), accumulate=1, is_split=False),  # a burst ends between two optimizer steps
@@ -261,6 +263,7 @@ def _spilled(
         BudgetError: the step does not fit even with its activations spilled.
     """
     least, outcome = kept.peak_bytes, ""
+    # Spilled activations lower only the peak of the backward unit.
     if kept.backward_bytes > budget_bytes:
         try:
             cost = cost_of(pilot.spilling())
@@ -295,6 +298,7 @@ def _graph(
         cloned=frozenset(),
         written_state=(),
         saved_state=(),
+        # Unknown for the user's own code, so assumed.
         stochastic=True,
     )
 
