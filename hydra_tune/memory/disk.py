@@ -62,6 +62,7 @@ class Disk:
     @property
     def stored_bytes(self) -> int:
         """Bytes in all files."""
+        # Copied first, because other threads may add or remove files meanwhile.
         return sum(list(self._sizes.values()))
 
     def start(self, function: Callable[[], None]) -> None:
@@ -132,6 +133,7 @@ class Disk:
         flags = os.O_RDWR | (_DIRECT if self.is_direct else 0)
         if what == "write":
             flags |= os.O_CREAT
+            # Counted before the write, so that `stored_bytes` never leaves out a partial file.
             self._sizes[number] = _aligned(data.numel())
         try:
             descriptor = self.folder.open(name, flags)

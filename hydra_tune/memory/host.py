@@ -12,8 +12,8 @@ Note: work ahead. After each unit the disk's thread reads blocks needed within t
 room for a copy coming from a device, so that units seldom wait for a write. The thread does a single such step at a
 time, so that a request of a waiting unit comes next, and never gives up a copy needed soon for work ahead.
 
-Note: waiting. Every wait for room happens in `take`, and every such wait ends, because no thread holds what another
-thread in `take` waits for while waiting itself:
+Note: waiting. Every wait for room happens in `take`. Every such wait ends, because nothing that `take` waits for ever
+waits for `take`:
 
 * No thread holds bytes of this ledger while waiting for more. The bytes of a copy are taken all at once, and the copy
   can be given up again as soon as the lock of its block is free.
@@ -184,6 +184,7 @@ class HostTier:
         """
         self.check(nbytes)
         while not self.ledger.try_take(nbytes):
+            # In every round: the trial may be stopped while waiting.
             check_tenant()
             found = self._give_up_one()
             if found.has_given:
@@ -394,6 +395,7 @@ class HostTier:
             if not self._has_settled(entry, may_go):
                 search.is_busy = True
                 return False
+            # No reader is left for the bytes of a failed trial, so a file would be wasted.
             if not entry.is_wanted:
                 self._free(entry, is_wanted=False)
                 return True

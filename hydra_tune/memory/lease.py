@@ -108,6 +108,8 @@ class Lease:
 
     def absorb(self, block: Block) -> None:
         """Drop a block while the unit runs; if the block is the lease's own, its room becomes workspace."""
+        # The call may come from autograd's thread, which has no turn of its own; the record attributes the event to the
+        # unit.
         with in_turn(self._turn), block.lock:
             if block.data is None or self._storages.get(storage_identity(block.data)) is not block:
                 drop(block)
@@ -147,6 +149,7 @@ class Lease:
                     old.tier.forget(old)
                 old.pinned_for, old.host = None, None
         if new is not None:
+            # Pinned before the load, so that no other thread moves the block in between.
             new.pinned_for = self._pager
             self._pager.take_new(new)
             _enter(new, State.COMPUTING)

@@ -313,10 +313,12 @@ class Pager:
 
     def _fetch_from(self, other: "Pager", block: Block) -> None:
         """Move a block here from another device by the shortest way (see the module's note). Call under the block's lock."""
+        # Both devices compute on host tensors, so only the count moves.
         if block.is_loose and self.device.keeps_tensors:
             self._take_in_place(block)
             other.part_with(block)
             return
+        # This device needs a flat buffer: the write-back gathers the tensors on the host first.
         if block.is_loose:
             other.write_back(block)
             other.release(block)
@@ -520,6 +522,7 @@ class Pager:
         """
         other = block.home
         if other is not None and block.leaving is not None:
+            # A write-back still reads the memory on the source device, which is released below.
             other.finish_leaving(block, is_noted=False)
         block.enter(State.RESIDENT)
         block.data, block.home = coming.data, self

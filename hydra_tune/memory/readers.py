@@ -80,6 +80,7 @@ class Readers:
                 for tensor, view in pairs:
                     if id(tensor) in self._untrained:
                         tensor.data = view
+            # Trained tensors are never in common, so moving them needs no lock of the process.
             for tensor, view in pairs:
                 if id(tensor) not in self._untrained:
                     tensor.data = view

@@ -249,6 +249,7 @@ def _let_transforms_by() -> None:
         if not isinstance(saved, SheddingTensors):
             disable(*arguments)
             return
+        # The hooks come off first, because `disable` refuses while any hooks are on.
         pop()
         try:
             disable(*arguments)

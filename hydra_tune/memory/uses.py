@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 AHEAD = 4  # in units: a backward and an update are two units, so the window covers two shards
 _PATTERNS = (1, 2, 3)  # uses of a block in a step
+# Two periods of the longest pattern; n gaps need n + 1 times.
 _KEPT = 2 * _PATTERNS[-1] + 1
 
 

@@ -219,6 +219,7 @@ def taped_forward(
         NotKeepableError: the graph saves a tensor that cannot be kept.
     """
     leaves = _leaves(shard, operands, needs_gradient)
+    # Separate leaves, so that the gradients do not land in the `.grad` of the trial's parameters.
     parameters = {
         name: tensor.detach().requires_grad_()
         for name, tensor in zip(shard.state, operands.state, strict=True)

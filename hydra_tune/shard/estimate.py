@@ -45,6 +45,7 @@ def estimated_seconds(pilot: Pilot, plan: Plan, kept: Plan) -> tuple[UnitSeconds
 
 
 def _with_backward(plan: Plan, forward: Sequence[float]) -> UnitSeconds:
+    # A recompute adds one forward.
     times = [_BACKWARD + (not shard.keeps_activations) for shard in plan.shards]
     backward = tuple(count * seconds for count, seconds in zip(times, forward, strict=True))
     return UnitSeconds(forward=tuple(forward), backward=backward)

@@ -48,6 +48,7 @@ class CaptureGate:
         finally:
             with self._condition:
                 if threading.get_ident() in self._forgotten:
+                    # The thread came back after all; `forget` has given back its share already.
                     self._forgotten.discard(threading.get_ident())
                 else:
                     self._sharing -= 1

@@ -47,6 +47,7 @@ class _Storage:
         self.on_free: Callable[[int], None] | None = None
 
     def __del__(self) -> None:
+        # Runs in mid-backward on the thread of autograd, as soon as the last packed tensor goes.
         if self.on_free is not None:
             self.on_free(self.number)
 

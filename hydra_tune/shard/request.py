@@ -77,6 +77,7 @@ def key_of(request: Request) -> Hashable | None:
     if architecture is None:
         return None
     tail = None
+    # An evaluation uses no optimizer and no gradients, so trials that differ only in these share its plan.
     if request.mode == "train":
         tail = (optimizer_key(request.optimizer), GradientRules.of(task), task.num_pieces, task.activations)
     held = None

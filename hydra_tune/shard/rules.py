@@ -42,6 +42,7 @@ class GradientRules:
     @property
     def objective(self) -> Objective:
         """Objective of the backward with an arbitrary loss scale, for measuring."""
+        # Any share but 1 will do: the multiplication, and so its temporary, is left out only for 1.
         return objective(self.accumulate, torch.ones(()) if self.is_scaled else None, 0.5 if self.is_split else 1.0)
 
     def scratch_bytes(self, count: int, alignment: int) -> int:

@@ -207,7 +207,7 @@ class _Device:
         self._resident: dict[PlayedBlock, bool] = {}  # -> whether dirty; least recently used first
         self._away: set[PlayedBlock] = set()  # values that have been spilled
         self._leaving: set[PlayedBlock] = set()  # written back ahead; leave first
-        self._sent: dict[PlayedBlock, int] = {}  # sent ahead and not used yet -> number of the unit beside which
+        self._sent: dict[PlayedBlock, int] = {}  # sent ahead and not used yet -> value of `_now` at that time
         self._free_bytes = budget_bytes
         self._now = 0
         self.moved_bytes = 0
