@@ -1,4 +1,4 @@
-"""Finds candidate shards that are alike, that is, equal but for names and positions, so that the pilot runs only one of them.
+"""Finds candidate shards that are alike: equal but for names and positions, so that the pilot runs only one of them.
 
 The layers of a deep model are alike, and so are candidates with the same start and end within different layers. A key
 holds everything that decides a unit's bytes: operators and constants in order, the users of each value, the geometry of

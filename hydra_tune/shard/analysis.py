@@ -72,7 +72,7 @@ class _Recorder:
     keep: dict[str, Tensor] = field(default_factory=dict)
 
     def settle(self) -> None:
-        """Update `requires_grad`: a tensor gains gradients when values with gradients are written into the tensor or a view."""
+        """Update `requires_grad`: writing values with gradients into a tensor, or a view, gives the tensor gradients."""
         for name, tensor in self.keep.items():
             self.values[name] = replace(self.values[name], requires_grad=tensor.requires_grad)
 

@@ -1,4 +1,4 @@
-"""Takes the tensors saved by autograd out of a forward unit's graph, and keeps the tensors as values until the backward unit.
+"""Takes tensors saved by autograd out of a forward unit's graph, and keeps the tensors as values until the backward.
 
 Note: places of saved tensors. Most saved tensors are views of the unit's operands: parameters, buffers, the batch,
 values of earlier shards. The graph refers to such a tensor by the position of the operand, and reads the operand at its

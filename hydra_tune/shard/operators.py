@@ -1,4 +1,4 @@
-"""Splits operators into pieces for `split_operators`: replaces weights by pieces, checks the optimizer, and restores the model.
+"""Splits operators into pieces for `split_operators`, checks the optimizer, and restores the whole model at the end.
 
 Like `train/pieces.py`, the module is shared by the plain loop and the pool, so that both train the same pieces. The
 model and its parameter groups are made while the model is whole, so the model draws the same numbers and keeps its own

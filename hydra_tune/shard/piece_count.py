@@ -1,4 +1,4 @@
-"""Chooses the number of pieces of a batch, if the task leaves the number to the pool: Harmony's choice of the microbatch size.
+"""Chooses the number of pieces of a batch, if the task leaves the choice to the pool (the microbatch size of Harmony).
 
 Fewer samples at once need less room for intermediate values, so shards are larger and more of the model stays on the
 device; and a batch that does not fit at all may fit in pieces. The price is more units, and matrix products with fewer

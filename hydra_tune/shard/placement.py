@@ -123,7 +123,9 @@ def choose_placement(
 
 
 def update_seconds(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
-    """Seconds of an optimizer's update per byte of parameters, on a core of the host; measured on a stand-in for the largest.
+    """Seconds of an optimizer's update on the host, on a single core, per byte of parameters.
+
+    The time is measured on a stand-in for the largest parameter.
 
     Args:
         optimizer: a trial's optimizer; only read.
