@@ -1,18 +1,22 @@
-"""Horizontal fusion: trials of one architecture as one, with the members' tensors stacked along a dimension in front.
+"""Horizontal fusion: train several trials of the same architecture as a single trial on stacked tensors.
 
-Note: what a group is. A plan of the architecture is made for one member, as ever. The group runs the same shards in the same
-order on tensors of the same names, each with one more dimension in front, of size N: parameters, buffers, batches, values that
-cross cuts, gradients, optimizer state (`stacking.py`, `plan.py`). Whatever holds and moves a trial's tensors holds and moves
-the group's.
+The planner makes a plan of the architecture for a single member, as for any trial. A fused group runs the same shards
+in the same order, on tensors of the same names with an extra leading dimension of size N: parameters, buffers, batches,
+values that cross cuts, gradients and optimizer state (`stacking.py`, `plan.py`). Paging, spilling and scheduling
+therefore treat a group like any other trial. Fusion pays for small models, for example a sweep over learning rates of
+an MLP, where launching operators costs more than the arithmetic.
 
-Note: what stays apart. Each member has its own random generator, from which its numbers are drawn one member after the other
-(`drawing.py`), so that what one draws depends on its seed alone; and its own optimizer and scheduler, whose rates are read
-before each step (`optimizers.py`). No operator mixes members, so that a member that has gone NaN leaves the others' bits alone.
+Note: places. Every member occupies a place, an index along the leading dimension. A place can also be vacant.
 
-Note: masking. A member that is not to take a step (it has ended, or its batch is of another kind) has its place in the stack
-all the same. It computes on somebody else's batch, draws nothing, and what comes of it is dropped: its buffers are put back and
-its parameters and optimizer state keep their values.
+Note: state of each member. Every member draws random numbers from its own generator, in turn with the other members
+(`drawing.py`), so the numbers depend only on the member's seed. Every member also keeps its own optimizer and
+scheduler, and the group reads the rates before each step (`optimizers.py`). No operator mixes members, so a member that
+turns NaN leaves the bits of the others unchanged.
 
-In float64 a member's numbers are those it has alone to about 1e-9; in float32 the algorithm is the same, and last bits are not:
-products of stacked matrices are not rounded as those of single ones are.
+Note: masking. A member that does not take part in a step (the member has ended, or wants another kind of batch) keeps
+its place in the stack. The place computes on another member's batch and draws nothing, and the group drops the results:
+buffers are restored, and parameters and optimizer state keep their values.
+
+In float64 a fused member reproduces its unfused run to about 1e-9. In float32 the algorithm is the same, but the last
+bits differ, because batched matrix products round differently from single products.
 """

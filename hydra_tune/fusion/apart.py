@@ -1,4 +1,4 @@
-"""What has no form for several members at once, run for one of them after the other; the results are stacked."""
+"""Run an operator without a batched form for each member in turn, and stack the results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _BATCHED = ("FuncTorchBatched", "FuncTorchBatchedDecomposition", "CompositeImpli
 
 
 def has_batched_form(target: OpOverload[..., Any]) -> bool:
-    """Whether `torch.vmap` runs an operator as one, by a rule of its own or by what it is made of."""
+    """Return whether `torch.vmap` runs an operator as a single call, by a rule of its own or by decomposition."""
     name = target.name()  # type: ignore[no-untyped-call]
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _BATCHED)  # noqa: SLF001
 
@@ -28,25 +28,27 @@ def apart(
     *,
     draws: bool,
 ) -> Any:
-    """A node's value, each member's computed by itself.
+    """Return a node's value, computed separately for each member.
 
     Args:
-        target: what the node runs.
-        found: its arguments; tensors that are stacked have the members in front.
-        keywords: likewise.
-        is_stacked: of each tensor among them.
-        count: members.
-        draws: whether it draws random numbers.
+        target: the function that the node calls.
+        found: positional arguments; stacked tensors have the members in front.
+        keywords: keyword arguments, likewise.
+        is_stacked: for every tensor among the arguments, whether the tensor is stacked.
+        count: number of members.
+        draws: whether the operator draws random numbers.
     """
     leaves, spec = pytree.tree_flatten((tuple(found), keywords))
     flags = iter(is_stacked)
     wide = [isinstance(leaf, Tensor) and next(flags) for leaf in leaves]
 
     def run(index: int) -> Any:
-        # A selected row is a view, so that what an operator overwrites is overwritten in the stack.
+        # A selected row is a view, so an in-place operator writes into the stack.
         own = [leaf.select(0, index) if is_wide else leaf for leaf, is_wide in zip(leaves, wide, strict=True)]
         arguments, given = pytree.tree_unflatten(own, spec)
         made = target(*arguments, **given)
+        # An in-place operator returns its argument. Later nodes must
+        # see the stacked argument itself, not a stack of copied rows.
         places = {id(row): place for place, row in enumerate(own) if wide[place]}
         return pytree.tree_map_only(Tensor, lambda t: _Same(places[id(t)], t) if id(t) in places else t, made)
 
@@ -60,11 +62,11 @@ def apart(
 
 
 class _Same:
-    """A result that is an argument, overwritten."""
+    """A result that is an overwritten argument."""
 
     def __init__(self, place: int, tensor: Tensor) -> None:
         self.place = place
-        self.tensor = tensor  # or another one might be taken for it
+        self.tensor = tensor  # keep the row alive, so no other tensor reuses its id
 
 
 def _is_same(value: Any) -> bool:

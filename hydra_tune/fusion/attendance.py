@@ -1,7 +1,9 @@
-"""What members do between two steps of their group: go on, report and are answered, end, leave and come.
+"""`Attendance`: advance the members of a group between two steps.
 
-Note: lock-step. Each member says which batch it wants computed next, and those that want the same kind of batch are computed
-together (`buckets.py`). A member that has reported rests until it is answered; the group waits where all of them do.
+Between steps members continue to their next batch, report and receive answers, end, leave, and join.
+
+Note: lock-step. Every member names the batch to compute next, and members with the same kind of batch compute together
+(`buckets.py`). A member that has reported rests until the answer arrives. The group waits only when all members rest.
 """
 
 import time
@@ -17,12 +19,12 @@ PATIENCE_SECONDS = 0.05
 
 
 class Attendance:
-    """Sees to the members of one group.
+    """Advances the members of a group.
 
     Args:
-        places: theirs.
-        desk: asked and told about the places, on the thread that has the group go on.
-        resize: has more or fewer places, if that is due and prepared.
+        places: the group's places.
+        desk: receives events and answers questions about the places, on the thread that advances the group.
+        resize: changes the number of places, if a change is due and prepared.
     """
 
     def __init__(self, places: Places, desk: Desk, resize: Callable[[], None]) -> None:
@@ -32,7 +34,7 @@ class Attendance:
         self._waits = 0
 
     def settled(self) -> Generator[Report, None, None]:
-        """Go on when a member wants a batch computed, or nobody is left."""
+        """Advance the members until at least one wants a batch computed, or none is left."""
         while True:
             self._attend()
             if not self._places.live or any(isinstance(seat.wants, Wanted) for seat in self._places.live):
@@ -41,9 +43,13 @@ class Attendance:
             yield Report(step=self._waits, metrics={})
 
     def _attend(self) -> None:
-        """Between two steps: members end, leave and report, those that are answered go on, and others come."""
+        """Process everything due between two steps.
+
+        Members end, leave and report, answered members continue, and new members join.
+        """
         for seat in self._places.live:
             self._attend_to(seat)
+        # Resize before asking for new members: a larger stack has vacant places to offer.
         self._resize()
         free = self._places.vacant
         coming = self._desk.joining(len(free), ends=not self._places.live)
@@ -57,7 +63,7 @@ class Attendance:
                     self._attend_to(seat)
 
     def _attend_to(self, seat: Seat) -> None:
-        """Have a member go on until it wants a batch, or waits for an answer."""
+        """Advance a member until it wants a batch or waits for an answer."""
         while seat.status is None:
             if seat.stop is not None:
                 self._end(seat, seat.stop)
@@ -74,22 +80,27 @@ class Attendance:
 
     @property
     def _answers_are_in(self) -> bool:
-        """Whether members that are answered go on now: those that report together go on together, unless it takes long."""
+        """Whether answered members continue now.
+
+        Members that report together continue together, so that they keep computing together. After `PATIENCE_SECONDS`
+        answered members no longer wait for the others.
+        """
         waiting = [seat.waits_until for seat in self._places.live if seat.is_waiting and seat.waits_until is not None]
         return not waiting or time.monotonic() >= min(waiting)
 
     @property
     def is_due(self) -> bool:
-        """Whether a group that waits has something to do; may be asked on any thread."""
+        """Whether a waiting group has work to do; any thread may ask."""
         live = self._places.live
         answered = any(isinstance(seat.wants, Report) and seat.is_answered for seat in live)
         return any(seat.stop is not None or seat.is_paused for seat in live) or (answered and self._answers_are_in)
 
     def advance(self, seat: Seat) -> None:
-        """Have a member go on to what it wants next, or end it."""
+        """Advance a member to its next request, or end the member."""
         if seat.stop is not None:
             self._end(seat, seat.stop)
             return
+        # A round has already run this member's code to the next request; running the code again would skip a batch.
         if not seat.is_ahead:
             go_on(seat)
         seat.is_ahead = False
@@ -106,16 +117,16 @@ class Attendance:
         seat.status, seat.wants = status, None
         try:
             member.close(keep=False)
-        except Exception as error:  # noqa: BLE001 - the user's data iterator may fail when it is closed
+        except Exception as error:  # noqa: BLE001 - closing the user's data iterator may fail
             seat.status, seat.error, seat.module, seat.optimizer = "failed", error, None, None
         self._desk.ended(seat)
 
     def _take_in(self, index: int, seat: Seat) -> None:
-        """Give a place to a member that comes."""
+        """Give a place to a joining member."""
         self._places.give(index, seat)
         seat.member.is_fused = True
         try:
-            if seat.wants is None:  # what it goes on from is in its own module and optimizer then
+            if seat.wants is None:  # the first `go_on` builds or restores the module and optimizer that `put_in` copies
                 seat.go_on()
         except BaseException as error:  # noqa: BLE001 - as in `go_on`
             seat.error = error
@@ -125,14 +136,14 @@ class Attendance:
         self._places.welcome(seat)
 
     def _leave(self, seat: Seat) -> None:
-        """A member goes, with its state."""
+        """Let a member leave with its state."""
         self._places.leave(seat)
         self._desk.left(seat)
 
 
 def go_on(seat: Seat) -> None:
-    """Run a member's own code until it wants something else."""
+    """Run a member's own code up to its next request; store an error instead of raising."""
     try:
         seat.go_on()
-    except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
+    except BaseException as error:  # noqa: BLE001 - an error in a trial's code ends only the trial
         seat.wants, seat.error = None, error

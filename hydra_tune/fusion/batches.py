@@ -1,4 +1,4 @@
-"""The batches of a group's members as one, with the members in front."""
+"""`StackedBatches`: the batches of a group's members as a single batch, with the members in front."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,20 +10,21 @@ from hydra_tune.fusion.member import Wanted
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.train.gathering import Picks, Source
 
-_MOST = 16  # batches whose indices are stacked at once, for they take memory
+_MOST = 16  # limit on batches stacked at once, since their indices take memory
 
 
 class StackedBatches:
-    """What members of a group want computed, of one kind: one batch of each after the other.
+    """Batches of the same kind for all members: successive stacked batches, each with a batch of every member.
 
-    Those that members pick from the same data are one gather, and only where all do there may be several.
+    If all members pick from the same data, a stacked batch is a single gather, and several batches can follow each
+    other. Otherwise there is only one.
 
-    A smaller batch is padded with copies of its own first sample, which are as finite as that is; one more tensor says then how
-    many samples of each member count.
+    A smaller batch is padded with copies of its own first sample, so the padding is as finite as the real samples. An
+    additional tensor then holds the number of samples that count for every member.
 
     Args:
-        wanted: by member.
-        like: the largest kind of batch that there may be, where there are others; None: all are alike.
+        wanted: the members' requests, by place.
+        like: the largest kind of batch, if sizes differ; None: all batches have the same size.
     """
 
     def __init__(self, wanted: Sequence[Wanted], like: Wanted | None = None) -> None:
@@ -44,14 +45,14 @@ class StackedBatches:
         return self._length
 
     def leaves(self, number: int = 0) -> Leaves:
-        """One of them, stacked."""
+        """Return a stacked batch by its number."""
         tensors = self._tensors(number)
         if self._samples is not None:
             tensors = (*tensors, torch.tensor([one.num_samples for one in self._wanted], device="cpu"))
         return replace(self._like, tensors=tensors, copies=())
 
     def _padded(self, tensor: Tensor, dim: int) -> Tensor:
-        """With as many copies of its first sample as are missing."""
+        """Return the tensor padded with copies of its first sample to the full number of samples."""
         missing = 0 if self._samples is None else self._samples - tensor.size(dim)
         if not missing:
             return tensor
@@ -60,6 +61,7 @@ class StackedBatches:
 
     def _own(self, wanted: Wanted) -> Iterator[Tensor]:
         for tensor in wanted.tensors:
+            # A batch may also hold tensors without samples, such as class weights, which must not be padded.
             has_samples = tensor.dim() > 0 and tensor.size(0) == wanted.num_samples
             yield self._padded(tensor, 0) if has_samples else tensor
 
@@ -68,5 +70,7 @@ class StackedBatches:
             every = zip(*([*self._own(one)] for one in self._wanted), strict=True)
             return tuple(torch.stack(same) for same in every)
         indices = self._indices[number]
+        # A single gather over all members writes the samples straight
+        # into their stacked place, without a copy per member.
         made = self._source.gather(indices.reshape(-1))
         return tuple(tensor.view(*indices.shape, *tensor.shape[1:]) for tensor in made)

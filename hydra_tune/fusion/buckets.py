@@ -1,11 +1,13 @@
-"""Which members of a group are computed next: those that want the same kind of batch.
+"""`Buckets`: choose the members computed next, always members with the same kind of batch.
 
-Members are out of phase: one is at the end of its epoch and wants a last, smaller batch, or its metrics, while others are in
-the middle of theirs. Such a batch takes as long for one member as for all, so it waits for others that will want the same.
-While it waits, its members' places are computed for nothing. Both is a loss in places times steps, and which is smaller is not
-known before; a kind of batch is computed as soon as its members have lost as much by waiting as all others lose if they are
-computed now. That loses at most twice what it had to, nobody waits for ever, and members that have met once end their epochs
-together.
+Members run out of phase: a member at the end of its epoch wants a smaller last batch or its metrics, while the others
+are in the middle of an epoch. Such a batch takes as long for a single member as for all members, so the batch waits for
+others that will soon want the same kind. While the batch waits, the places of its members compute nothing useful. Both
+choices lose work, measured in places times steps, and the smaller loss is unknown in advance.
+
+The rule is the classic rent-or-buy strategy: a kind of batch runs as soon as its waiting members have lost as much as
+all others would lose by running the batch now. The total loss is at most twice the unavoidable loss, no member waits
+forever, and members that have met once end their epochs together.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -15,12 +17,12 @@ from hydra_tune.fusion.seat import Seat
 
 
 class Buckets:
-    """Chooses, step by step, for one group.
+    """Chooses the bucket of members for every step of a group.
 
     Attributes:
-        member_steps: batches computed, of all members.
-        full_member_steps: those of them that were computed with all members that wanted anything computed.
-        place_steps: places computed, taken or not.
+        member_steps: computed batches, summed over members.
+        full_member_steps: computed batches in steps with every member that wanted a batch.
+        place_steps: computed places, occupied or vacant.
     """
 
     def __init__(self) -> None:
@@ -30,10 +32,10 @@ class Buckets:
         self._lost: dict[Hashable, int] = {}
 
     def next(self, kinds: Mapping[Hashable, list[Seat]]) -> list[Seat]:
-        """Members that are computed now, of those who want a batch.
+        """Return the members to compute now.
 
         Args:
-            kinds: by what they want.
+            kinds: members that want a batch, by kind of batch.
         """
         if len(kinds) == 1:
             self._lost.clear()
@@ -46,25 +48,27 @@ class Buckets:
         for kind, waiting in kinds.items():
             if kind != chosen:
                 self._lost[kind] += len(waiting)
+        # A rare kind keeps its account until no member wants the kind, so its run of
+        # batches (an evaluation) is not interrupted. Only the usual kind starts again.
         if chosen == usual:
             self._lost[usual] = 0
         return kinds[chosen]
 
     def computed(self, count: int, wanting: int, places: int) -> None:
-        """A batch of so many members, of those who wanted one, in so many places."""
+        """Count a batch of `count` members out of `wanting`, computed in `places` places."""
         self.member_steps += count
         self.full_member_steps += count if count == wanting else 0
         self.place_steps += places
 
 
 def _rank(seats: Sequence[Seat]) -> tuple[int, bool, int]:
-    """The most members; of two kinds that as many want evaluations go first, and then those that are most behind."""
+    """Return the sort key of the usual kind: most members, then evaluations, then the members furthest behind."""
     least = min(seat.member.progress.steps for seat in seats)
     return len(seats), wanted_of(seats[0]).mode == "evaluate", -least
 
 
 def _loss(seats: Sequence[Seat], total: int) -> int:
-    """Steps of the others that are lost if these are computed now, to the end of their run of such batches."""
+    """Return the steps that the other members lose if the given kind runs now, to the end of a run of such batches."""
     run = 1
     if wanted_of(seats[0]).mode == "evaluate":
         run = max(seat.member.progress.validation_batches or 1 for seat in seats)

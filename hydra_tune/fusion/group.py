@@ -1,4 +1,9 @@
-"""`GroupTrial`: several trials as one, which the pool runs as it runs any trial."""
+"""`GroupTrial`: several trials that the pool runs as a single trial.
+
+The group advances the members' own training loops (`attendance.py`), picks the members whose batches run next
+(`buckets.py`), and yields a unit that computes all of them on stacked tensors (`computing.py`). A sweep of 32 small
+MLPs becomes a single job this way, instead of 32 jobs that compete for the device.
+"""
 
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 
@@ -33,31 +38,32 @@ from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.training_batch import Part
 from hydra_tune.train.trial import Report, Trial
 
-_MAX_STACKED = 64  # plans that are remembered here
+_MAX_STACKED = 64  # stacked plans that a group remembers
 
 
 class GroupTrial(Trial):
-    """A group under way.
+    """A running fused group.
 
     Args:
-        seats: the members, built, whose fusion keys are equal; they may have begun in another group.
+        seats: the members, already built, with equal fusion keys; members may have begun in another group.
         plans: makes the group's plans.
-        library: where plans come from.
+        library: provides plans of single members.
         device: any device of the pool, for host memory.
-        desk: asked and told about the places, on the thread that has the group go on.
+        desk: receives events about the places and answers questions, on the thread that advances the group.
         host, tenant, times: as of `Trial`.
-        most: places that there may be; None: as many as there are now.
-        planner: plans steps that devices have no room for; None: nobody does.
+        most: largest number of places; None: the present number.
+        planner: plans steps that exceed a device's memory; None: no such steps are planned.
 
     Attributes:
-        buckets: says what was computed together.
-        captures: the recorded steps, where steps are recorded.
-        records: whether they are.
-        hands_back: whether members that are not over when the group is closed are wanted by somebody.
-        goes_back: whether it ends before its next step, for its members to go on elsewhere; may be set on any thread.
-        takes_turns: whether steps are offered to be run in turn with those of another group.
-        offer: the steps of the unit that is due, to be run so instead; None where they cannot be.
-        beside: the group that is of one job with this one; None where there is none.
+        buckets: chooses and counts the members computed together.
+        captures: the recorded steps, where the group records steps.
+        records: whether the group records steps.
+        hands_back: whether `close` hands unfinished members back, because another group will continue them.
+        goes_back: whether the group ends before its next step so that the members continue elsewhere; any thread may
+            set the flag.
+        takes_turns: whether the group offers its steps, to run in turn with the steps of another group.
+        offer: the steps of the due unit, offered to run in turn; None where the steps cannot run in turn.
+        beside: the other group of the same job; None where the group is alone.
     """
 
     hands_back = False
@@ -92,27 +98,31 @@ class GroupTrial(Trial):
         self.captures = Captures(CudaRecorder())
         self.records = plans.records and device.torch_device.type == "cuda"
         self._planned = None if planner is None else PlannedGroup(planner, device, desk.measured)
-        self._units_done = 0  # of the present step
+        self._units_done = 0  # of the current step
         for seat in seats:
             self._places.welcome(seat)
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds of compute to come: those of the member that has most before it."""
+        """Expected seconds of compute left, taken from the member with the most work left."""
         steps = max((seat.member.progress.steps_left for seat in self._places.live), default=0)
         evaluated = max((seat.member.progress.evaluated_batches_left for seat in self._places.live), default=0)
+        # The step under way counts in `_step_left`, so subtract it here.
         ahead = max(0.0, steps * self._train_times.total - self._train_times.total)
         return self._step_left + ahead + evaluated * self._evaluation_times.total
 
     def admits(self, member: Member) -> bool:
-        """Whether a member that comes leaves the others' bits alone."""
+        """Return whether a new member would leave the bits of the present members unchanged."""
         if member.task.max_grad_norm is not None and not self._places.gradients.has_two_phases:
-            return False  # what its steps need in memory was not asked for
+            return False  # the group did not reserve the memory that clipping needs
         optimizer = None if self.state is None else self.state.optimizer
         return not isinstance(optimizer, StackedOptimizer) or optimizer.admits(member.built()[1])
 
     def knows(self, architecture: Hashable) -> bool:
-        """Whether members of an architecture are known to be like these; `GroupPlans.check_alike` finds out."""
+        """Return whether an architecture is already known to be like the members'.
+
+        `GroupPlans.check_alike` compares unknown pairs.
+        """
         return any(self._group_plans.are_known(seat.member.architecture, architecture) for seat in self.seats)
 
     @property
@@ -122,7 +132,7 @@ class GroupTrial(Trial):
 
     @property
     def most(self) -> int:
-        """Places that there may be."""
+        """Largest number of places."""
         return self._sizes.most
 
     @most.setter
@@ -131,27 +141,29 @@ class GroupTrial(Trial):
 
     @property
     def units_planned(self) -> int | None:
-        """Not known: which members go on to their ends is not."""
+        """None: the number of units is unknown, since any member may be stopped early."""
         return None
 
     @property
     def host_bytes(self) -> int:
-        """As of `Trial`, with the copies of what is swapped."""
+        """As of `Trial`, plus the host copies of swapped tensors."""
         return super().host_bytes + (0 if self._planned is None else self._planned.host_bytes)
 
     @property
     def fixed_host_bytes(self) -> int:
-        """As of `Trial`; these copies never go to disk."""
+        """As of `Trial`; host copies of swapped tensors never move to disk."""
         return super().fixed_host_bytes + (0 if self._planned is None else self._planned.host_bytes)
 
     def finished(self, unit: PendingUnit, seconds: float) -> None:
-        """A unit took so long; of which each member that took part has a share."""
+        """Account for a finished unit; the time is shared equally among the members that took part."""
         super().finished(unit, seconds)
         self._units_done += 1
         units = 1
         going = self._computing.round
         if going is not None:
             going.measured(seconds)
+            # A round packs several steps into a single unit; count the units that the same steps would have taken one
+            # by one.
             units = going.steps * len(unit.times)
             self.units_run += units - 1
         taking_part = [s for s, active in zip(self.seats, self._places.streams.active, strict=True) if active]
@@ -160,15 +172,18 @@ class GroupTrial(Trial):
             seat.member.compute_seconds += seconds / len(taking_part)
 
     def close(self, *, keep: bool) -> None:
-        """End the group; a member that is not over is handed back if it can be, and else closed."""
+        """End the group; hand back unfinished members if that is possible, and close the others."""
         del keep
+        # Members can continue elsewhere only from the state between two steps. Once a unit of the current step has
+        # run, gradients or parameters are half-way.
         live, is_whole = self._places.live, self.hands_back and not self._units_done and self._computing.round is None
         try:
-            if is_whole:  # no unit of the present step has changed anything
+            if is_whole:
                 for seat in live:
                     self._places.hand_out(seat)
-        except RuntimeError:  # of a device that is lost, or has no memory
+        except RuntimeError:  # a lost device, or no memory for the copies
             is_whole = False
+        # Recordings hold device memory and refer to the state's addresses, so they go before the state does.
         self.captures.close()
         super().close(keep=False)
         if self._planned is not None:
@@ -181,17 +196,17 @@ class GroupTrial(Trial):
 
     @property
     def seats(self) -> list[Seat]:
-        """The members, by place."""
+        """The members, in the order of their places."""
         return self._places.seats
 
     @property
     def is_due(self) -> bool:
-        """Whether a group that waits has something to do; may be asked on any thread."""
+        """Whether a waiting group has work to do; any thread may ask."""
         return self._attendance.is_due
 
     @property
     def is_held(self) -> bool:
-        """Whether it has something to do in a while, though nobody is answered meanwhile."""
+        """Whether the group will have work soon without any answer; never true for a single group."""
         return False
 
     def _train(self) -> Generator[PendingUnit | Spread | Report, None, None]:
@@ -216,28 +231,33 @@ class GroupTrial(Trial):
     def _next(
         self, wanting: Sequence[Seat], choose: Callable[[Mapping[Hashable, list[Seat]]], list[Seat]]
     ) -> tuple[list[Seat], Prepared]:
-        """Members that are computed next, of those who want a batch, and the plan that serves them."""
+        """Choose the members computed next, and return the plan that serves the choice.
+
+        The choice is made among members that want a batch.
+        """
         for seat in self._kinds.lacking(wanting):
             self._made(seat)
         bucket = choose(self._kinds.of(wanting, [seat.member for seat in self.seats]))
         own = self._kinds.found(wanted_of(bucket[0]))
         if own is None:
             own = self._made(bucket[0])
+            # A new plan can carry a guard on values of the batch, so only members whose batches pass the guard stay
+            # in the bucket.
             bucket = self._kinds.served(own, bucket)
         return bucket, own
 
     def _next_of_step(self, going: Sequence[Seat]) -> tuple[Sequence[Seat], Part, Collection[int]]:
-        """As of `Computing.accumulated`."""
+        """Prepare the next batch of an accumulated step; as of `Computing.accumulated`."""
         bucket, own = self._next(going, lambda kinds: max(kinds.values(), key=len))
         left = self._step_left
         part, _, resting, _ = self._set_up(bucket, *self._prepared(own, are_padded(bucket)))
-        if self._units_done:  # of a step that has begun
+        if self._units_done:  # the step has begun: `_set_up` must not restart its clock
             self._step_left = left
         self._count(bucket, len(going), 1)
         return bucket, part, resting
 
     def _count(self, bucket: Sequence[Seat], wanting: int, batches: int) -> None:
-        """So many batches of each of these members, of those that wanted one."""
+        """Count batches of the given members, chosen from `wanting` members that wanted a batch."""
         for seat in bucket:
             seat.most_together = max(seat.most_together, len(self._places.live))
         for _ in range(batches):
@@ -245,10 +265,11 @@ class GroupTrial(Trial):
             self._sizes.computed(len(self.seats), len(self._places.live))
 
     def _resize(self) -> None:
-        """Have more or fewer places, if that is due and prepared."""
+        """Change the number of places, if a change is due and its plans are ready."""
         size = self._sizes.wanted(len(self.seats), len(self._places.live), self._desk.waiting())
         if size == len(self.seats) or not self._desk.make_ready(size):
             return
+        # Recorded steps and planned steps are made for the old size and hold its addresses.
         self.captures.close()
         self._places.resize(size)
         if self._planned is not None:
@@ -256,13 +277,15 @@ class GroupTrial(Trial):
         self._sizes.changed()
         if self.state is not None:
             assert self._kinds.first is not None
+            # `Places.resize` has copied the old state to the members; the new stack is built from the members' own
+            # modules.
             self._make_group_state(self._group_plans.stacked(self._kinds.first, size), self.state)
 
     def make_ready(self, size: int) -> None:
-        """Make the plans for another number of places, of the kinds of batches that there were; on any thread.
+        """Make the plans for another number of places, for every kind of batch seen so far; any thread may call.
 
         Args:
-            size: places.
+            size: number of places.
         """
         if self.state is not None:
             self._kinds.make_ready(size, self.state.tensors, self._device.torch_device)
@@ -276,7 +299,7 @@ class GroupTrial(Trial):
     def _compute(
         self, bucket: Sequence[Seat], prepared: Prepared, likeness: Likeness, *, is_all: bool
     ) -> Generator[PendingUnit, None, int]:
-        """The batches that these members want, and further ones where several fit in a unit; returns how many of each."""
+        """Run the wanted batches, plus further batches where several fit a unit; return the number run for each."""
         part, batches, resting, like = self._set_up(bucket, prepared, likeness)
         state = self.state
         assert state is not None
@@ -291,6 +314,8 @@ class GroupTrial(Trial):
                 gradients=self._places.gradients,
                 steps_done=min(seat.member.progress.steps for seat in bucket),
             )
+            # The pair that owns this group either runs the offer in turn with the other group (`half.steps` > 0), or
+            # declines; a declined offer falls through to a step of this group alone.
             yield half.unit()
             self.offer, self._computing.round = None, None
             if half.steps:
@@ -316,8 +341,11 @@ class GroupTrial(Trial):
     def _set_up(
         self, bucket: Sequence[Seat], prepared: Prepared, likeness: Likeness
     ) -> tuple[Part, StackedBatches, Collection[int], Wanted | None]:
-        """Have everything be for these members; what is computed, their batches, which places rest, and the largest batch."""
-        first = wanted_of(bucket[0])  # none is larger
+        """Configure the group for the given members.
+
+        Return the part, the batches, the resting places and the largest batch.
+        """
+        first = wanted_of(bucket[0])  # `Kinds.of` puts the largest batch first
         like = first if are_padded(bucket) else None
         batches = self._computing.batches_of(bucket, like)
         records = self.records and first.mode == "train" and self.task.accumulate == 1 and is_traced(prepared.plan)
@@ -325,6 +353,8 @@ class GroupTrial(Trial):
         times = self._times.of(prepared, self.task.accumulate if first.mode == "train" else 1)
         part = Part(plan=plan, times=times, leaves=batches.leaves())
         taking_part = {id(seat) for seat in bucket}
+        # Resting members must not draw: their streams would advance, and their later numbers would depend on the
+        # group's schedule.
         self._places.streams.active = active = [id(seat) in taking_part for seat in self.seats]
         resting = frozenset(index for index, one in enumerate(active) if not one)
         self._places.streams.probabilities = likeness.drops
@@ -343,11 +373,11 @@ class GroupTrial(Trial):
         return part, batches, resting, like
 
     def takes_part(self, offer: Offer) -> None:
-        """The steps that are offered are about to be run, in turn with another group's."""
+        """Accept that the offered steps are about to run in turn with another group's steps."""
         self._computing.round = offer.half
 
     def _may_take_turns(self, prepared: Prepared, likeness: Likeness, like: Wanted | None) -> bool:
-        """Whether a step is of a kind that is planned."""
+        """Return whether the planner supports steps of the given kind."""
         is_whole = len(prepared.plan.shards) == 1 and prepared.guard is None and self.task.accumulate == 1
         return is_whole and likeness.rows is None and like is None
 
@@ -356,16 +386,20 @@ class GroupTrial(Trial):
         return prepared.guard is None and may_go_round(prepared.plan, self._device, budget_bytes)
 
     def _made(self, seat: Seat) -> Prepared:
-        """The plan of what a member wants, made now; the group's state is cut as the first step of its training is."""
+        """Make the plan for a member's wanted batch.
+
+        The first training step also decides how the group's state is cut.
+        """
         clipped = (one.member for one in self._places.live if one.member.task.max_grad_norm is not None)
-        own = self._kinds.made(seat, next(clipped, seat.member))  # a step that clips needs more memory
+        # Plan for a member that clips, if there is any: such a step needs more memory.
+        own = self._kinds.made(seat, next(clipped, seat.member))
         if self.state is None:
             assert self._kinds.first is not None
             self._make_group_state(self._group_plans.stacked(self._kinds.first, len(self.seats)))
         return own
 
     def _prepared(self, own: Prepared, is_padded: bool) -> tuple[Prepared, Likeness]:
-        """A member's plan, stacked for as many as there are places now; and what is each of theirs."""
+        """Return a member's plan stacked for the present places, with the differences between the members."""
         if (own, is_padded) not in self._places.stacked:
             size = len(self.seats)
             likeness = self._kinds.likeness(own, [seat.member for seat in self.seats])
@@ -383,8 +417,8 @@ class GroupTrial(Trial):
         """Stack the members' own modules and optimizers.
 
         Args:
-            prepared: the plan that the state is cut for.
-            before: the state of the group when it had another size.
+            prepared: the plan whose cuts the state follows.
+            before: the group's state at its previous size.
         """
         built = [seat.member.built() for seat in self.seats]
         module = StackedModule([module for module, _ in built])

@@ -1,4 +1,9 @@
-"""Which trials may be one group, and why one stays out."""
+"""Fusion keys: decide which trials may share a fused group, and explain why a trial may not.
+
+`fusion_key` reduces a trial to a hashable key. Trials with equal keys are candidates for a group;
+`GroupPlans.check_alike` then compares the captured graphs. Trials of a sweep over learning rates or dropout
+probabilities, for example, have equal keys.
+"""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -19,10 +24,10 @@ from hydra_tune.train.hooks import gradient_hooks
 
 
 def check_task(task: TrainTask) -> None:
-    """Refuse what no group does, before anything is built.
+    """Refuse a task that no group supports, before anything is built.
 
     Raises:
-        UnfusableError: with the argument that it is about.
+        UnfusableError: the task uses an unsupported argument, named in the message.
     """
     wanted: dict[str, Any] = {"split_batches": 1, "split_operators": None, "compile": None}
     for name, value in wanted.items():
@@ -34,11 +39,12 @@ def check_task(task: TrainTask) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FusionKey:
-    """What the trials of a group have in common.
+    """Properties shared by all trials of a group.
 
     Attributes:
-        family: by which keys are equal: everything but numbers that a model holds, and losses and metrics.
-        architecture: with the numbers; trials of equal ones are alike, others may be (`GroupPlans.are_alike`).
+        family: decides equality of keys: everything except numbers inside the model, losses and metrics.
+        architecture: also covers the numbers; trials with equal architectures are alike, other trials may be alike
+            (`GroupPlans.are_alike`).
     """
 
     family: Hashable
@@ -46,17 +52,17 @@ class FusionKey:
 
 
 def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> FusionKey:
-    """What the trials of a group have in common: equal keys, and they may be fused if they are alike.
+    """Return the key of a trial; trials with equal keys may be fused if their graphs are alike.
 
-    Rates, seeds, data, schedules, epochs and reports are not part of it; each member has its own.
+    Rates, seeds, data, schedules, epochs and reports do not enter the key, because every member keeps its own.
 
     Args:
-        task: the trial's.
-        module: what its `model=` has built.
-        optimizer: what its `optimizer=` has built, of the module's parameters.
+        task: the trial's task.
+        module: the module built by the task's `model=`.
+        optimizer: the optimizer built by the task's `optimizer=` for the module's parameters.
 
     Raises:
-        UnfusableError: it may be fused with no other trial; with the reason.
+        UnfusableError: the trial cannot be fused with any other trial; the message gives the reason.
     """
     check_task(task)
     _check_module(module)
@@ -85,6 +91,7 @@ def _check_module(module: nn.Module) -> None:
     for name, tensor in named_state(module):
         if tensor.layout is not torch.strided or not tensor.numel():
             continue
+        # Stacking copies every named tensor, so two names for the same memory would become two independent tensors.
         other = names.setdefault(storage_identity(tensor), name)
         if other != name:
             raise UnfusableError(
@@ -93,13 +100,13 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _without_losses(key: Any) -> Any:
-    """An architecture's key with `step=` alone of what is done with the model."""
+    """Return an architecture key that keeps only `step=` of the functions called on the model."""
     model, (_loss, step, _evaluate), *rest = key
     return (model, step, *rest)
 
 
 def _without_numbers(key: Any) -> Any:
-    """An architecture's key without the values of real numbers, and of 0 and 1, which may be meant as such."""
+    """Return an architecture key without the values of floats and of the integers 0 and 1, often written for floats."""
     if not isinstance(key, tuple | frozenset):
         return key
     if isinstance(key, tuple) and len(key) == 2 and (key[0] is float or (key[0] is int and key[1] in (0, 1))):  # noqa: PLR2004

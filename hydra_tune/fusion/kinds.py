@@ -1,4 +1,8 @@
-"""The plans of a group, by the kinds of batches that its members want."""
+"""`Kinds`: the plans of a group, by the kinds of batches that its members want.
+
+A kind is a mode and a batch signature. `Kinds` makes a plan when a new kind appears, and finds smaller batches that can
+be padded and computed together with larger batches, such as the last batch of an epoch.
+"""
 
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -22,18 +26,18 @@ from hydra_tune.shard.request import Layout
 
 _LOGGER = logging.getLogger(__name__)
 
-_MAX_PAIRS = 256  # of kinds of batches that have been compared
-_MAX_PLANS = 8  # kept of each kind of batch, where the step asks for values of the batch
+_MAX_PAIRS = 256  # remembered comparisons of kinds of batches
+_MAX_PLANS = 8  # kept for each kind of batch: steps that depend on values of the batch need several
 
 
 class Kinds:
-    """What is known of the batches of one group. Its plans are those of one member; the group stacks them.
+    """Plans of a group's batches; each plan is for a single member, and the group stacks the plans.
 
     Args:
-        plans: makes them.
+        plans: makes the plans.
 
     Attributes:
-        first: the plan of a training step, which the group's state is cut for; None before there is one.
+        first: the plan of a training step; decides how the group's state is cut; None before the first plan.
     """
 
     def __init__(self, plans: GroupPlans) -> None:
@@ -46,19 +50,19 @@ class Kinds:
         self._known: dict[tuple[str, Hashable], list[tuple[Prepared, Sequence[Tensor]]]] = {}
 
     def found(self, wanted: Wanted) -> Prepared | None:
-        """The plan that serves a batch, if it has been made."""
+        """Return the plan that serves a request, if there is such a plan already."""
         known = self._known.get((wanted.mode, wanted.leaves.signature), ())
         return next((own for own, _ in known if _serves(own, wanted)), None)
 
     def made(self, seat: Seat, member: Member) -> Prepared:
-        """The plan for the batch that a member wants.
+        """Return the plan for a member's request; make the plan if necessary.
 
         Args:
-            seat: its place.
-            member: whose task the plan is made for: any of the group.
+            seat: the member's place.
+            member: provides the task for the plan: any member of the group.
 
         Raises:
-            TaskError: it cannot be stacked.
+            TaskError: the plan cannot be stacked.
         """
         wanted = wanted_of(seat)
         try:
@@ -72,13 +76,13 @@ class Kinds:
             raise _not_together(error) from error
 
     def likeness(self, own: Prepared, members: Sequence[Member]) -> Likeness:
-        """What of a plan is each member's own, where that is not the same for all.
+        """Return the differences between the members for a plan.
 
         Raises:
-            TaskError: they differ in more.
+            TaskError: the members differ in more than dropout probabilities and losses.
         """
         wanted, by = self._wanted[own]
-        if wanted.mode == "evaluate":  # with those that do
+        if wanted.mode == "evaluate":  # members without validation have no metrics to compare
             members = [by if member.task.validate is None else member for member in members]
         try:
             _, found = self._plans.of_members([by, *members], wanted, None if own is self.first else self._layout)
@@ -92,14 +96,17 @@ class Kinds:
     def _made(self, member: Member, wanted: Wanted) -> Prepared:
         own = self._plans.of_member(member, wanted, self._layout)
         self._wanted[own] = wanted, member
-        self._plans.stacked(own, 1)  # or refused here
+        self._plans.stacked(own, 1)  # raises now if the plan cannot be stacked
         known = self._known.setdefault((wanted.mode, wanted.leaves.signature), [])
         known.append((own, [torch.empty_like(tensor, device="meta") for tensor in wanted.tensors]))
         del known[:-_MAX_PLANS]
         return own
 
     def lacking(self, seats: Sequence[Seat]) -> list[Seat]:
-        """Members of which it is not known whether their batches can be padded, one for each kind that has no plan yet."""
+        """Return a member for every kind of batch without a plan, if several kinds are wanted in the same mode.
+
+        Only a comparison of plans shows whether one kind can be padded to another.
+        """
         signatures: dict[str, dict[Hashable, Seat]] = {}
         for seat in seats:
             wanted = wanted_of(seat)
@@ -108,18 +115,20 @@ class Kinds:
         return [seat for mode, by in several for key, seat in by.items() if (mode, key) not in self._known]
 
     def counted(self, own: Prepared) -> dict[str, Counted]:
-        """What reduces over samples in a plan that smaller batches are padded for."""
+        """Return the reductions over samples in a plan whose smaller batches are padded."""
         return self._counted[own]
 
     def of(self, seats: Sequence[Seat], members: Sequence[Member]) -> dict[Hashable, list[Seat]]:
-        """Members by what they have in common whose batches are computed together: the mode, and which plan serves them.
+        """Group the members by what is computed together: the mode, and the plan that serves the batch.
 
-        Where smaller batches are padded, members with the largest come first.
+        Where smaller batches are padded, members with the largest batches come first.
 
         Args:
             seats: members that want a batch.
-            members: all of the group.
+            members: all members of the group.
         """
+        # Fast path for every ordinary step: all members share the
+        # very same `Leaves` object, so no signatures need comparing.
         first = wanted_of(seats[0])
         if all(wanted_of(seat).leaves is first.leaves and wanted_of(seat).mode == first.mode for seat in seats):
             found = self.found(first)
@@ -132,11 +141,11 @@ class Kinds:
             key = (wanted.mode, wanted.leaves.signature, None if found is None else id(found))
             kinds.setdefault(key, []).append(seat)
         if len(kinds) == 1 or members[0].architecture is None or len({one.architecture for one in members}) > 1:
-            return kinds  # there is one, or members drop with other probabilities
+            return kinds  # a single kind, or members with different numbers, whose batches are never padded
         return self._merged(kinds)
 
     def _merged(self, kinds: Mapping[Hashable, list[Seat]]) -> dict[Hashable, list[Seat]]:
-        """Kinds of smaller batches put to those of larger ones, as far as they can be."""
+        """Merge kinds of smaller batches into kinds of larger batches where padding is possible."""
         left = sorted(kinds.items(), key=lambda item: -wanted_of(item[1][0]).num_samples)
         made: dict[Hashable, list[Seat]] = {}
         while left:
@@ -148,7 +157,7 @@ class Kinds:
         return made
 
     def _may_pad(self, small: Seat, large: Seat) -> bool:
-        """Whether a member's batch may be computed as part of a larger one."""
+        """Return whether a member's batch may be padded and computed as a larger batch."""
         a, b = wanted_of(small), wanted_of(large)
         own, other = self.found(a), self.found(b)
         if (
@@ -178,23 +187,24 @@ class Kinds:
         return Batched(own.plan, state_specs(member.built()[0]), inputs, wanted.num_samples)
 
     def served(self, own: Prepared, seats: Sequence[Seat]) -> list[Seat]:
-        """Those of members with one kind of batch that a plan serves."""
+        """Return the members, all with the same kind of batch, that a plan serves."""
         return [seat for seat in seats if _serves(own, wanted_of(seat))]
 
     def make_ready(self, size: int, state: Mapping[str, Tensor], place: torch.device) -> None:
-        """Stack and trace all plans for a number of members; on any thread.
+        """Stack and trace all plans for a number of members; any thread may call.
 
         Args:
-            size: members.
-            state: the group's parameters and buffers, of which only the geometry counts.
+            size: number of members.
+            state: the group's parameters and buffers; only the geometry counts.
             place: the device to trace for.
         """
+        # The group's thread may add plans meanwhile, so iterate over copies.
         for known in list(self._known.values()):
             for own, _ in list(known):
                 self.trace(own, size, state, place)
 
     def stacked(self, size: int) -> Iterator[tuple[Prepared, Sequence[Tensor]]]:
-        """All plans for a number of members, and the batch of one of them; only the geometry of its tensors counts."""
+        """Yield every plan stacked for a number of members, with a member's batch (only the geometry counts)."""
         for known in list(self._known.values()):
             for own, inputs in list(known):
                 yield self._plans.stacked(own, size), inputs
@@ -208,9 +218,9 @@ class Kinds:
         likeness: Likeness | None = None,
         counted: Mapping[str, Counted] | None = None,
     ) -> Prepared:
-        """The stacked plan for a number of members, traced if it can be and has not been.
+        """Return the stacked plan for a number of members, traced if possible.
 
-        Arguments are as of `make_ready`; `likeness` is what is each member's own.
+        Arguments are as of `make_ready`; `likeness` holds the differences between members.
         """
         likeness = likeness or Likeness({})
         stacked = self._plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows, counted=counted)
@@ -237,18 +247,18 @@ def _not_together(error: UnfusableError) -> TaskError:
 
 
 def wanted_of(seat: Seat) -> Wanted:
-    """The batch that a member wants computed."""
+    """Return the member's request for a batch."""
     assert isinstance(seat.wants, Wanted), "it wants nothing computed"
     return seat.wants
 
 
 def _of_size(tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:
-    """Memory of the shape that a stacked tensor has for a number of members, whatever is in it."""
+    """Return an uninitialized tensor with the shape of a stacked tensor."""
     return torch.empty((size, *shape), dtype=tensor.dtype, device="cpu").requires_grad_(tensor.requires_grad)
 
 
 def _serves(own: Prepared, wanted: Wanted) -> bool:
-    """Whether a plan is for this batch, of the kind that it was made for."""
+    """Return whether a plan serves the given batch, among batches of the plan's kind."""
     if own.guard is None:
         return True
     with GATE.shared():

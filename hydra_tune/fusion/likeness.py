@@ -1,13 +1,14 @@
-"""Whether plans of several trials are the same but for what may be a member's own: probabilities of dropout, and its loss.
+"""Compare plans of several trials: they may differ only in dropout probabilities and in losses.
 
-Trials whose architecture keys differ in numbers alone may have equal graphs all the same: a probability is an argument of the
-operators that drop. Their captured graphs are compared, node by node, with that argument left out.
+Trials whose architecture keys differ only in numbers can still have equal graphs, because a dropout probability is just
+an argument of an operator. The comparison walks the captured graphs node by node and ignores the probabilities.
 
-Note: what counts as such an argument is one of an operator whose masks can be drawn apart from it, for a graph that has it in
-any case: `torch.dropout`, also of whole channels, that of attention, and that between recurrent layers. A model that leaves
-the operator out where a probability is 0 has another graph, and so has one whose probability is used for something else too.
+Note: recognized probabilities. The operator's masks must be separable from the operator, and the graph must contain the
+operator in any case: `torch.dropout`, also of whole channels, dropout inside attention, and dropout between recurrent
+layers. A model that omits the operator at probability 0 has a different graph, and so does a model that uses the
+probability elsewhere as well.
 
-Note: losses and metrics. Graphs that begin alike may end otherwise (`tails.py`).
+Note: losses and metrics. Graphs with a common beginning may have different ends (`tails.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ _PROBABILITIES = {
     aten.rnn_tanh.input: "dropout",
     aten.rnn_relu.input: "dropout",
 }
-_STAND_IN = 0.25  # draws, and is no special case of any operator
+_STAND_IN = 0.25  # any value between 0 and 1 does: operators special-case only 0 and 1
 
 Probabilities = dict[str, list[float]]
 """By the name of the node that drops, one for each member."""
@@ -42,11 +43,11 @@ Probabilities = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """In what members differ that compute together.
+    """Differences between members that compute together.
 
     Attributes:
-        drops: probabilities of dropout.
-        rows: who has which loss, or metrics; None: all have the same.
+        drops: dropout probabilities.
+        rows: assignment of losses or metrics to members; None: all members have the same.
     """
 
     drops: Probabilities
@@ -54,11 +55,11 @@ class Likeness:
 
 
 def with_stand_ins(code: fx.GraphModule, slots: frozenset[str]) -> fx.GraphModule:
-    """A graph whose nodes of these names drop, whatever they did.
+    """Return a graph in which the named nodes always drop, whatever their own probability.
 
     Args:
         code: a shard's graph.
-        slots: names of nodes.
+        slots: names of the nodes.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -67,16 +68,18 @@ def with_stand_ins(code: fx.GraphModule, slots: frozenset[str]) -> fx.GraphModul
             graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
             continue
         copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        # An operator with probability 0 draws nothing, so a graph captured from such a member would lack the random
+        # primitive that the other members need.
         if node.name in slots:
             _set(copy, _STAND_IN)
     return fx.GraphModule(code, graph)
 
 
 def probabilities(plans: Sequence[Plan]) -> Probabilities:
-    """Those in which plans differ, one for each plan.
+    """Return the dropout probabilities that differ between plans, one entry for each plan.
 
     Raises:
-        UnfusableError: they differ in something else; with what it is.
+        UnfusableError: the plans differ in anything else, named in the message.
     """
     first, *others = plans
     for other in others:
@@ -85,10 +88,10 @@ def probabilities(plans: Sequence[Plan]) -> Probabilities:
 
 
 def likeness(plans: Sequence[Plan]) -> Likeness:
-    """What differs in plans, one of each member, that may be computed together.
+    """Return the differences between plans, one plan for each member, if the members may compute together.
 
     Raises:
-        UnfusableError: they differ in something else; with what it is.
+        UnfusableError: the plans differ in anything else, named in the message.
     """
     kinds: list[Plan] = []
     own = [_kind_of(plan, kinds) for plan in plans]
@@ -100,7 +103,7 @@ def likeness(plans: Sequence[Plan]) -> Likeness:
 
 
 def _kind_of(plan: Plan, kinds: list[Plan]) -> int:
-    """Which of some plans one is like; added to them if it is like none."""
+    """Return the index of the first equal plan in `kinds`; append the plan if none is equal."""
     for number, kind in enumerate(kinds):
         try:
             _check_plans(kind, plan)
@@ -132,7 +135,7 @@ def _of_plan(plan: Plan) -> list[tuple[str, float]]:
 
 
 def _probability(node: fx.Node) -> float | None:
-    """That of a node which drops if it is above 0; None of all others."""
+    """Return the probability of an active dropout node; None for other nodes and for dropout outside training."""
     if node.op != "call_function" or node.target not in _PROBABILITIES:
         return None
     named = named_arguments(node)
@@ -165,7 +168,7 @@ def _check_plans(a: Plan, b: Plan) -> None:
 
 
 def _common(a: Plan, b: Plan) -> int:
-    """With how many equal operators two plans of one shard begin, which are the same in all else but results."""
+    """Return the number of equal leading operators of two single-shard plans that differ only in their results."""
     told = _told(a, b)
     if a.eager or b.eager or a.mode != b.mode:
         raise UnfusableError(told)
@@ -186,7 +189,7 @@ def _common(a: Plan, b: Plan) -> int:
 
 
 def _told(a: Plan, b: Plan) -> str:
-    """What the difference is."""
+    """Describe the difference between two plans in words."""
     try:
         _check_plans(a, b)
     except UnfusableError as error:
@@ -195,7 +198,7 @@ def _told(a: Plan, b: Plan) -> str:
 
 
 def _equal_operators(a: Plan, b: Plan) -> int:
-    """With how many two shards begin."""
+    """Return the number of equal operators with which two shards begin."""
     one, other = (plan.shards[-1].graph.code for plan in (a, b))
     if one is None or other is None:
         raise UnfusableError("its graph is compiled")
@@ -208,13 +211,15 @@ def _equal_operators(a: Plan, b: Plan) -> int:
         alike = own.op == two.op and own.target == two.target and own.name == two.name
         if not alike or _key(own, numbers, is_outer=True) != _key(two, numbers, is_outer=True):
             break
+        # Equal operators receive the same number, so the keys of later operators compare arguments by position
+        # instead of by identity.
         numbers[own] = numbers[two] = length
         length += 1
     return length
 
 
 def _begun(plan: Plan, code: fx.GraphModule, others: Mapping[str, Tensor]) -> dict[fx.Node, object]:
-    """What a shard's arguments are, which is the same in two plans for what is the same."""
+    """Return an identity for every argument of a shard; equal arguments of two plans have equal identities."""
     found: dict[fx.Node, object] = {}
     for node, (kind, name) in zip(placeholders_of(code), arguments_of(plan.shards[-1].graph), strict=True):
         is_other = (
@@ -229,6 +234,8 @@ def _attribute(node: fx.Node, one: fx.GraphModule, other: fx.GraphModule) -> obj
     try:
         _check_attributes(getattr(one, name, None), getattr(other, name, None))
     except UnfusableError:
+        # Attributes with different values get an identity that no other graph shares, so operators that use such an
+        # attribute compare as different.
         return id(node.graph), name
     return name
 
@@ -262,7 +269,7 @@ def _check_attributes(one: object, two: object) -> None:
 
 
 def _key(node: fx.Node, numbers: Mapping[fx.Node, object], is_outer: bool) -> str:
-    """A node's arguments, and what it makes."""
+    """Return a printable key of a node: its arguments, and the geometry of its value."""
     left_out = _PROBABILITIES.get(node.target) if is_outer and node.op == "call_function" else None
     if left_out is not None:
         arguments: Any = {name: value for name, value in named_arguments(node).items() if name != left_out}
@@ -276,7 +283,7 @@ def _key(node: fx.Node, numbers: Mapping[fx.Node, object], is_outer: bool) -> st
 
 
 class _Numbered:
-    """A node, by its place."""
+    """Stand-in for a node, printed as the node's position in the graph."""
 
     def __init__(self, number: object) -> None:
         self._number = number

@@ -1,7 +1,7 @@
-"""One trial of a group: its training loop, which asks the group for every batch that is to be computed.
+"""`Member`: a trial inside a fused group; its training loop asks the group to compute every batch.
 
-It is the loop of `Trial`, with the trial's own data, streams, schedule, history and reports. A member that no group
-takes runs as any other trial does.
+A member runs the loop of `Trial` with its own data, random streams, schedule, history and reports. The loop yields
+`Wanted` requests instead of units. A member outside any group runs like an ordinary trial.
 """
 
 import math
@@ -29,12 +29,12 @@ from hydra_tune.train.trial import Report, Trial
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Batches that a member wants computed: steps of its training, or its metrics.
+    """Batches that a member wants computed, for training steps or for metrics.
 
     Attributes:
         mode: "train" or "evaluate".
-        drawn: a batch as the member's data gives it, or picks that are not gathered yet.
-        leaves: the batch's tensors; of picks, what those of each are like.
+        drawn: a batch as drawn from the member's data, or picks not yet gathered.
+        leaves: the batch's tensors; for picks, the geometry of each batch.
     """
 
     mode: str
@@ -43,7 +43,7 @@ class Wanted:
 
     @classmethod
     def of(cls, mode: str, drawn: Batch | Picks) -> Self:
-        """What has been drawn, for a mode."""
+        """Return the request for a drawn batch or picks."""
         leaves = drawn.source.leaves(drawn.size) if isinstance(drawn, Picks) else batches.flatten(drawn)
         return cls(mode, drawn, leaves)
 
@@ -52,21 +52,21 @@ class Wanted:
 
     @property
     def batch(self) -> Batch:
-        """The first, as the member's data gives it."""
+        """The first batch, as the member's data loader returns it."""
         return self.drawn.batch() if isinstance(self.drawn, Picks) else self.drawn
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of the first."""
+        """The tensors of the first batch."""
         return batches.flatten(self.batch).tensors if isinstance(self.drawn, Picks) else self.leaves.tensors
 
     @property
     def num_samples(self) -> int:
-        """Those of each."""
+        """Number of samples in each batch."""
         return self.drawn.size if isinstance(self.drawn, Picks) else num_samples(self.drawn)
 
     def part(self, begin: int, end: int | None = None) -> "Wanted | None":
-        """Some of them; None where there are none."""
+        """Return the batches from `begin` up to `end`; None if there are none."""
         if not isinstance(self.drawn, Picks):
             return self if begin == 0 else None
         if begin >= len(self.drawn):
@@ -76,17 +76,18 @@ class Wanted:
 
 
 class NoMore:
-    """What a member wants whose data ends before its step is full: the step, of the batches that there were."""
+    """Request of a member whose data ends inside a step: run the step on the batches collected so far."""
 
 
 class Member(Trial):
-    """A trial that may be one of a group.
+    """A trial that may be a member of a fused group.
 
     Attributes:
-        is_fused: whether a group computes its batches; else it runs as a `Trial`.
-        architecture: by which trials are known to have one plan; None while nobody has asked.
-        results: of the batches that it wanted computed, as many of the first of them as have been: losses, or metrics.
-        fetch: copies its part of the group's state to its own module and optimizer; None while no group has it.
+        is_fused: whether a group computes the batches; otherwise the member runs as a `Trial`.
+        architecture: identifies trials that share a plan; None until a caller sets the attribute.
+        results: losses or metrics of the computed batches, for a leading part of the request.
+        fetch: copies the member's part of the group's state to the member's own module and optimizer; None outside a
+            group.
     """
 
     is_fused = False
@@ -95,14 +96,14 @@ class Member(Trial):
     fetch: Callable[[], None] | None = None
 
     def go_on(self) -> Wanted | NoMore | Report | None:
-        """What a fused member wants next; None at its end. Runs the trial's own code."""
+        """Run the trial's own code up to its next request; return None at its end."""
         found: Any = self.advance()
-        self._adopt_saved()  # a group takes it from there
+        self._adopt_saved()  # the group stacks restored optimizer state from the member's own optimizer
         assert found is None or isinstance(found, Wanted | NoMore | Report)
         return found
 
     def built(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The trial's module and optimizer, built now if they are not."""
+        """Return the trial's module and optimizer; build both on the first call."""
         if self.module is None or self.optimizer is None:
             for handle in (self.task.train, self.task.validate):
                 self._feed.check(handle)
@@ -110,13 +111,13 @@ class Member(Trial):
         return self.module, self.optimizer
 
     def snapshot(self) -> Snapshot:
-        """As of `Trial`; what a group has of it is fetched first."""
+        """As of `Trial`; first copies the member's state out of the group."""
         if self.fetch is not None:
             self.fetch()
         return super().snapshot()
 
     def peek(self) -> dict[str, Wanted]:
-        """The first batch of training, and of the validation if there is any; the data stands as before."""
+        """Return the first training batch, and the first validation batch if any, without advancing the data."""
         found = {"train": self._peeked("train", self.task.train, shuffle=True)}
         if self.task.validate is not None:
             found["evaluate"] = self._peeked("evaluate", self.task.validate, shuffle=False)
@@ -128,7 +129,7 @@ class Member(Trial):
         return self._streams
 
     def runs_at(self, times: UnitTimes, mode: str) -> None:
-        """The group's units take so long, for `remaining_seconds`."""
+        """Set the expected times of the group's units, for `remaining_seconds`."""
         if mode == "train":
             self._train_times = times
         else:
@@ -141,6 +142,8 @@ class Member(Trial):
             batch = next(drawn, None)
         finally:
             drawn.close()
+        # Drawing a batch has advanced the streams and the feed. Both go
+        # back, so the real epoch draws the same numbers as an unfused trial.
         self._streams.restore(now["streams"])
         self._feed.restore(now["feed"])
         if batch is None:
@@ -169,7 +172,7 @@ class Member(Trial):
             wanted: Wanted | None = Wanted.of("train", drawn)
             while wanted is not None:
                 yield wanted.part(0, self._batches_alone)
-                losses = self.results  # those of an evaluation take their place
+                losses = self.results  # keep a reference: an evaluation below replaces the attribute
                 samples = wanted.num_samples
                 for number, loss in enumerate(losses):
                     count += 1
@@ -177,7 +180,7 @@ class Member(Trial):
                         raise BadLossError(f"the training loss is {loss}")
                     self._interval.add(loss, samples)
                     if number < len(losses) - 1:
-                        self.progress.steps += 1  # all that there is to be done after it
+                        self.progress.steps += 1  # only the last step of a round can have more to do (`_batches_alone`)
                 pending = (pending + 1) % self.task.accumulate
                 if not pending:
                     yield from self._after_step(Place(epoch=place.epoch, batches=count))
@@ -215,7 +218,10 @@ class Member(Trial):
 
     @property
     def _batches_alone(self) -> int | None:
-        """Batches up to and with the next after which more is due than to count a step; None: all that there are."""
+        """Number of batches up to the next step with extra work after it (scheduler, report, checkpoint).
+
+        None: no limit.
+        """
         task = self.task
         if task.accumulate > 1:
             return 1
@@ -228,6 +234,6 @@ class Member(Trial):
 
 
 def _refuse_empty(drawn: Batch | Picks, name: str, number: int, epoch: int | None = None) -> None:
-    """As `refuse_empty`; picks have samples."""
+    """As `refuse_empty`; picks always have samples."""
     if not isinstance(drawn, Picks):
         refuse_empty(drawn, name, number, epoch)

@@ -1,4 +1,4 @@
-"""Parts of a shard's captured graph: what it takes, the operators that it runs, and some of them as a graph of their own."""
+"""Parts of a shard's captured graph: its arguments, its operators, and a subset of operators as a separate graph."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from hydra_tune.shard.split import ShardGraph
 
 
 def arguments_of(graph: ShardGraph) -> list[tuple[str, str | int]]:
-    """What a shard's code takes, in order."""
+    """Return kind and name of every argument of a shard's code, in order."""
     return [
         *(("state", name) for name in graph.state),
         *(("constant", name) for name in graph.constants),
@@ -18,20 +18,20 @@ def arguments_of(graph: ShardGraph) -> list[tuple[str, str | int]]:
 
 
 def placeholders_of(code: fx.GraphModule) -> list[fx.Node]:
-    """The arguments of a shard's code."""
+    """Return the argument nodes of a shard's code."""
     return [node for node in code.graph.nodes if node.op == "placeholder"]
 
 
 def operators_of(code: fx.GraphModule) -> list[fx.Node]:
-    """What a shard's code runs, in order."""
+    """Return the operator nodes of a shard's code, in order of execution."""
     return [node for node in code.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
 def value_of(node: fx.Node) -> Tensor:
-    """The one tensor that an operator makes, as it was captured.
+    """Return the tensor that an operator produced during capture.
 
     Raises:
-        UnfusableError: it makes several.
+        UnfusableError: the operator produces several tensors.
     """
     made = node.meta.get("val")
     if not isinstance(made, Tensor):
@@ -44,13 +44,13 @@ def value_of(node: fx.Node) -> Tensor:
 def part_of(
     code: fx.GraphModule, begins: Sequence[fx.Node], nodes: Sequence[fx.Node], ends: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    """Some operators of a graph as a graph.
+    """Return a subset of a graph's operators as a graph.
 
     Args:
         code: the graph.
-        begins: what it takes.
-        nodes: its operators.
-        ends: what it gives.
+        begins: nodes that become arguments.
+        nodes: the operators.
+        ends: nodes that become outputs.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""A group's plan: the plan of one member, with every shard run on stacked members."""
+"""Turn the plan of a single member into the plan of a group: every shard runs on stacked members."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,11 +26,11 @@ _MULTIPLIED = tuple(name for name in ShardCost.__dataclass_fields__ if name.ends
 
 @dataclass(slots=True)
 class StackedComputing:
-    """Runs the shards of a group's plan: as `shard/compute.py` does, or where a shard was traced, its trace.
+    """Runs the shards of a group's plan: by the trace of a traced shard, otherwise as `shard/compute.py` does.
 
     Attributes:
-        traces: of forward and backward in one, by the first node of a shard.
-        forwards: likewise, of forwards without gradients.
+        traces: traces of combined forward and backward, by the first node of the shard.
+        forwards: traces of forwards without gradients, likewise.
     """
 
     traces: dict[int, Traced] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class StackedComputing:
         return compute.forward(shard, operands, needs_gradient)
 
     def trace_on(self, shard: ShardGraph, operands: Operands) -> Traced | None:
-        """The trace of a shard's forward and backward for the device of its operands, if there is one."""
+        """Return the trace of a shard for the device of its operands, if there is any."""
         trace = self.traces.get(shard.first)
         return None if trace is None or trace.place.type != operands.state[0].device.type else trace
 
@@ -66,7 +66,7 @@ class StackedComputing:
         incoming: Incoming,
         objective: Objective = loss_itself,
     ) -> Gradients:
-        """As `compute.backward`; the objective is the sum of the members' losses."""
+        """As of `compute.backward`; the objective is the sum of the members' losses."""
         trace = self.trace_on(shard, operands)
         if trace is not None:
             return _with_memory_of_their_own(trace.run(operands))
@@ -74,7 +74,11 @@ class StackedComputing:
 
 
 def _with_memory_of_their_own(made: Gradients) -> Gradients:
-    """Gradients of which each element can be changed by itself, as those are that autograd leaves; a trace may expand some."""
+    """Return gradients with separate memory for every element.
+
+    Autograd's gradients have that property, and later code updates gradients in place. A trace may return expanded
+    tensors, whose elements share memory.
+    """
     dense = {
         name: gradient.contiguous() if _repeats(gradient) else gradient for name, gradient in made.parameters.items()
     }
@@ -92,18 +96,18 @@ def stacked_plan(
     rows: Rows | None = None,
     counted: Mapping[str, Counted] | None = None,
 ) -> Plan:
-    """The plan of a group.
+    """Return the plan of a group.
 
     Args:
-        plan: of one member.
-        count: members.
-        slots: names of nodes that drop with a probability of each member's own.
-        rows: which member has which loss, or metrics, if they are not the same; the plan is the first of its plans.
-        counted: what reduces over samples, by the names of the nodes, for batches of which each member has some samples
-            only; how many, `(N,)`, is one more tensor of the batch then. None: all members have all.
+        plan: the plan of a single member.
+        count: number of members.
+        slots: names of dropout nodes with a separate probability for each member.
+        rows: assignment of losses or metrics to members, if they differ; `plan` is the first of its plans.
+        counted: reductions over samples, by node name, for padded batches; the batch then has an additional tensor
+            `(N,)` with the number of samples that count. None: all samples count.
 
     Raises:
-        UnfusableError: a shard that cannot be run so.
+        UnfusableError: a shard cannot run on stacked members.
     """
     if plan.eager:
         raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
@@ -117,7 +121,7 @@ def stacked_plan(
 
 
 def is_traced(plan: Plan) -> bool:
-    """Whether a group's plan has a trace of its step."""
+    """Return whether a group's plan has a trace."""
     return isinstance(plan.computing, StackedComputing) and bool(plan.computing.traces or plan.computing.forwards)
 
 
@@ -130,16 +134,16 @@ def trace_step(
     accumulate: int = 1,
     place: torch.device | None = None,
 ) -> bool:
-    """Trace the step of a group's plan, or its evaluation, where one unit is the whole of it; returns whether it is traced now.
+    """Trace the step or the evaluation of a group's single-shard plan; return whether there is a trace now.
 
     Args:
-        plan: the group's.
-        state: the stacked parameters and buffers of its shard, in its order.
-        inputs: the stacked batch, all its tensors.
-        count: members.
-        backend: of `torch.compile`, which the step of training is compiled with; None: it is not.
-        accumulate: batches of a step.
-        place: as of `traced`; beside the CPU only steps of training are traced.
+        plan: the group's plan.
+        state: stacked parameters and buffers of the shard, in the shard's order.
+        inputs: all tensors of the stacked batch.
+        count: number of members.
+        backend: backend of `torch.compile` for training steps; None: no compilation.
+        accumulate: batches in a step.
+        place: as of `traced`; on devices other than the CPU only training steps are traced.
     """
     computing = plan.computing
     assert isinstance(computing, StackedComputing), "not a group's plan"
@@ -148,6 +152,7 @@ def trace_step(
     (shard,) = plan.shards
     graph = shard.graph
     elsewhere = place is not None and place.type != "cpu"
+    # A traced forward is a pure function: the trace would freeze random numbers and lose writes to buffers.
     if plan.mode != "train" and (graph.stochastic or graph.written_state or elsewhere):
         return False
     operands = Operands(

@@ -1,4 +1,7 @@
-"""The plans of groups: one member's plan for a kind of batch, stacked and traced once for all groups of a size."""
+"""`GroupPlans`: make, compare, stack and trace the plans of groups.
+
+A member's plan for a kind of batch is stacked and traced once for all groups of the same size in a pool.
+"""
 
 import logging
 import threading
@@ -22,19 +25,19 @@ from hydra_tune.shard.request import Layout
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 CUDA_GRAPHS = "cudagraphs"
 """For `backend`: steps are recorded as CUDA graphs by hydra-tune itself (`captures.py`)."""
-_MAX_KEPT = 64  # stacked plans of one kind of batch, and comparisons
+_MAX_KEPT = 64  # stacked plans of each kind of batch, and comparisons
 
 
 class GroupPlans:
-    """Makes and keeps them, for one pool.
+    """Makes and caches the plans of groups for a pool.
 
     Args:
-        library: where the plans of single members come from.
-        backend: of `torch.compile`, which traced steps are compiled with; None: they are not; `CUDA_GRAPHS`: they are
-            recorded, on GPUs.
+        library: provides the plans of single members.
+        backend: backend of `torch.compile` for traced steps; None: no compilation; `CUDA_GRAPHS`: record steps as CUDA
+            graphs on GPUs.
 
     Attributes:
-        records: whether they are recorded.
+        records: whether steps are recorded.
     """
 
     def __init__(self, library: PlanLibrary, backend: str | None = None) -> None:
@@ -44,23 +47,24 @@ class GroupPlans:
         self._library = library
         self._lock = threading.Lock()
         self._alike: set[Hashable] = set()
-        self._unlike: dict[Hashable, str] = {}  # pairs of architectures, and what they differ in
-        self._likenesses: dict[tuple[Prepared, ...], Likeness] = {}  # of the plans of members
+        self._unlike: dict[Hashable, str] = {}  # differences of pairs of architectures
+        self._likenesses: dict[tuple[Prepared, ...], Likeness] = {}  # by the plans of the members
         self._stacked: WeakKeyDictionary[Prepared, dict[Hashable, Prepared]] = WeakKeyDictionary()
 
     def of_member(self, member: Member, wanted: Wanted, like: Layout | None = None) -> Prepared:
-        """The plan of one member for a batch that it wants computed.
+        """Return a member's plan for a request.
 
         Args:
-            member: any of the group, built; only read.
-            wanted: the batch.
-            like: how the group's state has been cut, if it has.
+            member: any built member of the group; only read.
+            wanted: the request.
+            like: how the group's state is cut, if there is a state.
 
         Raises:
-            UnfusableError: it cannot be stacked; with the reason.
-            HydraTuneError: as `PlanLibrary.prepare`.
+            UnfusableError: the plan cannot be stacked; the message gives the reason.
+            HydraTuneError: as of `PlanLibrary.prepare`.
         """
         module, optimizer = member.built()
+        # Capturing runs the model's code, whose draws must not touch the random streams of the process.
         with member.streams.everything():
             prepared = self._library.prepare(member.task, module, optimizer, wanted.batch, wanted.mode, like)
         module.train()
@@ -70,18 +74,18 @@ class GroupPlans:
     def of_members(
         self, members: Sequence[Member], wanted: Wanted, like: Layout | None = None
     ) -> tuple[Prepared, Likeness]:
-        """The plan of the first of some members, and what the others' have otherwise: probabilities of dropout, and losses.
+        """Return the first member's plan, with the differences of the others: dropout probabilities and losses.
 
         Args:
-            members: of one group, or such as may be; built; only read.
-            wanted: a batch that the first of them wants computed.
+            members: built members of a group, or candidates; only read.
+            wanted: a request of the first member.
             like: as of `of_member`.
 
         Returns:
-            The plan, and for each member what is its own.
+            The plan, and the differences between the members.
 
         Raises:
-            UnfusableError: as `of_member`, or they differ in something else.
+            UnfusableError: as of `of_member`, or the members differ in anything else.
         """
         known: dict[Hashable, Prepared] = {}
         own: list[Prepared] = []
@@ -101,6 +105,8 @@ class GroupPlans:
             known = self._likenesses.get(key)
         if known is not None:
             return known
+        # Comparing graphs is slow, so compare outside the lock; two
+        # threads may compare the same plans, with equal results.
         found = likeness([one.plan for one in own])
         with self._lock:
             for other in self._likenesses.values():
@@ -111,14 +117,14 @@ class GroupPlans:
         return found
 
     def check_alike(self, first: Member, other: Member) -> None:
-        """Refuse two trials that cannot be of one group, though their families are the same.
+        """Refuse two trials of equal family that still cannot share a group.
 
         Args:
-            first: built; only read.
-            other: likewise.
+            first: a built trial; only read.
+            other: a built trial; only read.
 
         Raises:
-            UnfusableError: with what they differ in.
+            UnfusableError: the trials differ; the message names the difference.
         """
         if first.architecture == other.architecture:
             return
@@ -135,12 +141,12 @@ class GroupPlans:
         self._alike.add(pair)
 
     def are_known(self, first: Hashable, other: Hashable) -> bool:
-        """Whether trials of two architectures are known to be alike."""
+        """Return whether trials of two architectures are known to be alike."""
         return first == other or (first, other) in self._alike
 
     def _check_plans(self, first: Member, other: Member) -> None:
         like: Layout | None = None
-        for wanted in _compared(first, other):  # the training first, by whose plan the state is cut
+        for wanted in _compared(first, other):  # training first: its plan decides how the state is cut
             prepared, found = self.of_members([first, other], wanted, like)
             self.stacked(prepared, 2, slots=found.drops, rows=found.rows)
             like = like or layout_of(prepared)
@@ -153,17 +159,17 @@ class GroupPlans:
         rows: Rows | None = None,
         counted: Mapping[str, Counted] | None = None,
     ) -> Prepared:
-        """The same for a group of so many.
+        """Return a member's plan stacked for a group of `count` members.
 
         Args:
-            prepared: of one member.
-            count: members.
-            slots: names of nodes that drop with a probability of each member's own.
+            prepared: the member's plan.
+            count: number of members.
+            slots: names of dropout nodes with a separate probability for each member.
             rows: as of `stacked_plan`.
             counted: as of `stacked_plan`.
 
         Raises:
-            UnfusableError: it cannot be stacked; with the reason.
+            UnfusableError: the plan cannot be stacked; the message gives the reason.
         """
         own = frozenset(slots)
         with self._lock:
@@ -186,16 +192,16 @@ class GroupPlans:
         may_compile: bool = True,
         place: torch.device | None = None,
     ) -> None:
-        """Trace a group's plan, if that has not been done and can be; on GPUs only where it is to be recorded.
+        """Trace a group's plan, unless there is a trace already; on GPUs only if steps are recorded.
 
         Args:
-            prepared: the group's.
-            state: its stacked parameters and buffers.
-            inputs: its stacked batch.
-            count: members.
-            accumulate: batches of a step.
-            may_compile: whether it is compiled where steps are; not where members have batches of several sizes, whose
-                counts a compiler's code would be tried without.
+            prepared: the group's plan.
+            state: stacked parameters and buffers.
+            inputs: the stacked batch.
+            count: number of members.
+            accumulate: batches in a step.
+            may_compile: whether the step may be compiled; False for padded batches, because the check of the compiled
+                code fills the counts of samples with zeros.
             place: the device to trace for; None: the CPU.
         """
         plan = prepared.plan
@@ -204,15 +210,16 @@ class GroupPlans:
             self._tell(is_on_gpu=is_on_gpu)
         if len(plan.shards) > 1 or is_traced(plan) or (is_on_gpu and not self.records):
             return
+        # Torch's tracing state belongs to the whole process, so a trace holds the gate alone, as a capture does.
         with GATE.exclusive():
             try:
                 own = [state[name] for name in plan.shards[0].graph.state]
                 trace_step(plan, own, inputs, count, self._backend if may_compile else None, accumulate, place)
-            except Exception as error:  # noqa: BLE001 - what cannot be traced runs operator by operator
+            except Exception as error:  # noqa: BLE001 - an untraced step runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
 
     def _tell(self, *, is_on_gpu: bool) -> None:
-        """Say once that what was asked for is for other devices."""
+        """Warn once that the requested option is for other devices."""
         why = ""
         if self.records:
             why = (
@@ -226,7 +233,10 @@ class GroupPlans:
 
 
 def _compared(first: Member, other: Member) -> list[Wanted]:
-    """Batches for which two trials are compared; an evaluated one too, if metrics may differ: who comes later may evaluate."""
+    """Return the batches on which two trials are compared.
+
+    If metrics may differ, an evaluation is included even where neither trial validates, because a later member may.
+    """
     found = other.peek() | first.peek()
     found = {"train": found.pop("train"), **found}
     if (first.task.loss, first.task.evaluate) != (other.task.loss, other.task.evaluate):
@@ -235,7 +245,10 @@ def _compared(first: Member, other: Member) -> list[Wanted]:
 
 
 def _with_tails_of(found: Likeness, other: Likeness) -> Likeness:
-    """The same with the very tails of another, if they are of the same plans, so that what is stacked is found again."""
+    """Return the likeness with the tails of an equal earlier likeness.
+
+    Sharing the same `Tails` object lets the caches of stacked plans find their entries again.
+    """
     if found.rows is None or other.rows is None:
         return found
     own, known = found.rows.tails.plans, other.rows.tails.plans
@@ -245,26 +258,26 @@ def _with_tails_of(found: Likeness, other: Likeness) -> Likeness:
 
 
 def check_updates(prepared: Prepared) -> None:
-    """Refuse a member's plan whose updates no group makes.
+    """Refuse a plan whose updates no group supports.
 
     Raises:
-        UnfusableError: they are made on the host.
+        UnfusableError: the updates run on the host.
     """
     if prepared.plan.updates_on_host:
         raise UnfusableError("its updates are made on the host (optimizer_placement), and a group's on the device")
 
 
 def room_for(prepared: Prepared, budget_bytes: int, most: int, least: int = 2) -> int:
-    """How many members a device has room for, up to a number.
+    """Return the number of members that fit a device, at most `most`.
 
     Args:
-        prepared: the plan of one.
-        budget_bytes: memory of each.
-        most: members of a group.
-        least: for how many there must be room.
+        prepared: the plan of a single member.
+        budget_bytes: memory of a device.
+        most: largest size of a group.
+        least: smallest useful number of members.
 
     Raises:
-        UnfusableError: there is not.
+        UnfusableError: fewer than `least` members fit.
     """
     room = min(most, budget_bytes // prepared.plan.peak_bytes)
     if room < least:
@@ -273,6 +286,6 @@ def room_for(prepared: Prepared, budget_bytes: int, most: int, least: int = 2) -
 
 
 def layout_of(prepared: Prepared) -> Layout:
-    """How the state of whoever runs this plan first is cut."""
+    """Return how the state of a trial is cut if the trial runs the given plan first."""
     owners = {name: shards[0] for name, shards in prepared.plan.used_state().items() if len(shards) == 1}
     return Layout(plan=prepared.plan, owners=owners)

@@ -1,13 +1,13 @@
-"""Whether a step's samples are apart from each other, so that a smaller batch may be computed as part of a larger one.
+"""Decide whether the samples of a batch are independent, so that a smaller batch can be padded to a larger batch.
 
-Two captured graphs of one step are compared, for batches of b and of B samples. Their nodes have to be the same but for sizes,
-and the dimension of a node's value that is so many times as long in one as in the other is that of its samples. Node by node it
-is shown that the first of B samples make what the b make: every operator that is given samples has to be known here as one that
-computes each of them by itself. Where samples end is a loss that reduces over them, which is then told how many count
-(`counted.py`).
+The check compares two captured graphs of the same step, for batches of b and of B samples. The graphs must be equal
+except for sizes; a dimension of a node's value that scales as B to b holds the samples. Node by node, the check proves
+that the first b of B samples produce exactly what the smaller batch produces: every operator that receives samples must
+be known to compute each sample separately. The chain ends at a loss that reduces over samples, and the loss is then
+told how many samples count (`counted.py`).
 
-Note: why the rest of a batch may be anything finite. No value of the first b samples depends on it, and nothing that it makes
-reaches a loss; its gradients are zeros times finite numbers.
+Note: why the padding may hold any finite value. No value of the first b samples depends on the padding, and nothing
+computed from the padding reaches a loss; its gradients are zeros times finite numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from hydra_tune.shard.stochastic import draws_random_numbers, named_arguments
 aten: Any = torch.ops.aten
 
 _SIZES = {
-    # Operators that may be given a size which is that of the batch: by which argument.
+    # Operators with a size argument that may name the batch size, and the name of the argument.
     aten.view.default: "size",
     aten.reshape.default: "shape",
     aten.expand.default: "size",
@@ -43,13 +43,13 @@ _SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Batched:
-    """A plan, and what it is for.
+    """A plan with the batch that it serves.
 
     Attributes:
-        plan: of one member.
-        state: the geometry of its parameters and buffers.
-        inputs: the tensors of its batch, of which only the geometry counts.
-        samples: of its batch.
+        plan: the plan of a single member.
+        state: geometry of parameters and buffers.
+        inputs: tensors of the batch; only the geometry counts.
+        samples: number of samples in the batch.
     """
 
     plan: Plan
@@ -58,7 +58,7 @@ class Batched:
     samples: int
 
     def nodes(self) -> list[fx.Node]:
-        """Copies of the graph's nodes, with what its arguments are like."""
+        """Return copies of the graph's nodes, with the geometry of every argument attached."""
         (shard,) = self.plan.shards
         graph = shard.graph
         assert graph.code is not None, "a compiled shard has no nodes"
@@ -78,14 +78,14 @@ class Batched:
 
 
 def counted_losses(one: Batched, other: Batched) -> dict[str, Counted]:
-    """What reduces over samples in the plan of the larger batch, by the names of its nodes.
+    """Return the reductions over samples in the plan of the larger batch, by node name.
 
     Args:
-        one: for the smaller batch.
-        other: for the larger one, of the same trial or one of its kind.
+        one: the plan for the smaller batch.
+        other: the plan for the larger batch, of the same trial or a trial of its kind.
 
     Raises:
-        UnfusableError: a batch of the one may not be computed as part of the other; with the reason.
+        UnfusableError: the smaller batch cannot be computed as part of the larger batch; the message gives the reason.
     """
     small, large = one.plan, other.plan
     if small.eager or large.eager or len(small.shards) > 1 or len(large.shards) > 1:
@@ -106,30 +106,29 @@ def counted_losses(one: Batched, other: Batched) -> dict[str, Counted]:
     walk.go(one.nodes(), other.nodes())
     if not walk.counted:
         raise UnfusableError("nothing that it gives out is over samples")
+    # A buffer such as a running mean would absorb the padding.
     if b.written_state or a.written_state:
         raise UnfusableError(f"its step overwrites {(*b.written_state, *a.written_state)[0]!r}")
     return walk.counted
 
 
 class _Walk:
-    """Goes through both graphs.
+    """Walks both graphs in parallel.
 
     Args:
-        samples: of the small batch and of the large one.
-        inputs: which of the graphs' arguments are tensors of the batch.
+        samples: number of samples in the small and in the large batch.
+        inputs: positions of the batch's tensors among the graphs' arguments.
     """
 
     def __init__(self, samples: tuple[int, int], inputs: range) -> None:
         self.counted: dict[str, Counted] = {}
         self._samples = samples
         self._inputs = inputs
-        self._outer: dict[
-            fx.Node, int
-        ] = {}  # how many times all samples are in that dimension, one set behind the other
-        self._dims: dict[fx.Node, Any] = {}  # of nodes of the large graph; None: the same for both
+        self._outer: dict[fx.Node, int] = {}  # number of consecutive sets of all samples in the dimension
+        self._dims: dict[fx.Node, Any] = {}  # for nodes of the large graph; None: no samples
 
     def go(self, own: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
-        """All nodes, of the graph for the smaller batch and of the other one."""
+        """Walk all nodes of the smaller batch's graph and of the larger batch's graph."""
         if len(own) != len(other):
             raise UnfusableError("its graphs have not as many operators")
         numbers = {node: number for nodes in (own, other) for number, node in enumerate(nodes)}
@@ -141,7 +140,7 @@ class _Walk:
             elif b.op == "output":
                 if any(self._dims[leaf] is not None for leaf in b.all_input_nodes):
                     raise UnfusableError("it gives out values of single samples")
-            elif b.target is aten._assert_tensor_metadata.default:  # noqa: SLF001 - of what holds for every batch of the kind
+            elif b.target is aten._assert_tensor_metadata.default:  # noqa: SLF001 - true for every batch of the kind
                 self._dims[b] = None
             elif b.op == "call_function":
                 self._check_arguments(a, b, numbers)
@@ -150,13 +149,15 @@ class _Walk:
                 raise UnfusableError("it has regions of its own (torch.no_grad())")
 
     def dim(self, node: Any) -> Any:
-        """Which dimension of a node's value has the samples."""
+        """Return the dimension of a node's value that holds the samples."""
         return self._dims[node] if isinstance(node, fx.Node) else None
 
     def _argument(self, number: int, a: fx.Node, b: fx.Node) -> int | None:
         dim = self._scaled(a.meta.get("val"), b.meta.get("val"), b)
         if dim is None:
             same = b.meta["val"]
+            # `StackedBatches` recognizes samples by the size of the
+            # first dimension, and would pad such a tensor as well.
             if number in self._inputs and same.dim() and same.shape[0] == self._samples[0]:
                 raise UnfusableError("its batches have tensors that are as long as one of them without being samples")
             return None
@@ -166,7 +167,7 @@ class _Walk:
         return 0
 
     def _check_arguments(self, a: fx.Node, b: fx.Node, numbers: Mapping[fx.Node, int]) -> None:
-        """Both nodes have the same arguments, but for sizes."""
+        """Check that both nodes have equal arguments, except for sizes."""
         place: Any = lambda leaf: _Place(numbers[leaf])  # noqa: E731
         found: list[Any]
         if not isinstance(b.target, OpOverload):
@@ -182,7 +183,7 @@ class _Walk:
             raise UnfusableError(f"{b.target} has other arguments for other batch sizes ({b.name})")
 
     def _made(self, a: fx.Node, b: fx.Node) -> Any:
-        """The dimension of what a node makes that has the samples; shown both by sizes and by what the operator does."""
+        """Return the sample dimension of a node's result, proved both by sizes and by the operator's rule."""
         if isinstance(b.target, OpOverload) and draws_random_numbers(b):
             raise UnfusableError(f"{b.target} draws random numbers for all samples of a batch ({b.name})")
         small, large = a.meta.get("val"), b.meta.get("val")
@@ -210,7 +211,7 @@ class _Walk:
         return by_size
 
     def _keeps_apart(self, node: fx.Node, given: Sequence[fx.Node], made: Any) -> bool:
-        """Whether an operator computes each sample by itself."""
+        """Return whether an operator computes each sample separately."""
         before = [self._outer.get(one, 1) for one in given]
         if node.target in ROW_MAJOR and len(given) == 1:
             outer = outer_of(node, self._dims[given[0]], made, before[0], self._samples[1])
@@ -225,7 +226,7 @@ class _Walk:
         return keeps_samples_apart(self.dim, node, made)
 
     def _scaled(self, small: Any, large: Any, node: fx.Node) -> int | None:
-        """Which dimension is that of the samples."""
+        """Return the dimension that scales with the number of samples."""
         if not isinstance(small, Tensor) or not isinstance(large, Tensor):
             if small is None and large is None and node.op == "call_function":
                 return None
@@ -246,7 +247,7 @@ class _Walk:
 
 
 class _Place:
-    """A node, by its place."""
+    """Stand-in for a node, printed as the node's position."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -266,7 +267,7 @@ def _are_sizes(a: Sequence[Any], b: Sequence[Any], samples: tuple[int, int]) -> 
 
 
 def _refused(node: fx.Node) -> UnfusableError:
-    """For an operator that may look at several samples."""
+    """Return the error for an operator that may look at several samples."""
     if "batch_norm" in str(node.target):
         return UnfusableError("batch normalization looks at all samples of a batch")
     return UnfusableError(f"{node.target} may look at several samples of a batch ({node.name})")

@@ -1,4 +1,4 @@
-"""A member's place in a group, and whom a group asks and tells about its places."""
+"""`Seat`: a member's place in a group, and `Desk`: the interface through which a group reports on its places."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,21 +15,26 @@ class Seat:
     """A member's place in a group.
 
     Args:
-        member: who has it.
-        waits: whether its reports wait for an answer.
+        member: the trial at the place.
+        waits: whether the member's reports wait for an answer.
 
     Attributes:
-        wants: what the member wants next; None before it has begun, and when it is over.
-        is_ahead: whether it has gone on to that within a unit, and what comes of it has not been seen to.
-        waits_until: how long those that are answered wait for it, by the monotonic clock; None until its report is passed on.
-        is_answered: whether that report has been answered.
-        most_together: the most members, itself counted, that its group had when it was computed.
-        is_paused: whether the member is to leave, to come back later; may be set at any time, on any thread.
-        is_handed_back: whether the group has ended without it, and its member can go on elsewhere from where it was.
-        stop: how it is to end, "pruned" or "cancelled", if it is; may be set at any time, on any thread.
-        status: how it has ended; None while it has not.
-        error: why it has failed.
-        module, optimizer: of a member that has completed, with its weights and state.
+        wants: the member's next request; None before the member has begun, and after the member has ended.
+        is_ahead: whether the member already advanced to `wants` inside a unit, and the group has yet to act on the
+            request.
+        waits_until: deadline, by the monotonic clock, until which answered members wait for the answer to this member's
+            report; None until the report is passed on.
+        is_answered: whether the current report has been answered.
+        most_together: largest number of members, including the member, in the group during any of the member's
+            computations.
+        is_paused: whether the member is to leave and return later; any thread may set the flag at any time.
+        is_handed_back: whether the group ended before the member did, so the member can continue elsewhere from its
+            present state.
+        stop: requested end, "pruned" or "cancelled"; None without a request; any thread may set the request at any
+            time.
+        status: how the member ended; None while the member runs.
+        error: the reason of a failure.
+        module, optimizer: set for a completed member, with its final weights and state.
     """
 
     def __init__(self, member: Member, *, waits: bool) -> None:
@@ -50,79 +55,82 @@ class Seat:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for an answer."""
+        """Whether the member waits for an answer to a report."""
         return self.status is None and self.stop is None and isinstance(self.wants, Report) and not self.is_answered
 
     def go_on(self) -> None:
-        """Have the member run its own code up to what it wants next.
+        """Run the member's own code up to its next request.
 
         Raises:
-            BaseException: whatever that code raises.
+            BaseException: any error of the member's code.
         """
         self.wants, self.waits_until, self.is_answered = self.member.go_on(), None, False
 
 
 def vacant(like: Seat) -> Seat:
-    """A place that nobody has, computed as `like` is, and masked."""
+    """Return a vacant place: computed like `like`, and masked."""
     seat = Seat(like.member, waits=False)
     seat.status = "vacant"
     return seat
 
 
 class Desk(Protocol):
-    """Whom a group asks and tells about its places, on the thread that has the group go on."""
+    """Interface that a group calls about its places, on the thread that advances the group."""
 
     def ended(self, seat: Seat) -> None:
-        """A member is over."""
+        """A member has ended."""
 
     def reported(self, seat: Seat) -> None:
-        """A member has reported; sets `is_answered`, now or later, on any thread."""
+        """A member has reported; the desk sets `is_answered`, now or later, on any thread."""
 
     def left(self, seat: Seat) -> None:
-        """A member that is paused has left with its state; it may come back, to this group or another."""
+        """A paused member has left with its state; the member may return to the same group or join another."""
 
     def waiting(self) -> int:
-        """How many members would come if there were places for them."""
+        """Return the number of members that would join if there were vacant places."""
 
     def joining(self, free: int, *, ends: bool) -> Sequence[Seat]:
-        """Members that come now.
+        """Return members that join now.
 
         Args:
-            free: places that nobody has.
-            ends: whether the group is over unless somebody comes.
+            free: number of vacant places.
+            ends: whether the group ends unless a member joins.
         """
 
     def make_ready(self, size: int) -> bool:
-        """Whether the group's plans for another size are ready; if not, they are being made meanwhile."""
+        """Return whether the group's plans for another size are ready.
+
+        Otherwise start making the plans in the background.
+        """
 
     def measured(self, found: Measured, like: Wanted) -> None:
-        """Planned steps, of batches like these, have proved to take so long."""
+        """Receive the measured time of planned steps, for batches like `like`."""
 
 
 class ClosedDesk(Desk):
-    """Of a group that nobody comes to, and whose members are of no interest to others."""
+    """Desk of a group that no member joins and no observer watches."""
 
     def ended(self, seat: Seat) -> None:
         """As of `Desk`."""
 
     def reported(self, seat: Seat) -> None:
-        """As of `Desk`; the group goes on."""
+        """As of `Desk`; answers at once, so the group continues."""
         seat.is_answered = True
 
     def left(self, seat: Seat) -> None:
         """As of `Desk`."""
 
     def waiting(self) -> int:
-        """Nobody."""
+        """Return 0: no member waits."""
         return 0
 
     def joining(self, free: int, *, ends: bool) -> Sequence[Seat]:
-        """Nobody."""
+        """Return no members."""
         del free, ends
         return ()
 
     def make_ready(self, size: int) -> bool:
-        """The size stays."""
+        """Return False: the size never changes."""
         del size
         return False
 

@@ -1,17 +1,17 @@
-"""How many places a group has, from step to step."""
+"""`Sizes`: decide how many places a group has, from step to step."""
 
 _PATIENCE_STEPS = 16
 
 
 class Sizes:
-    """Says when a group is to have more places, or fewer.
+    """Decides when a group gains or loses places.
 
-    Sizes are powers of two, so that there are few plans, or the most that there may be. A group grows as soon as somebody waits
-    for whom there is no place. It shrinks when half of its places or more have been vacant for some steps: one that ends
-    is often followed by another, and a stack that changes its size twice would have gained nothing.
+    Sizes are powers of two, which keeps the number of plans small, or the largest permitted size. A group grows as soon
+    as a member waits without a vacant place. A group shrinks only after at least half of its places have been vacant
+    for some steps: an ended trial is often followed by a new trial, and resizing the stack twice would gain nothing.
 
     Args:
-        most: places that there may be.
+        most: largest number of places.
     """
 
     def __init__(self, most: int) -> None:
@@ -19,16 +19,16 @@ class Sizes:
         self._quiet_steps = 0
 
     def computed(self, size: int, taken: int) -> None:
-        """A step is over, in which so many places were taken."""
+        """Note that a step has run with `taken` of `size` places occupied."""
         self._quiet_steps = self._quiet_steps + 1 if 2 * taken <= size else 0
 
     def wanted(self, size: int, taken: int, waiting: int) -> int:
-        """The size that a group should have.
+        """Return the size that the group should have.
 
         Args:
-            size: that it has.
-            taken: places taken.
-            waiting: members that would come.
+            size: present size.
+            taken: occupied places.
+            waiting: members that would join.
         """
         if taken + waiting > size:
             return max(size, min(self.most, _power_of_two(taken + waiting)))
@@ -37,7 +37,7 @@ class Sizes:
         return size
 
     def changed(self) -> None:
-        """The group has another size now."""
+        """Note that the group has been resized."""
         self._quiet_steps = 0
 
 

@@ -1,4 +1,8 @@
-"""Members' modules as one, with stacked parameters; and what of it is one member's."""
+"""Convert between members' own modules and the stacked module of a group.
+
+`StackedModule` and `stacked_optimizer` build the group's state. `hand_out` copies a place back to a member's own
+module, for example before a checkpoint or when a trial is pruned, and `put_in` copies a joining member into a place.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,10 +19,10 @@ from hydra_tune.train.state import ModelState
 
 
 class StackedModule(nn.Module):
-    """Parameters and buffers of the members, stacked under the names that they have in each of them. Has no forward.
+    """Parameters and buffers of all members, stacked under the members' own names. Has no forward.
 
     Args:
-        members: modules of one architecture.
+        members: modules of the same architecture.
     """
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
@@ -36,7 +40,7 @@ class StackedModule(nn.Module):
     def _owner(self, name: str) -> nn.Module:
         owner: nn.Module = self
         for part in name.split(".")[:-1]:
-            child = owner._modules.get(part)  # noqa: SLF001 - a name of the user's may be one of nn.Module's own
+            child = owner._modules.get(part)  # noqa: SLF001 - a user's submodule may be named like an attribute of nn.Module
             if child is None:
                 child = nn.Module()
                 owner.add_module(part, child)
@@ -45,12 +49,12 @@ class StackedModule(nn.Module):
 
 
 def stacked_optimizer(members: Sequence[Optimizer], first: nn.Module, stacked: nn.Module) -> StackedOptimizer:
-    """One optimizer for the stacked parameters.
+    """Build a single optimizer for the stacked parameters.
 
     Args:
-        members: the members' own.
+        members: the members' own optimizers.
         first: the first member's module.
-        stacked: the stacked one.
+        stacked: the stacked module.
     """
     names = {id(tensor): name for name, tensor in named_state(first)}
     wide = dict(stacked.named_parameters())
@@ -59,17 +63,19 @@ def stacked_optimizer(members: Sequence[Optimizer], first: nn.Module, stacked: n
 
 
 def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimizer) -> None:
-    """Copy a member's part of a group's state to its own module and optimizer; no unit of the group runs.
+    """Copy a member's part of a group's state to the member's own module and optimizer; no unit of the group may run.
 
     Args:
-        state: the group's.
-        index: of the member.
-        module: its own, to be overwritten.
-        optimizer: its own, whose state is to be the group's.
+        state: the group's state.
+        index: the member's place.
+        module: the member's own module, overwritten.
+        optimizer: the member's own optimizer; receives the state from the group.
     """
     stacked = state.optimizer
     assert isinstance(stacked, StackedOptimizer), "not a group's state"
     with state.readers.reading(), torch.no_grad():
+        # Paging may move a tensor's bytes on another thread meanwhile. An alias keeps the present bytes readable
+        # until a unit runs.
         values: Mapping[int, Tensor] = state.aliases()
         for name, tensor in named_state(module):
             wide = state.tensors[name]
@@ -81,13 +87,13 @@ def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimi
 
 
 def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimizer, device: Device) -> None:
-    """Have a place of a group's state be another member's; no unit of the group runs.
+    """Copy another member into a place of a group's state; no unit of the group may run.
 
     Args:
-        state: the group's.
+        state: the group's state.
         index: the place.
-        module: the member's own, whose weights are copied.
-        optimizer: the member's own, whose state is copied if it has any, and whose rates are read from now on.
+        module: the member's own module; provides the weights.
+        optimizer: the member's own optimizer; provides optimizer state if it has any, and the rates from now on.
         device: any device of the pool.
     """
     stacked = state.optimizer
@@ -105,6 +111,8 @@ def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimize
         if id(tensor) in rows:
             tensor.detach()[index] = rows[id(tensor)]
 
+    # `rewrite` brings every block home and writes on the host, so the next load carries the new row to a device.
+    # Optimizer state that the group lacks is adopted afterwards, as new tensors.
     state.rewrite(write)
     state.adopt_saved({name: entries for name, entries in lacking.items() if entries}, device)
 
@@ -112,12 +120,12 @@ def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimize
 def adopt(
     state: ModelState, built: Sequence[tuple[nn.Module, Optimizer]], taken: Sequence[bool], device: Device
 ) -> None:
-    """Stack the state of members' own optimizers, where one of them has taken a step.
+    """Stack the state of the members' own optimizers, where at least one has taken a step.
 
     Args:
-        state: the group's, whose optimizer has taken none.
+        state: the group's state; its optimizer has taken no step.
         built: the members' modules and optimizers.
-        taken: which of the places are taken.
+        taken: whether each place is occupied.
         device: any device of the pool.
     """
     stacked = state.optimizer
@@ -131,7 +139,7 @@ def adopt(
 
 
 def _laid_out(value: Any, parameter: Tensor) -> Any:
-    """An entry of a parameter's state as the member's own optimizer has it: where the parameter is, with its strides."""
+    """Return a state entry on the parameter's device, with its strides, as the member's optimizer has it."""
     if not isinstance(value, Tensor) or not value.dim():
         return value
     if value.shape != parameter.shape or value.stride() == parameter.stride():

@@ -1,9 +1,9 @@
-"""A captured graph on stacked members: every node as one call for all of them.
+"""`StackedGraph`: run a captured graph on stacked members, with a single call per node for all of them.
 
-Each value is either stacked, with the members in front, or shared by all members (what is made of constants alone). A node of
-shared values runs as it is. One of stacked values runs by its rule (`rules.py` and others), by `drawing.drawn` where it draws
-random numbers, or else under `torch.vmap`. What has none of these forms runs for one member after the other (`apart.py`).
-Regions such as `torch.no_grad()` run node by node too.
+Every value is either stacked, with the members in front, or shared by all members (derived from constants alone). A
+node with only shared inputs runs unchanged. A node with stacked inputs runs by its own rule (`rules.py` and others), by
+`drawing.drawn` if the node draws random numbers, or else under `torch.vmap`. An operator without any of these forms
+runs once for each member (`apart.py`). Regions such as `torch.no_grad()` also run node by node.
 """
 
 import operator
@@ -28,9 +28,9 @@ from hydra_tune.fusion.tables import TABLES, embedding_bag
 from hydra_tune.shard.placing import moved, names_a_device
 from hydra_tune.shard.stochastic import draws_random_numbers
 
-_CHECKS = frozenset([torch.ops.aten._assert_tensor_metadata.default])  # noqa: SLF001 - of what holds for every batch of the kind
+_CHECKS = frozenset([torch.ops.aten._assert_tensor_metadata.default])  # noqa: SLF001 - true for every batch of the kind
 _APART = frozenset(
-    # What is made of operators that `torch.vmap` has no form for.
+    # Composite operators that decompose into operators without a batching rule in `torch.vmap`.
     f"aten::{name}"
     for name in ("embedding_bag", "ctc_loss", "lstm", "gru", "rnn_tanh", "rnn_relu", "multilabel_margin_loss")
 )
@@ -38,14 +38,14 @@ _ALL_RULES = RULES | RECURRENT | TABLES
 _DROPOUT = frozenset([torch.ops.aten.dropout.default, torch.ops.aten.scaled_dot_product_attention.default])
 """What draws masks by the kernel that GPUs have for dropout; the whole channels, and what overwrites, by another one."""
 _IS_DROPOUT = "is dropout"
-_OWN_DRAWS = frozenset(RECURRENT)  # rules that draw by themselves
+_OWN_DRAWS = frozenset(RECURRENT)  # rules that draw their own random numbers
 _Run = Callable[[int, Sequence[Any], dict[str, Any]], Any]
 """Number of members, arguments and keywords of a node -> its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One node: what it runs, on which nodes' values, whose values nobody needs afterwards, and whether it names a device."""
+    """A node ready to run: its function, inputs, values to free afterwards, and whether an argument names a device."""
 
     node: fx.Node
     run: _Run
@@ -59,12 +59,12 @@ class StackedGraph:
     """Runs a graph for all members at once.
 
     Args:
-        module: the graph, for one member.
-        is_stacked: of each of its arguments, whether it has the members in front.
-        slots: names of nodes that drop with a probability of each member's own.
+        module: the graph, captured for a single member.
+        is_stacked: for every argument, whether the argument has the members in front.
+        slots: names of dropout nodes with a separate probability for each member.
 
     Raises:
-        UnfusableError: it has a node that cannot be run so; the message names it.
+        UnfusableError: a node cannot run on stacked members; the message names the node.
     """
 
     def __init__(self, module: fx.GraphModule, is_stacked: Sequence[bool], slots: frozenset[str] = frozenset()) -> None:
@@ -75,7 +75,7 @@ class StackedGraph:
         self._outputs: tuple[fx.Node, ...] = ()
         self._bodies: dict[fx.Node, Any] = {}
         self._slots = slots
-        self._gradients: bool | None = None  # as they are, unless a region says otherwise
+        self._gradients: bool | None = None  # grad mode of the region being added; None outside any region
         flags = iter(is_stacked)
         for node in module.graph.nodes:
             self._add(node, flags)
@@ -83,16 +83,19 @@ class StackedGraph:
         self._calls = self._with_last_uses()
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        """The graph's outputs, all with the members in front."""
+        """Return the graph's outputs, all with the members in front."""
         count, place = arguments[self._first].size(0), arguments[self._first].device
         values: dict[fx.Node, Any] = dict(zip(self._arguments, arguments, strict=True))
         for call in self._calls:
             given = (call.arguments, call.keywords)
+            # Plans are captured on the CPU; a device named in the graph must become the device that the members are
+            # on.
             if call.is_placed and place.type != "cpu":
                 given = moved(given, place)
             found = [fx.node.map_arg(argument, values.__getitem__) for argument in given[0]]
             keywords = {name: fx.node.map_arg(value, values.__getitem__) for name, value in given[1].items()}
             values[call.node] = call.run(count, found, keywords)
+            # The list would keep values alive past their last use, and peak memory is planned without them.
             found.clear()
             for node in call.last_uses:
                 del values[node]
@@ -113,11 +116,11 @@ class StackedGraph:
             self._add_operation(node, {})
 
     def _add_operation(self, node: fx.Node, placed: Mapping[fx.Node, Any]) -> None:
-        """A node of the graph, or of a region.
+        """Add a node of the graph, or of a region.
 
         Args:
-            node: what is called.
-            placed: of a region's nodes, those that stand for others.
+            node: the node to add.
+            placed: for nodes of a region, the node or value that stands for each.
         """
         arguments: Any = fx.node.map_arg(node.args, lambda n: self._bodies.get(n, placed.get(n, n)))
         keywords: Any = fx.node.map_arg(node.kwargs, lambda n: self._bodies.get(n, placed.get(n, n)))
@@ -135,7 +138,7 @@ class StackedGraph:
             self._planned.append((node, run, arguments, keywords))
 
     def _add_draw(self, node: fx.Node, record: fx.Graph, inputs: Sequence[fx.Node]) -> None:
-        """A random operator, primitive by primitive."""
+        """Add a random operator as its recorded primitives."""
         placed: dict[fx.Node, Any] = {}
         given = iter(inputs)
         for one in record.nodes:
@@ -152,7 +155,7 @@ class StackedGraph:
                     (one, _masks(node.name, one.meta["val"].stride(), is_dropout, like in self._stacked), (like,), {})
                 )
             elif node.name in self._slots and one.target is torch.ops.aten.div_.Scalar:
-                placed[one] = placed[one.args[0]]  # masks are scaled
+                placed[one] = placed[one.args[0]]  # `drawing.masks` scales already, each member by its own probability
             else:
                 arguments = fx.node.map_arg(one.args, placed.__getitem__)
                 keywords = {key: fx.node.map_arg(value, placed.__getitem__) for key, value in one.kwargs.items()}
@@ -161,9 +164,9 @@ class StackedGraph:
                 self._add_call(one, arguments, keywords)
 
     def _add_region(self, node: fx.Node, enabled: bool, body: fx.GraphModule, *operands: fx.Node) -> None:
-        """What is written under `torch.no_grad()` or `torch.enable_grad()`."""
+        """Add a region written under `torch.no_grad()` or `torch.enable_grad()`."""
         inner = fx.Graph()
-        result = inner.graph_copy(body.graph, {})  # nodes of its own, for a region may be used twice
+        result = inner.graph_copy(body.graph, {})  # fresh nodes, since a graph may call the same region twice
         inner.owning_module = body
         given, placed = iter(operands), {}
         outer, self._gradients = self._gradients, enabled
@@ -213,6 +216,8 @@ class StackedGraph:
             self._stacked.add(node)
             self._check_overwritten(node, arguments)
             run = self._for_all(node, arguments, keywords)
+        # A fresh shared tensor that a later node fills in place with members' values needs a separate copy for each
+        # member.
         elif _is_made_to_be_overwritten(node):
             self._stacked.add(node)
             run = _once(target, expands=True)
@@ -227,6 +232,8 @@ class StackedGraph:
             return by_itself
         stacked = self._stacked_leaves(arguments, keywords)
         rule = self._rule_of(node)
+        # A rule may decline by returning None, and `torch.vmap` may fail for some arguments. The order is rule, vmap,
+        # then each member alone; a failed vmap is not tried again for the node.
         is_batched = has_batched_form(target) and target._schema.name not in _APART  # noqa: SLF001
 
         def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:
@@ -243,6 +250,8 @@ class StackedGraph:
                 try:
                     return _mapped(target, found, given, stacked)
                 except RuntimeError as error:
+                    # Running out of memory says nothing about batching rules; the pager must see the error and retry
+                    # the unit.
                     if isinstance(error, torch.OutOfMemoryError):
                         raise
                     is_batched = False
@@ -268,7 +277,7 @@ class StackedGraph:
         return [leaf in self._stacked for leaf in leaves]
 
     def _check_dense(self, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Refuse gradients that are no plain tensors."""
+        """Refuse nodes with sparse gradients."""
         target: Any = node.target
         if not isinstance(target, OpOverload):
             return
@@ -277,7 +286,7 @@ class StackedGraph:
             raise UnfusableError(f"{_told(node)} has sparse gradients, which have no stacked form")
 
     def _check_overwritten(self, node: fx.Node, arguments: tuple[Any, ...]) -> None:
-        """Refuse a node that writes members' values into what they share."""
+        """Refuse a node that writes members' values into a shared tensor."""
         target: Any = node.target
         if not isinstance(target, OpOverload):
             return
@@ -329,7 +338,7 @@ def _counting(loss: Counted, stacked: Sequence[bool]) -> _Run:
 
 
 def _once(target: Any, *, expands: bool) -> _Run:
-    """A node of shared values."""
+    """Return a run of a node with only shared inputs."""
 
     def run(count: int, found: Sequence[Any], keywords: dict[str, Any]) -> Any:
         made = target(*found, **keywords)
@@ -339,7 +348,7 @@ def _once(target: Any, *, expands: bool) -> _Run:
 
 
 def _under(run: _Run, *, enabled: bool | None) -> _Run:
-    """A node of a region."""
+    """Return a run inside a region's grad mode."""
     if enabled is None:
         return run
 
@@ -351,7 +360,7 @@ def _under(run: _Run, *, enabled: bool | None) -> _Run:
 
 
 def _takes_first_only(node: fx.Node) -> bool:
-    """Whether nothing is used of what a node makes but the first."""
+    """Return whether the graph uses only the first result of a node."""
     return all(user.target is operator.getitem and (user.args[1] == 0 or not user.users) for user in node.users)
 
 
@@ -362,7 +371,7 @@ def _drawing(target: Any, is_stacked: Sequence[bool], strides: Sequence[int], *,
 
 
 def _mapped(target: Any, found: Sequence[Any], keywords: dict[str, Any], stacked: Sequence[bool]) -> Any:
-    """A node of stacked values under `torch.vmap`."""
+    """Run a node with stacked inputs under `torch.vmap`."""
     leaves, spec = pytree.tree_flatten((tuple(found), keywords))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -378,7 +387,7 @@ def _mapped(target: Any, found: Sequence[Any], keywords: dict[str, Any], stacked
 
 
 def _is_made_to_be_overwritten(node: fx.Node) -> bool:
-    """Whether something fresh is filled in place afterwards."""
+    """Return whether a node creates a fresh tensor that a later node fills in place."""
     return not node.all_input_nodes and any(
         isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable  # noqa: SLF001
         for user in node.users

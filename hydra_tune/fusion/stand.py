@@ -1,4 +1,4 @@
-"""`Stand`: a device that steps are profiled on, for plans of steps that run on all of its kind."""
+"""`Stand`: a device on which the planner profiles steps, representing all devices of its kind."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,9 +12,9 @@ class Stand:
     """A device to profile on.
 
     Attributes:
-        place: where its tensors are.
-        rounding: bytes to which its allocator rounds, for plans that its memory really has to have room for; 1: it need not.
-        borrowed: entered around what is run there; else it is the pool's.
+        place: the torch device of the profiled tensors.
+        rounding: bytes to which the device's allocator rounds, for plans that must fit real memory; 1: plans need not.
+        borrowed: context manager entered around profiling, because the device otherwise belongs to the pool.
     """
 
     place: torch.device

@@ -1,4 +1,4 @@
-"""`nn.Embedding` and `nn.EmbeddingBag` of stacked members: their tables one below the other, as one table."""
+"""`nn.Embedding` and `nn.EmbeddingBag` of stacked members: the members' tables concatenated to a single table."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +16,15 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Rows of `(N, rows, width)` by `(N, ...)` to `(N, ..., width)`; a row of padding has no gradient in any member."""
+    """Look up rows of `(N, rows, width)` by indices `(N, ...)`.
+
+    Return `(N, ..., width)`. Padding rows get no gradient.
+    """
     members, rows = weight.shape[:2]
     number = torch.arange(members, device=indices.device).view(-1, *[1] * (indices.dim() - 1))
     found: Tensor = aten.embedding(weight.flatten(0, 1), indices + number * rows, -1, scale_grad_by_freq, sparse)
+    # The concatenated table has a padding row for every member, but the operator takes only
+    # a single padding index. Detaching the looked-up padding rows has the same effect.
     if padding_idx < 0:
         return found
     return torch.where((indices == padding_idx).unsqueeze(-1), found.detach(), found)
@@ -36,10 +41,10 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Sequence[Tensor | None] | None:
-    """Bags of `(N, rows, width)`, `(N, ids)` and `(N, bags)` to `(N, bags, width)`; what else the operator gives is left out.
+    """Reduce bags of `(N, rows, width)`, ids `(N, ids)` and offsets `(N, bags)` to `(N, bags, width)`.
 
-    None where each member has a row of its own that counts for nothing (`padding_idx`), or ids may be in no bag
-    (`include_last_offset`).
+    Other results of the operator are left out. Return None where every member has a padding row that does not count
+    (`padding_idx`), or ids may belong to no bag (`include_last_offset`).
     """
     if include_last_offset or (padding_idx is not None and padding_idx >= 0):
         return None

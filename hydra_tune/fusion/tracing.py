@@ -1,8 +1,9 @@
-"""The forward and backward of a stacked shard as one flat graph, without autograd and `torch.vmap` at run time.
+"""Trace forward and backward of a stacked shard to a flat graph, free of autograd and `torch.vmap` at run time.
 
-For small models most of a step is not arithmetic but what comes before it: dispatch through `torch.vmap`, and autograd's
-bookkeeping. Both are the same at each step, so they are done once, on tensors without bytes, and what operators they come to is
-kept. Random numbers are arguments of the graph: what a shard draws is noted, and drawn before it runs.
+In small models most of a step's time is overhead: dispatch through `torch.vmap`, and bookkeeping of autograd. The
+overhead is identical in every step, so tracing pays for it once, on fake tensors without memory, and keeps the
+resulting list of operators. Random numbers become arguments of the graph: tracing notes the draws of a shard, and the
+numbers are drawn before each run.
 """
 
 import copy
@@ -30,19 +31,19 @@ _Layouts = list[tuple[Layout, list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A shard's forward and backward, traced.
+    """The traced forward and backward of a shard.
 
     Attributes:
-        module: takes the operands, the noise and room for gradients, returns the losses and the gradients of `trained`.
-        trained: the parameters that have gradients.
-        places: of them among the shard's parameters and buffers.
-        written: which of their gradients are made where there is room for them.
-        noise: what it draws.
-        loss: the name of the losses.
-        pure: the module before it was given room: it makes all gradients itself.
-        place: the device that it was traced for; it runs on all of that kind.
+        module: takes operands, noise and room for gradients; returns the losses and the gradients of `trained`.
+        trained: names of the parameters with gradients.
+        places: positions of `trained` among the shard's parameters and buffers.
+        written: indices of gradients written directly into the given room.
+        noise: the random numbers that the shard draws.
+        loss: name of the losses.
+        pure: the module before it received room; allocates all gradients itself.
+        place: the device of the trace; the trace runs on every device of the same kind.
         forward: runs the module.
-        code: compiled code of that, which runs in the place of the module, if there is any.
+        code: compiled form of `pure`, run instead of the module; None without a compiler.
     """
 
     module: fx.GraphModule
@@ -58,7 +59,7 @@ class Traced:
     _layouts: dict[tuple[int, ...], _Layouts] = field(default_factory=dict)
 
     def draw(self, device: torch.device) -> list[Tensor]:
-        """The random numbers of one run."""
+        """Draw the random numbers of a run."""
         if not self.noise:
             return []
         group = own_generator()
@@ -66,13 +67,13 @@ class Traced:
         return draw_all(self.noise, group, device)
 
     def run(self, operands: Operands, noise: Sequence[Tensor] | None = None, *, is_laid_out: bool = False) -> Gradients:
-        """The gradients of each member's loss, and the losses.
+        """Return the gradients of every member's loss, and the losses.
 
         Args:
-            operands: of the shard.
-            noise: its random numbers, if they have been drawn.
-            is_laid_out: whether gradients are to lie one behind the other as the parameters do, so that they can be taken
-                as one (`flat.py`); none then shares its bytes with anything else.
+            operands: operands of the shard.
+            noise: random numbers, if already drawn.
+            is_laid_out: whether to lay gradients out contiguously in the order of the parameters, so that the optimizer
+                can treat them as a single tensor (`flat.py`); such gradients share no bytes with other tensors.
         """
         if noise is None:
             noise = self.draw(operands.all[0].device)
@@ -93,9 +94,11 @@ class Traced:
         )
 
     def _room(self, parameters: Sequence[Tensor], *, is_laid_out: bool) -> Mapping[int, Tensor]:
-        """Where gradients are to be, by place in `trained`."""
+        """Return empty gradients to write into, by index in `trained`."""
         if not is_laid_out:
             return {index: torch.empty_like(parameters[index]) for index in self.written}
+        # Blocks move when they are spilled and loaded, and the neighbours
+        # of a parameter change with them, so layouts are known by address.
         addresses = tuple([parameter.data_ptr() for parameter in parameters])
         layouts = self._layouts.get(addresses)
         if layouts is None:
@@ -110,7 +113,7 @@ class Traced:
 
 
 def _layouts(parameters: Sequence[Tensor]) -> _Layouts:
-    """How parameters lie, those of each dtype for themselves."""
+    """Return the memory layouts of the parameters, separately for each dtype."""
     kinds: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
     for index, parameter in enumerate(parameters):
         kinds.setdefault(parameter.dtype, []).append((parameter, index))
@@ -118,14 +121,14 @@ def _layouts(parameters: Sequence[Tensor]) -> _Layouts:
 
 
 def traced_forward(run: Any, operands: Operands) -> fx.GraphModule:
-    """Trace a shard that draws nothing, without gradients.
+    """Trace the forward of a shard that draws no random numbers.
 
     Args:
         run: the stacked shard.
         operands: tensors of the sizes to trace for.
 
     Returns:
-        What takes the operands and returns the shard's outputs.
+        A module from the operands to the shard's outputs.
     """
     with torch.no_grad():
         module = make_fx(run, tracing_mode="fake")(*(tensor.detach() for tensor in operands.all))
@@ -145,18 +148,19 @@ def traced(
     accumulate: int = 1,
     place: torch.device | None = None,
 ) -> Traced | None:
-    """Trace a shard that makes nothing but the loss; None where it draws numbers that depend on values.
+    """Trace a shard whose only output is the loss; return None if its random draws depend on values.
 
     Args:
         run: the stacked shard.
-        names: of its parameters and buffers.
-        operands: tensors of the sizes to trace for; only their geometry counts.
-        trains: for each of the names, whether its gradient is wanted.
-        loss: what the shard's output is called.
-        count: members.
-        draws: whether it may draw random numbers.
-        accumulate: batches of a step, by which each loss is divided.
-        place: the device to trace for, unless it is the operands': kernels, and what there is a choice of, are its own.
+        names: names of its parameters and buffers.
+        operands: tensors of the sizes to trace for; only the geometry counts.
+        trains: for every name, whether the gradient is wanted.
+        loss: name of the shard's output.
+        count: number of members.
+        draws: whether the shard may draw random numbers.
+        accumulate: batches in a step; every loss is divided by the number.
+        place: the device to trace for, by default the operands' device; decompositions and kernels depend on the
+            device.
     """
     mode = FakeTensorMode()
     fakes = [_fake(mode, tensor.detach(), place) for tensor in operands.all]
@@ -175,19 +179,21 @@ def traced(
         with given(tensors[len(fakes) :]), torch.enable_grad():
             (losses,) = run(*own)
             wanted = [own[index] for index in trained_at]
+            # No operator mixes members, so the gradient of the sum of all losses holds every member's own gradient.
             begins = torch.full_like(losses, 1 / accumulate)
             gradients = torch.autograd.grad(losses, wanted, begins, allow_unused=True)
         reached[:] = [index for index, g in zip(trained_at, gradients, strict=True) if g is not None]
         return [losses, *(gradient for gradient in gradients if gradient is not None)]
 
-    with quiet_fakes():  # what an operator cannot do for all members at once is done for one after the other
+    with quiet_fakes():  # failed attempts at batching are expected here: `StackedGraph` falls back to single members
         module = make_fx(joint, tracing_mode="fake")(*fakes, *noise)
     tidy(module)
+    # `compiled_trace` compiles the functional form, which allocates its own outputs.
     pure = fx.GraphModule(module, copy.deepcopy(module.graph))
     written = write_in_place(module, first=1)
     overwrite(module)
     call_directly(module)
-    with mode, torch.no_grad():  # once, so that what does not run is not taken for a trace
+    with mode, torch.no_grad():  # run once, so that a trace that cannot run is rejected now
         module(*fakes, *noise, *[torch.empty_like(fakes[reached[index]]) for index in written])
     trained = tuple(names[place] for place in reached)
     home = fakes[0].device
@@ -196,7 +202,7 @@ def traced(
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> Tensor:
-    """A tensor like another one, without bytes."""
+    """Return a fake tensor with the geometry of another tensor."""
     if place is None or place == tensor.device:
         return mode.from_tensor(tensor)
     with mode:
@@ -204,7 +210,7 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> T
 
 
 def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[Noise] | None:
-    """What a shard draws; None where that depends on values."""
+    """Return the random numbers that a shard draws; None if the draws depend on values."""
     with mode, torch.no_grad(), noting() as noted:
         run(*fakes)
     return noted.found if noted.is_hoistable else None
