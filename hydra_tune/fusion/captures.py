@@ -1,19 +1,20 @@
-"""The traced step of a group as a CUDA graph: recorded once, and replayed for as long as the group's state stays where it is.
+"""Record a group's traced step as a CUDA graph, and replay the graph while the group's state keeps its addresses.
 
-Note: what is in a graph. Forward and backward, which read parameters and buffers where they lie, and copies of the batch, the
-constants and the random numbers, which are made before each replay. Random numbers are drawn before, as for any traced step,
-so no generator is part of a graph. The optimizer's step is not in it: rates and step counts are read at each step, as ever, and
-nothing of a schedule can be baked in. Gradients and losses are copied out: memory of a graph is written by the next replay.
+Note: contents of a graph. Forward and backward read parameters and buffers at fixed addresses, and read copies of the
+batch, the constants and the random numbers, which the group refreshes before each replay. Random numbers are drawn in
+advance, as for any traced step, so no generator is part of a graph. The optimizer's step stays outside: rates and step
+counts are read at every step, and no schedule is baked into a graph. Gradients and losses are copied out, because the
+next replay overwrites a graph's memory.
 
-Note: what moves. A shard that was spilled comes back to another address, which a graph would not know: it is recorded anew
-once the state has stayed for a step, and given up where that happens too often (`Course`).
+Note: moving state. A spilled shard returns to another address, and a graph cannot follow. The step is recorded again
+once the state has kept its addresses for a step, and given up where the state moves too often (`Course`).
 
-Note: memory. A graph keeps what its step computes with, for itself alone, from one replay to the next. That is on its
-device's ledger, as room that is let go of before any block is spilled (`Pager.hold`); what is let go of is recorded anew in
-the same way.
+Note: memory. A graph holds the memory of its step exclusively between replays. The device's ledger lists the memory as
+room that is released before any block is spilled (`Pager.hold`). A released step is recorded again later, in the same
+way.
 
-Note: what is compared. A recorded step is replayed beside the step as it was traced, from the same state; one that fails, or
-gives something else, is not used, and the log says why.
+Note: verification. A fresh recording is replayed and compared with the traced step, from the same state. A recording
+that fails or computes something else is dropped, and the log gives the reason.
 """
 
 import logging
@@ -37,10 +38,10 @@ from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.steps import Objective, loss_itself
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
-_STEADY_STEPS = 2  # for which the state has to have been where it is, before a step is recorded
-_MOST_RECORDINGS = 8  # of one kind of step, until it is given up
+_STEADY_STEPS = 2  # steps at the same addresses before a step is recorded
+_MOST_RECORDINGS = 8  # recordings of a kind of step before giving up
 _NO_ROOM = "its device has no room for what a graph keeps for itself"
-_MOST_KINDS = 4  # of steps that are kept recorded; each has memory of its own
+_MOST_KINDS = 4  # kinds of steps kept recorded; each holds separate memory
 
 
 class Recording(Protocol):
@@ -48,28 +49,28 @@ class Recording(Protocol):
 
     Attributes:
         outputs: tensors that a replay writes.
-        nbytes: of memory that it keeps for itself.
+        nbytes: memory that the recording holds exclusively, in bytes.
     """
 
     outputs: Sequence[Tensor]
     nbytes: int
 
     def replay(self) -> None:
-        """Run it again, on what is now where its operands were."""
+        """Run the step again, on the present contents of its operands."""
 
     def drop(self) -> None:
-        """Give its memory back."""
+        """Release the memory."""
 
 
 class Recorder(Protocol):
     """Makes recordings."""
 
     def record(self, run: Callable[[], Sequence[Tensor]]) -> Recording:
-        """Record what a function has the device do; it may be run several times, and what it computes is not used."""
+        """Record the device work of a function; the function may run several times, and its results are not used."""
 
 
 class Course:
-    """When a step is recorded, when it is replayed, and when it runs as it is. Looks at addresses alone."""
+    """Decides when a step is recorded, replayed or run plainly, from addresses alone."""
 
     def __init__(self) -> None:
         self.why = ""
@@ -79,10 +80,10 @@ class Course:
         self._count = 0
 
     def next(self, addresses: Hashable) -> str:
-        """What is to be done with the next step.
+        """Return the action for the next step.
 
         Args:
-            addresses: of what it reads where it lies.
+            addresses: addresses of the tensors that the step reads in place.
 
         Returns:
             "run", "record" or "replay".
@@ -101,16 +102,16 @@ class Course:
         return "record"
 
     def recorded(self) -> None:
-        """The last step was recorded."""
+        """Note that the last step was recorded."""
         self._recorded = self._last
         self._count += 1
 
     def forget(self) -> None:
-        """What was recorded is gone."""
+        """Note that the recording is gone."""
         self._recorded = None
 
     def give_up(self, why: str) -> None:
-        """It is not recorded any more."""
+        """Stop recording the step, for the given reason."""
         self.why = why
         self._recorded = None
         _LOGGER.warning("a group's step is not replayed as a CUDA graph: %s", why)
@@ -118,7 +119,7 @@ class Course:
 
 @dataclass(slots=True)
 class _Kept:
-    """A kind of step: what it was traced to, and its recording, if there is one."""
+    """A kind of step: its trace, and its recording if there is one."""
 
     trace: Traced
     course: Course = field(default_factory=Course)
@@ -127,7 +128,7 @@ class _Kept:
     held: Held | None = None
 
     def let_go(self) -> None:
-        """Give up the recording; it may be made again. Its room is given back by whoever asks for that."""
+        """Drop the recording, which may be made again. The caller releases the room on the ledger."""
         self.course.forget()
         recording, self.recording, self.given = self.recording, None, ()
         if recording is not None:
@@ -135,10 +136,10 @@ class _Kept:
 
 
 class Captures:
-    """The recorded steps of one group.
+    """The recorded steps of a group.
 
     Args:
-        recorder: of its devices.
+        recorder: records on the group's devices.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -147,7 +148,7 @@ class Captures:
         self._plans: dict[int, tuple[Plan, Plan]] = {}
 
     def of(self, plan: Plan) -> Plan:
-        """A group's plan that runs recorded where it can; the same each time."""
+        """Return a group's plan in a form that runs recorded steps where possible; the same object for every call."""
         found = self._plans.get(id(plan))
         if found is None:
             if len(self._plans) >= _MOST_KINDS:
@@ -157,7 +158,7 @@ class Captures:
         return found[1]
 
     def close(self) -> None:
-        """Give up all recordings and their room."""
+        """Drop all recordings and release their room."""
         for kept in self._kept.values():
             _part(kept)
         self._kept.clear()
@@ -166,23 +167,24 @@ class Captures:
     def run(
         self, trace: Traced, shard: ShardGraph, operands: Operands, room_bytes: int, lease: Lease | None
     ) -> Gradients:
-        """One step.
+        """Run a step: replay, record or run plainly.
 
         Args:
-            trace: of its forward and backward.
-            shard: what was traced.
-            operands: of it.
-            room_bytes: that it computes with.
-            lease: of the unit.
+            trace: trace of the step's forward and backward.
+            shard: the traced shard.
+            operands: operands of the shard.
+            room_bytes: bytes that the step computes with.
+            lease: the unit's lease.
         """
         place = operands.state[0].device
         kept = self._kept_for(trace, str(place) if lease is None else lease.place)
+        # Draw before the decision: run, record and replay then use the same numbers and advance the streams equally.
         noise = trace.draw(place)
         what = kept.course.next(tuple([tensor.data_ptr() for tensor in operands.state]))
         if what == "replay" and kept.recording is not None:
             return _replayed(kept, kept.recording, [*operands.constants, *operands.inputs, *noise])
         if kept.recording is not None and what != "replay":
-            _part(kept)  # its state has moved
+            _part(kept)  # the state has moved: the graph would read stale addresses
         if what != "record" or lease is None:
             return trace.run(operands, noise)
         return self._recorded(kept, shard, operands, noise, room_bytes, lease)
@@ -199,14 +201,18 @@ class Captures:
     def _recorded(
         self, kept: _Kept, shard: ShardGraph, operands: Operands, noise: list[Tensor], room_bytes: int, lease: Lease
     ) -> Gradients:
-        """Run a step as it is, and record it beside."""
+        """Run a step plainly, and record the step alongside."""
         given = [*operands.constants, *operands.inputs, *noise]
+        # Inputs exist twice beside the batch itself: as copies that
+        # the graph reads, and as originals for the comparison.
         own_bytes = 2 * sum(tensor.nbytes for tensor in given)
         kept.held = lease.hold(room_bytes + own_bytes, kept.let_go)
         if kept.held is None:
             kept.course.give_up(_NO_ROOM)
             return kept.trace.run(operands, noise)
         written = [operands.state[shard.state.index(name)].detach() for name in shard.written_state]
+        # Recording executes the step several times. Written buffers are
+        # restored after each run, so the net effect is a single step.
         before = [tensor.clone() for tensor in written]
         originals = [tensor.clone() for tensor in given]
         kept.given = [tensor.clone() for tensor in given]
@@ -214,7 +220,7 @@ class Captures:
         try:
             kept.recording = self._recorder.record(lambda: _flat(kept.trace, operands, kept.given))
             needed_bytes = kept.recording.nbytes + own_bytes
-            if needed_bytes > kept.held.nbytes:  # an allocator gives a graph's pool whole segments
+            if needed_bytes > kept.held.nbytes:  # the allocator gives a graph's pool whole segments
                 kept.held.release()
                 kept.held = lease.hold(needed_bytes, kept.let_go)
                 why = "" if kept.held is not None else f"{_NO_ROOM}: {needed_bytes} bytes"
@@ -241,12 +247,12 @@ class Captures:
 
 @dataclass(slots=True)
 class CapturedComputing:
-    """Runs a group's plan, steps of training recorded where they can be.
+    """Runs a group's plan, with training steps recorded where possible.
 
     Attributes:
-        plan: the group's.
-        captures: its recordings.
-        lease: of the unit that runs.
+        plan: the group's plan.
+        captures: the group's recordings.
+        lease: lease of the running unit.
     """
 
     plan: Plan
@@ -255,7 +261,7 @@ class CapturedComputing:
 
     @property
     def stacked(self) -> StackedComputing:
-        """What runs where nothing is recorded."""
+        """The computing for steps that are not recorded."""
         assert isinstance(self.plan.computing, StackedComputing), "not a group's plan"
         return self.plan.computing
 
@@ -292,7 +298,7 @@ class CapturedComputing:
 
 
 def _flat(trace: Traced, operands: Operands, given: Sequence[Tensor]) -> list[Tensor]:
-    """What a step makes of these constants, inputs and noise."""
+    """Return the outputs of a step on the given constants, inputs and noise."""
     first, last = len(operands.constants), len(operands.constants) + len(operands.inputs)
     own = replace(operands, constants=given[:first], inputs=given[first:last])
     return _outputs(trace, trace.run(own, list(given[last:])))
@@ -303,7 +309,9 @@ def _outputs(trace: Traced, made: Gradients) -> list[Tensor]:
 
 
 def _replayed(kept: _Kept, recording: Recording, given: Sequence[Tensor]) -> Gradients:
-    """Replay a step on these constants, inputs and noise; what it makes is copied out."""
+    """Replay a step on the given constants, inputs and noise, and copy the results out."""
+    # The copies, the replay and the copies of the outputs are
+    # queued on the same stream, so no synchronization is needed.
     _put(kept.given, given)
     recording.replay()
     found = [torch.empty_like(tensor) for tensor in recording.outputs]
@@ -320,7 +328,7 @@ def _put(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _part(kept: _Kept) -> None:
-    """Give up a recording and its room."""
+    """Drop a recording and release its room on the ledger."""
     kept.let_go()
     held, kept.held = kept.held, None
     if held is not None:

@@ -1,4 +1,4 @@
-"""How the batches that members of a group want are computed together: stacked, as units; each is given what comes of it."""
+"""`Computing`: compute the members' batches together as units on stacked tensors, and hand every member its results."""
 
 import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -23,19 +23,19 @@ from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.training_batch import Part
 
-_UNKNOWN = 0  # batches of a step of which none is known to be the last before it has run
+_UNKNOWN = 0  # number of batches in a step whose last batch is only known afterwards
 
 
 class Computing:
-    """Computes for the members of one group.
+    """Computes batches for the members of a group.
 
     Args:
-        places: theirs.
+        places: the group's places.
         device: any device of the pool, for host memory.
 
     Attributes:
-        rows: who has which results, of the plan that runs; None where all have all.
-        round: the one under way, if any.
+        rows: assignment of results to members for the running plan; None where all members have all results.
+        round: the round under way, if any.
     """
 
     def __init__(self, places: Places, device: Device) -> None:
@@ -45,7 +45,7 @@ class Computing:
         self.round: Round | None = None
 
     def batches_of(self, bucket: Sequence[Seat], like: Wanted | None) -> StackedBatches:
-        """The members' batches; a member that rests computes on somebody else's."""
+        """Return the members' batches; a resting member computes on another member's batch."""
         wanted = {id(seat): wanted_of(seat) for seat in bucket}
         first = wanted_of(bucket[0])
         return StackedBatches([wanted.get(id(seat), first) for seat in self._places.seats], like)
@@ -61,7 +61,10 @@ class Computing:
         *,
         is_all: bool = True,
     ) -> Generator[PendingUnit, None, int]:
-        """A unit of several steps, planned or not, in which the members go on if these are all; returns how many."""
+        """Run a unit of several steps, planned or not; return the number of steps.
+
+        If the bucket holds all members, the members advance inside the unit.
+        """
         given = self._of_round(bucket, part, batches, resting, like, is_all=is_all)
         self.round = going = Round(*given) if planned is None else PlannedRound(*given, planned)
         try:
@@ -79,7 +82,7 @@ class Computing:
         *,
         is_all: bool,
     ) -> Half:
-        """The same to be run in turn with another group's."""
+        """Return the same steps prepared to run in turn with another group's steps."""
         return Half(*self._of_round(bucket, part, batches, resting, None, is_all=is_all))
 
     def _of_round(
@@ -92,7 +95,7 @@ class Computing:
         *,
         is_all: bool,
     ) -> tuple[Rules, StackedBatches, Leaves, Callable[[Sequence[Any]], None], Callable[[], StackedBatches | None]]:
-        """The arguments of a `Round`."""
+        """Return the arguments of a `Round`."""
         state = self._places.state
         assert state is not None
         alike = [wanted_of(bucket[0])] if like is None else [wanted_of(seat) for seat in bucket]
@@ -106,9 +109,13 @@ class Computing:
         )
 
         def next_batches() -> StackedBatches | None:
+            # Members outside the bucket also wait for the device, and a
+            # member that is to end or leave is served between units only.
             if not is_all or any(seat.stop is not None or seat.is_paused for seat in bucket):
                 return None
             for seat in bucket:
+                # Every member's code has advanced by now, even where the round must end because a member
+                # wants something else. `is_ahead` tells `Attendance.advance` not to advance again.
                 go_on(seat)
                 seat.is_ahead = True
             if not all(any(_wants_alike(seat, one) for one in alike) for seat in bucket):
@@ -126,7 +133,7 @@ class Computing:
         return rules, batches, part.leaves, settle, next_batches
 
     def step(self, part: Part, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
-        """A step of the members that do not rest."""
+        """Run a step for the active members."""
         step = GroupStep(1, state, self._places.streams, self._device, self._places.gradients)
         step.resting = tuple(resting)
         try:
@@ -142,15 +149,16 @@ class Computing:
         prepare: Callable[[Sequence[Seat]], tuple[Sequence[Seat], Part, Collection[int]]],
         advance: Callable[[Seat], None],
     ) -> Generator[PendingUnit, None, None]:
-        """A step of several batches of each of some members, which begin it together.
+        """Run a step of several batches for each of some members, which begin the step together.
 
-        In between each goes on to its next batch, or is over; those that then want another kind of batch are computed by
-        themselves. The update is made when each has had all of its batches, or as many as its data had left.
+        Between batches each member advances to its next batch, or ends. Members that then want another kind of batch
+        compute separately. The update runs when every member has had all its batches, or as many as its data had left.
 
         Args:
-            members: who want their first batch.
-            prepare: given those that want a batch, who of them are computed next, what, and which places rest meanwhile.
-            advance: has a member go on.
+            members: members that want their first batch of the step.
+            prepare: takes the members that want a batch; returns the members computed next, the part, and the resting
+                places.
+            advance: advances a member.
         """
         places, step = self._places, None
         left = {id(seat): seat.member.task.accumulate for seat in members}
@@ -169,6 +177,8 @@ class Computing:
                     left[id(seat)] -= 1
                     if left[id(seat)]:
                         advance(seat)
+            # A member with a loss that is not finite takes no update,
+            # so its parameters stay at their last good values.
             good = [seat for seat in members if seat.status is None and all(map(math.isfinite, seat.member.results))]
             if step is not None and good:
                 yield from self._updated(step, good)
@@ -177,7 +187,7 @@ class Computing:
                 step.close()
 
     def _updated(self, step: GroupStep, members: Sequence[Seat]) -> Generator[PendingUnit, None, None]:
-        """The end of a step whose batches have run, for these members."""
+        """Finish a step whose batches have run, for the given members."""
         taking_part = {id(seat) for seat in members}
         active = [id(seat) in taking_part for seat in self._places.seats]
         state = self._places.state
@@ -187,7 +197,7 @@ class Computing:
         yield from step.finish()
 
     def evaluated(self, part: Part, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
-        """An evaluated batch of each member that does not rest."""
+        """Evaluate a batch of every active member."""
         evaluation = GroupEvaluation(part.plan, part.times, state, part.leaves, self._places.streams, self._device)
         evaluation.resting = tuple(resting)
         try:
@@ -212,14 +222,14 @@ class Computing:
 
 
 def are_padded(bucket: Sequence[Seat]) -> bool:
-    """Whether the batches of members that are computed together are of several sizes."""
+    """Return whether the batches of a bucket have several sizes."""
     first = wanted_of(bucket[0]).leaves
     now = (wanted_of(seat).leaves for seat in bucket)
     return any(leaves is not first and leaves.signature != first.signature for leaves in now)
 
 
 def _wants_alike(seat: Seat, first: Wanted) -> bool:
-    """Whether a member wants the next batch of the kind that the first wanted."""
+    """Return whether a member's next batch is of the same kind as `first`."""
     now = seat.wants
     if not isinstance(now, Wanted) or now.mode != first.mode:
         return False

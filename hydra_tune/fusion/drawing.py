@@ -1,11 +1,11 @@
-"""Random numbers of stacked members: each is drawn from its own member's generator.
+"""Random numbers of stacked members: every member draws from its own generator.
 
-Note: on a GPU. Most operators there draw from the GPU's default generator and take no other, dropout among them, which has a
-kernel of its own (`torch.native_dropout`). So the default generator stands where a member's stream stands while the member's
-numbers are drawn (`TurnsGenerator`), and dropout's masks are drawn by that kernel, each in memory of its own as one member's
-would be: they are the masks that the member would draw alone, whatever the group's size. Fused attention draws within its
-kernels, and cuDNN's recurrent layers keep a generator of cuDNN's: of these a group has its members' own numbers, drawn as
-torch's plain kernels do, but not those that the fused kernels would draw.
+Note: on a GPU. Most operators on a GPU draw from the GPU's default generator and accept no other. Dropout is among them
+and has a kernel of its own (`torch.native_dropout`). While a member draws, the default generator is therefore set to
+the state of the member's stream (`TurnsGenerator`). Dropout masks are drawn by the dropout kernel, in separate memory
+for each member, so a member gets the same masks as in an unfused run, whatever the size of the group. Fused attention
+draws inside its kernels, and cuDNN's recurrent layers keep a separate generator in cuDNN. In both cases a group draws
+with torch's plain kernels from the members' own streams, and the numbers differ from the numbers of the fused kernels.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from hydra_tune.devices.device import RandomGenerator
 from hydra_tune.devices.own_generator import drawing_from, own_generator
 
 _HOISTABLE = frozenset(
-    # Random primitives whose numbers depend on nothing but a shape and plain values.
+    # Random primitives whose numbers depend only on a shape and plain values.
     [torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p]
 )
 
@@ -30,12 +30,12 @@ _LOOKING = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)  # noqa: 
 
 
 class GroupGenerator(torch.Generator):
-    """The generators of a group's members as one, for `drawing_from`.
+    """The generators of a group's members as a single generator, for `drawing_from`.
 
     Args:
-        members: one generator each.
-        active: whether each of them draws; the others' numbers are zeros. All, unless given.
-        probabilities: of dropout, by the name of the node that drops, where each member has one of its own.
+        members: a generator for each member.
+        active: whether each member draws; resting members get zeros. By default all members draw.
+        probabilities: dropout probabilities by node name, where members have different probabilities.
     """
 
     members: list[torch.Generator]
@@ -48,7 +48,7 @@ class GroupGenerator(torch.Generator):
         active: Sequence[bool] | None = None,
         probabilities: Mapping[str, Sequence[float]] | None = None,
     ) -> Self:
-        """A generator of its own that nobody draws from."""
+        """Create a generator for identification only; no operator draws from it directly."""
         made = super().__new__(cls)
         made.members = list(members)
         made.active = [True] * len(made.members) if active is None else list(active)
@@ -56,30 +56,30 @@ class GroupGenerator(torch.Generator):
         return made
 
     def get_state(self) -> Tensor:
-        """All states, one a row."""
+        """Return the states of all members, a row for each."""
         return torch.stack([member.get_state() for member in self.members])
 
     def set_state(self, state: Tensor) -> "GroupGenerator":
-        """Have all of them stand where they stood."""
+        """Restore the states of all members."""
         for member, row in zip(self.members, state, strict=True):
             member.set_state(row.clone())  # torch reads past the start of a view
         return self
 
     def turn(self, index: int) -> AbstractContextManager[None]:
-        """Meanwhile what draws without being given a generator draws a member's numbers."""
+        """Let operators without an explicit generator draw from a member's generator inside the context."""
         return drawing_from(self.members[index])
 
 
 class TurnsGenerator(GroupGenerator):
-    """The streams of a group's members on a GPU, whose default generator they have in turn.
+    """The streams of a group's members on a GPU, taking turns with the GPU's default generator.
 
     Args:
-        states: where each stream stands, as the default generator gives it.
-        default: the GPU's; for nobody else meanwhile.
+        states: state of every stream, in the format of the default generator.
+        default: the GPU's default generator; no other thread may use the generator meanwhile.
         active, probabilities: as of `GroupGenerator`.
 
     Attributes:
-        states: where they stand now.
+        states: the present states.
     """
 
     states: list[Tensor]
@@ -118,14 +118,14 @@ class TurnsGenerator(GroupGenerator):
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Random numbers that a graph draws, as far as they can be drawn before it runs.
+    """Random numbers of a graph that can be drawn before the graph runs.
 
     Attributes:
-        target: the primitive that draws them.
-        shape, strides, dtype: of the numbers of one member, as they lie without gaps.
-        arguments: of the primitive beside them.
-        slot: the node that drops with these numbers, if each member has a probability of its own: they are scaled then.
-        is_dropout: whether they are the mask of dropout, for which GPUs have a kernel of its own.
+        target: the random primitive.
+        shape, strides, dtype: of a member's numbers, laid out without gaps.
+        arguments: other arguments of the primitive.
+        slot: name of the dropout node, if members have different probabilities; the masks are then scaled.
+        is_dropout: whether the numbers are a dropout mask, for which GPUs have a separate kernel.
     """
 
     target: Any
@@ -137,19 +137,19 @@ class Noise:
     is_dropout: bool = False
 
     def room(self, count: int, device: torch.device) -> Tensor:
-        """Where the numbers of so many members go, each of which lie in memory as those of one do."""
+        """Allocate room for the numbers of `count` members, each laid out like a single member's numbers."""
         strides = (self.shape.numel(), *self.strides)
         return torch.empty_strided((count, *self.shape), strides, dtype=self.dtype, device=device)
 
     def draw(self, group: GroupGenerator, device: torch.device) -> Tensor:
-        """The numbers of all members, one behind the other along a first dimension."""
+        """Draw the numbers of all members, stacked along a first dimension."""
         if isinstance(group, TurnsGenerator):
             (made,) = _in_turns([self], group, device)
             return made
         if self.slot is not None:
             return self._scaled(group, group.probabilities[self.slot], device)
         made = self.room(len(group.members), device).zero_()
-        # Each has its generator, so that what looks for one (`devices/own_generator.py`) is passed by.
+        # Calls name a generator, so skip the dispatch key that would look for one (`devices/own_generator.py`).
         with torch._C._ExcludeDispatchKeyGuard(_LOOKING):  # noqa: SLF001
             for row, generator, active in zip(made.unbind(), group.members, group.active, strict=True):
                 if active:
@@ -157,7 +157,7 @@ class Noise:
         return made
 
     def _scaled(self, group: GroupGenerator, probabilities: Sequence[float], device: torch.device) -> Tensor:
-        """Masks, as dropout multiplies with them; without drawing where a probability leaves no choice, as dropout does."""
+        """Draw masks scaled as dropout scales; like dropout, draw nothing for the probabilities 0 and 1."""
         made = self.room(len(group.members), device)
         for row, generator, active, p in zip(made, group.members, group.active, probabilities, strict=True):
             if not active or p in (0.0, 1.0):
@@ -167,11 +167,13 @@ class Noise:
         return made
 
     def fill(self, row: Tensor, group: GroupGenerator, index: int) -> None:
-        """Draw one member's numbers, in its turn, to where they go."""
+        """Draw a member's numbers into `row`, during the member's turn."""
         if self.slot is None:
             kept: float = self.arguments[0]
             row.copy_(dropout_mask(row, kept)) if self.is_dropout else row.bernoulli_(kept)
             return
+        # Dropout itself draws nothing for the probabilities 0 and 1;
+        # drawing here would advance the stream past the unfused run.
         p = group.probabilities[self.slot][index]
         if p in (0.0, 1.0):
             row.fill_(1.0 - p)
@@ -182,33 +184,35 @@ class Noise:
 
 
 def dropout_mask(like: Tensor, kept: float) -> Tensor:
-    """The mask that dropout draws where it has a kernel of its own, for a tensor that lies so and holds nothing else.
+    """Draw a mask with torch's dropout kernel, for a tensor with the given layout and memory of its own.
 
     Args:
-        like: of the shape, dtype and strides, whatever is in it.
-        kept: the probability of keeping an element.
+        like: provides shape, dtype and strides; values are ignored.
+        kept: probability of keeping an element.
 
     Returns:
-        Zeros and ones like it.
+        Zeros and ones, shaped like `like`.
     """
     whole = torch.ones_like(
         like
-    )  # in memory of its own: the kernel takes elements in an order that depends on how they lie
+    )  # separate memory, because the kernel visits elements in an order that depends on the layout
     return torch.native_dropout(whole, 1 - kept, True)[1].to(like.dtype)
 
 
 def draw_all(noise: Sequence[Noise], group: GroupGenerator, device: torch.device) -> list[Tensor]:
-    """The numbers of all members, of each of these in their order."""
+    """Draw the numbers of all members, for every entry of `noise` in order."""
     if isinstance(group, TurnsGenerator):
         return _in_turns(noise, group, device)
     return [one.draw(group, device) for one in noise]
 
 
 def _in_turns(noise: Sequence[Noise], group: TurnsGenerator, device: torch.device) -> list[Tensor]:
-    """Each member draws all of its own in one turn."""
+    """Draw all numbers of each member in a single turn."""
     made = [one.room(len(group.active), device).zero_() for one in noise]
     for index, active in enumerate(group.active):
         if active:
+            # A single turn exchanges the generator's state once per member instead
+            # of once per draw. Draws inside a turn keep the order of an unfused run.
             with group.turn(index):
                 for one, room in zip(noise, made, strict=True):
                     one.fill(room[index], group, index)
@@ -217,7 +221,7 @@ def _in_turns(noise: Sequence[Noise], group: TurnsGenerator, device: torch.devic
 
 @dataclass(slots=True)
 class _Noted:
-    """What a run draws: noted the first time, given the next."""
+    """Random draws of a run: recorded in the first run, supplied in later runs."""
 
     found: list[Noise]
     given: Iterator[Tensor] | None
@@ -230,7 +234,7 @@ _NOTED: ContextVar[_Noted | None] = ContextVar("noise of a traced run", default=
 
 @contextmanager
 def noting() -> Iterator[_Noted]:
-    """Note what a run on tensors without bytes draws; the numbers themselves are left as they are."""
+    """Record the draws of a run on fake tensors, without drawing."""
     noted = _Noted([], None)
     token = _NOTED.set(noted)
     try:
@@ -241,7 +245,7 @@ def noting() -> Iterator[_Noted]:
 
 @contextmanager
 def given(noise: Sequence[Tensor]) -> Iterator[None]:
-    """Let a run take these numbers, in this order, in place of drawing them."""
+    """Supply a run with the given numbers, in order, instead of drawing."""
     token = _NOTED.set(_Noted([], iter(noise)))
     try:
         yield
@@ -259,16 +263,16 @@ def drawn(
     *,
     is_dropout: bool = False,
 ) -> Tensor:
-    """What a random primitive makes for each member, stacked.
+    """Run a random primitive for each member, and stack the results.
 
     Args:
-        target: the primitive, which takes a generator.
-        arguments: its own; tensors among them have the members in front where `is_stacked` says so.
-        keywords: its own, but for the generator.
-        is_stacked: of each of `arguments`.
-        count: members.
-        strides: of what it makes for a member alone, as whose numbers are drawn in the order in which they lie there; those of
-            the argument unless given.
+        target: the primitive; accepts a generator.
+        arguments: positional arguments; tensors have the members in front where `is_stacked` is true.
+        keywords: keyword arguments, except the generator.
+        is_stacked: for every entry of `arguments`, whether the entry is stacked.
+        count: number of members.
+        strides: strides of the result in an unfused run, which decide the order of the draws; by default the strides of
+            the first argument.
         is_dropout: as of `Noise`.
     """
     noted = _NOTED.get()
@@ -285,7 +289,7 @@ def drawn(
             rows.append(None)
             continue
         own = [_of_member(a, index) if stacked else a for a, stacked in zip(arguments, is_stacked, strict=True)]
-        if _overwrites_first(target):  # what is overwritten is each member's own
+        if _overwrites_first(target):  # an in-place primitive must not write into the stacked argument
             own[0] = own[0].clone() if strides is None else _lying(own[0], strides)
         if isinstance(group, TurnsGenerator):
             with group.turn(index):
@@ -297,11 +301,11 @@ def drawn(
 
 
 def masks(slot: str, like: Tensor, strides: Sequence[int] | None = None, *, is_dropout: bool = True) -> Tensor:
-    """What a node that drops multiplies with, scaled, each member's with its own probability.
+    """Draw the scaled masks of a dropout node, with a separate probability for each member.
 
     Args:
-        slot: the node's name.
-        like: stacked, of the shape of the masks.
+        slot: name of the node.
+        like: a stacked tensor with the shape of the masks.
         strides: as of `drawn`.
         is_dropout: as of `Noise`.
     """
@@ -318,11 +322,11 @@ def masks(slot: str, like: Tensor, strides: Sequence[int] | None = None, *, is_d
 
 
 def for_each(run: Callable[[int], Any], count: int) -> list[Any]:
-    """Have each member run something that draws; those that rest have zeros.
+    """Run a function that draws random numbers for each member; resting members get zeros.
 
     Args:
-        run: takes a member's number.
-        count: members.
+        run: the function; takes the member's index.
+        count: number of members.
     """
     noted = _NOTED.get()
     if noted is not None:
@@ -335,7 +339,7 @@ def for_each(run: Callable[[int], Any], count: int) -> list[Any]:
             with group.turn(index):
                 rows[index] = run(index)
     some = next(row for row, active in zip(rows, group.active, strict=True) if active)
-    # Zeros of their own: what is made of them must not reach the gradients of the member that they are shaped as.
+    # Fresh zeros, not the member's own result: gradients of a resting place must not flow into an active member.
     return [
         row if active else tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, some)
         for row, active in zip(rows, group.active, strict=True)
@@ -362,6 +366,8 @@ def _noted(
         return next(noted.given)
     like: Tensor = arguments[0]
     one = like[0] if is_stacked[0] else like
+    # Such numbers depend on values inside the graph, so they cannot
+    # be drawn before the graph runs, and the shard stays untraced.
     if target not in _HOISTABLE:
         noted.is_hoistable = False
         noted.refused.append(str(target))
@@ -380,7 +386,9 @@ def _noise(
     *,
     is_dropout: bool = False,
 ) -> Noise:
-    """What is drawn for a tensor that lies so, but for the gaps between its elements."""
+    """Return the draw for a tensor with the given layout, with gaps between elements removed."""
+    # `empty_like` closes gaps but keeps the order of dimensions,
+    # and the order decides which element gets which number.
     dense = torch.empty_like(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
     return Noise(target, shape, dense.stride(), dtype, arguments, slot, is_dropout)
 
@@ -395,5 +403,5 @@ def _overwrites_first(target: Any) -> bool:
 
 
 def _lying(value: Tensor, strides: Sequence[int]) -> Tensor:
-    """A copy with these strides."""
+    """Return a copy with the given strides."""
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,6 +1,7 @@
-"""Plans for groups whose steps do not fit a device: what of their activations is swapped or computed again, by the planner.
+"""`StepPlanner`: plan group steps that exceed a device's memory; the planner chooses swap and recompute of activations.
 
-Knows plans of groups and geometry of tensors; what runs is `planned_round.py`.
+The module knows groups' plans and the geometry of tensors. `planned_round.py` executes the planned steps. More fused
+CNNs, for example, then train together than fit a plain step.
 """
 
 import logging
@@ -39,20 +40,20 @@ from hydra_tune.task import TrainTask
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 OWN_LOSSES = "their losses are not the same, for which no steps are planned"
-_MAX_KEPT = 8  # plans of one stacked step
+_MAX_KEPT = 8  # plans of each stacked step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """What a group computes on; only the geometry of its tensors counts.
+    """Tensors that a group computes on; only the geometry counts.
 
     Attributes:
         prepared: the group's plan.
-        state: its stacked parameters and buffers by name.
-        inputs: its stacked batch.
-        groups: parameter -> its parameter group, of those that are trained.
-        updates: of its members' optimizers.
-        is_clipped: whether any member's gradients are clipped by the norm of all of them.
+        state: stacked parameters and buffers, by name.
+        inputs: the stacked batch.
+        groups: parameter group number of every trained parameter, by name.
+        updates: traces the update of the members' optimizers.
+        is_clipped: whether any member clips gradients by their global norm.
     """
 
     prepared: Prepared
@@ -64,7 +65,7 @@ class Stack:
 
     @property
     def key(self) -> Hashable:
-        """Stacks of one plan with equal keys have the same step."""
+        """Hashable key; stacks of the same plan with equal keys have the same step."""
         tensors = (*self.state.values(), *self.inputs)
         geometry = tuple((one.dtype, one.shape, one.stride(), one.requires_grad) for one in tensors)
         return geometry, tuple(self.groups.items()), self.updates.key, self.is_clipped
@@ -72,12 +73,12 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedStep:
-    """A step of a group, or of two that take turns, within a device's memory.
+    """A planned step of a group, or of two groups that take turns, within a device's memory.
 
     Attributes:
-        graphs: of each group's.
-        part: how it is run.
-        limit_bytes: that it was planned for, as of `Planner`.
+        graphs: the step graph of every group.
+        part: how the step runs.
+        limit_bytes: memory limit of the plan, as of `Planner`.
     """
 
     graphs: tuple[StepGraph, ...]
@@ -86,20 +87,20 @@ class PlannedStep:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for what is swapped."""
+        """Host memory for swapped tensors, in bytes."""
         schedule = self.part.schedule
         each = zip(schedule.arrays, schedule.decisions, strict=True)
         return sum(array.sizes[name] for array, decisions in each for name in decisions.swaps)
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that it needs, its first forwards and last backwards counted."""
+        """Peak memory of the step, in bytes, including first forwards and last backwards."""
         schedule = self.part.schedule
         return max(self.part.peak_bytes, *(simulated(schedule, one).peak_bytes for one in schedule.ends))
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory beside parameters, buffers and optimizer state, the batches counted."""
+        """Memory beside parameters, buffers and optimizer state, in bytes, including the batches."""
         held = [(graph, name) for graph in self.graphs for name in (*graph.state.values(), *graph.moments.values())]
         spare = int(MARGIN * self.limit_bytes)
         return self.peak_bytes + spare - sum(graph.geometry[name].nbytes for graph, name in held)
@@ -116,12 +117,12 @@ class PlannedStep:
 
 
 class StepPlanner:
-    """Plans steps for the devices of a pool, and keeps the plans. Any thread may ask.
+    """Plans steps for the devices of a pool and caches the plans. Thread-safe.
 
     Args:
         budget_bytes: memory of the smallest device.
-        alignment: bytes to which they align allocations.
-        stands: gives devices to profile on, one of each kind that steps run on, now; the first one's times count.
+        alignment: bytes to which the devices align allocations.
+        stands: returns the present devices to profile on, one for each kind; the first stand's times count.
     """
 
     def __init__(
@@ -131,28 +132,30 @@ class StepPlanner:
         self._alignment = alignment
         self._stands = stands
         self._lock = threading.Lock()
-        self._making = threading.Lock()  # one plan at a time, for their profiles would disturb each other
+        self._making = threading.Lock()  # a single plan at a time, because concurrent profiles would disturb each other
         self._graphs: WeakKeyDictionary[Prepared, dict[Hashable, StepGraph]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[Prepared, dict[Hashable, PlannedStep | Exception]] = WeakKeyDictionary()
         self._profiles = Profiles(clock_of)
 
     def fits(self, prepared: Prepared) -> bool:
-        """Whether a group's step needs no plan."""
+        """Return whether a group's step fits a device without a plan."""
         return prepared.plan.peak_bytes <= self.budget_bytes
 
     def planned(self, *stacks: Stack) -> PlannedStep:
-        """The step of a group, or of two that take turns, planned for the memory of a device.
+        """Plan the step of a group, or of two groups that take turns, for the memory of a device.
 
         Args:
-            stacks: the group, or the two of which none is smaller than the next.
+            stacks: the group, or two groups with the larger first.
 
         Raises:
-            UnfusableError: it cannot be planned; with the reason.
-            BudgetError: no plan needs so little memory.
+            UnfusableError: the step cannot be planned; the message gives the reason.
+            BudgetError: no plan fits the memory.
         """
         with self._making:
             first = stacks[0].prepared
-            others = tuple(one.prepared for one in stacks[1:] if one.prepared is not first)  # or its plans kept it
+            # `first` is the weak key of the cache entry, and a value
+            # that refers to its own key would keep the entry alive.
+            others = tuple(one.prepared for one in stacks[1:] if one.prepared is not first)
             known, key = self._known.setdefault(first, {}), (others, tuple(one.key for one in stacks))
             if key not in known:
                 if len(known) >= _MAX_KEPT:
@@ -161,11 +164,11 @@ class StepPlanner:
                     known[key] = self._planned(stacks)
                 except (UnfusableError, BudgetError) as error:
                     known[key] = error
-                except HydraTuneError as error:  # no device was to be had to profile it on; the next time there may be
+                except HydraTuneError as error:  # no free device to profile on; do not cache
                     raise UnfusableError(f"its step was not profiled: {error}") from error
-                except Exception as error:  # what runs without a plan must not fail for want of one
+                except Exception as error:  # planning is optional, and must not fail a trial that can run unplanned
                     _LOGGER.info("a step cannot be planned", exc_info=True)
-                    traceback.clear_frames(error.__traceback__)  # or what a profile has made would stay on the device
+                    traceback.clear_frames(error.__traceback__)  # frees a profile's device tensors
                     known[key] = UnfusableError(f"planning has failed with {type(error).__name__}: {error}")
             found = known[key]
         if isinstance(found, Exception):
@@ -173,10 +176,10 @@ class StepPlanner:
         return found
 
     def kept_seconds(self, stack: Stack) -> float:
-        """What a step takes that needs no plan.
+        """Return the predicted seconds of a step that needs no plan.
 
         Raises:
-            UnfusableError: it cannot be traced as planned steps are.
+            UnfusableError: the step cannot be traced the way planned steps are.
         """
         with self._making:
             _, planner, _ = self._planner([self._graph(stack)])
@@ -199,14 +202,14 @@ class StepPlanner:
         return found
 
     def replanned(self, step: PlannedStep, seconds: float) -> list[PlannedStep]:
-        """A step planned once more, by what it has taken.
+        """Plan a step again, corrected by its measured time.
 
         Args:
-            step: as it was planned first.
-            seconds: that a step of all its members has taken.
+            step: the step as first planned.
+            seconds: measured seconds of a step of all members.
 
         Returns:
-            The step, with what is predicted of it now, and all other ways to run it that fit and do otherwise.
+            The step with a corrected prediction, followed by all different ways to run the step that fit.
         """
         with self._making:
             correction = fitted([Ran(member=_member(step), seconds=seconds)])
@@ -222,12 +225,12 @@ class StepPlanner:
         return list(found.values())
 
     def _planner(self, graphs: Sequence[StepGraph]) -> tuple[tuple[Array, ...], Planner, int]:
-        """What is known of graphs, who plans the first of them, and the memory there is for all of them at once."""
+        """Return the graphs' profiles, a planner for the first graph, and the memory limit for all graphs together."""
         stands = self._stands()
         each = [self._profiled(stand, graphs) for stand in stands]
         known = {id(graph): on_all([arrays[id(graph)] for arrays in each]) for graph in graphs}
         arrays = tuple(known[id(graph)] for graph in graphs)
-        # Each tensor of the groups' state lies by itself, which takes so much more.
+        # Every tensor of the groups' state is a separate allocation, and each may waste up to the alignment.
         slack = self._alignment * sum(len(graph.state) + len(graph.moments) for graph in graphs)
         limit_bytes = max(0, self.budget_bytes - slack)
         is_duplex = stands[0].place.type != "cpu"
@@ -235,11 +238,11 @@ class StepPlanner:
         return arrays, planner, limit_bytes
 
     def _profiled(self, stand: Stand, graphs: Sequence[StepGraph]) -> dict[int, Array]:
-        """What is known of graphs, by identity, on one kind of devices; measured there if it is the first time."""
+        """Return the graphs' profiles on a kind of device, by identity of the graph; measure on the first call."""
         is_known = all(self._profiles.knows(graph, stand.place) for graph in graphs)
         threads = torch.get_num_threads()
         with nullcontext() if is_known else stand.borrowed():
-            torch.set_num_threads(1)  # this thread's, as devices compute
+            torch.set_num_threads(1)  # devices compute with a single thread each, so profile the same way
             try:
                 with GATE.shared():
                     found = {id(graph): self._profiles.array("group", graph, stand.place) for graph in graphs}
@@ -292,11 +295,12 @@ class StepPlanner:
             raise UnfusableError("it overwrites buffers after its loss; it runs unplanned")
         if stand is not HOST:
             self._check_static(found)
+        # Laying out runs operators on the device, which otherwise belongs to the pool.
         with stand.borrowed():
             return as_laid_out(found, stand.place)
 
     def _check_static(self, graph: StepGraph) -> None:
-        """Refuse a step that could not even be profiled on a device."""
+        """Refuse a step too large even for profiling on a device."""
         needed = sum(graph.seen.sizes[name] for name in graph.geometry)
         if needed > self.budget_bytes:
             raise BudgetError(
@@ -307,10 +311,10 @@ class StepPlanner:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """On a CPU device the CPU time of the calling thread, which does not run on while others have the core.
+    """Return the clock of a device; on the CPU the thread's CPU time, which excludes time taken by other threads.
 
     Args:
-        device: where a step is profiled.
+        device: the device of the profile.
     """
     return CudaClock(device) if device.type == "cuda" else CpuClock(time.thread_time)
 
@@ -322,16 +326,16 @@ def stack_of(
     *,
     is_clipped: bool,
 ) -> Stack:
-    """What a group of trials would compute on.
+    """Return the stack that a group of trials would compute on.
 
     Args:
         prepared: the group's plan.
         built: modules and optimizers of the members; only read.
-        inputs: the batch of one of them.
-        is_clipped: whether any of them clips its gradients.
+        inputs: a member's batch.
+        is_clipped: whether any member clips gradients.
 
     Raises:
-        UnfusableError: their optimizers have no form for all members at once.
+        UnfusableError: the optimizers have no form for all members at once.
     """
     first, optimizer = built[0]
     size = len(built)
@@ -346,27 +350,29 @@ def stack_of(
 
 
 def check_planned(task: TrainTask, prepared: Prepared) -> None:
-    """Refuse a task of whose kind no groups with planned steps are made.
+    """Refuse a task whose kind no planned group supports.
 
     Args:
-        task: one of them.
-        prepared: its plan.
+        task: a task of the kind.
+        prepared: the task's plan.
 
     Raises:
-        UnfusableError: with the reason.
+        UnfusableError: the task is refused; the message gives the reason.
     """
     check_plannable(task, prepared)
     check_values(prepared)
 
 
 def check_values(prepared: Prepared) -> None:
-    """Refuse a plan that holds for some batches only: several steps are made at once, and nobody looks at their batches.
+    """Refuse a plan that is valid only for some batches.
+
+    A planned unit makes several steps at once, and no check of the batches runs between the steps.
 
     Args:
         prepared: the plan.
 
     Raises:
-        UnfusableError: it does.
+        UnfusableError: the plan depends on values of the batch.
     """
     if prepared.guard is not None:
         raise UnfusableError(
@@ -380,10 +386,10 @@ def _member(step: PlannedStep) -> Member:
 
 
 def updated(graph: StepGraph) -> frozenset[str]:
-    """The parameters and buffers that a step overwrites after its losses: those that are trained.
+    """Return the parameters and buffers that a step overwrites after its losses: the trained parameters.
 
     Args:
-        graph: of the step.
+        graph: the step's graph.
     """
     names = {argument: name for name, argument in graph.state.items()}
     written = {storage for node in graph.ops[graph.num_forward :] for storage in graph.seen.writes[node.name]}
@@ -391,17 +397,17 @@ def updated(graph: StepGraph) -> frozenset[str]:
 
 
 def groups_of(module: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """The number of the parameter group of each parameter that an optimizer has.
+    """Return the parameter group number of every parameter of an optimizer.
 
     Args:
-        module: whose parameters.
-        optimizer: of them.
+        module: owner of the parameters.
+        optimizer: optimizer of the parameters.
     """
     names = {id(tensor): name for name, tensor in named_state(module)}
     return {names[id(p)]: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
 def _stacked(tensor: Tensor, size: int) -> Tensor:
-    """Memory of the geometry that a stacked tensor has, whatever is in it."""
+    """Return an uninitialized tensor with the geometry of a stacked tensor."""
     made = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)

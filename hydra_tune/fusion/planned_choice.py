@@ -1,6 +1,6 @@
-"""What was chosen for trials of which a device has no room for all at once: the ways that were planned, and the one taken.
+"""`PlannedChoice`: the compared ways to train trials that exceed a device's memory together, and the chosen way.
 
-Plain values: for the log, the event log and tables. Knows no tensors.
+Plain values without tensors, for the log, the event log and tables.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ PAIR = "two in turn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWay:
-    """One way to train them.
+    """A way to train the trials.
 
     Attributes:
-        name: `KEPT`: groups that fit as they are, one after the other; `WHOLE`: one group with planned steps; `PAIR`: two
-            groups whose planned steps take turns.
-        sizes: members of each group that is on the device at once.
-        how: what the planner decides, by its name in the portfolio; "" where nothing is planned.
-        seconds: predicted of a step of all of these; None where there is no plan.
-        peak_bytes: predicted; None where there is no plan.
-        is_chosen: whether it is taken.
-        why_not: why there is no plan; "" where there is.
+        name: `KEPT`: groups that fit unplanned, one after another; `WHOLE`: a group with planned steps; `PAIR`: two
+            groups with planned steps in turn.
+        sizes: members of every group on the device at once.
+        how: the planner's strategy, by name in the portfolio; "" where nothing is planned.
+        seconds: predicted seconds of a step of all groups; None without a plan.
+        peak_bytes: predicted peak memory; None without a plan.
+        is_chosen: whether the way is chosen.
+        why_not: why there is no plan; "" if there is a plan.
     """
 
     name: str
@@ -38,12 +38,12 @@ class PlannedWay:
 
     @property
     def trials(self) -> int:
-        """How many are on the device at once."""
+        """Number of trials on the device at once."""
         return sum(self.sizes)
 
     @property
     def seconds_each(self) -> float:
-        """Predicted of a step, for each of them; without end where there is no plan."""
+        """Predicted seconds of a step per trial; infinity without a plan."""
         return float("inf") if self.seconds is None else self.seconds / self.trials
 
     def __str__(self) -> str:
@@ -59,40 +59,40 @@ class PlannedWay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedChoice:
-    """The ways, and which is taken.
+    """The compared ways, with the chosen way marked.
 
     Attributes:
-        ways: the one that needs no plan first, then as they were planned.
+        ways: the unplanned way first, then the planned ways in the order of planning.
     """
 
     ways: tuple[PlannedWay, ...]
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Each in words, with its numbers."""
+        """A description of every way, with its numbers."""
         return tuple(f"{way}{', which is chosen' if way.is_chosen else ''}" for way in self.ways)
 
     @property
     def chosen(self) -> PlannedWay:
-        """The one that is taken."""
+        """The chosen way."""
         return next(way for way in self.ways if way.is_chosen)
 
     @property
     def size(self) -> int:
-        """Trials that are one job."""
+        """Number of trials in a job."""
         return self.chosen.trials
 
     @property
     def each(self) -> int:
-        """Members of a group, of the larger where there are two."""
+        """Members of a group; of the larger group in a pair."""
         return max(self.chosen.sizes)
 
 
 def chosen_of(ways: Sequence[PlannedWay], chosen: PlannedWay) -> PlannedChoice:
-    """A choice of one of some ways.
+    """Return a choice with one of the ways marked.
 
     Args:
-        ways: the one that needs no plan first.
-        chosen: one of them.
+        ways: the unplanned way first.
+        chosen: the chosen way.
     """
     return PlannedChoice(ways=tuple(replace(way, is_chosen=way is chosen) for way in ways))

@@ -1,4 +1,4 @@
-"""`StepsOnDevice`: a planned step on the device of the unit that runs it, which may be another one for each unit."""
+"""`StepsOnDevice`: run a planned step on the device of the current unit, which may change from unit to unit."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,13 +16,13 @@ from hydra_tune.fusion.planner.run import PlannedRun
 class StepsOnDevice:
     """Runs a planned step.
 
-    What is swapped has its host memory, and its streams, with the device on which it ran last. Between two units nothing of a
-    step is left there, so that the next may run on another one.
+    Host memory and streams for swapping belong to the device of the last unit. Between two units nothing of a step
+    stays on the device, so the next unit may run elsewhere.
 
     Args:
         planned: the step.
-        arguments: gives the present arguments of each group's graph.
-        draw: a group's side and the number of its noise -> random numbers.
+        arguments: for every group's graph, returns the present arguments.
+        draw: takes a group's side and a noise number; returns random numbers.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class StepsOnDevice:
 
     @property
     def seconds(self) -> float:
-        """That its steps have taken so far."""
+        """Total seconds that the steps have taken."""
         return self._seconds + (0.0 if self._run is None else self._run.seconds)
 
     def on(self, device: Device) -> None:
-        """From now on it runs there.
+        """Run the steps on the given device from now on.
 
         Args:
-            device: of the unit, which has the lease of all that the step needs.
+            device: the unit's device; the unit's lease covers everything that the step needs.
 
         Raises:
-            OutOfMemoryError: the device is of another kind than the step was planned for.
+            OutOfMemoryError: the step was planned for another kind of device.
         """
         if self._place != device.torch_device:
             self._check(device)
@@ -60,24 +60,24 @@ class StepsOnDevice:
 
     @property
     def place(self) -> torch.device:
-        """Where it runs."""
+        """The torch device of the steps."""
         assert self._place is not None, "a unit runs on a device"
         return self._place
 
     @property
     def run(self) -> PlannedRun:
-        """What runs it there."""
+        """The runner of the steps on the present device."""
         if self._run is None:
             graphs, schedule = self.planned.graphs, self.planned.part.schedule
             self._run = PlannedRun(schedule, graphs, self.place, self._arguments, self._draw, self._merged)
         return self._run
 
     def close(self) -> None:
-        """End the copying, and give up its host memory."""
+        """Stop copying, and release host memory."""
         run, self._run = self._run, None
         if run is None:
             return
-        with suppress(RuntimeError):  # of a device that is lost nothing can be had, not even what it has taken
+        with suppress(RuntimeError):  # a lost device answers nothing, not even its event times
             self._seconds += run.seconds
         run.close()
 

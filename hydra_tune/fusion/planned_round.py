@@ -1,4 +1,4 @@
-"""Runs planned steps of a group: a round as any (`rounds.py`), of steps within a device's memory."""
+"""Run a group's planned steps: rounds as in `rounds.py`, with steps that stay within a device's memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,11 +27,11 @@ from hydra_tune.train.state import STEP_BEGUN, ModelState
 
 
 class PlannedSteps:
-    """A planned step on the state of one group, again and again.
+    """Runs a planned step repeatedly on the state of a group.
 
     Args:
         planned: the step.
-        state: the group's, as the step's arguments.
+        state: the group's state as arguments of the step.
     """
 
     def __init__(self, planned: PlannedStep, state: StepState) -> None:
@@ -40,17 +40,17 @@ class PlannedSteps:
         self._steps = StepsOnDevice(planned, [lambda: state.given], lambda _side, number: state.draw(number))
 
     def close(self) -> None:
-        """End the copying."""
+        """Stop the copy streams."""
         self._steps.close()
 
     @property
     def seconds(self) -> float:
-        """That its steps have taken so far."""
+        """Total seconds that the steps have taken."""
         return self._steps.seconds
 
     @property
     def optimizer(self) -> OptimizerAtOnce:
-        """The group's."""
+        """The group's optimizer."""
         return self._state.optimizer
 
     def on(self, device: Device) -> None:
@@ -58,20 +58,20 @@ class PlannedSteps:
         self._steps.on(device)
 
     def forward(self, operands: Operands) -> list[float]:
-        """The losses of all members; what has failed leaves nothing on the device."""
+        """Return the losses of all members; a failed forward leaves nothing on the device."""
         found: list[Tensor] = []
         forward, _ = self.planned.part.schedule.segments
         try:
             self._state.begin(operands, self._steps.place)
             self._steps.run.segment(forward, lambda _side, _number, losses: found.append(losses))
-            losses: list[float] = found[0].tolist()  # a GPU is waited for: members without a finite loss take no step
+            losses: list[float] = found[0].tolist()  # waits for a GPU: the losses decide which members take the step
         except BaseException:
             self._state.forget()
             raise
         return losses
 
     def backward(self) -> None:
-        """Backward and update, for the members that the optimizer has as active."""
+        """Run backward and update, for the active members of the optimizer."""
         _, backward = self.planned.part.schedule.segments
         with self._state.updating():
             self._steps.run.segment(backward)
@@ -82,7 +82,7 @@ class PlannedRound(Round):
 
     Args:
         rules, batches, leaves, settle, go_on: as of `Round`.
-        ways: run the steps.
+        ways: runs the steps.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class PlannedRound(Round):
             self._ways.took((self._planned.seconds - self._began_seconds) / self.steps)
 
     def _trained(self, operands: Operands, device: Device) -> list[float]:
-        """As of `Round`; what has failed in the forward leaves no trace."""
+        """As of `Round`; a failed forward leaves no trace."""
         self._planned.on(device)
         rules, is_stochastic = self._rules, self._rules.shard.graph.stochastic
         mark = rules.streams.mark() if is_stochastic else None
@@ -119,6 +119,8 @@ class PlannedRound(Round):
                 raise
         rules.state.touched(rules.shard.graph.written_state)
         leave_out_bad(rules.state.optimizer, losses)
+        # A failed forward can run again from the mark. The backward overwrites
+        # parameters as it goes, so out of memory there cannot be retried.
         with not_repeatable(STEP_BEGUN), torch.no_grad():
             self._planned.backward()
         rules.gradients.next_step()
@@ -126,12 +128,12 @@ class PlannedRound(Round):
 
 
 class PlannedGroup:
-    """The planned steps of one group, by the plans of its steps.
+    """The planned steps of a group, by plan.
 
     Args:
-        planner: plans them.
-        device: any of the pool.
-        tell: is told what steps have proved to take, and of which batches.
+        planner: plans the steps.
+        device: any device of the pool, for host memory.
+        tell: receives the measured time of steps, with their batches.
     """
 
     def __init__(self, planner: StepPlanner, device: Device, tell: Callable[[Measured, Wanted], None]) -> None:
@@ -140,7 +142,7 @@ class PlannedGroup:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for what they swap."""
+        """Host memory for swapped tensors, in bytes."""
         return sum(ways.host_bytes for ways in self._known.values())
 
     def steps(
@@ -153,25 +155,25 @@ class PlannedGroup:
         *,
         is_one_loss: bool,
     ) -> Ways[PlannedSteps] | None:
-        """Those of a plan; None where the device has room for them as they are.
+        """Return the planned steps of a plan; None where the plain step fits the device.
 
         Args:
             prepared: the group's plan.
-            state: the group's.
-            inputs: its stacked batch, of which only the geometry counts.
-            gradients: the group's rules for them.
-            like: the batches of one of its members.
+            state: the group's state.
+            inputs: the stacked batch; only the geometry counts.
+            gradients: the group's gradient rules.
+            like: a member's batches.
             is_one_loss: whether all members have the same loss.
 
         Raises:
-            OutOfMemoryError: there is no room for them, planned or not.
+            OutOfMemoryError: the step does not fit, planned or unplanned.
         """
         if prepared.plan.mode != "train" or self._planner.fits(prepared):
             return None
         if prepared not in self._known:
             try:
-                if not is_one_loss:  # somebody has come whose is another
-                    raise UnfusableError(OWN_LOSSES)  # noqa: TRY301 - told as whatever else there is
+                if not is_one_loss:  # a member with another loss has joined
+                    raise UnfusableError(OWN_LOSSES)  # noqa: TRY301 - handled below like any other reason
                 self._known[prepared] = self._made(prepared, state, inputs, gradients, like)
             except UnfusableError as error:
                 raise OutOfMemoryError(
@@ -190,13 +192,13 @@ class PlannedGroup:
         *,
         is_clipped: bool,
     ) -> None:
-        """Plan a step for another number of members, if it needs a plan; on any thread.
+        """Plan a step for another number of members, if the step needs a plan; any thread may call.
 
         Args:
-            prepared: the plan for them.
+            prepared: the plan for the number of members.
             built: modules and optimizers of the members.
-            inputs: the batch of one of them.
-            is_clipped: whether any of them clips its gradients.
+            inputs: a member's batch.
+            is_clipped: whether any member clips gradients.
 
         Raises:
             UnfusableError, BudgetError: as of `StepPlanner.planned`.
@@ -205,7 +207,7 @@ class PlannedGroup:
             self._planner.planned(stack_of(prepared, built, inputs, is_clipped=is_clipped))
 
     def clear(self) -> None:
-        """The group has another state, or none."""
+        """Drop all steps, because the group's state is replaced or gone."""
         for steps in self._known.values():
             steps.close()
         self._known.clear()

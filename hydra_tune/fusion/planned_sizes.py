@@ -1,4 +1,8 @@
-"""`PlannedSizes`: how many trials are one group where a device has room for fewer at once, if their steps are planned."""
+"""`PlannedSizes`: decide how many trials form a job if a device holds only fewer at once, by planning their steps.
+
+The class compares planned groups, and pairs of groups in turn, with smaller groups that fit unplanned. A planned group
+wins only if the time per trial falls, unless the user insists on large groups.
+"""
 
 import logging
 import threading
@@ -17,17 +21,18 @@ from hydra_tune.shard.library import Prepared
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _MAX_TRIED = 3
-_COST_SHARE = 0.1  # of the work to come, that planning may be expected to take
-_PLANNING = 5  # times as long as to trace and profile one step it takes to try all sizes; 3.7 for small CNNs
+_COST_SHARE = 0.1  # share of the remaining work that planning may take
+_PLANNING = 5  # time to try all sizes over the time to trace and profile a step; 3.7 for small CNNs
 
 
 class PlannedSizes:
-    """Compares planned groups with smaller ones that fit as they are, and remembers what came of it.
+    """Compares planned groups with smaller unplanned groups, and caches the choice.
 
     Args:
         plans: makes the groups' plans.
-        planner: plans their steps.
-        insists: whether as many as can be planned are one job, as one group or two in turn; else as many as are fastest.
+        planner: plans the groups' steps.
+        insists: whether a job takes as many trials as can be planned, as a group or as two groups in turn; otherwise as
+            many as are fastest.
 
     Attributes:
         insists: as given.
@@ -37,16 +42,16 @@ class PlannedSizes:
         self._plans, self._planner, self.insists = plans, planner, insists
         self._lock = threading.Lock()
         self._known: dict[Hashable, dict[int, PlannedChoice | None]] = {}
-        self._looked: dict[Hashable, float] = {}  # seconds that it took to trace and profile a group that fits
+        self._looked: dict[Hashable, float] = {}  # seconds for tracing and profiling a group that fits
 
     def keeps(self, kind: Hashable, num_trials: int, room: int, *, clips: bool) -> bool:
-        """Whether so many trials, or more, have been looked at already, and no more than fit were to be preferred.
+        """Return whether at least `num_trials` were compared before, and no more than fit unplanned turned out best.
 
         Args:
-            kind: what their steps have in common.
-            num_trials: the most that could be one job.
-            room: how many fit as they are.
-            clips: whether they clip their gradients by the norm of all.
+            kind: key of trials with equal steps.
+            num_trials: largest number of trials in a job.
+            room: number of trials that fit unplanned.
+            clips: whether the trials clip gradients by their global norm.
         """
         with self._lock:
             known = self._known.get((kind, room, clips), {})
@@ -55,27 +60,28 @@ class PlannedSizes:
     def best(
         self, kind: Hashable, members: Sequence[Member], wanted: Wanted, room: int, least_gain: float = 1.0
     ) -> PlannedChoice | None:
-        """How many of some trials are to be one job, and whether as one group or as two in turn.
+        """Return how many of some trials form a job, and whether as a group or as two groups in turn.
 
         Args:
-            kind: what their steps have in common.
-            members: they, built; only read.
-            wanted: the first batch of the first of them.
-            room: how many fit as they are.
-            least_gain: how many times as fast the planned steps have to be, for each of them.
+            kind: key of trials with equal steps.
+            members: the built trials; only read.
+            wanted: first batch of the first trial.
+            room: number of trials that fit unplanned.
+            least_gain: required speedup per trial of planned steps.
 
         Returns:
-            What was compared, and what is to be preferred; None where nothing was. The log says why.
+            The compared ways with the preferred way marked; None where no comparison was possible (the log gives the
+                reason).
         """
         try:
             own, found = self._plans.of_members(members, wanted)
             if found.rows is not None:
-                raise UnfusableError(OWN_LOSSES)  # noqa: TRY301 - told as whatever else there is
+                raise UnfusableError(OWN_LOSSES)  # noqa: TRY301 - logged below like any other reason
             clips = tuple(member.task.max_grad_norm is not None for member in members)
             alike = clips[0] if len(set(clips)) == 1 else clips
             with self._lock:
                 return self._remembered((kind, room, alike), own, found, members, wanted, room, least_gain)
-        except Exception as error:  # whatever there is to it comes up again where the trials run
+        except Exception as error:  # a genuine error comes up again where the trials run
             is_known = isinstance(error, HydraTuneError)
             what = "no more than %d of %d trials are computed together: %s"
             _LOGGER.info(what, room, len(members), error, exc_info=not is_known)
@@ -91,13 +97,16 @@ class PlannedSizes:
         room: int,
         least_gain: float,
     ) -> PlannedChoice | None:
-        """What was chosen for so many, or for more of whom these may be the rest; else what is chosen now."""
+        """Return the choice for the same number of trials, or for a larger number that left these trials over.
+
+        Else choose now.
+        """
         known = self._known.setdefault(key, {})
         earlier = (one for count, one in known.items() if count > len(members) and one is not None)
         found = next((one for one in earlier if one.size <= len(members)), None)
         if found is not None or len(members) in known:
             return found or known[len(members)]
-        known[len(members)] = None  # unless it can be told
+        known[len(members)] = None  # stays if `_best` raises, so a failed comparison is not repeated
         known[len(members)] = self._best(key, own, likeness, members, wanted, room, least_gain)
         return known[len(members)]
 
@@ -118,7 +127,8 @@ class PlannedSizes:
 
         kept = kept_way(self._planner, stack(0, room))
         work = kept.seconds_each * sum(steps_of(member) for member in members)
-        looked = self._looked.setdefault(key, time.thread_time() - began)  # which is known the next time
+        # Tracing and profiling are cached, so only the first call measures their time; remember it.
+        looked = self._looked.setdefault(key, time.thread_time() - began)
         if not self.insists and _COST_SHARE * work < _PLANNING * looked:
             raise UnfusableError(f"their steps, {work:.3g} s in all, are too few to plan them")
         evaluated = self._most_evaluated(members[0], own)
@@ -136,7 +146,7 @@ class PlannedSizes:
         return stack_of(stacked, built, wanted.leaves.tensors, is_clipped=is_clipped)
 
     def _most_evaluated(self, member: Member, own: Prepared) -> int:
-        """How many can be evaluated at once, which is not planned."""
+        """Return how many trials fit an evaluation, which is never planned."""
         wanted = member.peek().get("evaluate")
         if wanted is None:
             return 1 << 30
@@ -145,14 +155,14 @@ class PlannedSizes:
 
 
 def kept_way(planner: StepPlanner, stack: Stack) -> PlannedWay:
-    """A group that fits as it is.
+    """Return the way of a group that fits unplanned.
 
     Args:
-        planner: of the devices.
+        planner: plans for the devices.
         stack: the group.
 
     Raises:
-        UnfusableError: it cannot be traced as planned steps are.
+        UnfusableError: the step cannot be traced the way planned steps are.
     """
     seconds, peak_bytes = planner.kept_seconds(stack), stack.prepared.plan.peak_bytes
     return PlannedWay(name=KEPT, sizes=(stack.updates.count,), seconds=seconds, peak_bytes=peak_bytes)
@@ -168,16 +178,16 @@ def compared(
     insists: bool,
     least_gain: float,
 ) -> PlannedChoice:
-    """Ways to compute more trials together than a device has room for, and the one to be preferred.
+    """Compare ways to compute more trials together than fit unplanned, and mark the preferred way.
 
     Args:
-        planner: of the devices.
-        stack: gives a group of some of the trials, from one number to another.
-        num_trials: how many there are.
-        kept: as many as fit as they are.
-        most: members of one group, as far as other things than steps count.
+        planner: plans for the devices.
+        stack: returns the stack of the trials from a first index to a last index (exclusive).
+        num_trials: number of trials.
+        kept: the way of as many trials as fit unplanned.
+        most: limit on the members of a group, apart from the memory of steps.
         insists: as of `PlannedSizes`.
-        least_gain: how many times as fast as `kept` planned steps have to be, for each trial.
+        least_gain: required speedup per trial of planned steps over `kept`.
     """
     ways, chosen = [kept], kept
     for size in _sizes(num_trials, kept.trials):
@@ -199,11 +209,11 @@ def compared(
 
 
 def _tried(planner: StepPlanner, stacks: Sequence[Stack]) -> PlannedWay:
-    """One group, or two in turn, planned."""
+    """Plan a group, or two groups in turn, and return the way."""
     way = PlannedWay(name=WHOLE if len(stacks) == 1 else PAIR, sizes=tuple(one.updates.count for one in stacks))
     try:
         step = planner.planned(*stacks)
-        for stack in stacks if len(stacks) > 1 else ():  # each of two goes on by itself where the other has ended
+        for stack in stacks if len(stacks) > 1 else ():  # a group continues alone once the other has ended
             if not planner.fits(stack.prepared):
                 planner.planned(stack)
     except (BudgetError, UnfusableError) as error:
@@ -212,12 +222,12 @@ def _tried(planner: StepPlanner, stacks: Sequence[Stack]) -> PlannedWay:
 
 
 def _not_evaluated(name: str, sizes: tuple[int, ...], most: int) -> PlannedWay:
-    """One group, or two in turn, of which one has too many members."""
+    """Return a refused way in which a group has too many members to evaluate."""
     why = f"a device has room for {most} of them when they are evaluated, which is not planned"
     return PlannedWay(name=name, sizes=sizes, why_not=why)
 
 
 def _sizes(most: int, room: int) -> list[int]:
-    """Sizes to try, the largest first: as many as there are, and the powers of two below."""
+    """Return the sizes to try, largest first: all trials, and smaller powers of two."""
     powers = [1 << power for power in range(most.bit_length() - 1, 0, -1)]
     return [size for size in dict.fromkeys([most, *powers]) if size > room][:_MAX_TRIED]

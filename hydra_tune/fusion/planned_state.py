@@ -1,10 +1,11 @@
-"""`StepState`: the state of one group as the arguments of a planned step's graph, and what is noted of it when that has run.
+"""`StepState`: bind a group's state to the arguments of a planned step, and record the step's effects afterwards.
 
-Note: masks. A planned step updates all members, each parameter as soon as nothing needs it any more. What members have that
-take no step, because they rest or their loss is not finite, is put aside on the host before the backward and put back after.
+Note: masks. A planned step updates all members, each parameter as soon as no later operator needs the old value.
+Members that take no step (resting, or without a finite loss) have their parameters and moments saved to the host before
+the backward, and restored afterwards.
 
-Note: where. Parameters, buffers and optimizer state are on the device of the unit that runs; batches, constants and rates are
-on the host, and are sent there for each step.
+Note: places. Parameters, buffers and optimizer state are on the device of the running unit. Batches, constants and
+rates are on the host, and are sent to the device for every step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,17 +30,17 @@ from hydra_tune.train.state import ModelState
 
 
 class StepState:
-    """That of one group, for one graph.
+    """A group's state for a planned step graph.
 
     Args:
-        graph: of its step.
-        state: the group's.
-        stack: what the step was planned for.
-        device: any of the pool, for host memory.
-        gradients: the group's rules for them.
+        graph: the step's graph.
+        state: the group's state.
+        stack: the stack that the step was planned for.
+        device: any device of the pool, for host memory.
+        gradients: the group's gradient rules.
 
     Attributes:
-        given: the arguments of the step that has begun; none between two steps.
+        given: arguments of the step under way; empty between steps.
     """
 
     def __init__(
@@ -49,46 +50,50 @@ class StepState:
         self._graph, self._gradients = graph, gradients
         self._state, self._updates, self._groups = state, stack.updates, stack.groups
         self._trained = tuple(name for name in graph.state if name in updated(graph))
-        self._place = device.torch_device  # where the step that has begun computes
+        self._place = device.torch_device  # device of the step under way
         self._make_moments(device)
 
     @property
     def optimizer(self) -> OptimizerAtOnce:
-        """The group's."""
+        """The group's optimizer."""
         assert isinstance(self._state.optimizer, OptimizerAtOnce), "others are not planned"
         return self._state.optimizer
 
     def begin(self, operands: Operands, place: torch.device) -> None:
-        """A step begins, on this batch and at the rates that there are now, where its parameters are by now."""
+        """Begin a step on the given batch, with the present rates; the parameters must already be on `place`."""
         self._place = place
         self.given = self._arguments(operands)
 
     def forget(self) -> None:
-        """The step that had begun comes to nothing: what it was given may leave the device."""
+        """Abandon the step under way and drop its arguments, which may then leave the device."""
         self.given = {}
 
     def draw(self, number: int) -> Tensor:
-        """Random numbers of the step, from the generator that stands for the members' own."""
+        """Draw random numbers of the step from the members' generators."""
         group = own_generator()
         assert isinstance(group, GroupGenerator), "stacked members draw from generators of their own"
         return self._graph.noise[number].draw(group, self._place)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around the backward with its updates, for the members that the optimizer has as active."""
+        """Surround the backward with its updates, for the active members of the optimizer."""
         optimizer = self.optimizer
         try:
             with self._put_aside([index for index, active in enumerate(optimizer.active) if not active]):
                 yield
         finally:
             self.forget()
+        # Reached only after success: a failed backward must not count as a step.
         optimizer.note_step(self._state.tensors[name] for name in self._trained)
         self._state.touched(self._trained)
         for block in self._state.optimizer_groups(self._trained):
             block.dirty = True
 
     def _make_moments(self, device: Device) -> None:
-        """The optimizer's state, which else its first step would make beside all that it has computed with."""
+        """Create the optimizer's state in advance.
+
+        Otherwise the first step would create the state while the memory of its activations is still in use.
+        """
         entries: dict[str, dict[str, Any]] = {}
         for name in self._trained:
             parameter = self._state.tensors[name]
@@ -119,14 +124,18 @@ class StepState:
         return found
 
     def _rates(self, group: int) -> list[tuple[float, ...]]:
-        """Of the members' steps; what computes otherwise than was planned is computed in smaller groups, planned anew."""
+        """Return the members' rates for the present step.
+
+        A step whose optimizer computes differently from the plan raises, so that the trials continue in smaller groups,
+        planned anew.
+        """
         try:
             return self._updates.rates(group, *self._steps(group))
         except UnfusableError as error:
             raise OutOfMemoryError(f"{error}, in smaller groups", enough_bytes=None) from error
 
     def _steps(self, group: int) -> tuple[list[int], list[bool] | None]:
-        """How many steps the members have made, and whose momentum has begun."""
+        """Return the members' step counts, and whether each member's momentum has begun."""
         states = [self._entries(name) for name in self._trained if self._groups[name] == group]
         steps, begun = states[0]["steps"], states[0].get("begun")
         if any(state["steps"] != steps or state.get("begun") != begun for state in states):
@@ -150,6 +159,7 @@ class StepState:
             return
         tensors = [self.given[self._graph.state[name]] for name in self._trained]
         tensors += [self.given[argument] for argument in self._graph.moments.values()]
+        # The plan reserves no device memory for these copies, so they go to the host.
         rows = sent(torch.tensor(members, device="cpu"), self._place)
         kept = [tensor[rows].cpu() for tensor in tensors]
         yield
@@ -158,13 +168,13 @@ class StepState:
 
 
 def sent(tensor: Tensor, place: torch.device) -> Tensor:
-    """A tensor of the host on the device that computes, for what is asked of it from now on; the host does not wait.
+    """Return a host tensor on the computing device, for later work on the device; the host does not wait.
 
-    Only pinned memory is copied by a GPU itself, behind what it has still to do. Torch's allocator of such memory knows of the
-    copy, and gives the memory to nobody before it is over.
+    A GPU copies only pinned memory asynchronously, in order with its queued work. Torch's allocator for pinned memory
+    tracks the copy and does not reuse the memory before the copy has finished.
 
     Args:
-        tensor: a tensor, which may be there already.
+        tensor: a tensor, possibly on the device already.
         place: the device.
     """
     if tensor.device == place:
@@ -173,16 +183,16 @@ def sent(tensor: Tensor, place: torch.device) -> Tensor:
 
 
 def stack_now(prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], gradients: GroupGradients) -> Stack:
-    """What a group computes on now.
+    """Return the stack that a group computes on now.
 
     Args:
-        prepared: its plan.
-        state: its own.
-        inputs: its stacked batch, of which only the geometry counts.
-        gradients: the group's rules for them.
+        prepared: the group's plan.
+        state: the group's state.
+        inputs: the stacked batch; only the geometry counts.
+        gradients: the group's gradient rules.
 
     Raises:
-        UnfusableError: no steps of such groups are planned; with the reason.
+        UnfusableError: no steps are planned for such groups; the message gives the reason.
     """
     optimizer = state.optimizer
     if not isinstance(optimizer, OptimizerAtOnce):

@@ -40,7 +40,7 @@ class StackedModule(nn.Module):
     def _owner(self, name: str) -> nn.Module:
         owner: nn.Module = self
         for part in name.split(".")[:-1]:
-            child = owner._modules.get(part)  # noqa: SLF001 - a user's submodule may be named like an attribute of nn.Module
+            child = owner._modules.get(part)  # noqa: SLF001 - a submodule may be named like an attribute of nn.Module
             if child is None:
                 child = nn.Module()
                 owner.add_module(part, child)

@@ -1,4 +1,4 @@
-"""The random streams of a group: those of its members, each of which draws its own numbers."""
+"""`GroupStreams`: the random streams of a group, composed of the members' own streams."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,14 +14,14 @@ from hydra_tune.train.streams import RandomStreams
 
 
 class GroupStreams(RandomStreams):
-    """What the units of a group draw from.
+    """Random streams that a group's units draw from.
 
     Args:
         members: the members' own streams.
 
     Attributes:
-        active: whether each of them draws.
-        probabilities: as of `GroupGenerator`, for the plan that runs.
+        active: whether each member draws.
+        probabilities: as of `GroupGenerator`, for the running plan.
     """
 
     def __init__(self, members: Sequence[RandomStreams]) -> None:
@@ -29,10 +29,10 @@ class GroupStreams(RandomStreams):
         self._members = list(members)
         self.active = [True] * len(self._members)
         self.probabilities: Mapping[str, Sequence[float]] = {}
-        self._turns: TurnsGenerator | None = None  # while they draw on a GPU
+        self._turns: TurnsGenerator | None = None  # set while members draw on a GPU
 
     def replace(self, index: int, member: RandomStreams) -> None:
-        """A place is another member's from now on."""
+        """Give a place to another member's stream."""
         self._members[index] = member
 
     @property
@@ -40,20 +40,20 @@ class GroupStreams(RandomStreams):
         return GroupGenerator([member.generator for member in self._members], self.active, self.probabilities)
 
     def mark(self) -> Any:
-        """Where they all stand, for `go_back`; on a GPU also while they draw."""
+        """Return the present states of all streams, for `go_back`; callable on a GPU during draws too."""
         turns = None if self._turns is None else self._turns.get_state()
         return [member.mark() for member in self._members], turns
 
     def go_back(self, mark: Any) -> None:
-        """Have them stand where they stood."""
+        """Restore the states of all streams from a mark."""
         marks, turns = mark
         for member, own in zip(self._members, marks, strict=True):
             member.go_back(own)
-        if self._turns is not None and turns is not None:  # or what they have drawn would be kept where this ends
+        if self._turns is not None and turns is not None:  # otherwise leaving the context would keep the draws
             self._turns.set_state(turns)
 
     def generator_on(self, device: Device) -> RandomGenerator:
-        """What a unit's recompute is to start from, while they draw on a device."""
+        """Return the generator for the start of a recompute, while members draw on a device."""
         return device.generator if self._turns is None else _Rewound(self._turns)
 
     def drawing(self, device: Device | None, *, keep: bool) -> AbstractContextManager[None]:
@@ -75,7 +75,10 @@ class GroupStreams(RandomStreams):
 
     @contextmanager
     def _drawing_in_turns(self, device: Device, *, keep: bool) -> Iterator[None]:
-        """On a GPU, whose default generator is nobody else's meanwhile."""
+        """Let members draw in turn on a GPU.
+
+        The context holds the GPU's default generator, so no other thread draws from the generator meanwhile.
+        """
         states = [member.gpu_state(device) for member in self._members]
         with device.generator.in_turn():
             group = self._turns = TurnsGenerator(states, device.generator, self.active, self.probabilities)
@@ -91,18 +94,18 @@ class GroupStreams(RandomStreams):
 
 @dataclass(frozen=True, slots=True)
 class _Rewound:
-    """The members' streams as a device's generator, to note where they stand and have them stand there again."""
+    """The members' streams in the form of a device's generator, to save states and restore them."""
 
     group: TurnsGenerator
 
     def get_state(self) -> Tensor:
-        """All states."""
+        """Return all states."""
         return self.group.get_state()
 
     def set_state(self, state: Tensor) -> None:
-        """Set them."""
+        """Set all states."""
         self.group.set_state(state)
 
     def in_turn(self) -> AbstractContextManager[object]:
-        """It is theirs already."""
+        """Return an empty context: the members already hold the generator."""
         return nullcontext()
