@@ -1,4 +1,4 @@
-"""A stacked graph with tails: its beginning runs for all members, and each tail on the rows of those whose it is."""
+"""Run a stacked graph with tails: the beginning for all members, every tail on the rows of its members."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,12 +18,12 @@ _RESULT = "result:"
 
 
 def with_tails(shard: Shard, rows: Rows, prefix: "StackedPrefix") -> Shard:
-    """The shard of a group whose members have tails of their own.
+    """Return the shard of a group whose members have different tails.
 
     Args:
-        shard: of the first plan, for one member.
-        rows: who has which.
-        prefix: what all members run.
+        shard: the first plan's shard, for a single member.
+        rows: assignment of tails to members.
+        prefix: the common beginning.
     """
     used = [tail for number, tail in enumerate(rows.tails.tails) if number in rows.of]
     graph = shard.graph
@@ -49,12 +49,12 @@ def with_tails(shard: Shard, rows: Rows, prefix: "StackedPrefix") -> Shard:
 
 
 def results_of(rows: Rows) -> list[str]:
-    """What all results are called, of whichever member."""
+    """Return the names of all results of any member."""
     return list(dict.fromkeys(name for number in sorted(set(rows.of)) for name in rows.tails.tails[number].results))
 
 
 def with_results(plan: Plan, rows: Rows) -> Plan:
-    """A plan whose shard is one of `with_tails`."""
+    """Return the plan adapted to a shard made by `with_tails`."""
     names = tuple(results_of(rows))
     outputs = tuple(_RESULT + name for name in names)
     own = {name: value for number in set(rows.of) for name, value in rows.tails.tails[number].constants.items()}
@@ -71,19 +71,19 @@ def with_results(plan: Plan, rows: Rows) -> Plan:
 
 
 class StackedPrefix:
-    """What plans with tails have in common, on stacked members.
+    """The common beginning of plans with tails, on stacked members.
 
     Args:
         graph: the first plan's shard.
-        code: its code, or one like it.
-        rows: who has which tail.
+        code: the shard's code, or similar code with stand-ins.
+        rows: assignment of tails to members.
         slots: as of `stacked_plan`.
 
     Attributes:
-        constants: names of those that it takes.
-        inputs: which of the batch's tensors it takes.
-        made: the numbers of the operators whose values it gives.
-        made_bytes: what these take for one member.
+        constants: names of the constants that the beginning takes.
+        inputs: indices of the batch's tensors that the beginning takes.
+        made: indices of the operators whose values the beginning returns.
+        made_bytes: bytes of the returned values, for a single member.
     """
 
     def __init__(self, graph: ShardGraph, code: fx.GraphModule, rows: Rows, slots: frozenset[str]) -> None:
@@ -107,7 +107,7 @@ class StackedPrefix:
 
 
 class _Branched:
-    """Runs the beginning for all members and each tail for those whose it is."""
+    """Runs the beginning for all members and every tail for its members."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Branched:
         self._inverse = [order.index(index) for index in range(len(order))]
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        """The results, all with the members in front; those that a member has not are NaN."""
+        """Return the results, with the members in front; results that a member does not have are NaN."""
         made = self._prefix.run(*(arguments[place] for place in self._takes))
         parts = [branch(made, arguments) for branch in self._branches]
         return tuple(self._together([part.get(name) for part in parts]) for name in self._names)
@@ -136,6 +136,7 @@ class _Branched:
     def _together(self, parts: Sequence[Tensor | None]) -> Tensor:
         found = [part for part in parts if part is not None]
         if len(found) < len(parts) or len({part.dtype for part in found}) > 1:
+            # Tails may return different dtypes; float64 holds float32 losses and ordinary counts exactly.
             wide = [None if part is None else part.to(torch.float64) for part in parts]
             like = next(part for part in wide if part is not None)
             found = [
@@ -146,7 +147,7 @@ class _Branched:
 
 
 class _Branch:
-    """One tail, with its rows."""
+    """A tail with its rows."""
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class _Branch:
         self._run = StackedGraph(tail.code, [*[True] * len(tail.made), *(is_stacked for _, is_stacked in given)])
 
     def __call__(self, made: Sequence[Tensor], arguments: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Its results by name, a vector each."""
+        """Return the tail's results by name, each a vector with an element per row."""
         own = [_picked(made[place], self.rows) for place in self._made]
         given = [
             _picked(arguments[place], self.rows) if is_stacked else arguments[place]
@@ -177,14 +178,15 @@ class _Branch:
 
 
 def _picked(value: Tensor, rows: list[int]) -> Tensor:
-    """These rows."""
+    """Return the given rows of a stacked value."""
+    # Selecting all rows in order would only copy.
     if rows == list(range(value.size(0))):
         return value
     return value.index_select(0, torch.tensor(rows, device=value.device))
 
 
 def _cost(rows: Rows, made_bytes: int) -> ShardCost:
-    """Of one member: the most that any has, and room for the rows and their gradients."""
+    """Return the cost for a single member: the maximum over the tails, plus room for the rows and their gradients."""
     costs = [rows.tails.plans[number].shards[-1].cost for number in sorted(set(rows.of))]
     most = {
         name: max(getattr(cost, name) for cost in costs)

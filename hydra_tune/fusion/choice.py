@@ -1,9 +1,9 @@
-"""How many trials are computed together, by what steps were seen to take: timings in, a choice out. Knows no tensors.
+"""Decide how many trials compute together, from measured step times. Plain numbers in, a choice out; no tensors.
 
-Note: how sizes are tried. To time a group costs some steps of all of its members, which is little where a group gains and
-much where it does not. So no size is timed whose cost, at the worst, is beyond a small share of the work that is to come. The
-largest such size is first. Where it gains, larger ones follow, whose cost can be told by now; where it does not, the
-next smaller one does, as long as that is better, and larger ones if a line through what was seen says that they will gain.
+Note: order of the measurements. Timing a group costs a few steps of all its members: little if the group gains, and
+much if not. So no size is timed if its worst-case cost exceeds a small share of the remaining work. The largest
+admissible size is first. If the size gains, larger sizes follow, since their cost can now be predicted. If not, smaller
+sizes follow as long as they improve, and larger sizes if a line through the measurements predicts a gain.
 """
 
 from collections.abc import Mapping
@@ -15,21 +15,21 @@ LEAST_GAIN = 1.2
 COST_SHARE = 0.02
 """Of the work to come, that finding out may take where nothing speaks for a gain."""
 
-_HOPE_SHARE = 0.1  # of what is expected to be saved, beyond that
-_PROBE_STEPS = 4  # of a group, to time it; see `probe.py`
-_WORST_GAIN = 0.6  # expected of what has not been timed
-_LARGE, _HOPELESS_GAIN = 8, 0.8  # where so many gain no more than that, no size will gain
-_TRACE_STEPS = 20  # of a group that is not traced yet, which to trace it takes
+_HOPE_SHARE = 0.1  # share of the expected saving that measurements may cost in addition
+_PROBE_STEPS = 4  # steps that timing a group takes, see `probe.py`
+_WORST_GAIN = 0.6  # pessimistic gain of an untimed group
+_LARGE, _HOPELESS_GAIN = 8, 0.8  # if so large a group gains no more, no size will
+_TRACE_STEPS = 20  # cost of tracing a group, in untraced steps of the group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What steps take.
+    """Measured step times.
 
     Attributes:
-        alone_seconds: a step of one trial.
-        drawing_seconds: to draw a batch of its own data, which every trial does for itself either way.
-        group_seconds: a step of a group of all its members, by their number.
+        alone_seconds: a step of a single trial.
+        drawing_seconds: drawing a batch from a trial's own data, which every trial does separately in either case.
+        group_seconds: a step of a group with all its members, by number of members.
     """
 
     alone_seconds: float
@@ -37,7 +37,7 @@ class Timing:
     group_seconds: Mapping[int, float] = field(default_factory=dict)
 
     def seconds(self, size: int) -> float | None:
-        """A step of so many together: as seen, or between two sizes that were; None where nothing tells."""
+        """Return the seconds of a group's step: measured, or interpolated between two measured sizes; else None."""
         if size in self.group_seconds:
             return self.group_seconds[size]
         below = max((known for known in self.group_seconds if known < size), default=None)
@@ -47,19 +47,19 @@ class Timing:
         return self._on_line(below, above, size)
 
     def gain(self, size: int) -> float | None:
-        """How many times faster a step of a trial is in a group of so many; None where nothing tells."""
+        """Return the speedup of a trial's step in a group of the given size; None without data."""
         seconds = self.seconds(size)
         return None if seconds is None else self._gain(size, seconds)
 
     def expected_gain(self, size: int) -> float | None:
-        """The same of a size beyond those seen, by a line through the largest two of them."""
+        """Return the speedup extrapolated to a larger size, by a line through the largest two measured sizes."""
         if len(self.group_seconds) < 2:  # noqa: PLR2004 - points of a line
             return None
         below, above = sorted(self.group_seconds)[-2:]
         return self._gain(size, self._on_line(below, above, size))
 
     def with_size(self, size: int, seconds: float) -> "Timing":
-        """The same, with a group of so many."""
+        """Return the timing extended by a group size."""
         return Timing(
             alone_seconds=self.alone_seconds,
             drawing_seconds=self.drawing_seconds,
@@ -75,17 +75,17 @@ class Timing:
 
 
 def sizes(most: int) -> list[int]:
-    """Sizes of groups to choose from, the largest first: as many as there are, and the powers of two below."""
+    """Return candidate group sizes, largest first: all trials, and smaller powers of two."""
     return [most, *(2**power for power in range((most - 1).bit_length() - 1, 0, -1))] if most > 1 else []
 
 
 def chosen_size(timing: Timing, most: int, num_steps: float) -> int:
-    """The most trials that gain by being computed together; 1 where none do.
+    """Return the largest number of trials that gain by computing together; 1 if no number gains.
 
     Args:
-        timing: what steps take.
-        most: trials that there are, and have room.
-        num_steps: optimizer steps that all of them together have to go, which have to make up for what a group costs at first.
+        timing: measured step times.
+        most: number of trials available, limited by memory.
+        num_steps: remaining optimizer steps of all trials together, which must pay for the start-up cost of a group.
     """
     for size in sizes(most):
         gain, seconds = timing.gain(size), timing.seconds(size)
@@ -98,13 +98,13 @@ def chosen_size(timing: Timing, most: int, num_steps: float) -> int:
 
 
 def next_size(timing: Timing, most: int, total_seconds: float, spent_seconds: float = 0.0) -> int | None:
-    """Which size to time next; None where it is known which one to choose, or where finding out would cost too much.
+    """Return the next size to time; None if the choice is clear, or timing would cost too much.
 
     Args:
-        timing: what is known.
-        most: trials that there are, and have room.
-        total_seconds: what all of them together would take alone.
-        spent_seconds: what finding out has taken so far.
+        timing: measurements so far.
+        most: number of trials available, limited by memory.
+        total_seconds: time of all remaining work without fusion.
+        spent_seconds: time spent on measurements so far.
     """
     left = COST_SHARE * total_seconds - spent_seconds
     known = [size for size in sizes(most) if timing.gain(size) is not None]
@@ -129,24 +129,24 @@ def next_size(timing: Timing, most: int, total_seconds: float, spent_seconds: fl
 
 
 def _expected_hope(timing: Timing, size: int, total_seconds: float) -> float:
-    """As `_hope`, by a line through what was seen; where that says that there is no gain, nothing may be spent."""
+    """Return `_hope` for an extrapolated gain; negative infinity, so that nothing is spent, if no gain is expected."""
     gain = timing.expected_gain(size) or 0.0
     return _hope(total_seconds, gain) if gain >= LEAST_GAIN else float("-inf")
 
 
 def _hope(total_seconds: float, gain: float) -> float:
-    """What may be spent beyond the share where there is reason to expect a gain."""
+    """Return the seconds that measurements may take beyond the regular share, where a gain is expected."""
     return _HOPE_SHARE * total_seconds * max(0.0, 1 - 1 / gain)
 
 
 def _worst_cost(timing: Timing, size: int) -> float:
-    """Seconds that timing a size may take, of which nothing is known but that a larger group takes longer."""
+    """Return the worst-case seconds of timing a size, assuming only that larger groups take longer."""
     seconds = [known for count, known in timing.group_seconds.items() if count > size]
     return _PROBE_STEPS * min(timing.alone_seconds / _WORST_GAIN * size, *seconds, float("inf"))
 
 
 def why(timing: Timing, size: int, most: int) -> str:
-    """A choice in words, with its numbers."""
+    """Describe a choice in words, with its numbers."""
     seen = ", ".join(
         f"{count} together {seconds / count * 1e3:.3g} ms each ({timing.gain(count):.2f}x)"
         for count, seconds in sorted(timing.group_seconds.items())

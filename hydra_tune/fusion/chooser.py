@@ -1,4 +1,4 @@
-"""`Chooser`: says of trials that could be one group how many of them are computed together, for `fusion="auto"`."""
+"""`Chooser`: decide for `fusion="auto"` how many fusable trials compute together, by timing real steps."""
 
 import logging
 import threading
@@ -17,18 +17,18 @@ from hydra_tune.fusion.probe import Bench
 from hydra_tune.shard.library import PlanLibrary, Prepared
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
-_LEAST_STEPS = 400  # of all trials together; a step of one is timed at the cost of some ten of them
-_UNKNOWN_STEPS = 1000  # of a trial whose data does not tell their number
+_LEAST_STEPS = 400  # for all trials together; timing a trial's step costs about ten steps
+_UNKNOWN_STEPS = 1000  # assumed for a trial whose data has unknown length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What was chosen.
+    """A choice of group size.
 
     Attributes:
-        size: trials to compute together; 1: each by itself.
-        why: in words, with the numbers.
-        timing: what was seen; None where nothing was timed.
+        size: number of trials to compute together; 1: no fusion.
+        why: the reason in words, with the numbers.
+        timing: the measurements; None if nothing was timed.
     """
 
     size: int
@@ -37,7 +37,7 @@ class Choice:
 
 
 class UntracedPlans(GroupPlans):
-    """Plans that run operator by operator: to trace a step takes longer than to time it."""
+    """Plans that run operator by operator, since tracing a step takes longer than timing it."""
 
     @staticmethod
     def trace(
@@ -50,14 +50,14 @@ class UntracedPlans(GroupPlans):
         may_compile: bool = True,
         place: torch.device | None = None,
     ) -> None:
-        """Not done."""
+        """Do nothing."""
 
 
 class Chooser:
-    """Times steps on the device that asks, and remembers what it has seen. Any thread may ask; one at a time is answered.
+    """Times steps on the requesting device, and caches the results. Thread-safe; requests are answered one at a time.
 
     Args:
-        library: where plans come from.
+        library: provides plans.
     """
 
     def __init__(self, library: PlanLibrary) -> None:
@@ -67,17 +67,17 @@ class Chooser:
         self._timings: dict[Hashable, Timing] = {}
         self._refused: dict[
             Hashable, float
-        ] = {}  # optimizer steps of all trials together, for which nothing was gained
+        ] = {}  # optimizer steps of all trials together, for which fusion did not pay
 
     def refuse(self, kind: Hashable, num_steps: float) -> None:
-        """Say at once of a kind of trial what is known already.
+        """Refuse a kind of trial at once if the answer is already known.
 
         Args:
             kind: as of `choose`.
-            num_steps: the most optimizer steps that trials of this kind may have to go together.
+            num_steps: upper bound on the remaining optimizer steps of all trials of the kind together.
 
         Raises:
-            UnfusableError: as many steps have been found to be too few before, or are too few to find out.
+            UnfusableError: so few steps did not gain before, or are too few to justify timing.
         """
         with self._lock:
             if num_steps <= self._refused.get(kind, -1):
@@ -91,18 +91,18 @@ class Chooser:
     def choose(
         self, kind: Hashable, member: Member, wanted: Wanted, device: Device, num_steps: Sequence[float], most: int
     ) -> Choice:
-        """How many of some trials to compute together.
+        """Choose how many trials to compute together.
 
         Args:
-            kind: what their steps have in common: equal kinds take equally long.
-            member: one of them, built; only read.
-            wanted: its first batch; only read.
-            device: where steps are timed.
-            num_steps: optimizer steps that each of them has to go; see `steps_of`.
-            most: of them that a device has room for.
+            kind: key of trials with equal steps, which therefore take equally long.
+            member: a built trial of the kind; only read.
+            wanted: first batch of the trial; only read.
+            device: the device that times steps.
+            num_steps: remaining optimizer steps of each trial; see `steps_of`.
+            most: number of trials that fit a device.
 
         Returns:
-            The choice, which is in the log too.
+            The choice, also written to the log.
         """
         most = min(most, len(num_steps))
         with self._lock:
@@ -126,7 +126,7 @@ class Chooser:
             total = num_steps * (timing.alone_seconds + timing.drawing_seconds)
             while (size := next_size(timing, most, total, bench.now() - began)) is not None:
                 timing = timing.with_size(size, bench.together(size, self._plans))
-        except Exception as error:  # whatever there is to it comes up again where the trial runs
+        except Exception as error:  # a genuine error comes up again where the trial runs
             _LOGGER.info("what fusion would gain cannot be timed", exc_info=True)
             return Choice(size=1, why=f"what it would gain cannot be timed: {type(error).__name__}: {error}")
         self._timings[kind] = timing
@@ -139,11 +139,11 @@ def _too_few(num_steps: float) -> str:
 
 
 def timed_alone(bench: Bench) -> Timing:
-    """What a step of one trial takes."""
+    """Time a step of a single trial."""
     return Timing(alone_seconds=bench.alone(), drawing_seconds=bench.drawing())
 
 
 def steps_of(member: Member) -> float:
-    """Optimizer steps that a trial has to go, as far as its data tells."""
+    """Return the remaining optimizer steps of a trial, as far as its data has a known length."""
     total = member.progress.num_steps
     return _UNKNOWN_STEPS if total is None else total - member.progress.steps

@@ -1,8 +1,8 @@
-"""Stacked tensors that lie one behind the other, taken as one: few large operators in the place of many small ones.
+"""Treat stacked tensors that are contiguous in memory as a single tensor: few large operators replace many small ones.
 
-A shard's parameters lie in one buffer (`memory/block.py`), so do the tensors of its optimizer state, in the same order and with
-the same gaps. Which of them do is read off their addresses at each step, for blocks move. The gaps are computed on like
-the rest, and mean nothing.
+The parameters of a shard lie in a common buffer (`memory/block.py`). So do the tensors of its optimizer state, in the
+same order and with the same gaps. Contiguity is read off the addresses at every step, because blocks move. Operators
+compute on the gaps too, and values in the gaps mean nothing.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 MAX_ELEMENTS = 1 << 20
 """What is taken as one at most, but for single tensors: a step makes temporaries of this size."""
 
-_torch: Any = torch  # its functions of lists have types for some kinds of lists only
+_torch: Any = torch  # torch types its list functions for some kinds of lists only
 
 Numbers = float | Sequence[Tensor]
 """What to multiply a `Flat` with: one number, or for each of its parts a tensor that broadcasts to it."""
@@ -25,10 +25,10 @@ _MAX_GAP_BYTES = 1024
 
 @dataclass(slots=True)
 class Flat:
-    """Tensors that lie one behind the other.
+    """Tensors that lie contiguously in memory.
 
     Attributes:
-        whole: all of them and the gaps between them, one-dimensional.
+        whole: one-dimensional view of all tensors and the gaps between.
         parts: the tensors.
     """
 
@@ -36,7 +36,7 @@ class Flat:
     parts: Sequence[Tensor]
 
     def mul_(self, numbers: Numbers) -> None:
-        """Multiply with numbers."""
+        """Multiply by numbers."""
         if isinstance(numbers, float):
             if numbers != 1.0:
                 self.whole.mul_(numbers)
@@ -51,7 +51,7 @@ class Flat:
             _torch._foreach_add_(self.parts, numbers)
 
     def product_(self, other: "Flat", numbers: Numbers) -> None:
-        """Be another's values, each multiplied with its number."""
+        """Overwrite with another's values, each multiplied by its number."""
         if isinstance(numbers, float):
             torch.mul(other.whole, numbers, out=self.whole)
             return
@@ -59,21 +59,21 @@ class Flat:
             torch.mul(own, number, out=part)
 
     def add_product_(self, other: "Flat", numbers: Numbers) -> None:
-        """Add another's values, each multiplied with its number."""
+        """Add another's values, each multiplied by its number."""
         if isinstance(numbers, float):
             self.whole.add_(other.whole, alpha=numbers)
         else:
             _torch._foreach_addcmul_(self.parts, other.parts, numbers)
 
     def lerp_(self, other: "Flat", numbers: Numbers) -> None:
-        """Go so far of the way to another's values."""
+        """Interpolate towards another's values by the given weights."""
         if isinstance(numbers, float):
             self.whole.lerp_(other.whole, numbers)
         else:
             _torch._foreach_lerp_(self.parts, other.parts, numbers)
 
     def average_square_(self, other: "Flat", kept: Numbers, added: Numbers) -> None:
-        """Keep so much, and add so much of another's squares."""
+        """Scale by `kept`, and add another's squares scaled by `added`."""
         self.mul_(kept)
         if isinstance(added, float):
             self.whole.addcmul_(other.whole, other.whole, value=added)
@@ -84,14 +84,14 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How tensors of one dtype lie, relative to the first of them; in elements."""
+    """Memory layout of tensors of the same dtype, relative to the first tensor, in elements."""
 
     offsets: tuple[int, ...]
     size: int
     geometry: tuple[tuple[torch.Size, tuple[int, ...]], ...]
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """The tensors, as they lie in a one-dimensional tensor."""
+        """Return views of a one-dimensional tensor in this layout."""
         start = whole.storage_offset()
         return [
             whole.as_strided(shape, stride, start + offset)
@@ -99,22 +99,23 @@ class Layout:
         ]
 
     def new(self, like: Tensor) -> Flat:
-        """Zeros that lie so."""
+        """Return zeros in this layout."""
         whole = like.new_zeros(self.size)
         return Flat(whole, self.parts(whole))
 
     def room(self, like: Tensor) -> Flat:
-        """Tensors to be written that lie so; the gaps are zeros."""
+        """Return uninitialized tensors in this layout; the gaps are zeros."""
         whole = like.new_empty(self.size)
         last = 0
         for offset, (shape, _) in zip(self.offsets, self.geometry, strict=True):
             if offset > last:
+                # Operators compute on the gaps too, and leftover bytes may be NaN, infinite or denormal.
                 whole[last:offset].zero_()
             last = offset + shape.numel()
         return Flat(whole, self.parts(whole))
 
     def gathered(self, tensors: Sequence[Tensor]) -> Flat:
-        """These tensors, if they lie so in memory that holds nothing else; or else copies that lie so."""
+        """Return the tensors as they are if they fill a buffer in this layout, otherwise copies in this layout."""
         if self._is_whole(tensors):
             found = self.found(tensors)
             if found is not None:
@@ -124,32 +125,32 @@ class Layout:
         return made
 
     def found(self, tensors: Sequence[Tensor]) -> Flat | None:
-        """These tensors, which have the shapes and strides of those that were laid out, as one if they lie so."""
+        """Return tensors of matching shapes and strides as a single tensor; None if they do not lie in this layout."""
         first = tensors[0]
         size, start = first.element_size(), first.data_ptr()
         for tensor, offset in zip(tensors, self.offsets, strict=True):
             if tensor.data_ptr() != start + offset * size:
                 return None
         if first.storage_offset() + self.size > first.untyped_storage().nbytes() // size:
-            return None  # neighbours in memory, but not of one buffer
+            return None  # neighbours in memory by chance, in different buffers
         return Flat(first.detach().as_strided((self.size,), (1,)), tensors)
 
     def _is_whole(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors have a buffer of their own, whose gaps are nobody else's."""
+        """Return whether tensors fill a buffer of their own, so that the gaps belong to no other tensor."""
         first = tensors[0]
         is_own = first.untyped_storage().nbytes() == self.size * first.element_size() and not first.storage_offset()
         return is_own and self.fits(tensors)
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether tensors have the shapes and strides of those that were laid out."""
+        """Return whether tensors have the shapes and strides of the layout."""
         return all((t.shape, t.stride()) == one for t, one in zip(tensors, self.geometry, strict=True))
 
 
 def runs(tensors: Sequence[tuple[Tensor, Any]]) -> list[tuple[Layout, list[tuple[Tensor, Any]]]]:
-    """Tensors by what lies one behind the other, each as a layout and its tensors.
+    """Group tensors that lie contiguously; return the layout and tensors of each group.
 
     Args:
-        tensors: dense and of one dtype, each with whatever belongs to it.
+        tensors: dense tensors of the same dtype, each with arbitrary attached data.
     """
     found: list[list[tuple[Tensor, Any]]] = []
     end, size = 0, 0
@@ -157,6 +158,7 @@ def runs(tensors: Sequence[tuple[Tensor, Any]]) -> list[tuple[Layout, list[tuple
         tensor = one[0]
         gap = tensor.data_ptr() - end
         follows = bool(found) and 0 <= gap < _MAX_GAP_BYTES and size + tensor.numel() <= MAX_ELEMENTS
+        # Separate allocations can be neighbours by chance, so compare storages as well as addresses.
         if follows and found[-1][0][0].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             found[-1].append(one)
             size += tensor.numel()

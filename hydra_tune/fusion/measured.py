@@ -1,9 +1,10 @@
-"""What planned steps prove to take, and which of their ways is the fastest: measured on the steps that are made anyway.
+"""`Ways`: measure planned steps during ordinary training, and keep the fastest way to run them.
 
-All ways to run a step compute the same graphs, with the same bits. So the one that is predicted to be fastest is taken first,
-and timed. Where that is off by more than `TOLERANCE`, what was measured corrects what profiles say, the steps are planned once
-more, and what comes of that makes steps in turn with what there was; the fastest goes on (`planner/replan.py`). Where even that
-takes more than was predicted, whoever is told compares it with groups that need no plan (`pool/fusion_group.py`).
+All ways to run a step compute the same graphs with the same bits, so training can switch between ways at any unit. The
+way with the best prediction runs first and is timed. If the prediction is off by more than `TOLERANCE`, the measurement
+corrects the profiles, the steps are planned again, and the new ways run in turn with the first way; the fastest stays
+(`planner/replan.py`). If even the fastest takes longer than first predicted, the receiver of the measurement compares
+with groups that need no plan (`pool/fusion_group.py`).
 """
 
 import logging
@@ -21,14 +22,14 @@ _WARM_UPS, _TURNS = 2, 5
 
 
 class Steps(Protocol):
-    """Runs the steps of one way."""
+    """Runs the steps of a way."""
 
     @property
     def planned(self) -> PlannedStep:
-        """The steps."""
+        """The planned step."""
 
     def close(self) -> None:
-        """No more of them are run."""
+        """Release the steps' resources; no further step runs."""
 
 
 S = TypeVar("S", bound=Steps)
@@ -36,13 +37,13 @@ S = TypeVar("S", bound=Steps)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredWay:
-    """A way that was timed.
+    """A timed way.
 
     Attributes:
-        how: what the planner decides, by its name in the portfolio.
-        predicted_seconds: of a step of all its members; by profiles as corrected, where it was planned once more.
-        seconds: as measured.
-        is_chosen: whether it is the one that goes on.
+        how: the planner's strategy, by name in the portfolio.
+        predicted_seconds: predicted seconds of a step of all members; from corrected profiles after replanning.
+        seconds: measured seconds.
+        is_chosen: whether the way stays.
     """
 
     how: str
@@ -53,14 +54,14 @@ class MeasuredWay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What planned steps have proved to take.
+    """Measured times of planned steps.
 
     Attributes:
         sizes: members of each group.
-        predicted_seconds: of a step of all of them, at first.
-        seconds: as measured then.
-        is_replanned: whether that was so far off that they were planned once more.
-        ways: all that were timed, the first of all first.
+        predicted_seconds: first prediction for a step of all members.
+        seconds: measured seconds of the first way.
+        is_replanned: whether the prediction was off far enough to plan again.
+        ways: all timed ways, the first way first.
     """
 
     sizes: tuple[int, ...]
@@ -71,12 +72,12 @@ class Measured:
 
     @property
     def seconds_each(self) -> float:
-        """Of a step of the way that goes on, for each member."""
+        """Seconds of a step of the chosen way, per member."""
         return self._chosen.seconds / sum(self.sizes)
 
     @property
     def is_slower(self) -> bool:
-        """Whether that way takes more than was predicted, by more than is tolerated."""
+        """Whether the chosen way takes longer than first predicted, beyond the tolerance."""
         return self._chosen.seconds > (1 + TOLERANCE) * self.predicted_seconds
 
     @property
@@ -85,7 +86,7 @@ class Measured:
 
     @property
     def told(self) -> str:
-        """That in words, with its numbers."""
+        """A description in words, with the numbers."""
         sizes = " + ".join(map(str, self.sizes))
         found = (
             f"a planned step of {sizes} takes {self.seconds * 1e3:.3g} ms, where {self.predicted_seconds * 1e3:.3g} ms were "
@@ -100,14 +101,14 @@ class Measured:
 
 
 class Ways(Generic[S]):
-    """The ways of the planned steps of one group or pair, of which one runs at a time.
+    """The ways of a group's or pair's planned steps; a single way runs at a time.
 
     Args:
-        planned: the steps, as predicted to be fastest.
-        make: what runs a way.
-        replan: given what a step of `planned` has taken, other ways to run it, all of which fit; the first is it again,
-            with what is predicted for it now.
-        tell: is told once what was measured.
+        planned: the steps, in the way predicted to be fastest.
+        make: makes the runner of a way.
+        replan: takes `planned` and the measured seconds of a step; returns `planned` with a corrected prediction,
+            followed by other ways that fit.
+        tell: receives the measurement, once.
     """
 
     def __init__(
@@ -127,17 +128,17 @@ class Ways(Generic[S]):
 
     @property
     def current(self) -> S:
-        """What runs the next steps."""
+        """The runner of the next steps."""
         now = None if self._race is None else self._race.next
         return self._made[self._chosen if now is None else now]
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for what is swapped."""
+        """Host memory for swapped tensors, in bytes."""
         return sum(one.planned.host_bytes for one in self._made)
 
     def took(self, seconds: float) -> None:
-        """A step of `current` has taken so long."""
+        """Take the measured seconds of a step of `current`."""
         race = self._race
         if race is None:
             return
@@ -155,10 +156,10 @@ class Ways(Generic[S]):
             return
         try:
             again, *others = self._replan(self._first, self._seconds)
-            for other in others:  # one by one: those that were made before another failed are ended below
+            for other in others:  # append one at a time, so a failure below can close the runners made so far
                 self._made.append(self._make(other))
             self._predicted = [one.part.times.seconds for one in (again, *others)]
-        except Exception:  # the steps that there are go on
+        except Exception:  # training continues with the first way
             _LOGGER.info("steps cannot be planned once more", exc_info=True)
             for one in self._made[1:]:
                 one.close()
@@ -170,12 +171,12 @@ class Ways(Generic[S]):
             self._told({0: self._seconds}, is_replanned=True)
 
     def close(self) -> None:
-        """No more steps are run."""
+        """Release all runners."""
         for one in self._made:
             one.close()
 
     def _end(self, race: RunOff[int]) -> None:
-        """The fastest is known."""
+        """Keep the fastest way, and release the others."""
         self._race, self._chosen = None, race.best
         self._told(race.seconds, is_replanned=True)
         best = self._made[self._chosen]

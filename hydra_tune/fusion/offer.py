@@ -1,4 +1,4 @@
-"""`Offer`: steps that one group would make next, for whoever can run them in turn with another group's."""
+"""`Offer`: the next steps of a group, offered to a pair that can run them in turn with another group's steps."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from hydra_tune.train.state import ModelState
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Offer:
-    """Of one group.
+    """The offered steps of a group.
 
     Attributes:
         half: the steps.
-        prepared: the group's plan for them.
-        wanted: the batches of one of its members.
-        state: the group's.
-        inputs: a stacked batch, of which only the geometry counts.
-        gradients: the group's rules for them.
-        steps_done: of the member that is furthest behind.
+        prepared: the group's plan of the steps.
+        wanted: a member's batches.
+        state: the group's state.
+        inputs: a stacked batch; only the geometry counts.
+        gradients: the group's gradient rules.
+        steps_done: steps of the member furthest behind.
     """
 
     half: Half
@@ -39,18 +39,18 @@ class Offer:
 
     @property
     def kind(self) -> Hashable:
-        """Of the batches."""
+        """The kind of the batches."""
         return self.wanted.leaves.signature
 
     @property
     def stack(self) -> Stack:
-        """What is planned.
+        """The stack to plan for.
 
         Raises:
-            UnfusableError: no steps of such groups are planned; with the reason.
+            UnfusableError: no steps are planned for such groups; the message gives the reason.
         """
         return stack_now(self.prepared, self.state, self.inputs, self.gradients)
 
     def state_of(self, planned: PlannedStep, side: int, device: Device) -> StepState:
-        """The group's state, as arguments of one of two planned steps."""
+        """Return the group's state as arguments of one side of a planned step."""
         return StepState(planned.graphs[side], self.state, self.stack, device, self.gradients)

@@ -1,10 +1,10 @@
-"""Optimizers of stacked members: one step for all of them, each with its own rates.
+"""Optimizers of stacked members: a single step for all members, each with its own rates.
 
-The rates are read from the members' own optimizers before each step, where their own schedulers put them. How a member's step
-count stands is a number of its own too, so that members may begin and pause apart.
+Before each step the rates are read from the members' own optimizers, where the members' schedulers write. Every member
+has its own step count, so members may begin and pause independently.
 
-An optimizer that has no form for all members at once steps them one after the other (`SlicedOptimizer`): the members' own
-optimizers are given their own parts of parameters and gradients, and whatever they do is done.
+Optimizers without a form for all members run member by member (`SlicedOptimizer`): each member's own optimizer receives
+its part of the parameters and gradients, and does whatever it does.
 """
 
 from abc import ABC, abstractmethod
@@ -28,20 +28,21 @@ _OWN = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
 def _steps_of(own: Mapping[str, Any]) -> int:
-    """Steps that a member's own optimizer has taken, of which some keep no count."""
+    """Return the number of steps of a member's optimizer state; for optimizers without a count, 1 if there is state."""
     return int(own["step"]) if "step" in own else int(bool(own))
 
 
 def is_stackable(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has a form for all members at once; else each is stepped by itself."""
+    """Return whether an optimizer has a form for all members at once; otherwise members step separately."""
     if type(optimizer) not in UPDATES or any(group.get(name) for group in optimizer.param_groups for name in _OWN):
         return False
+    # Hooks receive the optimizer whose step runs, and a stacked step never calls the members' own `step`.
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
     return not (own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def options_key(optimizer: Optimizer) -> Hashable:
-    """What members' optimizers must have in common; every rate may be another one for each."""
+    """Return the options that members' optimizers must share; every rate may differ between members."""
     if not is_stackable(optimizer):
         return (type(optimizer), "each by itself")
     groups = tuple(
@@ -51,11 +52,11 @@ def options_key(optimizer: Optimizer) -> Hashable:
 
 
 class StackedOptimizer(Optimizer, ABC):
-    """The optimizer of a group: steps stacked parameters as the members' own optimizers would step each of them.
+    """The optimizer of a group: steps stacked parameters as the members' own optimizers would step each part.
 
     Args:
-        members: the members' own optimizers, alike but for their rates.
-        groups: for each parameter group the stacked parameters, in the order of the members'.
+        members: the members' own optimizers, alike except for rates.
+        groups: stacked parameters of every parameter group, in the members' order.
 
     Attributes:
         active: whether each member takes the next steps.
@@ -70,43 +71,45 @@ class StackedOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
-        """What a member's own optimizer would have as the state of its part of a parameter; copies."""
+        """Return copies of a member's optimizer state for a parameter, as the member's own optimizer would hold it."""
 
     def admits(self, optimizer: Optimizer) -> bool:
-        """Whether a member with this optimizer of its own leaves the others' bits alone."""
+        """Return whether a member with the given optimizer would leave the bits of the others unchanged."""
         del optimizer
         return True
 
     def replace(self, index: int, optimizer: Optimizer) -> None:
-        """A place is another member's from now on, with this optimizer of its own."""
+        """Give a place to another member with the given optimizer."""
         self._members[index] = optimizer
 
     @abstractmethod
     def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
-        """Have one place of a parameter's state be as a member's own optimizer has it, but for the bytes.
+        """Set a place of a parameter's state to a member's own state, except for tensor contents.
 
         Args:
             p: the stacked parameter.
             index: the place.
-            own: the state of the member's own parameter; empty before its first step.
+            own: state of the member's own parameter; empty before its first step.
 
         Returns:
-            What is to be written to the place, by `id` of the state's tensors.
+            Values to write into the place, by `id` of the state's tensors.
         """
 
     @abstractmethod
     def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state of a stacked parameter, made of members' own, as far as it is not there; nothing before a first step.
+        """Return missing state of a stacked parameter, stacked from the members' own.
+
+        Empty if no member has taken a step.
 
         Args:
             p: the stacked parameter.
-            owns: of each member, as of `put`.
+            owns: each member's own state, as of `put`.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Parameters that take a step together, and the parameter group of each."""
+    """Parameters that take a step together, with the parameter group of each."""
 
     layout: Layout
     parameters: list[Tensor]
@@ -114,7 +117,10 @@ class _Known:
 
 
 class OptimizerAtOnce(StackedOptimizer):
-    """One step for all members: few operators on all of a shard's parameters. The members' own optimizers are only read."""
+    """Steps all members at once, with few operators over all parameters of a shard.
+
+    Only reads the members' optimizers.
+    """
 
     def __init__(self, members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> None:
         super().__init__(members, groups)
@@ -129,10 +135,10 @@ class OptimizerAtOnce(StackedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
-        """Step the parameters that have gradients, for the members that are active; the gradients may be overwritten."""
+        """Step all parameters with gradients, for the active members; may overwrite the gradients."""
         assert closure is None, "a stacked step has its gradients"
         for member in self._members:
-            member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - or its scheduler would warn
+            member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - avoids a scheduler's warning
         if not any(self.active):
             return
         for rates in self._rates:
@@ -142,7 +148,7 @@ class OptimizerAtOnce(StackedOptimizer):
         ]
         addresses = tuple(
             [(id(p), p.data_ptr()) for p, _ in present]
-        )  # blocks move, and others come to where they were
+        )  # ids too, because after a block moves another may take its address
         known = self._runs.get(addresses, [])
         found = [self._state_of(run) for run in known]
         if not known or None in found:
@@ -161,14 +167,14 @@ class OptimizerAtOnce(StackedOptimizer):
 
     @property
     def rates(self) -> Sequence[Rates]:
-        """The members' options, of each parameter group."""
+        """The members' options, for each parameter group."""
         return self._rates
 
     def note_step(self, parameters: Iterable[Tensor]) -> None:
-        """A step of the members that are active has been made elsewhere, by the same arithmetic.
+        """Record a step of the active members that a planned step has made with the same arithmetic.
 
         Args:
-            parameters: those that were stepped, whose state has all of its tensors.
+            parameters: the stepped parameters, with complete state.
         """
         for member in self._members:
             member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - as in `step`
@@ -181,7 +187,7 @@ class OptimizerAtOnce(StackedOptimizer):
                     state["begun"] = [begun or (bool(m) and active) for begun, m, active in own]
                 state["steps"] = [step + active for step, active in zip(state["steps"], self.active, strict=True)]
 
-    # As torch marks a step that looks for hooks and profilers: there are none, for `is_stackable` has looked for them.
+    # Torch sets `hooked` on a step once wrapped to call hooks. `is_stackable` refuses hooks, so skip the wrapper.
     step.hooked = True  # type: ignore[attr-defined]
 
     def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
@@ -193,7 +199,7 @@ class OptimizerAtOnce(StackedOptimizer):
             name: value[index].clone() for name, value in state.items() if isinstance(value, Tensor)
         }
         begun = state["begun"][index] if "begun" in state else self._option(p, "momentum", index) != 0
-        if not begun:  # others have momentum, and it has none
+        if not begun:  # other members have momentum, but not this member
             found.pop("momentum_buffer", None)
         if self._counts:
             found["step"] = torch.tensor(float(state["steps"][index]), dtype=torch.get_default_dtype())
@@ -238,7 +244,7 @@ class OptimizerAtOnce(StackedOptimizer):
         return {name: value for name, value in made.items() if name not in state}
 
     def _fresh(self, p: Tensor, name: str, like: Tensor, index: int) -> Tensor:
-        """What a member has before its first step."""
+        """Return a member's state before its first step."""
         if name != "sum":
             return torch.zeros_like(like)
         return torch.full_like(like, self._option(p, "initial_accumulator_value", index))
@@ -248,7 +254,7 @@ class OptimizerAtOnce(StackedOptimizer):
         return float(self._members[index].param_groups[number].get(name, 0.0))
 
     def _runs_of(self, present: Sequence[tuple[Tensor, int]]) -> list[_Known]:
-        """What takes a step together."""
+        """Return the sets of parameters that take a step together."""
         alike: dict[Hashable, list[tuple[Tensor, int]]] = {}
         for p, number in present:
             alike.setdefault(self._kind(p, number), []).append((p, number))
@@ -260,7 +266,7 @@ class OptimizerAtOnce(StackedOptimizer):
         ]
 
     def _kind(self, p: Tensor, number: int) -> Hashable:
-        """What parameters that take a step together have in common."""
+        """Return the properties shared by parameters that take a step together."""
         state = self.state[p]
         if not state:
             state["steps"] = [0] * len(self.active)
@@ -268,7 +274,10 @@ class OptimizerAtOnce(StackedOptimizer):
         return (p.dtype, p.device, switches, tuple(state["steps"]), tuple(state.get("begun", ())), tuple(sorted(state)))
 
     def _state_of(self, run: _Known) -> dict[str, Flat] | None:
-        """The state of a run's parameters; None if they have not taken the same steps, or it does not lie as they do."""
+        """Return the state of a run's parameters.
+
+        None if step counts differ between the parameters, or the state does not lie in memory as the parameters do.
+        """
         states = [self.state[p] for p in run.parameters]
         first = states[0]
         for state in states:
@@ -284,7 +293,7 @@ class OptimizerAtOnce(StackedOptimizer):
         return flats
 
     def _steppable(self, run: _Known) -> Iterator[_Known]:
-        """The same, or one by one where their state lies in another way than they do."""
+        """Yield the run, or its parameters separately if their state lies differently in memory."""
         states = [self.state[p] for p in run.parameters]
         names = [name for name in states[0] if name not in _NOT_TENSORS]
         tensors = {name: [state[name] for state in states] for name in names}

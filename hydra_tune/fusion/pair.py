@@ -1,17 +1,18 @@
-"""`PairTrial`: two groups of one kind as one trial, whose steps are run in turn as the planner has merged them.
+"""`PairTrial`: two groups of the same kind as a single trial, whose planned steps run in turn, merged by the planner.
 
-Each of the two is a group as any: it has places, state, plans and evaluations of its own, and its members report, are stopped
-and saved, leave and come there. This is who has them go on. Where both are about to make training steps of one kind of batch,
-these are one unit (`pair_round.py`); all else is run by itself, so that what a member comes to has the bits of its group alone.
+Each of the two groups is an ordinary group, with its own places, state, plans and evaluations; members report, are
+stopped and saved, leave and join there. `PairTrial` advances both groups. When both are about to make training steps on
+the same kind of batch, the steps form a single unit (`pair_round.py`). All other work runs separately, so every member
+gets the same bits as in its group alone.
 
-Note: keeping together. A group that is about to train waits for the other while that has something else to do, and while it
-waits for answers to reports for no longer than members of one group wait for each other. Of two that want batches of
-different kinds the one that is behind goes first.
+Note: staying together. A group that is about to train waits while the other has other work to do. While the other waits
+for answers to reports, the group waits no longer than members of a group wait for each other. If the groups want
+batches of different kinds, the group that is behind goes first.
 
-Note: one of the two. Where one group has ended, its state is given up, and the other goes on as a single group.
+Note: end of a group. When a group has ended, its state is released, and the other group continues alone.
 
-Note: going back. A pair that is to end before its members are over ends where both are about to make steps in turn, of which
-neither has begun any.
+Note: going back. A pair that must end before its members do ends at a moment when both groups are about to make steps
+in turn and neither has begun.
 """
 
 import logging
@@ -37,15 +38,15 @@ _LOGGER = logging.getLogger("hydra_tune.fusion")
 
 
 class PairTrial(Trial):
-    """Two groups under way.
+    """Two running groups.
 
     Args:
-        sides: both; the first is no smaller than the second.
-        groups: theirs.
-        library: where plans come from.
+        sides: both sides; the first group is at least as large as the second.
+        groups: the groups of the sides.
+        library: provides plans of single members.
         device: any device of the pool, for host memory.
-        desk: that of both.
-        planner: plans their steps.
+        desk: the desk of both groups.
+        planner: plans the merged steps.
         host, tenant: as of `Trial`.
 
     Attributes:
@@ -81,14 +82,14 @@ class PairTrial(Trial):
         self._round: PairRound | None = None
         self._waits = 0
 
-    # What the pool runs.
+    # Interface to the pool.
 
     def advance(self) -> PendingUnit | Report | None:
         """As of `Trial`."""
         self._running, self._round = [], None
         going = self._live
         for side in going:
-            side.group.goes_back = self.goes_back  # which it does if it is the only one
+            side.group.goes_back = self.goes_back  # takes effect only in a group that runs alone
             side.go_on()
         for side in going:
             if side.is_over:
@@ -101,6 +102,8 @@ class PairTrial(Trial):
         if not self._live:
             return None
         alone = next((side for side in due if side.group.offer is None), None)
+        # Work that cannot run in turn (evaluations, steps of another
+        # kind) goes first; the other group keeps its offer meanwhile.
         if alone is not None:
             return self._due(alone)
         if len(due) == len(self._live) == 2:  # noqa: PLR2004 - both
@@ -111,7 +114,7 @@ class PairTrial(Trial):
         return self._by_itself(due[0])
 
     def _both(self) -> PendingUnit:
-        """Both are about to make steps."""
+        """Return the unit of both groups, which are both about to make steps."""
         sides = self._sides
         first, second = (side.group.offer for side in sides)
         assert first is not None
@@ -130,7 +133,7 @@ class PairTrial(Trial):
         return self._round.unit()
 
     def _steps(self) -> Ways[PairedSteps] | None:
-        """Who runs the steps that both offer; None where they cannot be run in turn."""
+        """Return the merged steps that both groups offer; None where the steps cannot run in turn."""
         first, second = (side.group.offer for side in self._sides)
         assert first is not None
         assert second is not None
@@ -160,13 +163,13 @@ class PairTrial(Trial):
         return unit
 
     def _by_itself(self, side: Side) -> PendingUnit:
-        """The steps that a group offers, run without the other's."""
+        """Return a unit with the steps of a single group."""
         side.pending = None
-        side.go_on()  # what it offered has not been run, which it finds now
+        side.go_on()  # the group sees that its offer was not run, and yields an ordinary unit
         return self._due(side)
 
     def finished(self, unit: PendingUnit, seconds: float) -> None:
-        """As of `Trial`; of steps in turn each group has its share."""
+        """As of `Trial`; divides the time of a merged unit between the groups."""
         del unit
         with self._lock:
             self.compute_seconds += seconds
@@ -178,7 +181,7 @@ class PairTrial(Trial):
             self._round.measured()
 
     def close(self, *, keep: bool) -> None:
-        """As of `Trial`; members that are not over are handed back, or closed."""
+        """As of `Trial`; hands unfinished members back, or closes them."""
         self.state = None
         self._let_go_of_steps()
         for side in self._live:
@@ -186,7 +189,7 @@ class PairTrial(Trial):
             side.group.close(keep=False)
         super().close(keep=keep)
 
-    # What it is made of.
+    # Groups and places.
 
     @property
     def _live(self) -> list[Side]:
@@ -194,12 +197,12 @@ class PairTrial(Trial):
 
     @property
     def _is_patient(self) -> bool:
-        """Whether a group that could go on still waits for the other."""
+        """Whether a group that could continue still waits for the other group."""
         waiting = [side.waits_until for side in self._live if side.is_waiting and side.waits_until is not None]
         return bool(waiting) and time.monotonic() < min(waiting)
 
     def _end(self, side: Side) -> None:
-        """A group is over; the other goes on by itself."""
+        """Close a group that has ended; the other continues alone."""
         self._let_go_of_steps()
         watcher = None if side.group.state is None else side.group.state.watcher
         side.group.close(keep=False)
@@ -211,6 +214,8 @@ class PairTrial(Trial):
             if watcher is not None and left.state.watcher is None:
                 left.state.watch(watcher)
             self._share.change([left.state.layout.plan])
+        # The pending unit only makes sense in turn with the ended
+        # group, so ask the remaining group for an ordinary unit.
         if side.other.pending is not None and left.offer is not None:
             side.other.pending = None
             side.other.go_on()
@@ -223,7 +228,7 @@ class PairTrial(Trial):
         self._known.clear()
 
     def _show(self) -> None:
-        """What others look at is that of the first group that there is."""
+        """Expose state and figures of the first remaining group to readers of the trial."""
         shown = next((side.group for side in self._live), None)
         self.state = None if shown is None else shown.state
         if shown is not None:
@@ -231,12 +236,12 @@ class PairTrial(Trial):
 
     @property
     def groups(self) -> list[GroupTrial]:
-        """Those that are not over."""
+        """The groups that have not ended."""
         return [side.group for side in self._live]
 
     @property
     def seats(self) -> list[Seat]:
-        """The members, by place, those of the first group before those of the second."""
+        """The members, by place, first group first."""
         return [seat for group in self.groups for seat in group.seats]
 
     @property
@@ -246,7 +251,7 @@ class PairTrial(Trial):
 
     @property
     def most(self) -> int:
-        """Places that there may be."""
+        """Largest number of places."""
         return sum(group.most for group in self.groups)
 
     @most.setter
@@ -256,7 +261,10 @@ class PairTrial(Trial):
 
     @property
     def is_due(self) -> bool:
-        """As of `GroupTrial`; where both wait, or one could go on, they go on together unless it takes long."""
+        """As of `GroupTrial`.
+
+        If both groups wait, or if one could continue, the groups continue together, unless the other takes too long.
+        """
         waiting = [side for side in self._live if side.is_waiting]
         due = [side for side in waiting if side.group.is_due]
         if len(due) == len(waiting):
@@ -265,11 +273,11 @@ class PairTrial(Trial):
 
     @property
     def is_held(self) -> bool:
-        """Whether a group could go on, and waits for the other."""
+        """Whether a group could continue but waits for the other."""
         return any(side.pending is not None for side in self._live)
 
     def admits(self, member: Member) -> bool:
-        """Whether a member that comes leaves the others' bits alone."""
+        """Return whether a new member would leave the bits of the present members unchanged."""
         return all(group.admits(member) for group in self.groups)
 
     def knows(self, architecture: Hashable) -> bool:
@@ -277,20 +285,20 @@ class PairTrial(Trial):
         return all(group.knows(architecture) for group in self.groups)
 
     def make_ready(self, size: int) -> None:
-        """As of `GroupTrial`; while there are two, each keeps its size."""
+        """As of `GroupTrial`; while both groups run, each keeps its size."""
         if len(self.groups) == 1:
             self.groups[0].make_ready(size)
 
-    # What the scheduler and the host's memory are told.
+    # Figures for the scheduler and the host tier.
 
     @property
     def remaining_seconds(self) -> float:
-        """What the member that ends last has before it: its own steps, and those of the other group meanwhile."""
+        """Expected seconds of compute left, summed over the groups, because their steps alternate."""
         return sum(group.remaining_seconds for group in self.groups)
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one step of each."""
+        """Seconds of a step of each group."""
         return sum(group.step_seconds for group in self.groups)
 
     @property
@@ -301,17 +309,17 @@ class PairTrial(Trial):
 
     @property
     def units_planned(self) -> int | None:
-        """Not known, as of `GroupTrial`."""
+        """None: unknown, as of `GroupTrial`."""
         return None
 
     @property
     def host_bytes(self) -> int:
-        """As of `Trial`, with the copies of what is swapped."""
+        """As of `Trial`, plus the host copies of swapped tensors."""
         return sum(group.host_bytes for group in self.groups) + self._swapped_bytes
 
     @property
     def fixed_host_bytes(self) -> int:
-        """As of `Trial`; these copies never go to disk."""
+        """As of `Trial`; host copies of swapped tensors never move to disk."""
         return sum(group.fixed_host_bytes for group in self.groups) + self._swapped_bytes
 
     @property

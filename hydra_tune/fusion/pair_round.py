@@ -1,12 +1,12 @@
-"""`PairRound`: steps of two groups in turn, as one unit: the backward of one merged with the forward of the other.
+"""`PairRound`: steps of two groups in turn in a single unit; each backward is merged with the other group's forward.
 
-Note: the ends of a pair. A unit begins with a first forward (the prologue) and ends with a last backward (the epilogue), so
-that between two units nothing of a step is left: members report, are evaluated, saved and stopped there, and come and go.
-Within it each group's members go on to their next batches when their own step is made, while the other group's is still
-open. Where one of the two goes no further, the other makes the step that it has begun, and the unit is over.
+Note: ends of a unit. A unit begins with a lone forward (the prologue) and ends with a lone backward (the epilogue), so
+no step is open between units: members report, are evaluated, saved, stopped, join and leave there. Inside a unit each
+group's members advance to their next batches after their own step, while the other group's step is still open. If a
+group cannot continue, the other group finishes the step it has begun, and the unit ends.
 
-Note: how long. It ends where a round does (`rounds.py`), but not before some steps of each: of so many steps of two groups,
-one half each is merged with nothing.
+Note: length. A unit ends where a round ends (`rounds.py`), but not before a few steps of each group, because the half
+steps at both ends of a unit are merged with nothing.
 """
 
 import math
@@ -34,7 +34,7 @@ from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.state import STEP_BEGUN
 from hydra_tune.train.step import Expected, PendingUnit
 
-_LEAST_STEPS = 4  # of each group in a unit, unless its members go no further
+_LEAST_STEPS = 4  # steps of each group in a unit, unless its members stop earlier
 
 
 class Half(Round):
@@ -44,25 +44,28 @@ class Half(Round):
 
     @property
     def has_batch(self) -> bool:
-        """Whether there is a batch that its next forward is for."""
+        """Whether there is a batch for the next forward."""
         return self._batches is not None
 
     @property
     def blocks(self) -> list[Block]:
-        """Of its parameters, buffers and optimizer state."""
+        """Blocks of parameters, buffers and optimizer state."""
         return self._blocks()
 
     def drawing(self, device: Device) -> AbstractContextManager[object]:
-        """Around its next forward, and around the capture gate: on a GPU it is the group's turn with the generator."""
+        """Return the context of the next forward's draws; on a GPU the context holds the default generator.
+
+        Enter the context before the capture gate.
+        """
         return self._drawing(device)
 
     @contextmanager
     def computing(self, state: StepState, device: Device) -> Iterator[None]:
-        """Around its next forward, while it draws; what has failed there leaves no trace.
+        """Surround the next forward, after `drawing`; a failed forward leaves no trace.
 
         Args:
-            state: the group's, as the step's arguments.
-            device: which computes.
+            state: the group's state as arguments of the step.
+            device: the computing device.
         """
         rules, graph = self._rules, self._rules.shard.graph
         assert self._batches is not None, "members have batches"
@@ -86,16 +89,16 @@ class Half(Round):
             raise
 
     def has_computed(self, losses: Sequence[float]) -> None:
-        """Its forward has run, and gave these losses of its members."""
+        """Take the losses of the members after the forward has run."""
         self._losses = losses
         self._rules.state.touched(self._rules.shard.graph.written_state)
         leave_out_bad(self._rules.state.optimizer, losses)
 
     def has_stepped(self, *, goes_on: bool) -> None:
-        """Its backward has run, and its members are updated.
+        """Finish the step after its backward and update have run.
 
         Args:
-            goes_on: whether they may make a further step.
+            goes_on: whether the group may make another step.
         """
         rules, losses = self._rules, self._losses
         rules.gradients.next_step()
@@ -110,11 +113,11 @@ class Half(Round):
 
 
 class PairedSteps:
-    """The planned steps of two groups, again and again.
+    """The planned steps of two groups, run repeatedly.
 
     Args:
         planned: the steps.
-        states: of both groups, as the steps' arguments.
+        states: the states of both groups as arguments of the steps.
     """
 
     def __init__(self, planned: PlannedStep, states: tuple[StepState, StepState]) -> None:
@@ -124,12 +127,12 @@ class PairedSteps:
         self._steps = StepsOnDevice(planned, given, lambda side, number: states[side].draw(number))
 
     def close(self) -> None:
-        """End the copying."""
+        """Stop the copy streams."""
         self._steps.close()
 
     @property
     def seconds(self) -> float:
-        """That their steps have taken so far."""
+        """Total seconds that the steps have taken."""
         return self._steps.seconds
 
     def on(self, device: Device) -> None:
@@ -137,7 +140,7 @@ class PairedSteps:
         self._steps.on(device)
 
     def run(self, backward: int | None, forward: int | None) -> list[float]:
-        """The backward of one and the forward of the other, or one of these alone; the losses of the latter's members."""
+        """Run a backward merged with a forward, or either alone; return the losses of the forward's members."""
         found: list[Tensor] = []
         self._steps.run.segment(Segment(backward, forward), lambda _side, _number, losses: found.append(losses))
         losses: list[float] = found[0].tolist() if found else []
@@ -145,11 +148,11 @@ class PairedSteps:
 
 
 class PairRound:
-    """Steps of both groups in one unit.
+    """Steps of both groups in a single unit.
 
     Args:
-        halves: theirs.
-        ways: run them.
+        halves: the steps of each group.
+        ways: runs the steps.
     """
 
     def __init__(self, halves: tuple[Half, Half], ways: Ways[PairedSteps]) -> None:
@@ -159,21 +162,21 @@ class PairRound:
         self._workspace_bytes = self._steps.planned.workspace_bytes
 
     def measured(self) -> None:
-        """It has run."""
+        """Report the measured time of the steps, after the unit has run."""
         steps = sum(half.steps for half in self._halves) / 2
         if steps:
             self._ways.took((self._steps.seconds - self._began_seconds) / steps)
 
     @property
     def shares(self) -> tuple[float, float]:
-        """What of the unit's time was either group's, by what their steps are predicted to take."""
+        """Each group's share of the unit's time, in proportion to the predicted times of the steps."""
         arrays = self._steps.planned.part.schedule.arrays
         first, second = (max(array.seconds, 1e-9) * one.steps for array, one in zip(arrays, self._halves, strict=True))
         whole = first + second
         return (first / whole, second / whole) if whole else (0.5, 0.5)
 
     def unit(self) -> PendingUnit:
-        """All of it."""
+        """Return the unit."""
         seconds = max(_LEAST_STEPS * self._steps.planned.part.times.seconds, SECONDS)
         expected = Expected(
             kind="backward", shard=0, seconds=seconds, blocks=self._blocks, workspace_bytes=self._workspace_bytes
@@ -211,8 +214,13 @@ class PairRound:
     def _segment(self, backward: int | None, forward: int | None, device: Device) -> None:
         states = self._steps.states
         drawing = nullcontext() if forward is None else self._halves[forward].drawing(device)
+        # Lock order: the generator's turn before the capture gate, everywhere.
+        # Otherwise a waiting capture, a thread inside the gate that waits for the
+        # turn, and the turn's holder that waits for the gate would block each other.
         with drawing, GATE.shared(), torch.no_grad(), ExitStack() as around:
             if backward is not None:
+                # The merged backward updates parameters in place, so a segment
+                # with a backward cannot be repeated; a lone forward can.
                 around.enter_context(not_repeatable(STEP_BEGUN))
                 around.enter_context(states[backward].updating())
             if forward is not None:
@@ -222,17 +230,17 @@ class PairRound:
             self._halves[forward].has_computed(losses)
 
     def _first(self) -> int | None:
-        """Whose forward is the prologue."""
+        """Return the group whose forward is the prologue."""
         return next((side for side, half in enumerate(self._halves) if half.has_batch), None)
 
     def _next(self, begun: int | None) -> int | None:
-        """Whose forward goes with the backward of a step that has begun: the other's, if it has a batch."""
+        """Return the group whose forward accompanies the begun step's backward: the other group, if it has a batch."""
         if begun is None:
             return None
         return 1 - begun if self._halves[1 - begun].has_batch else None
 
     def _goes_on(self, side: int, until: float) -> bool:
-        """Whether a group whose step is made may go on to another."""
+        """Return whether a group may begin another step after its step is done."""
         if not self._halves[1 - side].has_batch:
             return False
         return time.perf_counter() < until or self._halves[side].steps + 1 < _LEAST_STEPS

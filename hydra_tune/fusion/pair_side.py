@@ -1,4 +1,4 @@
-"""`Side`: one of the two groups of a pair, and the desk that stands for the pair's own."""
+"""`Side`: a group of a pair, with a desk that forwards to the pair's desk."""
 
 import time
 from collections.abc import Sequence
@@ -14,24 +14,25 @@ from hydra_tune.train.trial import Report
 
 
 class PairDesk(Desk, Protocol):
-    """Whom both groups ask and tell."""
+    """Desk of both groups."""
 
     def stays(self, size: int, why: str) -> None:
-        """There are no more places than so many from now on."""
+        """Limit the number of places to `size` from now on, for the given reason."""
 
 
 class Side(Desk):
-    """One of the two groups, and its desk.
+    """A group of a pair, and its desk.
 
     Args:
-        desk: that of both.
+        desk: the desk of both groups.
 
     Attributes:
-        group: the group, once it is made.
-        other: the other of the two.
-        pending: the unit that is due.
-        waits_until: how long the other group waits for its answers, by the monotonic clock; None while it needs none.
-        is_over: whether it has ended.
+        group: the group, once made.
+        other: the other side.
+        pending: the due unit.
+        waits_until: deadline, by the monotonic clock, until which the other group waits for answers to this group; None
+            while no answer is outstanding.
+        is_over: whether the group has ended.
     """
 
     group: GroupTrial
@@ -44,7 +45,7 @@ class Side(Desk):
         self._desk = desk
 
     def go_on(self) -> None:
-        """Have the group go on to the next unit that is due, if it can."""
+        """Advance the group to its next unit, if possible."""
         if self.pending is not None or self.is_over:
             return
         step = self.group.advance()
@@ -57,10 +58,10 @@ class Side(Desk):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for answers."""
+        """Whether the group waits for answers."""
         return self.waits_until is not None and not self.is_over
 
-    # The group's desk.
+    # Desk of the group.
 
     def ended(self, seat: Seat) -> None:
         """As of `Desk`."""
@@ -80,10 +81,11 @@ class Side(Desk):
 
     def joining(self, free: int, *, ends: bool) -> Sequence[Seat]:
         """As of `Desk`."""
+        # A group with no members ends the job only if the other group has ended too.
         return self._desk.joining(free, ends=ends and self.other.is_over)
 
     def make_ready(self, size: int) -> bool:
-        """As of `Desk`; while there are two, each keeps its size."""
+        """As of `Desk`; while both groups run, each keeps its size."""
         return self.other.is_over and self._desk.make_ready(size)
 
     def measured(self, found: Measured, like: Wanted) -> None:

@@ -1,9 +1,9 @@
-"""The places of a group: who has which, and the state that is stacked for them.
+"""`Places`: the places of a group, their occupants, and the stacked state.
 
-Note: places. A group has so many places, and between two steps a member that is over, or paused, leaves its own to another one,
-that begins its training, or goes on with it, while the others are in the middle of theirs (`put_in`). A place that nobody takes
-is masked. What passes between a group and a member that comes or goes is the member's own module and optimizer; and where a
-group has more or fewer places from now on (`sizes.py`), all of its members go, and come to a new stack.
+Note: joining and leaving. A group has a number of places. Between two steps a member that has ended or is paused gives
+its place to another member, which begins or continues its training while the others are in the middle of theirs
+(`put_in`). A vacant place is masked. A member joins and leaves by copying between the stack and its own module and
+optimizer. To change the number of places (`sizes.py`), all members leave and join a new stack.
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,19 @@ from hydra_tune.train.state import ModelState
 
 
 class Places:
-    """Those of one group.
+    """The places of a group.
 
     Args:
         seats: the members.
         device: any device of the pool, for host memory.
 
     Attributes:
-        seats: by place.
+        seats: the seats, by place.
         streams: the members' random streams.
-        gradients: the rules for their gradients.
-        state: theirs, stacked; None before the first step.
-        stacked: by a member's plan and whether batches are padded: that plan for these members, and what is each one's own.
+        gradients: the members' gradient rules.
+        state: the stacked state; None before the first step.
+        stacked: by a member's plan and whether batches are padded: the stacked plan, and the differences between the
+            present members.
     """
 
     def __init__(self, seats: Sequence[Seat], device: Device) -> None:
@@ -47,46 +48,47 @@ class Places:
 
     @property
     def live(self) -> list[Seat]:
-        """Of members that are not over."""
+        """Seats of members that have not ended."""
         return [seat for seat in self.seats if seat.status is None]
 
     @property
     def vacant(self) -> list[int]:
-        """Places that nobody has."""
+        """Indices of vacant places."""
         return [index for index, seat in enumerate(self.seats) if seat.status is not None]
 
     def welcome(self, seat: Seat) -> None:
-        """A member has a place, and its state is there."""
+        """Mark a member as part of the group, once its state is in the stack."""
         seat.is_handed_back = False
         seat.member.is_fused = True
         seat.member.num_shards = 0 if self.state is None else len(self.state.layout.plan.shards)
         seat.member.fetch = partial(self.hand_out, seat)
 
     def give(self, index: int, seat: Seat) -> None:
-        """A place is another member's from now on; what it goes on from is not in the stack yet."""
+        """Give a place to another member, without copying its state into the stack yet."""
         self.seats[index] = seat
         self.streams.replace(index, seat.member.streams)
         self.gradients.replace(index, seat.member.task)
+        # Stacked plans depend on the members' dropout probabilities and losses.
         self.stacked.clear()
 
     def put_in(self, index: int) -> None:
-        """Have the stack be as the member's own module and optimizer are."""
+        """Copy a member's own module and optimizer into the stack."""
         if self.state is not None:
             put_in(self.state, index, *self.seats[index].member.built(), self._device)
 
     def leave(self, seat: Seat) -> None:
-        """A member goes, with its state."""
+        """Let a member leave with its state."""
         self.hand_out(seat)
         seat.member.fetch = None
         self.seats[self.seats.index(seat)] = vacant(seat)
 
     def hand_out(self, seat: Seat) -> None:
-        """Have a member's own module and optimizer be as its part of the group's state is."""
+        """Copy a member's part of the stack to the member's own module and optimizer."""
         if self.state is not None:
             hand_out(self.state, self.seats.index(seat), *seat.member.built())
 
     def resize(self, size: int) -> None:
-        """Have more or fewer places; the state has gone to the members, and its tensors are gone."""
+        """Change the number of places; the state moves to the members, and the old stack is dropped."""
         live = self.live
         if self.state is not None:
             for seat in live:

@@ -1,11 +1,11 @@
-"""What a step takes alone and stacked: a few steps of each, run for real on copies, and thrown away.
+"""`Bench`: time a step alone and stacked, by a few real steps on copies that are then discarded.
 
-Note: nobody's state. What runs are trials of their own, with copies of a model and of one batch, and with streams of their own,
-so that whoever asks is left as he was, and the pool's ledgers, times and figures know nothing of it. Their memory is beside the
-ledgers, for as long as it takes.
+Note: isolation. The timed trials are separate, with copies of a model and of a batch and with separate random streams.
+The requesting trial stays unchanged, and the pool's ledgers, times and figures do not see the probe. For the duration
+of the probe its memory comes on top of the ledgers.
 
-Note: the clock. On a CPU device it is the CPU time of the calling thread, which does not run on while others have the core; on
-a GPU it is the time until the device is done.
+Note: clock. On a CPU device the clock is the CPU time of the calling thread, which excludes time taken by other
+threads. On a GPU the clock runs until the device is done.
 """
 
 import copy
@@ -34,21 +34,21 @@ from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.trial import Trial, run_unit
 
-_WARM_STEPS = 1  # makes optimizer state
-_LEAST_STEPS, _MOST_STEPS = 2, 5  # that are timed
+_WARM_STEPS = 1  # creates optimizer state
+_LEAST_STEPS, _MOST_STEPS = 2, 5  # timed steps
 _ENOUGH_SECONDS = 0.02
 _DRAWS = 4
 
 
 class Bench:
-    """Times steps of one task on one device; from one thread, which computes as a device's worker does.
+    """Times steps of a task on a device. Call from a single thread, which computes as a device's worker does.
 
     Args:
-        task: the trial's.
-        module: what its `model=` has built; only read.
-        batch: its first one; only read.
-        library: where its plan is.
-        device: where to; its worker may be at work there.
+        task: the trial's task.
+        module: the model built by the task's `model=`; only read.
+        batch: the trial's first batch; only read.
+        library: provides the plan.
+        device: the device; its worker may be busy at the same time.
     """
 
     def __init__(self, task: TrainTask, module: nn.Module, batch: Any, library: PlanLibrary, device: Device) -> None:
@@ -69,37 +69,37 @@ class Bench:
         self._device = device
 
     def now(self) -> float:
-        """Seconds by the clock that counts here."""
+        """Return the time in seconds, by the clock for the device."""
         return time.thread_time() if self._device.torch_device.type == "cpu" else time.perf_counter()
 
     def alone(self) -> float:
-        """Seconds of a step of one trial.
+        """Return the seconds of a step of a single trial.
 
         Raises:
-            HydraTuneError: it cannot be run.
+            HydraTuneError: the trial cannot run.
         """
         trial = Member(self._task, self._library, self._device)
         return self._steps(trial, lambda: trial.progress.steps)
 
     def together(self, count: int, plans: GroupPlans) -> float:
-        """Seconds of a step of so many trials.
+        """Return the seconds of a step of `count` trials together.
 
         Args:
-            count: trials.
+            count: number of trials.
             plans: makes the group's plans.
 
         Returns:
-            Of all of them together.
+            Seconds of a step for all trials together.
 
         Raises:
-            HydraTuneError: they cannot be stacked, or run.
+            HydraTuneError: the trials cannot be stacked, or cannot run.
         """
         seats = [Seat(Member(self._task, self._library, self._device), waits=False) for _ in range(count)]
         trial = GroupTrial(seats, plans, self._library, self._device, ClosedDesk())
         return self._steps(trial, lambda: seats[0].member.progress.steps)
 
     def drawing(self) -> float:
-        """Seconds in which one trial draws the batches of a step from its own data; 0 where processes of a loader do so."""
+        """Return the seconds in which a trial draws the batches of a step; 0 if worker processes of a loader draw."""
         handle = self._original.train
         if isinstance(handle, DataLoader) and handle.num_workers > 0:
             return 0.0
@@ -116,7 +116,7 @@ class Bench:
         return self._original.accumulate * min(seen, default=0.0)
 
     def _steps(self, trial: Trial, steps_done: Callable[[], int]) -> float:
-        """The least of the steps after the first ones, since whatever comes between only adds to it."""
+        """Return the fastest step after the warm-up, since interference only ever adds time."""
         with self._device.worker(), _closing(trial):
             found: list[float] = []
             for seconds in self._timed(trial, steps_done):
@@ -139,7 +139,7 @@ class Bench:
 
 @contextmanager
 def _closing(trial: Trial) -> Iterator[None]:
-    """Closed at the end, with all that it has."""
+    """Close the trial at the end of the context."""
     try:
         yield
     finally:

@@ -1,12 +1,13 @@
-"""Different losses, and metrics, of one model: its graph runs for all members, and each loss for those whose it is.
+"""Different losses and metrics of a model: the model's graph runs for all members, each loss only for its members.
 
-The captured graphs of trials with one model and different losses begin with the same operators, the model's. What comes
-after is a trial's tail. A stacked graph with tails runs the beginning once for all members, and each tail on rows of it.
+The captured graphs of trials with equal models and different losses begin with the same operators, namely the model's.
+The rest of a graph is the trial's tail. A stacked graph with tails runs the beginning once for all members, and every
+tail on the rows of its members.
 
-Note: where the beginning ends. As late as the graphs are the same, unless a value that is made by then takes part in the
-gradients of one loss and not of another: then before that value. A tail uses no parameters, draws nothing and overwrites
-nothing, for what it works on are copies of rows. So whatever differs between such trials is made of what the model makes,
-and the parameters that have gradients are the same for all.
+Note: end of the beginning. The beginning extends as far as the graphs are equal. If a value made by then takes part in
+the gradients of some losses only, the beginning ends before the value. A tail uses no parameters, draws no random
+numbers and overwrites nothing, because a tail works on copies of rows. Differences between such trials therefore depend
+only on the model's outputs, and the same parameters have gradients in all trials.
 """
 
 from collections.abc import Sequence
@@ -25,14 +26,14 @@ from hydra_tune.shard.stochastic import draws_random_numbers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tail:
-    """What one of several plans computes of what they have in common.
+    """Computation of a plan after the common beginning.
 
     Attributes:
         code: takes the values `made`, then the batch's `inputs`, then the `constants`.
-        made: which of the operators that the plans have in common make what it takes.
+        made: indices of the common operators whose values the code takes.
         inputs: as of `ShardGraph`.
-        constants: names of its own, with their values.
-        results: by what a result is called, its place among the code's outputs.
+        constants: names and values of the tail's own constants.
+        results: index among the code's outputs, by name of the result.
     """
 
     code: fx.GraphModule
@@ -44,12 +45,12 @@ class Tail:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tails:
-    """Plans of one shard that are the same but for its end.
+    """Single-shard plans that differ only in their ends.
 
     Attributes:
-        plans: which.
-        length: operators that they have in common.
-        tails: the rest of each plan.
+        plans: the plans.
+        length: number of common operators.
+        tails: the rest of every plan.
     """
 
     plans: tuple[Plan, ...]
@@ -59,26 +60,26 @@ class Tails:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which member has which tail.
+    """Assignment of tails to members.
 
     Attributes:
-        tails: what there is.
-        of: for each member, the number of its own.
+        tails: the available tails.
+        of: for each member, the number of its tail.
     """
 
     tails: Tails
     of: tuple[int, ...]
 
     def names(self, index: int) -> frozenset[str]:
-        """What the results of a member are called."""
+        """Return the names of a member's results."""
         return frozenset(self.tails.tails[self.of[index]].results)
 
 
 def tails_of(plans: Sequence[Plan], length: int) -> Tails:
-    """The tails of plans of one shard that begin with so many equal operators, and are the same in all else.
+    """Return the tails of single-shard plans with `length` equal leading operators and no difference in anything else.
 
     Raises:
-        UnfusableError: they have none that could be run for some members only; with the reason.
+        UnfusableError: the plans have no tails that could run for some members only; the message gives the reason.
     """
     for plan in plans:
         if set(plan.shards[-1].graph.live_out) != set(plan.outputs):
@@ -92,11 +93,13 @@ def tails_of(plans: Sequence[Plan], length: int) -> Tails:
         apart = none.union(*reached) - reached[0].intersection(*reached)
         if not apart:
             return Tails(tuple(plans), length, tails)
+        # Shorten the common part by an operator at a time until every loss sends gradients into the same common
+        # values. Otherwise some members would lack gradients that the stacked backward computes for others.
         length -= 1
 
 
 def _tail(plan: Plan, length: int, number: int) -> Tail:
-    """The operators of a plan from one on."""
+    """Return the operators of a plan from index `length` on, as a tail."""
     graph = plan.shards[-1].graph
     code = graph.code
     assert code is not None, "compared before"
@@ -137,7 +140,7 @@ def _tail(plan: Plan, length: int, number: int) -> Tail:
 
 
 def _check(node: fx.Node) -> None:
-    """Refuse what cannot be run on some rows."""
+    """Refuse an operator that cannot run on some of the rows."""
     if draws_random_numbers(node):
         raise UnfusableError(f"its graph differs from the others' before {node.target}, which draws random numbers")
     if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:  # noqa: SLF001
@@ -145,7 +148,7 @@ def _check(node: fx.Node) -> None:
 
 
 def _regions(node: fx.Node, code: fx.GraphModule) -> list[fx.GraphModule]:
-    """Graphs that an operator runs, and those that these run."""
+    """Return the graphs that an operator runs, including nested graphs."""
     found: list[fx.GraphModule] = []
     for given in node.all_input_nodes:
         region = getattr(code, str(given.target), None) if given.op == "get_attr" else None
@@ -155,9 +158,10 @@ def _regions(node: fx.Node, code: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _reached(plan: Plan, tail: Tail) -> set[int]:
-    """Which of the operators in common make what the gradients of a loss flow into."""
+    """Return the common operators whose values receive gradients from a plan's loss."""
     placeholders = placeholders_of(tail.code)
     trained = _trained(plan)
+    # Autograd on fake tensors answers the question without memory or arithmetic.
     mode = FakeTensorMode()
     with mode, torch.enable_grad():
         given = [_like(value_of(node)) for node in placeholders[: len(tail.made) + len(tail.inputs)]]
@@ -175,7 +179,7 @@ def _reached(plan: Plan, tail: Tail) -> set[int]:
 
 
 def _trained(plan: Plan) -> set[int]:
-    """Which operators depend on parameters."""
+    """Return the operators that depend on parameters."""
     graph = plan.shards[-1].graph
     assert graph.code is not None, "compared before"
     own = zip(placeholders_of(graph.code), arguments_of(graph), strict=True)

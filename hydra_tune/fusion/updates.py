@@ -1,7 +1,7 @@
-"""The arithmetic of stacked optimizers: that of `torch.optim`'s single-tensor functions, for all members at once.
+"""Arithmetic of stacked optimizers: the single-tensor functions of `torch.optim`, for all members at once.
 
-Each takes parameters that lie one behind the other (`Run`) and their gradients, which it overwrites, and asks of every
-rate whether it is one for all or another for each member.
+Every update takes parameters that lie contiguously in memory (`Run`) with their gradients, which the update overwrites.
+Every rate is either common to all members or separate for each member.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -17,16 +17,16 @@ from hydra_tune.fusion.rates import Rates
 
 
 class Run:
-    """Parameters that take a step together, all of whose members have taken the same steps before.
+    """Parameters that take a step together; for each member, all have taken equally many steps before.
 
     Args:
-        layout: how they lie.
-        p: they.
-        gradient: their gradients, to be overwritten.
-        states: the optimizer's state of each, with the same keys.
-        found: the tensors of that state, by key.
-        rates: of each.
-        switches: of their parameter groups.
+        layout: memory layout of the parameters.
+        p: the parameters.
+        gradient: the gradients, overwritten by the step.
+        states: optimizer state of every parameter, with equal keys.
+        found: tensors of the state, by key.
+        rates: rates of every parameter.
+        switches: switches of the parameter groups.
         active: whether each member takes the step.
     """
 
@@ -50,27 +50,29 @@ class Run:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """How many steps each member has taken before this one."""
+        """Steps that each member has taken before."""
         return tuple(self._states[0]["steps"])
 
     def numbers(self, key: Hashable, make: Callable[[Rates], Sequence[float]]) -> Numbers:
-        """Numbers that may be others at each step, for `mul_` and `add_`, which round alike whether they are one or many.
+        """Return rates that may change at every step, for `mul_` and `add_`.
+
+        Both round equally for a common number and for separate numbers, so the form may change from step to step.
 
         Args:
-            key: says what they are, for this step.
-            make: of one parameter group, one for each member.
+            key: identifies the rates within the step.
+            make: computes the rates of a parameter group, a number for each member.
 
         Returns:
-            A float if it is the same for all active members in all parameter groups.
+            A float if all active members agree in all parameter groups; otherwise tensors.
         """
         own = [self._of_active(rates.made(key, partial(make, rates))) for rates in self._distinct]
         return own[0][0] if _are_all_one(own) else self._beside(own)
 
     def option(self, name: str, make: Callable[[float], float] = float) -> Numbers:
-        """An option that nobody changes from step to step, for whatever operator.
+        """Return an option that never changes between steps, for any operator.
 
-        Operators of one number do not round as those of many do. So it is one number only where all members have begun with the
-        same: whether the others rest or end does not change what a member's operators are.
+        Some operators round differently for a float than for a tensor. So the result is a float only if all members
+        began with the same value: members that rest or end must not change the operators of the others.
         """
         own = [
             self._of_active(rates.made((name, make), partial(_options, rates, name, make))) for rates in self._distinct
@@ -79,11 +81,11 @@ class Run:
         return own[0][0] if common and _are_all_one(own) else self._beside(own)
 
     def every(self, name: str) -> Numbers:
-        """An option of all members, whether they are active or not."""
+        """Return an option of all members, active or resting."""
         return self._beside([rates(name) for rates in self._distinct])
 
     def descend(self, direction: Flat, numbers: Numbers) -> None:
-        """Move the parameters; the gradient is overwritten."""
+        """Move the parameters along a direction; overwrites the gradient."""
         if direction is self.gradient:
             direction.mul_(numbers)
         else:
@@ -91,11 +93,11 @@ class Run:
         self.p.whole.add_(self.gradient.whole)
 
     def has(self, name: str) -> bool:
-        """Whether there is such state already."""
+        """Return whether the optimizer state has an entry."""
         return name in self._states[0]
 
     def state(self, name: str, first: Callable[[], Numbers] = float) -> Flat:
-        """State of all of them; at first so much, or 0."""
+        """Return a state entry of all parameters, created with the value of `first` (default 0) if missing."""
         if not self.has(name):
             made = self._layout.new(self.p.whole)
             made.add_(first())
@@ -108,7 +110,7 @@ class Run:
         return found
 
     def begun(self) -> list[bool]:
-        """Of each member whether its momentum has begun; those that are active and have any begin now."""
+        """Return whether each member's momentum has begun; active members with momentum begin now."""
         begun: list[bool] = list(self._states[0].get("begun", [False] * len(self._active)))
         if all(begun):
             return begun
@@ -121,28 +123,32 @@ class Run:
         return begun
 
     def like(self, whole: Tensor) -> Flat:
-        """A temporary of the size of `p.whole` as its parts."""
+        """Return a temporary with the layout of the parameters."""
         return Flat(whole, self._layout.parts(whole))
 
     def finish(self) -> None:
-        """The step is taken: members that take none have what they had before."""
+        """Finish the step: restore resting members, and count the step for active members."""
         if self._before:
             mask = self._mask()
             for flat, before in self._before:
+                # Select instead of multiplying by a mask: NaN times zero would still be NaN.
                 torch.where(mask, flat.whole, before, out=flat.whole)
         steps = [step + active for step, active in zip(self._states[0]["steps"], self._active, strict=True)]
         for state in self._states:
             state["steps"] = list(steps)
 
     def _of_active(self, values: tuple[float, ...]) -> tuple[float, ...]:
-        """With another's number in the place of one that is not used."""
+        """Replace the values of resting members by the value of an active member.
+
+        Unused values then cannot prevent the use of a common float.
+        """
         if self._everybody:
             return values
         some = values[self._active.index(True)]
         return tuple(value if active else some for value, active in zip(values, self._active, strict=True))
 
     def _beside(self, own: Sequence[tuple[float, ...]]) -> list[Tensor]:
-        """One number for each member and part; given those of each of the parameter groups."""
+        """Return a tensor of numbers for each part, given the numbers of each parameter group."""
         values = dict(zip(self._distinct, own, strict=True))
         return [rates.beside(values[rates], part) for rates, part in zip(self._rates, self.p.parts, strict=True)]
 
@@ -151,7 +157,7 @@ class Run:
             self._before.append((flat, flat.whole.clone()))
 
     def _mask(self) -> Tensor:
-        """Of each element whether its member takes the step."""
+        """Return, for every element, whether its member takes the step."""
         whole = torch.zeros_like(self.p.whole, dtype=torch.bool)
         rows = torch.tensor(self._active, device=whole.device)
         for part in self._layout.parts(whole):
@@ -160,7 +166,7 @@ class Run:
 
 
 def _are_all_one(own: Sequence[tuple[float, ...]]) -> bool:
-    """Whether all numbers are the same one."""
+    """Return whether all numbers are equal."""
     return all(values.count(own[0][0]) == len(values) for values in own)
 
 
@@ -179,7 +185,7 @@ def _decay(run: Run) -> None:
 
 
 def _follow(run: Run, name: str, momentum: Numbers) -> Flat:
-    """Add the gradients to what is left of the earlier ones."""
+    """Add the gradients to the decayed buffer of earlier gradients."""
     buffer, steady = run.state(name), run.option("momentum")
     if isinstance(steady, float):
         torch.add(run.gradient.whole, buffer.whole, alpha=steady, out=buffer.whole)
@@ -202,14 +208,14 @@ def _sgd(run: Run) -> None:
         if not run.switches["nesterov"]:
             gradient.mul_(run.numbers(("fresh", *begun), lambda rates: _fresh(rates, begun)))
             direction = _follow(run, "momentum_buffer", momentum)
-        else:  # beside which torch takes no dampening
+        else:  # torch allows no dampening with nesterov
             buffer = _follow(run, "momentum_buffer", momentum)
             gradient.add_product_(buffer, run.option("momentum"))
     run.descend(direction, run.numbers("descent", _descent))
 
 
 def _fresh(rates: Rates, begun: Sequence[bool]) -> list[float]:
-    """What the gradients are multiplied with: the first one is taken whole."""
+    """Return the factors of the gradients: undampened for a member's first gradient."""
     own = zip(rates("dampening"), begun, rates("momentum"), strict=True)
     return [1 - d if b and m else 1.0 for d, b, m in own]
 
@@ -228,7 +234,10 @@ def _adamw(run: Run) -> None:
 
 
 def _adam_step(run: Run) -> None:
-    """With r, the second moment's correction, outside of the sum: `m / (sqrt(v) / r + eps)` is `r m / (sqrt(v) + r eps)`."""
+    """Step like Adam, with the root r of the second moment's correction moved out of the sum.
+
+    `m / (sqrt(v) / r + eps)` equals `r m / (sqrt(v) + r eps)`.
+    """
     done = run.steps
     mean, square, gradient = run.state("exp_avg"), run.state("exp_avg_sq"), run.gradient
     mean.lerp_(gradient, run.option("beta1", _rest))
@@ -247,6 +256,8 @@ def _adam_step(run: Run) -> None:
         own = zip(rates("lr"), rates("beta1"), done, roots(rates), strict=True)
         return [-lr / (1 - b ** (n + 1)) * root for lr, b, n, root in own]
 
+    # The gradient is not needed any more, so its memory holds
+    # the denominator. A separate temporary would raise the peak.
     torch.sqrt(square.whole, out=gradient.whole)
     gradient.add_(run.numbers(("eps", *done), epsilons))
     torch.div(mean.whole, gradient.whole, out=gradient.whole)
@@ -301,7 +312,7 @@ COUNTED = (Adam, AdamW, RMSprop, Adagrad)
 
 
 def update_of(optimizer: Optimizer) -> Callable[[Run], None]:
-    """What steps members of optimizers like this one."""
+    """Return the update function for optimizers like the given optimizer."""
     kind = type(optimizer)
     if kind is Adam and optimizer.param_groups[0].get("decoupled_weight_decay"):
         return _adamw
