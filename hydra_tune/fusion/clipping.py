@@ -1,6 +1,7 @@
-"""Clipping by the norm of all of one member's gradients, for steps of groups as they are (`steps.py`) and planned ones alike.
+"""Clip by the global norm of each member's gradients, for plain steps (`steps.py`) and planned steps of groups alike.
 
-Note: the norm. As in `train/gradients.py`, each tensor's norm is taken by itself, and the norm of those is that of all.
+Note: the norm. As in `train/gradients.py`, each tensor has its own norm, and the norm of these norms is the global
+norm.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ _EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
 
 
 def norms_of(gradient: Tensor) -> Tensor:
-    """The norm of each member's part of a gradient, however it lies in memory.
+    """Return the norm of each member's part of a gradient, whatever the memory layout.
 
     Args:
         gradient: (members, ...).
@@ -26,22 +27,22 @@ def norms_of(gradient: Tensor) -> Tensor:
 
 
 def factors_of(norms: Sequence[Tensor], limits: Tensor) -> Tensor:
-    """What the gradients of each member are multiplied with.
+    """Return the factor that clips each member's gradients.
 
     Args:
-        norms: of `norms_of`, in the order of the optimizer's parameters.
-        limits: (members,), float64: the most that each one's norm of all may be; without end for those that do not clip.
+        norms: results of `norms_of`, in the order of the optimizer's parameters.
+        limits: (members,), float64: each member's largest global norm; infinity for members without clipping.
 
     Returns:
         (members,), float64.
     """
     totals: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), dim=0)
     factors = (limits / (totals + _EPSILON)).clamp(max=1.0)
-    return factors.masked_fill(limits.isinf(), 1.0)  # whatever the norm is
+    return factors.masked_fill(limits.isinf(), 1.0)  # exactly 1, even for an infinite or NaN norm
 
 
 def clip_(gradient: Tensor, factors: Tensor) -> None:
-    """Multiply each member's part of a gradient with its factor, in place.
+    """Multiply each member's part of a gradient by its factor, in place.
 
     Args:
         gradient: (members, ...).

@@ -1,7 +1,7 @@
-"""The traced step of a group, compiled: an option, for compilers take longer over one step than many a search over all of them.
+"""Compile a group's traced step with `torch.compile`: optional, since compiling often takes longer than a whole search.
 
-What is compiled is run once beside what it was made of, on numbers of its own. Where the compiler fails, or makes something
-else of it, the step runs as it was traced, and the log says so.
+The compiled code is run once beside the trace, on synthetic inputs. If the compiler fails or the results differ, the
+group runs the trace, and the log gives the reason.
 """
 
 import logging
@@ -18,24 +18,26 @@ from hydra_tune.shard.compute import Operands
 from hydra_tune.shard.split import compiled
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
-_TOLERANCE = 1e-3  # of a tensor's largest value
+_TOLERANCE = 1e-3  # relative to a tensor's largest value
 
 
 def compiled_trace(trace: Traced, backend: str, operands: Operands, written: Sequence[int], count: int) -> Traced:
-    """A trace that a compiler has made code of; the same trace where it cannot. To be called while nothing else computes.
+    """Return the trace with compiled code, or the trace unchanged if compiling fails.
+
+    Nothing else may compute meanwhile.
 
     Args:
-        trace: the step.
-        backend: of `torch.compile`.
-        operands: tensors of the sizes that it is run on; only their geometry counts.
-        written: positions of the operands that it overwrites.
-        count: members.
+        trace: the traced step.
+        backend: backend of `torch.compile`.
+        operands: tensors of the sizes to run on; only the geometry counts.
+        written: positions of operands that the step overwrites.
+        count: number of members.
     """
     made = compiled(trace.pure, backend, written)
     start = time.perf_counter()
     try:
         error = difference(trace.pure(*_filled(trace, operands, count)), made(*_filled(trace, operands, count)))
-    except Exception as raised:  # noqa: BLE001 - compilers fail in many ways, and the step can do without
+    except Exception as raised:  # noqa: BLE001 - compilers fail in many ways, and the trace still runs
         error = f"the compiler fails: {describe(raised)}"
     if error:
         _LOGGER.warning("a group's step is not compiled by %s: %s", backend, error)
@@ -46,7 +48,8 @@ def compiled_trace(trace: Traced, backend: str, operands: Operands, written: Seq
 
 
 def _filled(trace: Traced, operands: Operands, count: int) -> list[Tensor]:
-    """Operands and noise of these sizes: small positive numbers, and whole numbers that are valid wherever one counts."""
+    """Return synthetic operands and noise: small positive numbers, and zeros for integers, which are valid indices."""
+    # A separate generator with a fixed seed: both runs see equal inputs, and no trial's stream advances.
     generator = torch.Generator().manual_seed(0)
     found = []
     for tensor in [*operands.all, *(one.room(count, operands.all[0].device) for one in trace.noise)]:
@@ -58,7 +61,7 @@ def _filled(trace: Traced, operands: Operands, count: int) -> list[Tensor]:
 
 
 def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
-    """What is wrong with what a compiler's code gives; nothing, if nothing is."""
+    """Describe how computed tensors differ from expected tensors; empty if they agree."""
     for one, other in zip(expected, found, strict=True):
         largest = one.abs().max().item() if one.numel() else 0.0
         off = (one - other).abs().max().item() if one.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Losses over the first samples of a batch alone: what follows them in it is padding and counts for nothing."""
+"""Losses over the leading samples of a batch only; the remaining samples are padding and do not count."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,23 +10,23 @@ from torch import Tensor, fx
 from hydra_tune.fusion.rules import cross_entropy
 
 aten: Any = torch.ops.aten
-_NONE, _MEAN = 0, 1  # of torch's numbers for reductions
+_NONE, _MEAN = 0, 1  # torch's codes for reductions
 COUNTS, LOSS = "samples_that_count", "counted_loss"
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A reduction over the samples of a batch, for stacked members who each have so many of them.
+    """A reduction over samples for stacked members, each with its own number of samples that count.
 
-    The others' part of the result is zero whatever they are, and so are their gradients.
+    The padding contributes zero to the result and receives zero gradients, whatever finite values it holds.
 
     Attributes:
-        target: the operator that reduces.
-        dim: of what it reduces, the dimension with the samples.
-        rows: its size.
-        each: places of one sample in it.
-        reduction: torch's number of the way it is reduced.
-        keywords: further arguments of the operator.
+        target: the reducing operator.
+        dim: dimension of the operator's input that holds the samples.
+        rows: size of the dimension.
+        each: positions of a sample in the dimension.
+        reduction: torch's code for the reduction.
+        keywords: other arguments of the operator.
     """
 
     target: Any
@@ -37,11 +37,11 @@ class Counted:
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, counts: Tensor, *tensors: Tensor) -> Tensor:
-        """Each member's loss.
+        """Return each member's loss.
 
         Args:
-            counts: samples that count, `(N,)`.
-            tensors: what the operator takes, with the members in front.
+            counts: number of samples that count, `(N,)`.
+            tensors: the operator's inputs, with the members in front.
         """
         places = torch.arange(self.rows, device=counts.device)
         is_own = places < (counts * self.each).unsqueeze(1)
@@ -52,6 +52,7 @@ class Counted:
         else:
             single = self.target(*tensors, reduction=_NONE, **self.keywords)
         is_own = is_own.view(len(counts), *[1] * self.dim, self.rows, *[1] * (single.dim() - self.dim - 2))
+        # Select instead of multiplying by a mask: zero times infinity would be NaN.
         total = torch.where(is_own, single, torch.zeros_like(single)).flatten(1).sum(1)
         if self.reduction != _MEAN:
             return total
@@ -70,17 +71,17 @@ class Counted:
 
 
 def counted_loss(loss: Counted, counts: Tensor, *tensors: Tensor) -> Tensor:
-    """What a graph calls where it reduces over the samples that count: `loss` of these."""
+    """Call `loss`; the target of graph nodes that reduce over the samples that count."""
     return loss(counts, *tensors)
 
 
 def with_counts(code: fx.GraphModule, counted: Mapping[str, Counted], after: int) -> fx.GraphModule:
-    """A graph that takes how many samples count, and reduces over these.
+    """Return a graph that takes the number of samples that count, and reduces over those samples.
 
     Args:
-        code: the graph, of one member.
-        counted: by the name of the node that reduces.
-        after: the number of the argument that the counts come before.
+        code: a member's graph.
+        counted: the reductions, by node name.
+        after: position of the new argument.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -1,8 +1,9 @@
-"""Convolutions, pooling and batch norm on stacked members: members are so many more channels.
+"""Convolutions, pooling and batch norm on stacked members: members become additional channels.
 
-Note: layout. What these operators give has the shape `(N, batch, channels, ...)` and lies in memory as
-`(batch, ..., N, channels)`: all members' channels innermost, where kernels are fast. Each finds what the one before has made in
-that layout and takes it as it is; elementwise operators keep it, and where it ends (`settled`) gradients are put into it.
+Note: layout. Outputs have the shape `(N, batch, channels, ...)` and lie in memory as `(batch, ..., N, channels)`, with
+all members' channels innermost, where kernels are fast. An operator accepts its predecessor's output in this layout
+without a copy, and elementwise operators preserve the layout. Where the layout ends (`settled`), gradients are
+converted back into it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,10 @@ aten: Any = torch.ops.aten
 
 
 def wide(x: Tensor) -> Tensor:
-    """`(N, batch, channels, ...)` as `(batch, N * channels, ...)`, channels innermost; a view where it lies so already."""
+    """Return `(N, batch, channels, ...)` as `(batch, N * channels, ...)` with channels innermost.
+
+    A view if possible.
+    """
     rest = range(_CHANNELS + 1, x.dim())
     last = x.permute(1, *rest, 0, _CHANNELS)
     merged = last.reshape(*last.shape[:-2], x.size(0) * x.size(_CHANNELS)).contiguous()
@@ -26,12 +30,12 @@ def wide(x: Tensor) -> Tensor:
 
 
 def narrow(x: Tensor, members: int) -> Tensor:
-    """The other way."""
+    """Invert `wide`."""
     return x.view(x.size(0), members, -1, *x.shape[2:]).transpose(0, 1)
 
 
 class _Settled(torch.autograd.Function):
-    """A tensor as it is; its gradient lies as it does, whatever the operators behind have made of it."""
+    """Identity whose gradient takes the layout of the input, whatever layout later operators produce."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -47,7 +51,7 @@ class _Settled(torch.autograd.Function):
 
 
 def settled(x: Tensor) -> Tensor:
-    """A tensor that is about to be put into another layout, if it has this one."""
+    """Return a tensor whose gradient will be in the wide layout, if the tensor is; otherwise return the tensor."""
     is_wide = x.dim() > _CHANNELS + 1 and x.stride(_CHANNELS) == 1 and x.stride(0) == x.size(_CHANNELS)
     if not is_wide or x.is_contiguous() or not x.requires_grad:
         return x
@@ -56,7 +60,7 @@ def settled(x: Tensor) -> Tensor:
 
 
 def convolution(spatial: int, *, transposed: bool = False) -> Callable[..., Tensor | None]:
-    """A convolution over so many dimensions, with weights of each member's own."""
+    """Return a stacked convolution over `spatial` dimensions, with each member's own weights."""
 
     def plain(
         x: Tensor,
@@ -109,15 +113,16 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """Each member's channels have statistics and scales of their own."""
+    """Normalize with each member's own statistics and scales, by channel."""
     scales = [None if t is None else t.flatten() for t in (weight, bias)]
-    statistics = [None if t is None else t.view(-1) for t in (running_mean, running_var)]  # overwritten in place
+    # Views, because the operator updates the members' statistics in place.
+    statistics = [None if t is None else t.view(-1) for t in (running_mean, running_var)]
     made = aten.batch_norm(wide(x), *scales, *statistics, training, momentum, eps, cudnn_enabled)
     return narrow(made, x.size(0))
 
 
 def pooling(operator: Any, dims: int) -> Callable[..., Tensor | None]:
-    """An operator on the `dims` last dimensions, alike for all channels."""
+    """Return a stacked form of an operator on the last `dims` dimensions that treats all channels alike."""
 
     def run(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor | None:
         if x.dim() != dims + _CHANNELS + 1:
@@ -135,7 +140,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """Members are so many more groups of channels, and their scales so many more channels'."""
+    """Normalize groups of channels; members become additional groups, each with its own scales."""
     own = [None if t is None else t.flatten() for t in (weight, bias)]
     made = aten.group_norm(wide(x), num_groups * x.size(0), *own, eps, cudnn_enabled)
     return narrow(made, x.size(0))

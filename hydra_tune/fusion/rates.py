@@ -1,4 +1,4 @@
-"""The numbers that members' optimizers multiply with: one for each member, as floats where all have the same."""
+"""`Rates`: the members' optimizer options, as floats where all members agree, and as tensors otherwise."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import itemgetter
@@ -25,14 +25,15 @@ def _option(group: Mapping[str, Any], name: str) -> float:
 
 
 def _steady(group: Mapping[str, Any]) -> dict[str, float]:
-    """Options that no scheduler moves."""
+    """Return the options that no scheduler changes."""
+    # Cyclic schedulers move momentum or betas and leave these keys, so no option counts as steady then.
     if any(name in group for name in _OF_SCHEDULERS):
         return {}
     return {name: _option(group, name) for name in _STEADY if name in group or (name in _BETAS and "betas" in group)}
 
 
 class Rates:
-    """The members' options of one parameter group, as numbers and as tensors to multiply stacked tensors with.
+    """The members' options of a parameter group, as numbers, or as tensors that broadcast over stacked tensors.
 
     Args:
         groups: each member's own parameter group.
@@ -49,48 +50,49 @@ class Rates:
 
     @property
     def key(self) -> Hashable:
-        """What all members have begun with alike, and no scheduler moves."""
+        """Hashable key of the options equal for all members from the start, and never changed by a scheduler."""
         return tuple(sorted(self._alike.items()))
 
     def admits(self, group: Mapping[str, Any]) -> bool:
-        """Whether a member with these options leaves alike what is alike."""
+        """Return whether a member with the given options keeps the common options common."""
         own = _steady(group)
         return all(name in own and own[name] == value for name, value in self._alike.items())
 
     def replace(self, index: int, group: Mapping[str, Any]) -> None:
-        """A place is another member's from now on."""
+        """Give a place to another member's options."""
         own = _steady(group)
         self._groups[index] = group
         self._alike = {n: v for n, v in self._alike.items() if n in own and own[n] == v}
         self._made.clear()
 
     def read(self) -> None:
-        """A step begins: schedulers may have changed the options since the last one."""
+        """Begin a step: read the options, which schedulers may have changed since the last step."""
         now = list(map(self._values, self._groups))
         if now != self._read or len(self._made) > _MAX_REMEMBERED:
             self._made.clear()
             self._read = now
 
     def __call__(self, name: str) -> tuple[float, ...]:
-        """An option of each member; Adam's betas are `beta1` and `beta2`."""
+        """Return an option of each member; Adam's betas are named `beta1` and `beta2`."""
         return self.made(name, lambda: [_option(group, name) for group in self._groups])
 
     def made(self, key: Hashable, make: Callable[[], Sequence[float]]) -> tuple[float, ...]:
-        """Numbers that are made once in a step, of one for each member."""
+        """Return numbers, one for each member, computed once per step and key."""
         found = self._made.get(key)
         if found is None:
             found = self._made[key] = tuple(make())
         return found
 
     def begins_alike(self, name: str) -> bool:
-        """Whether all members have begun with the same of an option, which no scheduler moves."""
+        """Return whether all members began with the same value of an option that no scheduler changes."""
         return name in self._alike
 
     def beside(self, values: tuple[float, ...], like: Tensor) -> Tensor:
-        """One number for each member, in a shape that multiplies a stacked tensor; remembered while it is of use."""
+        """Return the members' numbers as a tensor that broadcasts over a stacked tensor; cached."""
         known = self._known.setdefault(values, {})
         key = like.dim(), like.dtype, like.device
         if key not in known:
+            # A schedule makes new values at every step, and each would stay cached on the device.
             if len(self._known) > _MAX_REMEMBERED:
                 self._known.clear()
                 known = self._known.setdefault(values, {})

@@ -1,7 +1,8 @@
-"""Random operators taken apart: the primitives that torch makes of one, each with a place for a generator.
+"""Decompose random operators into torch's primitives, each with an argument for a generator.
 
-A member's numbers have to be drawn from its own generator, and an operator such as dropout takes none. What it is made of does:
-torch takes such operators apart above autograd, so that running the primitives is running the operator, gradients included.
+A member's numbers must come from the member's own generator, but operators such as dropout accept none. Their
+primitives do. Torch decomposes such operators above autograd, so running the primitives equals running the operator,
+including gradients.
 """
 
 from collections.abc import Sequence
@@ -15,13 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def recorded(node: fx.Node) -> fx.Graph | None:
-    """The primitives of a random operator, in a graph of a generator and of the tensors that the node is given.
+    """Return the primitives of a random operator, as a graph of a generator and the node's tensors.
 
     Args:
-        node: of a captured graph, whose nodes have what they make under `meta["val"]`.
+        node: a node of a captured graph, with values under `meta["val"]`.
 
     Returns:
-        The graph; None where the operator draws in a way that takes no generator.
+        The graph; None if the operator draws in a way that accepts no generator.
     """
     target = node.target
     tensors: list[Any] = [argument.meta.get("val") for argument in node.all_input_nodes]
@@ -44,10 +45,10 @@ def recorded(node: fx.Node) -> fx.Graph | None:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the primitives that one operator runs, with a generator for those that draw.
+    """Records the primitives of an operator, and adds a generator to random primitives.
 
-    Autograd runs some of its own: it detaches what it keeps, and makes views anew whose base was overwritten. A replay above
-    autograd brings these about by itself, so they are not noted; nor is what depends on them.
+    Autograd runs additional primitives: it detaches saved tensors, and regenerates views of an overwritten base. A
+    replay above autograd causes the same, so these primitives and their dependents are not recorded.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -55,19 +56,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._graph = fx.Graph()
         self._generator = self._graph.placeholder("generator")
         self._nodes = {id(t): self._graph.placeholder(f"tensor_{i}") for i, t in enumerate(tensors)}
-        self._alive = list(tensors)  # told apart by identity, so none may be freed
+        self._alive = list(tensors)  # tensors are identified by id, so none may be freed and its id reused
         self._possible = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace != "prim" and func is not torch.ops.aten.detach.default:  # prim: questions, as for the device
+        if func.namespace != "prim" and func is not torch.ops.aten.detach.default:  # prim: queries, such as the device
             self._possible = self._possible and self._note(func, args, kwargs or {}, result)
         return result
 
     def record(self, result: Any) -> fx.Graph | None:
-        """The record, or None if the operator cannot be replayed with a generator."""
+        """Return the graph, or None if the operator cannot be replayed with a generator."""
         node = self._nodes.get(id(result))
         if not self._possible or node is None:
             return None
@@ -76,7 +77,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._graph
 
     def _note(self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-        """Note one primitive; returns False if none like it can be replayed."""
+        """Record a primitive; return False if the primitive cannot be replayed."""
         draws = torch.Tag.nondeterministic_seeded in func.tags
         primitive = _drawing(func) if draws else func
         if primitive is None or not isinstance(result, Tensor):
@@ -97,7 +98,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _drawing(func: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
-    """The overload of a random primitive that takes a generator, and else the same arguments."""
+    """Return the overload of a random primitive that accepts a generator and otherwise the same arguments."""
     packet: Any = func._overloadpacket  # noqa: SLF001
     for candidate in (func, *(getattr(packet, name) for name in packet.overloads())):
         takes = _signature(candidate)

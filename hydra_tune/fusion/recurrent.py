@@ -1,7 +1,7 @@
-"""`nn.LSTM`, `nn.GRU` and `nn.RNN` of stacked members: each moment's cell as one batched product for all of them.
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN` of stacked members: each time step's cell is a batched product for all members.
 
-The arithmetic is that of torch's own cells (`RNN.cpp`). What a layer makes of its inputs is computed for all moments at once,
-as there; dropout between layers draws each member's masks from the member's own generator.
+The arithmetic is that of torch's own cells (`RNN.cpp`). As in torch, a layer's input products are computed for all time
+steps at once. Dropout between layers draws each member's masks from the member's own generator.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +20,11 @@ _Cell = Callable[[Tensor, _State, "_Weights"], _State]
 
 
 class _Weights:
-    """A layer's parameters in one direction, for stacked rows.
+    """Parameters of a layer in a direction, for stacked rows.
 
     Args:
-        tensors: `(N, out, in)` of the input and of the hidden state, then their biases and a projection, if there are any.
-        has_biases: whether there are.
+        tensors: `(N, out, in)` for the input and for the hidden state, then the biases and a projection, if any.
+        has_biases: whether there are biases.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, has_biases: bool) -> None:
@@ -34,13 +34,13 @@ class _Weights:
         self.projection = rest[0].transpose(1, 2) if rest else None
 
     def of_inputs(self, x: Tensor) -> Tensor:
-        """`(N, moments, batch, in)` to `(N, moments, batch, out)`."""
+        """Map `(N, moments, batch, in)` to `(N, moments, batch, out)`."""
         rows = x.reshape(x.size(0), -1, x.size(-1))
         made = torch.baddbmm(self._biases[0], rows, self._input) if self._biases else torch.bmm(rows, self._input)
         return made.view(*x.shape[:-1], -1)
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
-        """`(N, batch, hidden)` to `(N, batch, out)`."""
+        """Map `(N, batch, hidden)` to `(N, batch, out)`."""
         return torch.baddbmm(self._biases[1], hidden, self._hidden) if self._biases else hidden @ self._hidden
 
 
@@ -69,22 +69,22 @@ def _relu_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
 
 
 def lstm(x: Tensor, states: Sequence[Tensor], *arguments: Any, slot: str | None = None) -> tuple[Tensor, ...]:
-    """`aten::lstm.input` with the members in front of every tensor."""
+    """Run `aten::lstm.input` with the members in front of every tensor."""
     return _layers(_lstm_cell, x, states, *arguments, slot=slot)
 
 
 def gru(x: Tensor, state: Tensor, *arguments: Any, slot: str | None = None) -> tuple[Tensor, ...]:
-    """`aten::gru.input` likewise."""
+    """Run `aten::gru.input` likewise."""
     return _layers(_gru_cell, x, (state,), *arguments, slot=slot)
 
 
 def rnn_tanh(x: Tensor, state: Tensor, *arguments: Any, slot: str | None = None) -> tuple[Tensor, ...]:
-    """`aten::rnn_tanh.input` likewise."""
+    """Run `aten::rnn_tanh.input` likewise."""
     return _layers(_tanh_cell, x, (state,), *arguments, slot=slot)
 
 
 def rnn_relu(x: Tensor, state: Tensor, *arguments: Any, slot: str | None = None) -> tuple[Tensor, ...]:
-    """`aten::rnn_relu.input` likewise."""
+    """Run `aten::rnn_relu.input` likewise."""
     return _layers(_relu_cell, x, (state,), *arguments, slot=slot)
 
 
@@ -102,11 +102,11 @@ def _layers(
     *,
     slot: str | None,
 ) -> tuple[Tensor, ...]:
-    """All layers, as torch's operators take them, with the members in front of every tensor.
+    """Run all layers, as torch's operators do, with the members in front of every tensor.
 
-    `x` is `(N, moments, batch, in)`, or with `batch_first` `(N, batch, moments, in)`; each of `states`
-    `(N, layers * directions, batch, hidden)`; the parameters are those of each layer and direction in turn. Returns what the
-    last layer gives, like `x`, and the last states, like `states`. `slot` is as of `masks`.
+    `x` is `(N, moments, batch, in)`, or with `batch_first` `(N, batch, moments, in)`. Each of `states` is
+    `(N, layers * directions, batch, hidden)`. The parameters are ordered by layer and direction. Return the last
+    layer's output, shaped like `x`, and the last states, shaped like `states`. `slot` is as of `masks`.
     """
     directions = 2 if bidirectional else 1
     own = _by_layer(parameters, num_layers * directions, has_biases=has_biases)
@@ -121,6 +121,7 @@ def _layers(
             ends.append(end)
         x = torch.cat(made, 3) if bidirectional else made[0]
         if dropout and train and layer + 1 < num_layers:
+            # Torch drops between layers only, never after the last layer.
             x = _dropped(x, dropout) if slot is None else x * masks(slot, torch.empty_like(x.detach()))
     last = tuple(torch.stack(same, 1) for same in zip(*ends, strict=True))
     return (x.transpose(1, 2) if batch_first else x, *last)
@@ -133,7 +134,7 @@ def _by_layer(parameters: Sequence[Tensor], count: int, *, has_biases: bool) -> 
 
 
 def _layer(cell: _Cell, x: Tensor, state: _State, weights: _Weights, *, backwards: bool) -> tuple[Tensor, _State]:
-    """One layer in one direction: what it gives at each moment, in the order of the moments, and the last state."""
+    """Run a layer in a direction; return the outputs in time order, and the last state."""
     inputs = weights.of_inputs(x).unbind(1)
     made: list[Tensor] = []
     for one in reversed(inputs) if backwards else inputs:
@@ -143,7 +144,10 @@ def _layer(cell: _Cell, x: Tensor, state: _State, weights: _Weights, *, backward
 
 
 def _dropped(x: Tensor, p: float) -> Tensor:
-    """As `torch.dropout` in training, each member's mask its own; alone a member has it without gaps, moments first."""
+    """Drop as `torch.dropout` in training, with a separate mask for every member.
+
+    Alone, a member's tensor is contiguous with time steps first; masks are drawn in the same order.
+    """
     if p == 1.0:
         return x * 0.0
     empty = torch.empty_like(x.detach())

@@ -1,12 +1,13 @@
-"""`Round`: several steps of a group as one unit, for models whose step is short beside what stands around a unit.
+"""`Round`: several steps of a group in a single unit, for models whose step is short beside the overhead of a unit.
 
-Note: what a round is. One lease holds parameters and optimizer state from its first step to its last; in between the members
-take their losses and go on to their next batches. It ends where a member wants anything else than the next batch of the same
-kind (a report, an evaluation, its end), where one is to end, and after some milliseconds: so nobody waits longer for a device,
-or for a member to go, than for a unit of a larger model.
+Note: contents of a round. A single lease holds parameters and optimizer state from the first step to the last. Between
+steps the members take their losses and advance to their next batches. A round ends when a member wants anything other
+than a batch of the same kind (a report, an evaluation, its end), when a member is to be stopped, and after some
+milliseconds. No other trial therefore waits longer for the device, and no member longer for its end, than for a unit of
+a larger model.
 
-Note: when memory runs out. What a step has drawn is kept until the step is over, and buffers that it overwrites are put back;
-so the unit, when it is run once more, goes on with the step that had failed.
+Note: out of memory. The random numbers of a step are kept until the step is over, and overwritten buffers are restored.
+A repeated unit therefore resumes with the failed step.
 """
 
 import math
@@ -37,21 +38,21 @@ from hydra_tune.train.state import STEP_BEGUN, ModelState
 from hydra_tune.train.step import Expected, PendingUnit
 from hydra_tune.train.streams import RandomStreams
 
-SECONDS = 0.02  # that a round goes on for, beyond which it begins no further step
-_SHARE = 0.5  # of a device's memory that a round may need at most: it holds more at once than the units of one step
+SECONDS = 0.02  # age beyond which a round begins no further step
+_SHARE = 0.5  # limit on a round's share of device memory: a round holds more at once than the units of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a round computes by.
+    """The fixed inputs of a round.
 
     Args:
-        plan: the group's; of one shard.
-        times: of its units.
+        plan: the group's single-shard plan.
+        times: times of the plan's units.
         state: the group's long-lived tensors.
-        streams: what its members draw from.
-        gradients: the group's rules for gradients.
-        resting: members that take no part.
+        streams: the members' random streams.
+        gradients: the group's gradient rules.
+        resting: places of members that take no part.
     """
 
     plan: Plan
@@ -63,19 +64,22 @@ class Rules:
 
     @property
     def shard(self) -> Shard:
-        """The only one."""
+        """The plan's only shard."""
         (shard,) = self.plan.shards
         return shard
 
     @property
     def trace(self) -> Traced | None:
-        """Of the shard's forward and backward."""
+        """The trace of the shard's forward and backward, if any."""
         computing = self.plan.computing
         assert isinstance(computing, StackedComputing), "not a group's plan"
         return computing.traces.get(self.shard.graph.first)
 
     def workspace_bytes(self, leaves: Leaves) -> int:
-        """Room for a step beside parameters, buffers and optimizer state: the batch, gradients, and what is computed with."""
+        """Return the bytes of a step beside parameters, buffers and optimizer state.
+
+        The sum covers the batch, the gradients and the memory of the computation.
+        """
         cost = self.shard.cost
         inputs = sum(tensor.nbytes for tensor in (*leaves.tensors, *self.plan.constants.values()))
         update = max(cost.update_workspace, cost.first_update_workspace)
@@ -83,17 +87,19 @@ class Rules:
 
 
 def may_go_round(plan: Plan, device: Device, budget_bytes: int) -> bool:
-    """Whether batches of a plan may run several in a unit.
+    """Return whether a unit may run several batches of a plan.
 
     Args:
-        plan: a group's.
-        device: any of the pool.
-        budget_bytes: of the smallest.
+        plan: a group's plan.
+        device: any device of the pool.
+        budget_bytes: memory of the smallest device.
     """
     if len(plan.shards) > 1 or device.torch_device.type != "cpu" or getattr(device, "link", None) is not None:
         return False
     (shard,) = plan.shards
     assert isinstance(plan.computing, StackedComputing), "not a group's plan"
+    # A repeated unit must reuse the random numbers of the failed step. Only traced training steps draw
+    # their numbers in advance, so a stochastic evaluation or an untraced step cannot join a round.
     if shard.graph.stochastic if plan.mode != "train" else shard.graph.first not in plan.computing.traces:
         return False
     cost = shard.cost
@@ -103,17 +109,18 @@ def may_go_round(plan: Plan, device: Device, budget_bytes: int) -> bool:
 
 
 class Round:
-    """One round.
+    """Several steps in a unit.
 
     Args:
-        rules: what it computes by.
-        batches: the members' first.
-        leaves: the very first, stacked.
-        settle: given what has come of each of the first of them, a list: losses, or values by metric, of all members.
-        go_on: has the members go on; returns their next batches, or None where the round is over.
+        rules: the fixed inputs.
+        batches: the members' first batches.
+        leaves: the first stacked batch.
+        settle: takes a list with the results of each computed batch: the losses, or the values by metric, of all
+            members.
+        go_on: advances the members; returns their next batches, or None to end the round.
 
     Attributes:
-        steps: how many have run.
+        steps: number of steps run so far.
     """
 
     def __init__(
@@ -134,7 +141,7 @@ class Round:
         self._workspace_bytes = rules.workspace_bytes(leaves)
 
     def unit(self) -> PendingUnit:
-        """The round as a unit, which is as long as a step where that is longer than a round."""
+        """Return the round as a unit; its expected time is that of a step or of a round, whichever is longer."""
         rules = self._rules
         kind = "backward" if rules.plan.mode == "train" else "evaluate"
         seconds = max(rules.times.total, SECONDS)
@@ -154,7 +161,7 @@ class Round:
         )
 
     def measured(self, seconds: float) -> None:
-        """The unit took so long: what that says of a step."""
+        """Update the expected time of a step from the measured time of the unit."""
         times, each = self._rules.times, seconds / max(1, self.steps)
         if self._rules.plan.mode == "train":
             times.measured(("backward", 0), max(0.0, each - times.of(("update", 0))))
@@ -171,7 +178,7 @@ class Round:
     def _run(self, device: Device, pager: Pager) -> float:
         start = time.perf_counter()
         blocks = self._blocks()
-        # Members go on to their next batches within; one whose loader hangs must not have a GPU's generator meanwhile.
+        # Members draw their next batches inside the round, and a hanging loader must not hold a GPU's generator.
         drawing = self._drawing(device) if device.shares_generator else nullcontext()
         with pager.lease(list(blocks), self._workspace_bytes), drawing:
             waited = time.perf_counter() - start
@@ -180,7 +187,7 @@ class Round:
                 goes_on = True
                 while goes_on and len(self._made) < len(self._batches):
                     goes_on = self._compute(self._batches, device)
-                    # Optimizer state that there was none of before is on the host, and comes with the next round.
+                    # The first step creates optimizer state on the host; a new lease must load the state's blocks.
                     goes_on = goes_on and time.perf_counter() < until and len(self._blocks()) == len(blocks)
                 made, self._made = self._made, []
                 self._settle(made)
@@ -188,11 +195,11 @@ class Round:
         return waited
 
     def _compute(self, batches: StackedBatches, device: Device) -> bool:
-        """The next of the batches; returns whether there is nothing in it that a member has to see at once."""
+        """Compute the next batch; return whether the round may continue, that is, all active losses are finite."""
         with nullcontext() if device.shares_generator else self._drawing(device):
             made = self._step(batches.leaves(len(self._made)), device)
         self._made.append(made)
-        self._noise = None
+        self._noise = None  # kept until here, so that a repeated unit reuses the numbers of a failed step
         self.steps += 1
         if self._rules.plan.mode != "train":
             return True
@@ -220,23 +227,24 @@ class Round:
             return {metric: outputs[name].tolist() for metric, name in named}
 
     def _trained(self, operands: Operands, device: Device) -> list[float]:
-        """A step of training; the members' losses."""
+        """Run a training step; return the members' losses."""
         rules, trace = self._rules, self._rules.trace
         assert trace is not None
         if self._noise is None:
             self._noise = trace.draw(device.torch_device)
         with self._buffers_kept():
-            noise = [one.clone() for one in self._noise]  # which the graph may overwrite
+            noise = [one.clone() for one in self._noise]  # the graph may overwrite its arguments
             made = trace.run(operands, noise, is_laid_out=True)
             losses: list[float] = made.outputs[trace.loss].tolist()
             gradients = made.parameters
         rules.state.touched(rules.shard.graph.written_state)
         leave_out_bad(rules.state.optimizer, losses)
         names = tuple(gradients)
+        # Before this point the step leaves no trace and can be repeated. The update changes parameters in place.
         with not_repeatable(STEP_BEGUN):
             if rules.gradients.has_two_phases:
                 rules.gradients.complete(rules.state.optimized(gradients))
-            with rules.state.around_step(device):  # of a CPU device, which has no generator to wait for
+            with rules.state.around_step(device):  # rounds run on CPU devices only, so no generator is waited for
                 rules.state.update(rules.shard.trained, gradients, rules.gradients)
             rules.state.adopt_optimizer_state(names, device)
             rules.gradients.next_step()
@@ -244,7 +252,7 @@ class Round:
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        """Buffers that a step overwrites are as before for members that rest, and for all should it fail."""
+        """Restore overwritten buffers after a step: for resting members always, for all members if the step fails."""
         rules = self._rules
         tensors = [rules.state.tensors[name] for name in rules.shard.graph.written_state]
         before = [tensor.detach().clone() for tensor in tensors]

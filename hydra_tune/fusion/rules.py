@@ -1,7 +1,7 @@
-"""Operators on stacked members for which `torch.vmap` has no good way: the same arithmetic, as one call for all members.
+"""Operators on stacked members that `torch.vmap` handles badly: the same arithmetic in a single call for all members.
 
-Each takes the operator's own arguments, every tensor with the members in front, and returns the result with the members in
-front; or None where the arguments are of a kind that is left to `torch.vmap`.
+Every rule takes the operator's own arguments, with the members in front of every tensor, and returns the result with
+the members in front. A rule returns None for arguments that `torch.vmap` should handle.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ aten: Any = torch.ops.aten
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`(N, ..., in)` and `(N, out, in)` to `(N, ..., out)`, as one batched product."""
+    """Map `(N, ..., in)` and `(N, out, in)` to `(N, ..., out)`, as a batched product."""
     rows = x.reshape(x.size(0), -1, x.size(-1))
     if bias is None:
         out = torch.bmm(rows, weight.transpose(1, 2))
@@ -39,11 +39,14 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Of class numbers, `(N, samples, classes)` and `(N, samples)`: one loss of all members' samples, then reduced each."""
+    """Return the losses of class indices, from `(N, samples, classes)` and `(N, samples)`.
+
+    A single loss over all members' samples runs first, then a reduction for every member.
+    """
     if weight is not None or label_smoothing or logits.dim() != _MATRIX or target.is_floating_point():
         return None
     single: Tensor
-    if logits.size(-1) < _MANY_CLASSES:  # kernels are fast along other dimensions than a short last one
+    if logits.size(-1) < _MANY_CLASSES:  # kernels are slow along a short last dimension
         scores = aten.log_softmax(logits.transpose(1, 2).contiguous(), 1)
         single = aten.nll_loss_nd(scores, target, None, 0, ignore_index)
     else:
@@ -67,8 +70,8 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Members are so many more samples: `(N, batch, heads, tokens, width)` as `(N * batch, heads, tokens, width)`."""
-    num_outer = min(2, query.dim() - 2)  # the members, and the samples unless there is but one
+    """Merge members into samples: `(N, batch, heads, tokens, width)` as `(N * batch, heads, tokens, width)`."""
+    num_outer = min(2, query.dim() - 2)  # the members, and the samples unless the input is unbatched
     outer = query.shape[:num_outer]
     if dropout_p or not outer == key.shape[:num_outer] == value.shape[:num_outer]:
         return None
@@ -90,7 +93,7 @@ def attention(
 def embedding(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Tensor | None:
-    """Members' tables as one table, one behind the other."""
+    """Look up in the members' tables, concatenated to a single table."""
     if scale_grad_by_freq or sparse or padding_idx >= 0:
         return None
     members, rows = weight.shape[:2]
@@ -108,7 +111,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """Members are so many more samples, but for their own scales."""
+    """Normalize with members as additional samples, then apply each member's own scales."""
     made: Tensor = aten.layer_norm(x, normalized_shape, None, None, eps, cudnn_enable)
     shape = (x.size(0), *[1] * (x.dim() - 1 - len(normalized_shape)), *normalized_shape)
     if weight is not None and bias is not None:
@@ -119,12 +122,12 @@ def layer_norm(
 
 
 def view(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Views of what lies otherwise than a member's own would are copies; gradients come back as it lies."""
+    """View as a shape; copy where the stacked layout requires a copy, with gradients in the original layout."""
     return settled(x).reshape(x.size(0), *shape)
 
 
 def flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor | None:
-    """As `view`."""
+    """Flatten, as `view`."""
     if x.dim() == 1:
         return None
     start = start_dim + 1 if start_dim >= 0 else start_dim
@@ -133,14 +136,16 @@ def flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor | None:
 
 
 def is_elementwise(target: Any) -> bool:
-    """Whether an operator treats all elements alike, wherever they are."""
+    """Return whether an operator treats all elements alike, wherever they are."""
     return is_pointwise(target)
 
 
 def elementwise(target: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Members' dimensions are put beside each other; left to `torch.vmap` where types might be promoted in another way."""
+    """Align the members' dimensions and run; return None where type promotion might differ."""
     tensors = [t for t in pytree.tree_leaves((arguments, keywords)) if isinstance(t, Tensor)]
     most = max(tensor.dim() for tensor in tensors)
+    # Torch promotes zero-dimensional tensors weakly. A member's scalar has
+    # a dimension once stacked, so mixed dtypes would promote differently.
     if len({tensor.dtype for tensor in tensors}) > 1 or (tensors[0].dim() < most and target._schema.is_mutable):  # noqa: SLF001
         return None
     beside = [t if t.dim() == most else t.view(t.size(0), *[1] * (most - t.dim()), *t.shape[1:]) for t in tensors]

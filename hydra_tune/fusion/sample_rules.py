@@ -1,8 +1,8 @@
-"""Operators that compute every sample of a batch by itself, and losses that reduce over samples.
+"""Rules for operators that compute each sample of a batch separately, and for losses that reduce over samples.
 
-A rule is told which dimension of each value has the samples (None: there are none in it), and says whether the operator gives a
-value with the samples in such a dimension, none of which depends on another. A dimension may hold several places of each
-sample, one sample behind the other.
+A rule is given the dimension of every value that holds the samples (None: no samples). The rule decides whether the
+operator returns a value with samples in a given dimension, no sample depending on another. A dimension may hold several
+positions of every sample, sample after sample.
 """
 
 import math
@@ -24,7 +24,7 @@ _Rule = Callable[[Dims, fx.Node, dict[str, Any], Any], bool]
 
 
 ROW_MAJOR = frozenset(
-    # The elements in the same order, cut into other dimensions.
+    # Operators that keep the elements in order and only change the dimensions.
     [
         *(aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int),
         *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
@@ -33,17 +33,17 @@ ROW_MAJOR = frozenset(
 
 
 def outer_of(node: fx.Node, dim: int, made: int | None, outer: int, samples: int) -> int | None:
-    """How many times all samples are in one dimension of what one of these makes, one set behind the other.
+    """Return how many consecutive sets of all samples a dimension holds after a row-major operator.
 
     Args:
         node: the operator.
-        dim: with the samples, of what it is given.
-        made: likewise, of what it makes.
-        outer: how many times they are in `dim`.
-        samples: of the batch.
+        dim: dimension of the input that holds the samples.
+        made: dimension of the output that holds the samples.
+        outer: number of sets in `dim`.
+        samples: number of samples in the batch.
 
     Returns:
-        The number; None where the dimension is not cut between samples.
+        The number of sets; None if the dimension is not cut between samples.
     """
     if made is None:
         return None
@@ -54,12 +54,12 @@ def outer_of(node: fx.Node, dim: int, made: int | None, outer: int, samples: int
 
 
 def keeps_samples_apart(dims: Dims, node: fx.Node, made: Any) -> bool:
-    """Whether an operator computes each sample by itself.
+    """Return whether an operator computes each sample separately.
 
     Args:
-        dims: of what it is given.
+        dims: sample dimensions of the operator's inputs.
         node: the operator.
-        made: the dimension with the samples of what it makes, by its size.
+        made: sample dimension of the output, according to its size.
     """
     target: Any = node.target
     rule = _RULES.get(target)
@@ -75,12 +75,12 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _only(dims: Dims, node: fx.Node, *values: Any) -> bool:
-    """Whether nothing but these of its arguments has samples."""
+    """Return whether no arguments except the given values hold samples."""
     return all(given in values or dims(given) is None for given in node.all_input_nodes)
 
 
 def _beside(dims: Dims, tensors: Sequence[fx.Node], width: int) -> int | None:
-    """The one dimension with the samples, of tensors whose last dimensions are put beside each other; None if there is none."""
+    """Return the common sample dimension of tensors broadcast to `width` dimensions; None if there is none."""
     found = {(dims(t) + width - len(_shape(t)), _shape(t)[dims(t)]) for t in tensors if dims(t) is not None}
     if len(found) != 1:
         return None
@@ -88,7 +88,7 @@ def _beside(dims: Dims, tensors: Sequence[fx.Node], width: int) -> int | None:
     for tensor in tensors:
         own = dim - width + len(_shape(tensor))
         if dims(tensor) is None and own >= 0 and _shape(tensor)[own] != 1:
-            return None  # something else for each of the samples
+            return None  # different values for each sample, but not along a recognized dimension
     return int(dim)
 
 
@@ -97,7 +97,7 @@ def _pointwise(dims: Dims, node: fx.Node, _named: dict[str, Any], made: Any) -> 
 
 
 def _alike(_dims: Dims, _node: fx.Node, _named: dict[str, Any], _made: Any) -> bool:
-    """All elements are the same number."""
+    """Accept: all elements are the same number."""
     return True
 
 
@@ -132,7 +132,7 @@ def _permute(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bo
 
 
 def _select(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    """Also `unbind`, and what is reduced along one dimension or along some."""
+    """Accept selection, `unbind` and reductions along dimensions other than the samples."""
     given = named["self"]
     own, width = dims(given), len(_shape(given))
     along = named.get("dim")
@@ -144,7 +144,7 @@ def _select(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool
 
 
 def _along(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    """What is done along one dimension, which stays."""
+    """Accept operations along a preserved dimension other than the samples."""
     given = named["self"]
     own = dims(given)
     if own is None or not _only(dims, node, given) or own == named["dim"] % len(_shape(given)):
@@ -172,7 +172,7 @@ def _gather(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> boo
 
 
 def _broadcast(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    """Of tensors that have one shape already."""
+    """Accept tensors that already have equal shapes."""
     tensors = named["tensors"]
     return len({_shape(tensor) for tensor in tensors}) == 1 and [dims(tensor) for tensor in tensors] == made
 
@@ -190,7 +190,7 @@ def _layer_norm(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> 
 
 
 def _images(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    """Convolutions, pooling, and what normalizes groups of channels: of batches, samples first."""
+    """Accept convolutions, pooling and group normalization of batches with samples first."""
     given = next(iter(named.values()))
     weight = named.get("weight")
     width = 4 if "2d" in str(node.target) else 3
@@ -218,7 +218,7 @@ def _attention(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> b
 
 
 def _embedding(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    given = named["indices"]  # a row's gradient may be divided by how often the batch has it
+    given = named["indices"]  # `scale_grad_by_freq` divides by counts over the whole batch, padding included
     return _only(dims, node, given) and dims(given) == made and not named["scale_grad_by_freq"]
 
 

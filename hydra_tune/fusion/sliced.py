@@ -1,4 +1,7 @@
-"""Members' own optimizers on stacked parameters: each steps its own part, whatever it does there."""
+"""`SlicedOptimizer`: run the members' own optimizers, each on its part of the stacked parameters.
+
+The fallback for optimizers without stacked arithmetic, such as a user's own optimizer class.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,10 +14,11 @@ from hydra_tune.fusion.optimizers import OptimizerAtOnce, StackedOptimizer, is_s
 
 
 class SlicedOptimizer(StackedOptimizer):
-    """Steps the members one after the other, by their own optimizers, hooks and all.
+    """Steps the members in turn, by their own optimizers, including hooks.
 
-    While a member steps, its own parameters are its parts of the stacked ones. Its state is also state of the stacked
-    parameters, under names of the member's, so that it is held and moved like that of any optimizer.
+    During a member's step the member's own parameters are views of the stacked parameters. The member's state is also
+    stored as state of the stacked parameters, under prefixed names, so the group holds and moves the state like that of
+    any optimizer.
     """
 
     def __init__(self, members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> None:
@@ -27,7 +31,7 @@ class SlicedOptimizer(StackedOptimizer):
         assert closure is None, "a stacked step has its gradients"
         for index, (member, own, active) in enumerate(zip(self._members, self._own, self.active, strict=True)):
             if not active:
-                # It is not its scheduler's business that no step was taken.
+                # The member's scheduler would warn about a missing optimizer step.
                 member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
                 continue
             present = [(p, stacked) for p, stacked in own if stacked.grad is not None]
@@ -51,7 +55,10 @@ class SlicedOptimizer(StackedOptimizer):
         self._own[index] = self._parts_of(optimizer)
 
     def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
-        """As of `StackedOptimizer`; the next step finds what `entries` gives, or begins anew."""
+        """As of `StackedOptimizer`.
+
+        Drops the old state, so the next step uses the state from `entries`, or begins anew.
+        """
         del own
         state = self.state.get(p, {})
         for name in [name for name in state if name.startswith(_name(index, ""))]:
@@ -64,12 +71,15 @@ class SlicedOptimizer(StackedOptimizer):
         return {name: value for name, value in made.items() if name not in self.state.get(p, {})}
 
     def _parts_of(self, member: Optimizer) -> list[tuple[Tensor, Tensor]]:
-        """A member's own parameters, each with the one that it is a part of."""
+        """Return a member's own parameters, each with the stacked parameter."""
         own = [p for group in member.param_groups for p in group["params"]]
         return list(zip(own, self._stacked, strict=True))
 
     def _take_over(self, index: int, member: Optimizer, present: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """State that a step had made anew may have been copied to where it was before."""
+        """Give the member's optimizer the state tensors that the group holds.
+
+        Between steps the group may have moved the state to other tensors than the optimizer created.
+        """
         prefix = _name(index, "")
         for p, stacked in present:
             known = {n: value for n, value in self.state.get(stacked, {}).items() if n.startswith(prefix)}
@@ -87,7 +97,8 @@ def _name(index: int, name: str) -> str:
 
 @contextmanager
 def _parts(index: int, present: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """A member's own parameters are its parts of the stacked ones meanwhile, with their gradients."""
+    """Make a member's own parameters views of the stacked parameters inside the context, with their gradients."""
+    # Swap `.data` instead of the parameters: the optimizer and its hooks refer to the parameter objects themselves.
     before = [p.data for p, _ in present]
     for p, stacked in present:
         assert stacked.grad is not None
@@ -102,6 +113,6 @@ def _parts(index: int, present: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Non
 
 
 def group_optimizer(members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> StackedOptimizer:
-    """The optimizer of a group, as of `StackedOptimizer`: at once where there is a form for that."""
+    """Return the optimizer of a group: stacked where possible, otherwise member by member."""
     kind = OptimizerAtOnce if is_stackable(members[0]) else SlicedOptimizer
     return kind(members, groups)

@@ -1,4 +1,4 @@
-"""The batches of a group as units: what differs from a single trial's, which is what is one number there and N here."""
+"""Units of a group's batches: where a single trial has a number, such as a loss, a group has N."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +25,10 @@ from hydra_tune.train.training_batch import Part, TrainingBatch
 
 
 class GroupGradients(Gradients):
-    """The rules for the gradients of a group: each member's loss for itself, each member's norm clipped for itself.
+    """Gradient rules of a group: a separate loss and a separate clipping norm for every member.
 
     Args:
-        tasks: the members'; one that does not clip has its gradients as they are.
+        tasks: the members' tasks; a member without clipping keeps its gradients unchanged.
     """
 
     def __init__(self, tasks: Sequence[TrainTask]) -> None:
@@ -37,7 +37,7 @@ class GroupGradients(Gradients):
         self._member_norms: dict[str, Tensor] = {}
 
     def replace(self, index: int, task: TrainTask) -> None:
-        """A place is another member's from now on."""
+        """Give a place to another member's task."""
         self._limits[index] = task.max_grad_norm
         assert task.max_grad_norm is None or self._max_norm is not None, (
             "a group that does not clip admits nobody who does"
@@ -45,19 +45,22 @@ class GroupGradients(Gradients):
 
     @property
     def limits(self) -> Tensor:
-        """To what each member's norm is clipped: (members,), float64, without end for one that does not clip; on the host."""
+        """Clipping norms of the members: (members,), float64, on the host; infinity for members without clipping."""
         return torch.tensor(
             [math.inf if limit is None else limit for limit in self._limits], dtype=torch.float64, device="cpu"
         )
 
     def objective(self, share: float) -> Objective:
-        """The sum of the members' losses, each divided by the batches of a step; its gradients are those of each."""
+        """Return the sum of the members' losses, each divided by the batches of a step.
+
+        No operator mixes members, so the sum has each member's own gradients.
+        """
         assert share == 1.0, "a group takes batches whole"
         own = objective(self._accumulate, None)
         return lambda losses: own(losses).sum()
 
     def clip(self, parameters: Sequence[Tensor], order: Sequence[str]) -> None:
-        """As of `Gradients`, member by member."""
+        """As of `Gradients`, separately for every member."""
         if self._max_norm is None:
             return
         norms = [self._member_norms[name] for name in order if name in self._member_norms]
@@ -67,7 +70,7 @@ class GroupGradients(Gradients):
             clip_(parameter.grad, factors)
 
     def next_step(self) -> None:
-        """The step is over."""
+        """Finish the step."""
         super().next_step()
         self._member_norms.clear()
 
@@ -75,16 +78,16 @@ class GroupGradients(Gradients):
         if not gradients:
             return
         norms = [norms_of(gradient) for gradient in gradients.values()]
-        for name, own in zip(gradients, torch.stack(norms).cpu(), strict=True):  # which a GPU is waited for once
+        for name, own in zip(gradients, torch.stack(norms).cpu(), strict=True):  # a single wait for a GPU
             self._member_norms[name] = own
 
 
 def leave_out_bad(optimizer: Optimizer, losses: Sequence[float]) -> None:
-    """A member whose loss is not finite does not take the step.
+    """Exclude members without a finite loss from the step.
 
     Args:
-        optimizer: the group's.
-        losses: of its members.
+        optimizer: the group's optimizer.
+        losses: losses of the members.
     """
     assert isinstance(optimizer, StackedOptimizer), "not a group's state"
     finite = map(math.isfinite, losses)
@@ -92,7 +95,7 @@ def leave_out_bad(optimizer: Optimizer, losses: Sequence[float]) -> None:
 
 
 class _Masked(Step):
-    """Units that leave the buffers of members alone that take no part."""
+    """Units that leave the buffers of resting members unchanged."""
 
     resting: Sequence[int] = ()
 
@@ -112,6 +115,7 @@ class _Masked(Step):
         names = self._plan.shards[index].graph.written_state if self.resting else ()
         tensors = self._store.state(names)
         rows = torch.tensor(list(self.resting))
+        # Indexing with a tensor copies the rows, so the saved rows are safe from in-place writes.
         before = [tensor.detach()[rows.to(tensor.device)] for tensor in tensors]
         yield
         with torch.no_grad():
@@ -120,13 +124,16 @@ class _Masked(Step):
 
 
 class GroupBatch(_Masked, TrainingBatch):
-    """A batch of each member. After its units have run, `losses` has their training losses."""
+    """A batch of each member. After the units have run, `losses` holds the members' training losses."""
 
     losses: list[float]
     holding: Sequence[int] = ()
 
     def _surroundings(self, shard: Shard, device: Device, draws: str) -> AbstractContextManager[object]:
-        """As of `Step`; a step that is recorded or replayed has its generator's turn, and waits for it before the gate."""
+        """As of `Step`.
+
+        A recorded or replayed step takes the generator's turn, and waits for the turn before the capture gate.
+        """
         stack = ExitStack()
         if isinstance(self._plan.computing, CapturedComputing):
             stack.enter_context(device.generator.in_turn())
@@ -134,7 +141,7 @@ class GroupBatch(_Masked, TrainingBatch):
         return stack
 
     def _backward(self, index: int, completes: bool, device: Device) -> None:
-        """As of `TrainingBatch`; the gradients of members that hold theirs stay as they are."""
+        """As of `TrainingBatch`; members in `holding` keep their gradients."""
         computing = self._plan.computing
         if isinstance(computing, CapturedComputing):
             computing.lease = self._store.lease
@@ -150,14 +157,14 @@ class GroupBatch(_Masked, TrainingBatch):
                 self._store.changed(parameter_gradient_key(name))
 
     def _take_loss(self, loss: Tensor) -> None:
-        """A member whose loss is not finite does not take the step."""
+        """Exclude members without a finite loss from the step."""
         self.losses = loss.tolist()
         self.loss = 0.0
         leave_out_bad(self._state.optimizer, self.losses)
 
 
 class GroupEvaluation(_Masked, EvaluationStep):
-    """An evaluated batch of each member. After its units have run, `values` has theirs by metric."""
+    """An evaluated batch of each member. After the units have run, `values` holds the members' values by metric."""
 
     def _take_metric(self, metric: str, value: Tensor) -> None:
         if not hasattr(self, "values"):
@@ -166,11 +173,11 @@ class GroupEvaluation(_Masked, EvaluationStep):
 
 
 class GroupStep(OptimizerStep):
-    """An optimizer step of a group, of its members' batches.
+    """An optimizer step of a group on its members' batches.
 
     Attributes:
-        resting: the members that take no part in the next batch.
-        holding: those of them whose gradients of earlier batches of the step, if they had any, are kept.
+        resting: places of members that take no part in the next batch.
+        holding: places of resting members that keep their gradients from earlier batches of the step, if any.
     """
 
     resting: Sequence[int] = ()
@@ -178,7 +185,7 @@ class GroupStep(OptimizerStep):
 
     @property
     def member_losses(self) -> list[float]:
-        """The training loss of each member; of those that rest, anything."""
+        """The training loss of each member; arbitrary for resting members."""
         assert isinstance(self._batch, GroupBatch), "no batch has run"
         return self._batch.losses
 

@@ -1,4 +1,4 @@
-"""Traced graphs made short: without what gives back what it is given, and with products made where and as they are wanted."""
+"""Simplify traced graphs: remove identity nodes, and compute products in the wanted orientation and place."""
 
 import torch
 from torch import Tensor, fx
@@ -35,7 +35,7 @@ _MATRICES = 3
 
 
 def tidy(module: fx.GraphModule) -> None:
-    """Leave out nodes that give back what they are given, and have products made the way round that they are wanted."""
+    """Remove identity nodes, and turn products whose transpose is wanted."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
@@ -50,6 +50,7 @@ def tidy(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
         elif node.target is _TRANSPOSE and source.target in (_PRODUCT, _BIASED) and len(source.users) == 1:
             _turn(module.graph, node, source)
+        # A sum without the kept dimension needs no squeeze.
         elif node.target is _SQUEEZE and _is_summed_up(source, node.args[1]):
             source.args, source.meta = source.args[:2], dict(node.meta)
             node.replace_all_uses_with(source)
@@ -59,14 +60,14 @@ def tidy(module: fx.GraphModule) -> None:
 
 
 def write_in_place(module: fx.GraphModule, first: int) -> tuple[int, ...]:
-    """Have a graph take tensors beside its other arguments, and make outputs there.
+    """Give a graph additional arguments, and write outputs into them.
 
     Args:
         module: the graph, tidied.
-        first: its outputs from this one on are to be made so, as far as what makes them can.
+        first: index of the first output to write so, where the producing operator supports an output argument.
 
     Returns:
-        Which of them are, counted from the first.
+        Indices of the outputs written in place, counted from `first`.
     """
     graph = module.graph
     outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]
@@ -88,7 +89,7 @@ def write_in_place(module: fx.GraphModule, first: int) -> tuple[int, ...]:
 
 
 def call_directly(module: fx.GraphModule) -> None:
-    """Have a graph's operators called by the functions of `torch` that come to the same: they look for no overload.
+    """Replace a graph's operators by equivalent functions of `torch`, which skip the lookup of an overload.
 
     Args:
         module: the graph, tidied.
@@ -100,7 +101,7 @@ def call_directly(module: fx.GraphModule) -> None:
 
 
 def overwrite(module: fx.GraphModule) -> None:
-    """Have products' rectified values, and gradients of such, overwrite what nobody else reads.
+    """Let rectified products, and gradients of such, overwrite inputs that no other node reads.
 
     Args:
         module: the graph, tidied.
@@ -118,12 +119,15 @@ def overwrite(module: fx.GraphModule) -> None:
 
 
 def _is_summed_up(node: fx.Node, dimension: object) -> bool:
-    """Whether a node is a sum along a dimension that nobody wants kept."""
+    """Return whether a node is a sum with a kept dimension that its only user removes."""
     return node.target is _SUM and node.args[1:] == ([dimension], True) and len(node.users) == 1
 
 
 def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
-    """The transpose of a product is the product of the transposes, and lies as it is read."""
+    """Replace the transpose of a product by the product of the transposes.
+
+    The result then lies in memory in the order in which it is read.
+    """
     if not _swaps_rows(node):
         return
     *bias, left, right = product.args
@@ -138,12 +142,12 @@ def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
     graph.erase_node(node)
     graph.erase_node(product)
     if len(users) == 1 and users[0].target is _CLONE and _are_alike(users[0].meta.get("val"), turned.meta["val"]):
-        users[0].replace_all_uses_with(turned)  # a copy that was to lie so
+        users[0].replace_all_uses_with(turned)  # a copy into the same layout
         graph.erase_node(users[0])
 
 
 def _swaps_rows(node: fx.Node) -> bool:
-    """Whether a transposition is of each member's matrix."""
+    """Return whether a node transposes each member's matrix."""
     return set(node.args[1:]) == {1, 2} or (set(node.args[1:]) == {-1, -2} and _dimensions(node) == _MATRICES)
 
 
