@@ -40,6 +40,7 @@ class Attendance:
             if not self._places.live or any(isinstance(seat.wants, Wanted) for seat in self._places.live):
                 return
             self._waits += 1
+            # A report without metrics tells the pool that the group waits.
             yield Report(step=self._waits, metrics={})
 
     def _attend(self) -> None:

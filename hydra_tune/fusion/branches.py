@@ -124,6 +124,7 @@ class _Branched:
             for number, tail in enumerate(rows.tails.tails)
             if number in rows.of
         ]
+        # Concatenated results are ordered by tail; the inverse permutation restores the order of the members.
         order = [index for branch in self._branches for index in branch.rows]
         self._inverse = [order.index(index) for index in range(len(order))]
 

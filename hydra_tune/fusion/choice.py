@@ -115,6 +115,7 @@ def next_size(timing: Timing, most: int, total_seconds: float, spent_seconds: fl
     cost = _PROBE_STEPS * (timing.seconds(largest) or 0.0) / largest  # for each member
     gains = [timing.gain(size) or 0.0 for size in known]
     larger = [size for size in others if size > largest]
+    # A size that gains is known. Only a larger size can be better, and only if the largest known size still gains.
     if max(gains) >= LEAST_GAIN:
         hope = _hope(total_seconds, gains[0])
         return next((size for size in larger if cost * size <= left + hope), None) if gains[0] >= LEAST_GAIN else None

@@ -22,6 +22,8 @@ def norms_of(gradient: Tensor) -> Tensor:
         (members,), float64.
     """
     rows = gradient.flatten(1) if gradient.dim() > 1 else gradient.unsqueeze(1)
+    # A contiguous copy fixes the order of the sum, so gradients of any layout have the same norm
+    # to the last bit. Plain and planned steps, which lay gradients out differently, then agree.
     norms: Tensor = torch.linalg.vector_norm(rows.contiguous(), dim=1)
     return norms.double()
 

@@ -60,6 +60,7 @@ class Counted:
 
     def _of_classes(self, is_own: Tensor, scores: Tensor, target: Tensor) -> Tensor:
         ignored = self.keywords["ignore_index"]
+        # Ignored targets drop out of the sum and of the mean's divisor.
         target = torch.where(is_own, target, torch.full_like(target, ignored))
         if self.target is aten.cross_entropy_loss.default:
             made = cross_entropy(scores, target, None, self.reduction, ignored)

@@ -62,7 +62,7 @@ class GroupGenerator(torch.Generator):
     def set_state(self, state: Tensor) -> "GroupGenerator":
         """Restore the states of all members."""
         for member, row in zip(self.members, state, strict=True):
-            member.set_state(row.clone())  # torch reads past the start of a view
+            member.set_state(row.clone())  # torch ignores a view's offset, so copy the row
         return self
 
     def turn(self, index: int) -> AbstractContextManager[None]:

@@ -162,8 +162,8 @@ class GroupTrial(Trial):
         going = self._computing.round
         if going is not None:
             going.measured(seconds)
-            # A round packs several steps into a single unit; count the units that the same steps would have taken one
-            # by one.
+            # A round packs several steps into a single unit; count the
+            # units that the same steps would have taken one by one.
             units = going.steps * len(unit.times)
             self.units_run += units - 1
         taking_part = [s for s, active in zip(self.seats, self._places.streams.active, strict=True) if active]
@@ -174,8 +174,8 @@ class GroupTrial(Trial):
     def close(self, *, keep: bool) -> None:
         """End the group; hand back unfinished members if that is possible, and close the others."""
         del keep
-        # Members can continue elsewhere only from the state between two steps. Once a unit of the current step has
-        # run, gradients or parameters are half-way.
+        # Members can continue elsewhere only from the state between two steps. Once
+        # a unit of the current step has run, gradients or parameters are half-way.
         live, is_whole = self._places.live, self.hands_back and not self._units_done and self._computing.round is None
         try:
             if is_whole:
@@ -241,8 +241,8 @@ class GroupTrial(Trial):
         own = self._kinds.found(wanted_of(bucket[0]))
         if own is None:
             own = self._made(bucket[0])
-            # A new plan can carry a guard on values of the batch, so only members whose batches pass the guard stay
-            # in the bucket.
+            # A new plan can carry a guard on values of the batch, so only
+            # members whose batches pass the guard stay in the bucket.
             bucket = self._kinds.served(own, bucket)
         return bucket, own
 
@@ -277,8 +277,8 @@ class GroupTrial(Trial):
         self._sizes.changed()
         if self.state is not None:
             assert self._kinds.first is not None
-            # `Places.resize` has copied the old state to the members; the new stack is built from the members' own
-            # modules.
+            # `Places.resize` has copied the old state to the members;
+            # the new stack is built from the members' own modules.
             self._make_group_state(self._group_plans.stacked(self._kinds.first, size), self.state)
 
     def make_ready(self, size: int) -> None:
@@ -314,8 +314,8 @@ class GroupTrial(Trial):
                 gradients=self._places.gradients,
                 steps_done=min(seat.member.progress.steps for seat in bucket),
             )
-            # The pair that owns this group either runs the offer in turn with the other group (`half.steps` > 0), or
-            # declines; a declined offer falls through to a step of this group alone.
+            # The pair that owns this group either runs the offer in turn with the other group (`half.steps`
+            # > 0), or declines; a declined offer falls through to a step of this group alone.
             yield half.unit()
             self.offer, self._computing.round = None, None
             if half.steps:
@@ -353,8 +353,8 @@ class GroupTrial(Trial):
         times = self._times.of(prepared, self.task.accumulate if first.mode == "train" else 1)
         part = Part(plan=plan, times=times, leaves=batches.leaves())
         taking_part = {id(seat) for seat in bucket}
-        # Resting members must not draw: their streams would advance, and their later numbers would depend on the
-        # group's schedule.
+        # Resting members must not draw: their streams would advance,
+        # and their later numbers would depend on the group's schedule.
         self._places.streams.active = active = [id(seat) in taking_part for seat in self.seats]
         resting = frozenset(index for index, one in enumerate(active) if not one)
         self._places.streams.probabilities = likeness.drops

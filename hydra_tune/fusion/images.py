@@ -71,11 +71,13 @@ def convolution(spatial: int, *, transposed: bool = False) -> Callable[..., Tens
         dilation: Sequence[int] = (1,),
         groups: int = 1,
     ) -> Tensor | None:
+        # Unbatched input: left to `torch.vmap`.
         if x.dim() != spatial + _CHANNELS + 1:
             return None
         packet = getattr(aten, f"conv{spatial}d")
         operator = packet.padding if isinstance(padding, str) else packet.default
         own = None if bias is None else bias.flatten()
+        # Members are groups of a grouped convolution, so each member's channels meet only the member's own weights.
         made = operator(wide(x), weight.flatten(0, 1), own, stride, padding, dilation, groups * x.size(0))
         return narrow(made, x.size(0))
 

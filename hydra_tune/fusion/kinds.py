@@ -85,6 +85,8 @@ class Kinds:
         if wanted.mode == "evaluate":  # members without validation have no metrics to compare
             members = [by if member.task.validate is None else member for member in members]
         try:
+            # `of_members` returns the plan of the first member, so the
+            # member behind `own` goes first; its entry is dropped below.
             _, found = self._plans.of_members([by, *members], wanted, None if own is self.first else self._layout)
         except UnfusableError as error:
             raise _not_together(error) from error
@@ -98,6 +100,7 @@ class Kinds:
         self._wanted[own] = wanted, member
         self._plans.stacked(own, 1)  # raises now if the plan cannot be stacked
         known = self._known.setdefault((wanted.mode, wanted.leaves.signature), [])
+        # Keep only the geometry: the batch itself may be large.
         known.append((own, [torch.empty_like(tensor, device="meta") for tensor in wanted.tensors]))
         del known[:-_MAX_PLANS]
         return own
@@ -175,6 +178,8 @@ class Kinds:
             sizes = (a.num_samples, b.num_samples)
             try:
                 counted = counted_losses(self._batched(own), self._batched(other))
+                # All smaller batches padded to a plan must agree on its
+                # reductions, since the plan is rewritten once for all of them.
                 self._pairs[own, other] = self._counted.setdefault(other, counted) == counted
             except UnfusableError as error:
                 self._pairs[own, other] = False

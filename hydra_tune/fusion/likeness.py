@@ -68,8 +68,8 @@ def with_stand_ins(code: fx.GraphModule, slots: frozenset[str]) -> fx.GraphModul
             graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
             continue
         copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-        # An operator with probability 0 draws nothing, so a graph captured from such a member would lack the random
-        # primitive that the other members need.
+        # An operator with probability 0 draws nothing, so a graph captured from
+        # such a member would lack the random primitive that the other members need.
         if node.name in slots:
             _set(copy, _STAND_IN)
     return fx.GraphModule(code, graph)
@@ -211,8 +211,8 @@ def _equal_operators(a: Plan, b: Plan) -> int:
         alike = own.op == two.op and own.target == two.target and own.name == two.name
         if not alike or _key(own, numbers, is_outer=True) != _key(two, numbers, is_outer=True):
             break
-        # Equal operators receive the same number, so the keys of later operators compare arguments by position
-        # instead of by identity.
+        # Equal operators receive the same number, so the keys of later
+        # operators compare arguments by position instead of by identity.
         numbers[own] = numbers[two] = length
         length += 1
     return length
@@ -234,8 +234,8 @@ def _attribute(node: fx.Node, one: fx.GraphModule, other: fx.GraphModule) -> obj
     try:
         _check_attributes(getattr(one, name, None), getattr(other, name, None))
     except UnfusableError:
-        # Attributes with different values get an identity that no other graph shares, so operators that use such an
-        # attribute compare as different.
+        # Attributes with different values get an identity that no other graph
+        # shares, so operators that use such an attribute compare as different.
         return id(node.graph), name
     return name
 

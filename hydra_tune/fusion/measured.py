@@ -178,6 +178,7 @@ class Ways(Generic[S]):
     def _end(self, race: RunOff[int]) -> None:
         """Keep the fastest way, and release the others."""
         self._race, self._chosen = None, race.best
+        # Report before closing: the report looks up every way by its position in the race.
         self._told(race.seconds, is_replanned=True)
         best = self._made[self._chosen]
         for one in self._made:

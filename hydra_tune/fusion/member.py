@@ -166,6 +166,7 @@ class Member(Trial):
         if not self.is_fused:
             return (yield from super()._train_epoch(module, optimizer, place))
         count, pending = place.batches, 0
+        # Ungathered picks let the group gather the batches of all members at once.
         self._feed.gives_picks = True
         for drawn in self._draw_pass(count):
             _refuse_empty(drawn, "train", count, place.epoch)

@@ -141,6 +141,7 @@ class OptimizerAtOnce(StackedOptimizer):
             member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - avoids a scheduler's warning
         if not any(self.active):
             return
+        # Schedulers write to the members' own optimizers between steps.
         for rates in self._rates:
             rates.read()
         present = [
@@ -182,6 +183,7 @@ class OptimizerAtOnce(StackedOptimizer):
         for number, group in enumerate(self.param_groups):
             for state in (self.state[p] for p in group["params"] if id(p) in wanted):
                 if "momentum_buffer" in state and not self._counts:
+                    # The same rule as `Run.begun`, so planned and plain steps can alternate.
                     before = state.get("begun", [False] * len(self.active))
                     own = zip(before, self._rates[number]("momentum"), self.active, strict=True)
                     state["begun"] = [begun or (bool(m) and active) for begun, m, active in own]
@@ -224,6 +226,7 @@ class OptimizerAtOnce(StackedOptimizer):
         if "begun" in state:
             state["begun"][index] = "momentum_buffer" in own
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        # The bytes may be on a device or the host; the caller writes them block by block.
         return {id(value): own[name] if name in own else value.new_zeros(()) for name, value in tensors.items()}
 
     def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -211,6 +211,7 @@ class PairTrial(Trial):
         left = side.other.group
         left.takes_turns = False
         if left.state is not None:
+            # Observers watch the state of the first group, so hand the watcher over.
             if watcher is not None and left.state.watcher is None:
                 left.state.watch(watcher)
             self._share.change([left.state.layout.plan])

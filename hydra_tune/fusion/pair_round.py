@@ -77,6 +77,7 @@ class Half(Round):
             live_in=(),
         )
         del tensors
+        # A failed forward must leave the streams as they were: the repeated unit draws the same numbers.
         mark = rules.streams.mark() if graph.stochastic else None
         try:
             state.begin(operands, device.torch_device)

@@ -192,6 +192,8 @@ def _stacked_shard(shard: Shard, count: int, slots: frozenset[str], counted: Map
     code = graph.code
     if counted is not None:
         code = with_counts(code, counted, len(graph.state) + len(graph.constants) + len(graph.inputs))
+        # `counted_losses` requires a graph that uses every tensor of the batch, and
+        # `StackedBatches` appends the counts, so the counts have the next index.
         graph = replace(graph, code=code, inputs=(*graph.inputs, max(graph.inputs) + 1))
     is_stacked = [
         *[True] * len(graph.state),
@@ -201,6 +203,7 @@ def _stacked_shard(shard: Shard, count: int, slots: frozenset[str], counted: Map
     ]
     if not any(is_stacked):
         raise UnfusableError("one of its shards depends on nothing of the trial")
+    # `slots` covers the whole plan; keep the names in this shard.
     own = slots & {node.name for node in code.graph.nodes}
     code = with_stand_ins(code, own) if own else code
     graph = replace(graph, module=StackedGraph(code, is_stacked, own), stochastic=graph.stochastic or bool(own))

@@ -160,6 +160,7 @@ class StepPlanner:
             if key not in known:
                 if len(known) >= _MAX_KEPT:
                     known.clear()
+                # Refusals are cached like plans, because finding out takes as long.
                 try:
                     known[key] = self._planned(stacks)
                 except (UnfusableError, BudgetError) as error:
@@ -252,6 +253,7 @@ class StepPlanner:
 
     def _graph(self, stack: Stack) -> StepGraph:
         known, key = self._graphs.setdefault(stack.prepared, {}), stack.key
+        # Tracing a step and laying it out is slow, and pairs and replanning ask for the same graphs again.
         if key not in known:
             if len(known) >= _MAX_KEPT:
                 known.clear()

@@ -37,6 +37,7 @@ class PlannedSteps:
     def __init__(self, planned: PlannedStep, state: StepState) -> None:
         self.planned = planned
         self._state = state
+        # Lambdas, because every step replaces the dictionary of arguments.
         self._steps = StepsOnDevice(planned, [lambda: state.given], lambda _side, number: state.draw(number))
 
     def close(self) -> None:

@@ -200,6 +200,7 @@ def compared(
         ]
         ways += tried
         fastest = min(tried, key=lambda way: way.seconds_each)
+        # Sizes fall, so the first size with a plan is the largest.
         if insists and fastest.seconds is not None:
             chosen = fastest
             break
@@ -212,6 +213,7 @@ def _tried(planner: StepPlanner, stacks: Sequence[Stack]) -> PlannedWay:
     """Plan a group, or two groups in turn, and return the way."""
     way = PlannedWay(name=WHOLE if len(stacks) == 1 else PAIR, sizes=tuple(one.updates.count for one in stacks))
     try:
+        # A refused plan is a result, too: the choice reports why a way is impossible.
         step = planner.planned(*stacks)
         for stack in stacks if len(stacks) > 1 else ():  # a group continues alone once the other has ended
             if not planner.fits(stack.prepared):

@@ -85,6 +85,7 @@ class StepState:
             self.forget()
         # Reached only after success: a failed backward must not count as a step.
         optimizer.note_step(self._state.tensors[name] for name in self._trained)
+        # The device copies have changed, so the host copies are stale until the next spill.
         self._state.touched(self._trained)
         for block in self._state.optimizer_groups(self._trained):
             block.dirty = True

@@ -57,6 +57,7 @@ class Bench:
         self._task = replace(
             task,
             model=lambda: copy.deepcopy(module),
+            # An endless loader of a single batch: no epoch ends during the probe, and drawing costs nothing.
             train=lambda: itertools.repeat(own),
             batch_size=None,
             validate=None,
@@ -120,6 +121,7 @@ class Bench:
         with self._device.worker(), _closing(trial):
             found: list[float] = []
             for seconds in self._timed(trial, steps_done):
+                # The first step creates optimizer state, so its time does not count.
                 found.append(seconds)
                 timed = found[_WARM_STEPS:]
                 if len(timed) == _MOST_STEPS or (len(timed) >= _LEAST_STEPS and sum(timed) > _ENOUGH_SECONDS):

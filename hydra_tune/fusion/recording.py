@@ -85,6 +85,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(result)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not all(id(tensor) in self._nodes for tensor in given):
+            # The primitive reads values of autograd that are not recorded. Leaving the primitive
+            # out together with its dependents is safe, unless the primitive draws or writes.
             return not (draws or func._schema.is_mutable)  # noqa: SLF001
         noted_args, noted_kwargs = tree_map(self._node, (args, kwargs))
         if draws:

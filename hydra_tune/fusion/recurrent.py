@@ -57,6 +57,7 @@ def _gru_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
     resets, keeps, new = weights.of_hidden(hidden).chunk(3, 2)
     own_resets, own_keeps, own_new = inputs.chunk(3, 2)
     made = (own_new + new * (resets + own_resets).sigmoid()).tanh()
+    # Written as in torch's kernel, for the same rounding.
     return ((hidden - made) * (keeps + own_keeps).sigmoid() + made,)
 
 

@@ -182,6 +182,7 @@ class Round:
         drawing = self._drawing(device) if device.shares_generator else nullcontext()
         with pager.lease(list(blocks), self._workspace_bytes), drawing:
             waited = time.perf_counter() - start
+            # Time spent waiting for memory does not shorten the round.
             until = start + waited + SECONDS
             while self._batches is not None:
                 goes_on = True

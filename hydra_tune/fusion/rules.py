@@ -130,6 +130,7 @@ def flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor | None:
     """Flatten, as `view`."""
     if x.dim() == 1:
         return None
+    # Negative dimensions count from the end, where the members' dimension shifts nothing.
     start = start_dim + 1 if start_dim >= 0 else start_dim
     end = end_dim + 1 if end_dim >= 0 else end_dim
     return settled(x).flatten(start, end)

@@ -160,6 +160,8 @@ def _slice(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
 
 
 def _cat(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    # All parts must hold samples in the same dimension, and the parts must be
+    # joined along another; joined samples would no longer be the leading rows.
     own = {(dims(tensor), len(_shape(tensor))) for tensor in named["tensors"]}
     return own == {(made, len(_shape(node)))} and made is not None and named["dim"] % len(_shape(node)) != made
 
@@ -168,6 +170,7 @@ def _gather(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> boo
     given, index = named["self"], named["index"]
     if made is None or dims(given) != made or dims(index) != made or _shape(given)[made] != _shape(index)[made]:
         return False
+    # Along the samples, an index could refer to any other sample.
     return bool(named["dim"] % len(_shape(given)) != made)
 
 
@@ -178,6 +181,7 @@ def _broadcast(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> 
 
 
 def _linear(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    # The last dimension is summed over, so samples must lie elsewhere.
     given = named["input"]
     return _only(dims, node, given) and dims(given) == made and made is not None and made < len(_shape(given)) - 1
 
@@ -186,6 +190,7 @@ def _layer_norm(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> 
     given = named["input"]
     if not _only(dims, node, given) or dims(given) != made or made is None:
         return False
+    # The normalized dimensions mix their elements.
     return bool(made < len(_shape(given)) - len(named["normalized_shape"]))
 
 
@@ -203,6 +208,8 @@ def _images(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool
 def _matmul(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
     one, other = (value for value in named.values() if isinstance(value, fx.Node))
     width = len(_shape(one))
+    # A shared matrix multiplies every row alike. Two batches of matrices must both
+    # hold the samples in the same outer dimension; the last two dimensions mix.
     if dims(other) is None and len(_shape(other)) == 2:  # noqa: PLR2004 - a matrix
         return dims(one) == made and made is not None and made < width - 1
     return len(_shape(other)) == width and dims(one) == dims(other) == made and made is not None and made < width - 2
@@ -213,6 +220,7 @@ def _attention(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> b
     main = [named["query"], named["key"], named["value"]]
     if made is None or made >= width - 2 or any(dims(one) != made or len(_shape(one)) != width for one in main):
         return False
+    # The mask must hold samples in the broadcast sample dimension, or be the same for all samples.
     mask = named["attn_mask"]
     return mask is None or _beside(dims, [named["query"], mask], width) == made
 
@@ -267,6 +275,7 @@ _Loss = Callable[[Dims, fx.Node], tuple[int, int, dict[str, Any]] | None]
 def _of_classes(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | None:
     named = named_arguments(node)
     scores, target = named["self"], named["target"]
+    # Class weights and label smoothing change the divisor of the mean, and `Counted` divides by a plain count.
     is_known = named["weight"] is None and not named.get("label_smoothing") and named["reduction"] != _NONE
     if not is_known or not isinstance(target, fx.Node) or target.meta["val"].is_floating_point():
         return None

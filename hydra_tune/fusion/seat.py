@@ -69,6 +69,7 @@ class Seat:
 
 def vacant(like: Seat) -> Seat:
     """Return a vacant place: computed like `like`, and masked."""
+    # The place still computes, so it needs a member for the stacked module, streams and rules.
     seat = Seat(like.member, waits=False)
     seat.status = "vacant"
     return seat

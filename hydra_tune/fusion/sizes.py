@@ -31,6 +31,7 @@ class Sizes:
             waiting: members that would join.
         """
         if taken + waiting > size:
+            # `most` may have been lowered below the present size; a group never evicts members.
             return max(size, min(self.most, _power_of_two(taken + waiting)))
         if taken and not waiting and self._quiet_steps >= _PATIENCE_STEPS and 2 * taken <= size:
             return _power_of_two(taken)

@@ -74,8 +74,8 @@ def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimi
     stacked = state.optimizer
     assert isinstance(stacked, StackedOptimizer), "not a group's state"
     with state.readers.reading(), torch.no_grad():
-        # Paging may move a tensor's bytes on another thread meanwhile. An alias keeps the present bytes readable
-        # until a unit runs.
+        # Paging may move a tensor's bytes on another thread meanwhile.
+        # An alias keeps the present bytes readable until a unit runs.
         values: Mapping[int, Tensor] = state.aliases()
         for name, tensor in named_state(module):
             wide = state.tensors[name]
@@ -111,8 +111,8 @@ def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimize
         if id(tensor) in rows:
             tensor.detach()[index] = rows[id(tensor)]
 
-    # `rewrite` brings every block home and writes on the host, so the next load carries the new row to a device.
-    # Optimizer state that the group lacks is adopted afterwards, as new tensors.
+    # `rewrite` brings every block home and writes on the host, so the next load carries the new
+    # row to a device. Optimizer state that the group lacks is adopted afterwards, as new tensors.
     state.rewrite(write)
     state.adopt_saved({name: entries for name, entries in lacking.items() if entries}, device)
 

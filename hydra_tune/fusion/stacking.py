@@ -88,8 +88,8 @@ class StackedGraph:
         values: dict[fx.Node, Any] = dict(zip(self._arguments, arguments, strict=True))
         for call in self._calls:
             given = (call.arguments, call.keywords)
-            # Plans are captured on the CPU; a device named in the graph must become the device that the members are
-            # on.
+            # Plans are captured on the CPU; a device named in the
+            # graph must become the device that the members are on.
             if call.is_placed and place.type != "cpu":
                 given = moved(given, place)
             found = [fx.node.map_arg(argument, values.__getitem__) for argument in given[0]]
@@ -216,8 +216,8 @@ class StackedGraph:
             self._stacked.add(node)
             self._check_overwritten(node, arguments)
             run = self._for_all(node, arguments, keywords)
-        # A fresh shared tensor that a later node fills in place with members' values needs a separate copy for each
-        # member.
+        # A fresh shared tensor that a later node fills in place with
+        # members' values needs a separate copy for each member.
         elif _is_made_to_be_overwritten(node):
             self._stacked.add(node)
             run = _once(target, expands=True)
@@ -232,8 +232,8 @@ class StackedGraph:
             return by_itself
         stacked = self._stacked_leaves(arguments, keywords)
         rule = self._rule_of(node)
-        # A rule may decline by returning None, and `torch.vmap` may fail for some arguments. The order is rule, vmap,
-        # then each member alone; a failed vmap is not tried again for the node.
+        # A rule may decline by returning None, and `torch.vmap` may fail for some arguments. The
+        # order is rule, vmap, then each member alone; a failed vmap is not tried again for the node.
         is_batched = has_batched_form(target) and target._schema.name not in _APART  # noqa: SLF001
 
         def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:
@@ -250,8 +250,8 @@ class StackedGraph:
                 try:
                     return _mapped(target, found, given, stacked)
                 except RuntimeError as error:
-                    # Running out of memory says nothing about batching rules; the pager must see the error and retry
-                    # the unit.
+                    # Running out of memory says nothing about batching
+                    # rules; the pager must see the error and retry the unit.
                     if isinstance(error, torch.OutOfMemoryError):
                         raise
                     is_batched = False

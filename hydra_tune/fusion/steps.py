@@ -32,6 +32,8 @@ class GroupGradients(Gradients):
     """
 
     def __init__(self, tasks: Sequence[TrainTask]) -> None:
+        # The base class takes norms only for a task that clips, so
+        # pass any such task; `limits` holds the members' own norms.
         super().__init__(next((task for task in tasks if task.max_grad_norm is not None), tasks[0]))
         self._limits = [task.max_grad_norm for task in tasks]
         self._member_norms: dict[str, Tensor] = {}
@@ -147,6 +149,8 @@ class GroupBatch(_Masked, TrainingBatch):
             computing.lease = self._store.lease
         names = self._plan.shards[index].trained if self.holding else ()
         earlier = {name: self._store.get(earlier_gradient_key(name)) for name in names}
+        # The backward accumulates into the earlier gradients, also for places that computed
+        # on another member's batch. Indexing with a list copies the rows that must survive.
         rows = list(self.holding)
         before = {name: gradient[rows] for name, gradient in earlier.items() if gradient is not None}
         super()._backward(index, completes, device)
@@ -159,7 +163,7 @@ class GroupBatch(_Masked, TrainingBatch):
     def _take_loss(self, loss: Tensor) -> None:
         """Exclude members without a finite loss from the step."""
         self.losses = loss.tolist()
-        self.loss = 0.0
+        self.loss = 0.0  # finite: a bad member fails in its own loop, not the whole group
         leave_out_bad(self._state.optimizer, self.losses)
 
 

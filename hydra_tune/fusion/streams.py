@@ -65,6 +65,7 @@ class GroupStreams(RandomStreams):
     @contextmanager
     def _drawing(self, *, keep: bool) -> Iterator[None]:
         group = self._group
+        # A recompute must draw the same numbers as the forward, and leave the streams where the forward left them.
         before = None if keep else group.get_state()
         with drawing_from(group):
             try:

@@ -74,6 +74,7 @@ def write_in_place(module: fx.GraphModule, first: int) -> tuple[int, ...]:
     *_, last = graph.find_nodes(op="placeholder")
     found = []
     for index, node in enumerate(outputs[first:]):
+        # An output that is returned twice would need two rooms for the same value.
         if node.target not in _WRITTEN or outputs.count(node) > 1:
             continue
         with graph.inserting_after(last):
@@ -112,6 +113,7 @@ def overwrite(module: fx.GraphModule) -> None:
             continue
         if node.target is _RELU:
             node.target = torch.ops.aten.relu_.default
+        # The kernel writes element by element, so source and result must have the same geometry.
         elif node.target is _RELU_BACKWARD and _are_alike(node.meta.get("val"), source.meta.get("val")):
             node.target = torch.ops.aten.threshold_backward.grad_input
             node.kwargs = {"grad_input": source}

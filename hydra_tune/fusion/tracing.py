@@ -192,6 +192,7 @@ def traced(
     pure = fx.GraphModule(module, copy.deepcopy(module.graph))
     written = write_in_place(module, first=1)
     overwrite(module)
+    # Last, because the other passes recognize operators by their overloads.
     call_directly(module)
     with mode, torch.no_grad():  # run once, so that a trace that cannot run is rejected now
         module(*fakes, *noise, *[torch.empty_like(fakes[reached[index]]) for index in written])

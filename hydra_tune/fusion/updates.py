@@ -153,6 +153,7 @@ class Run:
         return [rates.beside(values[rates], part) for rates, part in zip(self._rates, self.p.parts, strict=True)]
 
     def _hold(self, flat: Flat) -> None:
+        # Only a step with resting members pays for copies.
         if not self._everybody:
             self._before.append((flat, flat.whole.clone()))
 
@@ -203,6 +204,8 @@ def _sgd(run: Run) -> None:
     _decay(run)
     gradient, momentum = run.gradient, run.numbers("momentum", lambda rates: rates("momentum"))
     direction = gradient
+    # A buffer may exist although every momentum is 0 now, because
+    # schedulers may change momentum; the buffer must decay.
     if momentum != 0.0 or run.has("momentum_buffer"):
         begun = run.begun()
         if not run.switches["nesterov"]:
