@@ -91,7 +91,7 @@ class Layout:
     geometry: tuple[tuple[torch.Size, tuple[int, ...]], ...]
 
     def parts(self, whole: Tensor) -> list[Tensor]:
-        """Return views of a one-dimensional tensor in this layout."""
+        """Return views of a one-dimensional tensor in the layout."""
         start = whole.storage_offset()
         return [
             whole.as_strided(shape, stride, start + offset)
@@ -99,12 +99,12 @@ class Layout:
         ]
 
     def new(self, like: Tensor) -> Flat:
-        """Return zeros in this layout."""
+        """Return zeros in the layout."""
         whole = like.new_zeros(self.size)
         return Flat(whole, self.parts(whole))
 
     def room(self, like: Tensor) -> Flat:
-        """Return uninitialized tensors in this layout; the gaps are zeros."""
+        """Return uninitialized tensors in the layout; the gaps are zeros."""
         whole = like.new_empty(self.size)
         last = 0
         for offset, (shape, _) in zip(self.offsets, self.geometry, strict=True):
@@ -115,7 +115,7 @@ class Layout:
         return Flat(whole, self.parts(whole))
 
     def gathered(self, tensors: Sequence[Tensor]) -> Flat:
-        """Return the tensors as they are if they fill a buffer in this layout, otherwise copies in this layout."""
+        """Return the tensors as they are if they fill a buffer in the layout, otherwise copies in this layout."""
         if self._is_whole(tensors):
             found = self.found(tensors)
             if found is not None:
@@ -125,7 +125,7 @@ class Layout:
         return made
 
     def found(self, tensors: Sequence[Tensor]) -> Flat | None:
-        """Return tensors of matching shapes and strides as a single tensor; None if they do not lie in this layout."""
+        """Return tensors of matching shapes and strides as a single tensor; None if they do not lie in the layout."""
         first = tensors[0]
         size, start = first.element_size(), first.data_ptr()
         for tensor, offset in zip(tensors, self.offsets, strict=True):

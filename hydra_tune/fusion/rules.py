@@ -142,7 +142,7 @@ def is_elementwise(target: Any) -> bool:
 
 
 def elementwise(target: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Align the members' dimensions and run; return None where type promotion might differ."""
+    """Align the members' dimensions and run; leave arguments whose types might be promoted differently to `torch.vmap`."""
     tensors = [t for t in pytree.tree_leaves((arguments, keywords)) if isinstance(t, Tensor)]
     most = max(tensor.dim() for tensor in tensors)
     # Torch promotes zero-dimensional tensors weakly. A member's scalar has
