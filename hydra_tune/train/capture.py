@@ -1,9 +1,10 @@
-"""A trial's state between two steps: out, as values and tensors, and into a trial that has just been built.
+"""A trial's state between two steps: saved as values and tensors, and restored into a trial that has just been built.
 
-Note: what is saved. Parameters and buffers, those that `state_dict` leaves out included; the optimizer's state and the options
-of its groups, by the parameters' names; the scheduler; the loss scale; all random streams; where samplers and generators of the
-data stand, now and when the pass under way began; reports and counts; and attributes of model and optimizer that have changed.
-What factories make is not saved: the model's and the optimizer's classes are those of the task that goes on.
+Note: contents of a checkpoint. Parameters and buffers, including those that `state_dict` leaves out; the optimizer's
+state and the options of its groups, by parameter name; the scheduler; the loss scale; all random streams; the positions
+of the data's samplers and generators, now and at the beginning of the present pass; reports and counts; and attributes
+of model and optimizer that have changed. Classes are not saved: the factories of the resumed task build model and
+optimizer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,19 +35,21 @@ from hydra_tune.train.described import (
 )
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
-_OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step"})  # a scheduler puts its own step there
+_OPTIMIZER_INTERNALS = frozenset(
+    {"state", "param_groups", "defaults", "step"}
+)  # "step": a scheduler replaces the method
 _WEIGHT = "model."
 """How the names of parameters and buffers begin in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a trial is in its data.
+    """Position of a trial in its data.
 
     Attributes:
-        epoch: the pass it is in.
-        batches: those of the pass that it has had.
-        is_over: whether the pass is over and has been reported, but the epoch's scheduler has not stepped.
+        epoch: the present pass.
+        batches: batches of the pass that the trial has trained on.
+        is_over: whether the pass is over and reported, but the epoch's scheduler has not stepped.
     """
 
     epoch: int = 0
@@ -56,12 +59,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """What a trial begins from.
+    """Checkpoint from which a trial begins.
 
     Attributes:
-        saved: a checkpoint.
-        allows_changes: whether the task may differ from the one that was saved; what has been changed is then as it is now.
-        only_weights: whether parameters and buffers are all that is taken, and the trial begins at its beginning.
+        saved: the checkpoint.
+        allows_changes: whether the task may differ from the saved task; changed settings take their present values.
+        only_weights: whether only parameters and buffers are restored, and training starts from scratch.
     """
 
     saved: Saved
@@ -71,10 +74,10 @@ class Beginning:
 
 @dataclass(slots=True, kw_only=True)
 class Built:
-    """What a trial's factories have built, to be saved and restored.
+    """The objects that a trial's factories have built, to be saved and restored.
 
     Args:
-        task, module, optimizer, scheduler: the trial's, when they have just been built.
+        task, module, optimizer, scheduler: the trial's objects, just after the factories built them.
     """
 
     task: TrainTask
@@ -89,14 +92,15 @@ class Built:
         tied = [tensor for _, tensor in named_state(self.module)]
         self._description = describe(self.task, self.module, self.optimizer, self.scheduler)
         self._module_attributes = Attributes("model", self.module.named_modules, _MODULE_INTERNALS, tied)
-        optimizer = self.optimizer  # not self: a circle would keep the weights until the garbage collector comes
+        # A lambda over `self` would be a reference cycle and keep the weights alive until the garbage collector runs.
+        optimizer = self.optimizer
         self._optimizer_attributes = Attributes("optimizer", lambda: [("", optimizer)], _OPTIMIZER_INTERNALS, tied)
 
     def state(self) -> dict[str, Any]:
-        """The state of all of them but for parameters and buffers; its tensors are the live ones.
+        """Return the state of all objects, without parameters and buffers; its tensors are the live tensors.
 
         Raises:
-            CheckpointError: an attribute that no checkpoint can hold.
+            CheckpointError: an attribute has a value that no checkpoint can hold.
         """
         named = dict(named_state(self.module))
         names = {id(tensor): name for name, tensor in named.items()}
@@ -114,10 +118,10 @@ class Built:
         }
 
     def compare(self, state: Mapping[str, Any], *, allows_changes: bool) -> list[Change]:
-        """Where the task that was saved is not this one.
+        """Return the differences between the saved task and the present task.
 
         Raises:
-            CheckpointError: it differs, and may not, or in what the state hangs on.
+            CheckpointError: the tasks differ without permission, or in a part that the saved state depends on.
         """
         found = changes(state["made_for"], self._description)
         essential = [change for change in found if is_essential(change)]
@@ -134,10 +138,10 @@ class Built:
         return found
 
     def restore_weights(self, state: Mapping[str, Any]) -> None:
-        """Take parameters and buffers only.
+        """Restore parameters and buffers only.
 
         Raises:
-            CheckpointError: they are not this model's.
+            CheckpointError: the saved weights do not match the model.
         """
         parts = ("parameters", "buffers")
         found = changes({p: state["made_for"][p] for p in parts}, {p: self._description[p] for p in parts})
@@ -146,7 +150,7 @@ class Built:
         self._copy_weights(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Have all be as it was, but for what waits for a plan: the optimizer's state of parameters, and what is frozen."""
+        """Restore everything that needs no plan; the optimizer's per-parameter state and frozen parameters follow later."""
         self._copy_weights(state)
         for path, one in with_extra_state(self.module):
             if path in state["extra"]:
@@ -159,13 +163,20 @@ class Built:
         self._optimizer_attributes.restore(state["optimizer_attributes"])
 
     def restore_frozen(self, state: Mapping[str, Any]) -> None:
-        """Freeze what had been frozen since the trial began: memory is planned for what is trained at its beginning."""
+        """Freeze the parameters that were frozen when the state was saved.
+
+        The trial restores the flags only once there is a plan, because memory is planned for the parameters that train
+        at the beginning. Nothing is frozen if the task now trains other parameters from the beginning.
+        """
         if state["made_for"]["trained"] == self._description["trained"]:
             self._train_only(state["trained"])
 
     @contextmanager
     def frozen(self, state: dict[str, Any]) -> Iterator[None]:
-        """The same meanwhile, before there is a plan; what is frozen or thawed meanwhile is noted in the state."""
+        """Freeze the saved parameters inside the context, before there is a plan.
+
+        On leaving, the present flags are recorded in the state, and the parameters train again as at the beginning.
+        """
         self.restore_frozen(state)
         yield
         state["trained"] = [name for name, tensor in self.module.named_parameters() if tensor.requires_grad]
@@ -190,7 +201,10 @@ class Built:
 
     @staticmethod
     def _restore_group(group: dict[str, Any], saved: Mapping[str, Any], built: Mapping[str, Any]) -> None:
-        """Options as they were; one that the task has changed is new, and a new rate goes on where a scheduler had it."""
+        """Restore the options of a group; an option that the task has changed keeps its new value.
+
+        A changed learning rate is scaled by the factor that the scheduler had reached.
+        """
         now = hyperparameters(group)
         found: dict[str, Any] = merged(dict(saved), dict(built), now)
         if not isinstance(found.get("lr"), Tensor) and now.get("lr") != built.get("lr") and built.get("lr"):
@@ -198,30 +212,30 @@ class Built:
         for key, value in found.items():
             present = group.get(key)
             if isinstance(value, Tensor) and isinstance(present, Tensor) and value.shape == present.shape:
-                present.copy_(value)  # a scheduler may hold the very tensor
+                present.copy_(value)  # in place: a scheduler may hold this tensor
             else:
                 group[key] = value
 
 
 def encoded(module: nn.Module, parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A trial's state as what JSON can hold, and its tensors by name; the tensors are the live ones.
+    """Encode a trial's state as JSON values, and its tensors by name; the tensors are the live tensors.
 
     Args:
-        module: whose parameters and buffers are among them.
-        parts: the rest.
+        module: module whose parameters and buffers are among the tensors.
+        parts: the rest of the state.
 
     Raises:
-        CheckpointError: something that no checkpoint can hold; the message names it.
+        CheckpointError: a value that no checkpoint can hold; the message names the value.
     """
     tensors = {_WEIGHT + name: tensor for name, tensor in named_state(module)}
     return {name: encode(value, name, tensors) for name, value in parts.items()}, tensors
 
 
 def decoded(saved: Saved) -> dict[str, Any]:
-    """A trial's state from a checkpoint.
+    """Decode a trial's state from a checkpoint.
 
     Raises:
-        CheckpointError: it is not one of a trial.
+        CheckpointError: the checkpoint is not a checkpoint of a trial.
     """
     parts: dict[str, Any] = decode(dict(saved.facts), saved.tensors)
     parts["model"] = {n.removeprefix(_WEIGHT): tensor for n, tensor in saved.tensors.items() if n.startswith(_WEIGHT)}
@@ -232,7 +246,7 @@ def decoded(saved: Saved) -> dict[str, Any]:
 
 
 def place_after(state: Mapping[str, Any], found: list[Change]) -> Place:
-    """Where a trial goes on, its task having changed so."""
+    """Return the place where a trial resumes; a pass under way restarts if a change affects the pass."""
     place = Place(**state["place"])
     if place.batches and not place.is_over and any(is_of_the_pass(change) for change in found):
         return Place(epoch=place.epoch)
@@ -240,7 +254,7 @@ def place_after(state: Mapping[str, Any], found: list[Change]) -> Place:
 
 
 def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that keep something of their own beside tensors, by their paths."""
+    """Yield the modules that override `get_extra_state`, with their paths."""
     for path, one in module.named_modules():
         if type(one).get_extra_state is not nn.Module.get_extra_state:
             yield path, one

@@ -1,18 +1,20 @@
-"""Steps of a trial that fits its device whole: the user's own module and step, as a plain loop runs them.
+"""Steps of a trial that fits its device whole: the user's own module and step, run as in a plain loop.
 
-Nothing is captured, so nothing about the user's code is frozen. Knows nothing of bursts, of other trials or of the schedule.
+Nothing is captured, so nothing about the user's code is frozen. This module knows nothing of bursts, of other trials or
+of the schedule.
 
-Note: memory. A step's activations are known only once the step has run. So the first step of each kind is *followed*: a mode
-sees each operator of the step, and takes room on the device's ledger for what the operator makes (`room.py`). Where the room
-is used up, what autograd has saved so far goes to the host, and what autograd saves from then on goes there at once: the step
-completes and counts, and the trial is cut from its next step on. Later steps of the kind get the room that the first has
-needed, and nobody follows them. A kind is known by the shapes of its batch: one that is no larger in any dimension needs no
-more.
+Note: memory. The activations of a step are known only once the step has run, so the first step of each kind is
+*followed*: a mode sees each operator of the step and takes room on the device's ledger for the operator's results
+(`room.py`). Where the room is used up, tensors that autograd has saved so far go to the host, and tensors that autograd
+saves later go there at once: the step completes and counts, and the trial is cut from its next step on. Later steps of
+the kind get the room that the first step needed, and are not followed. The shapes of a batch define the kind: a batch
+that is no larger in any dimension needs no more room.
 
-Note: undone. Where not even that helps, a single operator needs more than there is. Before the optimizer has stepped, nothing
-but buffers, gradients and random streams has changed of what is the trial's: these are put back (`undo`), and the batches of
-the step run once more, cut. Only there does the user's step run twice, and only in place of a trial that fails. A module
-that changes its own Python state cannot be captured, so that trial fails then.
+Note: undo. Where spilling activations does not help, a single operator needs more than the device has. Until the
+optimizer steps, only buffers, gradients and random streams of the trial have changed: `undo` restores all three, and
+the batches of the step run once more, cut. This is the only case in which the user's step runs twice, and the
+alternative would be a failed trial. A module that changes its own Python state cannot be captured, so its trial fails
+in this case.
 """
 
 import datetime as dt
@@ -50,23 +52,23 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of classes that Python code has made
 
 
 class _OpaqueError(Exception):
-    """A batch has parts whose size nobody can tell."""
+    """Raised when a batch has parts of unknown size."""
 
 
 class Direct:
-    """Runs the steps of one trial, while a lease on all of its state is held.
+    """Runs the steps of one trial while the caller holds a lease on all of the trial's state.
 
     Args:
-        task: describes the step.
+        task: description of the step.
         module, optimizer: the trial's own.
-        gradients: its rules for gradients.
-        streams: its random streams.
+        gradients: the trial's rules for gradients.
+        streams: the trial's random streams.
         always_sheds: as of the attribute.
 
     Attributes:
-        workspace_bytes: room beside the state that the steps so far have needed at the most.
-        has_shed: whether a step had room for its activations only because these went to the host, or the next has none.
-        always_sheds: whether activations go to the host in every step, for the model can be cut no finer.
+        workspace_bytes: most room beside the state that the steps so far have needed.
+        has_shed: whether a step fit only because its activations went to the host, or the next step will not fit.
+        always_sheds: whether activations go to the host in every step, because the model can be cut no finer.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Direct:
 
     @contextmanager
     def held(self, lease: Lease, device: Device) -> Iterator[None]:
-        """Around steps: the lease that they run under, and where."""
+        """Set the lease and the device under which the steps inside the context run."""
         self._lease, self._device = lease, device
         try:
             yield
@@ -111,17 +113,17 @@ class Direct:
             self._lease = self._device = None
 
     def train(self, batch: Batch, share: float) -> tuple[float, Callable[[], None]]:
-        """The forward of one batch, or of a piece of one.
+        """Run the forward of one batch, or of a piece of a batch.
 
         Args:
-            batch: as the user's data has given it.
-            share: the part of the batch's samples that it has.
+            batch: the batch as the user's data returned it.
+            share: the fraction of the batch's samples in this piece.
 
         Returns:
-            The training loss, and what runs the backward.
+            The training loss, and a function that runs the backward.
 
         Raises:
-            TaskError: the loss is not a scalar tensor, or the first batch's step has made gradients itself.
+            TaskError: the loss is not a scalar tensor, or the first batch's step has computed gradients itself.
             BudgetError: the step does not fit the device, even with its activations on the host.
         """
         batch = self._placed("train", batch)
@@ -143,7 +145,7 @@ class Direct:
             self._gradients.objective(share)(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """The optimizer's step, once all of its batches have run."""
+        """Take the optimizer's step, once all batches of the step have run."""
         following, self._before = self._following, None
         with nullcontext() if following is None else following.updating(self._trained_parameters()):
             if self._is_plain:
@@ -160,10 +162,10 @@ class Direct:
         self._state_entries = made
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
-        """The metrics of one validation batch. The module is in evaluation mode, and nothing records gradients.
+        """Return the metrics of one validation batch; the caller has switched off training mode and gradients.
 
         Raises:
-            MetricError: they are not scalars.
+            MetricError: a metric is not a scalar.
             BudgetError: the batch does not fit the device.
         """
         batch = self._placed("evaluate", batch)
@@ -175,17 +177,17 @@ class Direct:
         return values
 
     def has_followed(self) -> bool:
-        """Whether a step was followed since this was asked last."""
+        """Whether a step was followed since the last call."""
         found, self._has_followed = self._has_followed, False
         return found
 
     def close(self) -> None:
-        """Let go of a step that has not ended."""
+        """Release a step that has not ended."""
         self._following = self._before = None
         self._fresh.clear()
 
     def undo(self) -> bool:
-        """Put back what the batches of a step have changed that does not fit; False: that is not known any more."""
+        """Restore the state before the batches of a step that does not fit; return False if that state is unknown."""
         before, self._before = self._before, None
         if before is None:
             return False
@@ -196,7 +198,7 @@ class Direct:
         return True
 
     def _trained_parameters(self) -> list[Tensor]:
-        """All that may have a gradient."""
+        """Return all parameters that may get a gradient."""
         own = list(self._module.parameters())
         others = [p for group in self._optimizer.param_groups for p in group["params"]]
         return [p for p in dict.fromkeys([*own, *others]) if p.requires_grad and p.is_leaf]
@@ -211,12 +213,14 @@ class Direct:
         return any(parameter.grad is not None for parameter in self._module.parameters())
 
     def _placed(self, mode: str, batch: Batch) -> Batch:
-        """The batch where the step computes, with its step followed if there was none of its kind."""
+        """Move the batch to the device of the step; follow the step if no step of its kind has been followed."""
         assert self._device is not None
         if not self._device.is_host:
             batch = moved(batch, self._device.torch_device)
+        # With accumulation, a later batch of the step may be of a new kind and need an undo that covers the earlier
+        # batches.
         if mode == "train" and self._task.accumulate > 1 and self._before is None and not self._has_begun:
-            self._before = _Before(self._module, self._streams, self._device)  # a later batch may be of a new kind
+            self._before = _Before(self._module, self._streams, self._device)
         quick = _quick_key(mode, batch)
         if quick in self._seen:
             return batch
@@ -248,7 +252,7 @@ class Direct:
         return following
 
     def _optimizer_bytes(self) -> int:
-        """Room for the optimizer's state, of which nobody follows the making in mixed precision."""
+        """Return the bytes of the optimizer's state; in mixed precision, no mode follows how the state is created."""
         assert self._device is not None
         found = optimizer_tensors(self._optimizer, self._device)
         return sum(aligned(t.numel() * t.element_size(), self._device.alignment) for t in found)
@@ -263,12 +267,12 @@ class Direct:
         return stack
 
     def _followed(self, following: "_Following") -> None:
-        """A step that was followed is over."""
+        """Record the needs of a step that was followed and is over."""
         self._following, self._has_followed = None, True
         self.workspace_bytes = max(self.workspace_bytes, following.workspace_bytes)
         assert self._lease is not None
         following.kept_bytes = max(following.kept_bytes, self._optimizer_bytes() - following.optimizer_bytes)
-        # The first step makes the optimizer's state last, which the next one has beside its activations.
+        # The first step creates the optimizer's state after its activations are gone; the next step has both at once.
         fits = self._lease.would_fit(self.workspace_bytes + following.kept_bytes)
         self.has_shed = self.has_shed or following.has_shed or not fits
         for kind, sizes in self._fresh:
@@ -278,8 +282,8 @@ class Direct:
         self._fresh.clear()
 
     def _made_state_late(self) -> None:
-        """The optimizer has made state, or let go of some, in a step that nobody has followed."""
-        self._has_followed = True  # it is taken into account like that of a step that was
+        """Account for state that the optimizer has created or released in a step that was not followed."""
+        self._has_followed = True  # so that the caller refreshes the groups, as after a followed step
         assert self._lease is not None
         assert self._device is not None
         tensors = optimizer_tensors(self._optimizer, self._device)
@@ -302,12 +306,12 @@ class Direct:
 
 
 class _Before:
-    """A trial before a step: what the step's batches may change of it. On the host, for the device may have no room for it.
+    """State of a trial that the batches of a step may change, saved on the host because the device may have no room.
 
     Args:
-        module: whose buffers they may overwrite.
-        streams: that they may draw from.
-        device: where the buffers are.
+        module: module whose buffers the batches may overwrite.
+        streams: streams that the batches may draw from.
+        device: device of the buffers.
     """
 
     def __init__(self, module: nn.Module, streams: RandomStreams, device: Device) -> None:
@@ -325,7 +329,7 @@ class _Before:
         self._streams, self._position = streams, streams.state()
 
     def restore(self) -> None:
-        """Have all of it be as it was."""
+        """Restore buffers and streams."""
         for module, name, buffer in self._buffers:
             setattr(module, name, buffer)  # the forward may have put another there
         if self._buffers:
@@ -333,7 +337,7 @@ class _Before:
         self._streams.restore(self._position)
 
     def _present(self) -> list[Tensor]:
-        """The buffers where they are now; who kept these would keep their memory from being moved."""
+        """Return the buffers where they are now; a stored list would keep their memory alive after a move."""
         return [buffer.detach() for _, _, buffer in self._buffers]
 
 
@@ -341,16 +345,16 @@ class _Following:
     """One step that is followed.
 
     Attributes:
-        kept_bytes: what the step has made that stays, as the optimizer's state does.
-        optimizer_bytes: of that state before the step.
+        kept_bytes: bytes that the step has created and that stay, such as the optimizer's state.
+        optimizer_bytes: bytes of the optimizer's state before the step.
 
     Args:
-        lease: gives room.
-        device: where the step runs.
-        granted_bytes: room that the step has to begin with.
+        lease: source of room.
+        device: device of the step.
+        granted_bytes: room that the step starts with.
         state: tensors that the lease has room for anyway.
-        gradients: what earlier batches of the step have left.
-        precision: of the step.
+        gradients: gradients that earlier batches of the step have left.
+        precision: precision of the step.
     """
 
     def __init__(
@@ -364,7 +368,8 @@ class _Following:
     ) -> None:
         state = list(state)
         storages = {tensor.untyped_storage()._cdata for tensor in state}  # noqa: SLF001 - the storage's identity
-        # What nobody follows, in mixed precision or in compiled code, is known from when autograd saves it.
+        # In mixed precision and in compiled code, where no mode follows the operators, tensors become known when
+        # autograd saves them.
         self._saved = SheddingTensors(
             device,
             lambda t: t.untyped_storage()._cdata in storages,  # noqa: SLF001
@@ -386,30 +391,30 @@ class _Following:
         return self._saved.is_shedding
 
     def shed(self) -> None:
-        """Send activations to the host from here on."""
+        """Send activations to the host from now on."""
         self._saved.shed()
 
     @property
     def workspace_bytes(self) -> int:
-        """Room beside the state that another such step needs."""
+        """Room beside the state that another such step needs, in bytes."""
         tracker = self._tracker
         return max(self._before_update, tracker.given_bytes + tracker.peak_bytes - self.kept_bytes)
 
     def add(self, batch: Batch) -> None:
-        """One more batch of the step, which lies on the device."""
-        tensors = list(tensors_of(batch))  # of a slice of a data set only the slice counts
+        """Count one more batch of the step, which lies on the device."""
+        tensors = list(tensors_of(batch))  # a slice of a larger tensor counts only its own bytes
         self._tracker.know(*tensors)
         self._tracker.given_bytes += sum(aligned(t.numel() * t.element_size(), self._alignment) for t in tensors)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a forward or a backward."""
+        """Follow a forward or a backward inside the context."""
         with self._tracked(), self._saved.hooks():
             yield
 
     @contextmanager
     def differentiating(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Around a backward, which makes gradients of these parameters."""
+        """Follow a backward inside the context, and the gradients that the backward creates for the given parameters."""
         with ExitStack() as stack:
             for parameter in parameters:
                 hook = parameter.register_post_accumulate_grad_hook(self._made_gradient)  # type: ignore[no-untyped-call]
@@ -423,7 +428,7 @@ class _Following:
 
     @contextmanager
     def updating(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Around the optimizer's step, which may make state that stays; followed in mixed precision, too."""
+        """Follow the optimizer's step inside the context, in mixed precision too: the step may create state that stays."""
         tracker = self._tracker
         tracker.follow(*(p.grad for p in parameters if p.grad is not None))
         self._before_update = tracker.peak_bytes + tracker.given_bytes
@@ -439,7 +444,7 @@ class _Following:
 
 
 def _quick_key(mode: str, batch: Any) -> Hashable:
-    """The same for batches of one kind and the same sizes, where they are plain pairs or lists of tensors; else None."""
+    """Return a cheap key of a batch's kind and sizes, for plain pairs or lists of tensors; None for other batches."""
     if type(batch) not in (tuple, list):
         return None
     key: list[Hashable] = [mode]
@@ -456,10 +461,10 @@ _SIZED = (str, bytes, bytearray, range, set, frozenset)
 
 
 def _structure(value: Any, sizes: list[int], inside: tuple[int, ...] = ()) -> Hashable:  # noqa: PLR0911 - a case each
-    """What a batch is made of; the sizes of its tensors, arrays and texts are added to a list.
+    """Return the structure of a batch; append the sizes of its tensors, arrays and texts to a list.
 
     Raises:
-        _OpaqueError: a part of it cannot be looked into.
+        _OpaqueError: a part of the batch cannot be inspected.
     """
     if isinstance(value, Tensor):
         sizes.extend(value.shape)
@@ -485,7 +490,7 @@ def _structure(value: Any, sizes: list[int], inside: tuple[int, ...] = ()) -> Ha
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """All that an object of a class written in Python keeps; of others there may be more than can be seen."""
+    """Return all attributes of an object whose class is written in Python; objects of other classes may hide more."""
     kinds = [kind for kind in type(value).__mro__ if kind is not object]
     if isinstance(value, nn.Module) or not all(kind.__flags__ & _HEAP_TYPE for kind in kinds):
         raise _OpaqueError
@@ -498,7 +503,7 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def _kind_of(mode: str, batch: Any) -> tuple[Hashable | None, tuple[int, ...]]:
-    """What is the same for batches of one kind, if that can be told, and the sizes in which they differ."""
+    """Return the kind of a batch, None if unknown, and the sizes in which batches of the kind differ."""
     sizes: list[int] = []
     try:
         kind = (mode, _structure(batch, sizes))

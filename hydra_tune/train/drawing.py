@@ -1,13 +1,15 @@
-"""`DrawClock`: since when a trial has been waiting for its loader, and how it is given up on.
+"""`DrawClock`: the time that a trial has been waiting for its loader, and the way the pool gives up on the loader.
 
-Note: given up. A loader that hangs cannot be stopped from outside; but Python raises an exception in another thread as soon as
-that one is back from whatever it waits for (`PyThreadState_SetAsyncExc`). So a thread that is waited for no longer finds
-`GivenUp` raised in the user's code: at once where that runs Python, never where it hangs in the system. In the second case it
-is abandoned: the gate of captures, which it holds, is taken away from it, so that the others go on, and should it ever come
-back it ends. It first waits until the trial's memory has been given back, so that nobody works on the trial beside it.
+Note: giving up. No other thread can stop a loader that hangs, but Python raises an exception in a thread as soon as the
+thread returns from its wait (`PyThreadState_SetAsyncExc`). So a thread that the pool has given up on finds `GivenUp`
+raised in the user's code: at once where the code runs Python, never where the code hangs in a system call. In the
+second case the pool abandons the thread: the pool takes away the capture gate that the thread holds, so that other
+trials go on, and the thread ends if it ever returns. Before ending, the thread waits until the trial's memory has been
+given back, so that two threads never work on the trial at once.
 
-Note: who is first. Whether a draw is over, and whether it has been given up on, is decided under one lock, so that nobody is
-interrupted in code of the pool. An exception that is on its way when the draw ends is called off, and raised there.
+Note: races. A single lock decides whether a draw is over and whether the draw has been given up on, so no thread is
+interrupted in the pool's own code. An exception that is pending when the draw ends is cancelled, and raised by the
+clock instead.
 """
 
 import ctypes
@@ -22,20 +24,20 @@ from hydra_tune.shard.gate import GATE
 
 
 class GivenUp(BaseException):
-    """Raised in a loader whose trial does not wait for it any more."""
+    """Raised in a loader whose trial no longer waits for the loader."""
 
 
 class _Settled(BaseException):
-    """Raised by a thread in itself, see `_settle`."""
+    """Raised by a thread in itself; see `_settle`."""
 
 
 class DrawClock:
     """The draws of one trial, one at a time.
 
     Attributes:
-        handle: the data handle that is drawn from, or was last.
-        thread: that draws, or did last.
-        is_abandoned: whether the draw under way is waited for by nobody, and its thread holds nothing any more.
+        handle: data handle of the present or last draw.
+        thread: thread of the present or last draw.
+        is_abandoned: whether the draw under way has been abandoned, so that its thread holds nothing any more.
     """
 
     def __init__(self) -> None:
@@ -49,11 +51,11 @@ class DrawClock:
         self._released = threading.Event()
 
     def drawing(self, handle: object, *, in_process: bool) -> Self:
-        """To be entered around whatever of the user's data code runs.
+        """Return the clock, to be entered around code of the user's data.
 
         Args:
-            handle: of the task.
-            in_process: whether the capture gate is passed meanwhile.
+            handle: data handle of the task.
+            in_process: whether the draw holds the capture gate meanwhile.
         """
         self.handle, self._is_in_process = handle, in_process
         return self
@@ -65,18 +67,21 @@ class DrawClock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # From here on neither `interrupt` nor `abandon` finds a draw, so the flags below no longer change.
         with self._lock:
             self._began = None
         if self._is_interrupted:
             _interrupt(self.thread, None)
             if self.is_abandoned:
+                # The pool is still giving back the trial's memory; returning now would run the trial's code beside
+                # that.
                 self._released.wait()
             if kind is not GivenUp:
                 raise GivenUp
 
     @property
     def seconds(self) -> float:
-        """For how long the present draw has been under way; 0 if none is."""
+        """Seconds that the present draw has been under way; 0 if none is."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -86,7 +91,7 @@ class DrawClock:
         return self._is_in_process
 
     def where(self) -> str:
-        """The place in the program where the draw is now, as "FILE:LINE in FUNCTION"."""
+        """Return the source location of the draw, as "FILE:LINE in FUNCTION"."""
         frame = sys._current_frames().get(self.thread)  # noqa: SLF001 - Python has no other name for it
         if frame is None:
             return "nowhere"
@@ -94,11 +99,11 @@ class DrawClock:
         return f"{last.filename}:{last.lineno} in {last.name}"
 
     def under_way(self) -> "threading.Lock":
-        """The lock under which draws end; who holds it may look at `seconds` and act on it."""
+        """Return the lock under which draws end; a holder of the lock may read `seconds` and act on the value."""
         return self._lock
 
     def interrupt(self) -> bool:
-        """Have `GivenUp` raised in the draw under way, as soon as it is back in Python; False: there is none."""
+        """Raise `GivenUp` in the draw under way as soon as the draw returns to Python; False if there is no draw."""
         with self._lock:
             if self._began is None:
                 return False
@@ -107,9 +112,9 @@ class DrawClock:
             return True
 
     def abandon(self) -> bool:
-        """Take away from the draw under way what others wait for; False: it is over.
+        """Release everything of the draw under way that others wait for; return False if the draw is over.
 
-        Whoever calls this calls `released` when the trial's memory has been given back.
+        The caller must call `released` once the trial's memory has been given back.
         """
         with self._lock:
             if self._began is None:
@@ -121,12 +126,12 @@ class DrawClock:
             return True
 
     def released(self) -> None:
-        """Nothing of the trial is touched by anybody else any more."""
+        """Let the abandoned thread end: no other thread touches the trial any more."""
         self._released.set()
 
 
 def _interrupt(thread: int, exception: type[BaseException] | None) -> None:
-    """Have an exception raised in a thread, or call off one that is on its way (None)."""
+    """Raise an exception in a thread, or cancel a pending one (None)."""
     raised = None if exception is None else ctypes.py_object(exception)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
     if sys.version_info < (3, 13):
@@ -134,15 +139,17 @@ def _interrupt(thread: int, exception: type[BaseException] | None) -> None:
 
 
 def _settle() -> None:
-    """End the request to look for an exception, which Python before 3.13 makes to all threads at once.
+    """Clear the interpreter-wide request to look for an exception, which Python before 3.13 makes to all threads at once.
 
-    The request ends when any thread raises its exception. Until then each thread looks at every turn of a loop, and a function
-    that is profiled or debugged never begins on Python 3.11. A thread that hangs outside Python would leave it so for good, and
-    so does an exception that was called off. The other thread asks for itself when it is back.
+    The request ends when any thread raises its exception. Until then each thread checks in every loop iteration, and on
+    Python 3.11 a function under a profiler or debugger never starts. A thread that hangs outside Python would leave the
+    request pending for good, and so would a cancelled exception. The other thread makes its own request when it
+    returns.
     """
     try:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(_Settled))
-        while True:  # until it is raised here, in the next turn or two
+        # The exception is raised here, in the next iteration or two.
+        while True:
             pass
     except _Settled:
         pass

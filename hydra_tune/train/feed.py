@@ -1,11 +1,13 @@
-"""`Feed`: the batches of one trial, as a plain loop in a process of its own would draw them, whatever other trials draw.
+"""`Feed`: the batches of one trial, drawn as a plain loop in its own process would, whatever other trials draw.
 
-Knows nothing of models, shards or devices.
+This module knows nothing of models, shards or devices.
 
-Note: skipping. A pass that was under way when a trial was saved is begun again from where all streams and samplers stood at its
-beginning, and the batches that the trial has had are drawn and dropped, or where a loader's indices alone tell the next ones,
-only those. What is drawn then is drawn beside other training, so it has other random numbers: where the next batches depend on
-the ones before by more than the order of torch's samplers, as in a generator that draws, a pass can only be saved at its end.
+Note: skipping. When a trial was saved during a pass, the resumed trial begins the pass again from the positions that
+all streams and samplers had at its beginning, and draws and drops the batches that the trial has trained on. Where a
+loader's indices alone determine the next batches, only the indices are drawn. The repeated draws are not interleaved
+with the trial's training, so draws that depend on the training's random numbers differ. A pass can therefore be saved
+only at its end where the next batches depend on earlier draws by more than the order of torch's samplers, as in a
+generator that draws.
 """
 
 import weakref
@@ -28,11 +30,11 @@ from hydra_tune.train.own import OwnCopies
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Batches that a pass need not give any more.
+    """Batches that a pass skips.
 
     Args:
-        count: how many.
-        then: called when they have been skipped, before the next is drawn.
+        count: number of batches to skip.
+        then: called after the skipped batches, before the next batch is drawn.
     """
 
     count: int
@@ -44,14 +46,14 @@ class Feed:
 
     Args:
         batch_size: samples per batch, for a handle that is a `Dataset`.
-        own_code: returns the context manager in which the user's code runs: with the trial's own random streams.
-        mark: another value whenever these streams have moved.
-        waiting: returns what is entered while a loader's workers are waited for.
+        own_code: returns the context manager for the user's code, with the trial's own random streams.
+        mark: returns another value whenever the streams have moved.
+        waiting: returns the context manager for the wait for a loader's workers.
 
     Attributes:
-        may_skip: whether batches of the last pass that was begun, as far as it has come, may be skipped by another.
-        gives_picks: whether batches that are a gather are given as `Picks`, for others to gather.
-        clock: says for how long the loader has been waited for.
+        may_skip: whether another pass may skip the batches that the last pass has drawn so far.
+        gives_picks: whether batches that are a gather are yielded as `Picks`, for the caller to gather.
+        clock: clock of the wait for the loader.
     """
 
     def __init__(
@@ -73,10 +75,10 @@ class Feed:
         self._persistent: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()
 
     def check(self, handle: DataHandle | None) -> None:
-        """Refuse before training what could not be drawn later; take the loader's state as it is now.
+        """Refuse data before training that could not be drawn later; copy the loader's present state.
 
         Raises:
-            TaskError: a loader that cannot be copied, or whose workers cannot be started.
+            TaskError: a loader cannot be copied, or its workers cannot be started.
         """
         if isinstance(handle, DataLoader):
             workers.ready(self._own.loader(handle))
@@ -84,23 +86,24 @@ class Feed:
             self._own.stream_in(handle)
 
     def states(self) -> list[Any]:
-        """Where the trial's own copies of samplers and generators stand, for `restore`."""
+        """Return the positions of the trial's own copies of samplers and generators, for `restore`."""
         return self._own.states()
 
     def restore(self, states: Sequence[Any]) -> None:
-        """Have them stand where those of another feed of the same task stood."""
+        """Set the copies to the positions from `states` of another feed of the same task."""
         self._own.restore(states)
 
     def draw(self, handle: DataHandle, *, shuffle: bool, skip: Skip | None = None) -> Generator[Batch, None, None]:
-        """The batches of one pass, each drawn with the trial's own streams and not before it is needed.
+        """Draw the batches of one pass, each with the trial's own streams and not before the batch is needed.
 
         Args:
             handle: a data handle of the task.
             shuffle: whether a `Dataset` is read in random order.
-            skip: what of the pass is not wanted.
+            skip: batches of the pass to skip.
 
         Raises:
-            TaskError: data that cannot be iterated, or workers that cannot be started; or fewer batches than are to be skipped.
+            TaskError: data that cannot be iterated, workers that cannot be started, or fewer batches than there are to
+                skip.
         """
         self.may_skip = True
         with self._drawing(handle, in_process=True):
@@ -121,7 +124,7 @@ class Feed:
         yield from self._rest(iterator, self._drawing(handle, in_process=True), skip, watched=not by_index)
 
     def close(self) -> None:
-        """End the workers of every pass that has not ended, and those that stay from pass to pass."""
+        """End the workers of every pass that has not ended, and persistent workers."""
         for iterator in list(self._with_workers):
             workers.end(iterator)
         for ready in self._persistent.values():
@@ -129,13 +132,13 @@ class Feed:
         self._persistent.clear()
 
     def _drawing(self, handle: DataHandle, *, in_process: bool) -> "_Draw":
-        """What is entered around each draw: the clock, innermost, since nobody is late while he waits for a capture."""
+        """Return the context of a draw; the clock is innermost, so a wait for a capture is not counted."""
         outer = self._own_code if in_process else self._waiting
         return _Draw(outer, self.clock, handle, in_process=in_process)
 
     @staticmethod
     def _begun(batches: Iterable[Batch], skip: Skip | None) -> Pass | None:
-        """A pass over a loader that is known, begun, with its first index; None where the loader is not."""
+        """Begin a pass over a known loader, with its first index; return None for any other loader."""
         source = source_of(batches) if isinstance(batches, DataLoader) else None
         if source is None:
             return None
@@ -147,7 +150,7 @@ class Feed:
         return known
 
     def _gathered(self, known: Pass, skip: Skip | None) -> Iterator[Batch | Picks]:
-        """The batches of a loader that is known; the trial's streams are there for the first index alone."""
+        """Yield the batches of a known loader; only the first index is drawn with the trial's streams."""
         if skip is not None:
             with self._own_code():
                 number = known.skip(skip.count)
@@ -166,8 +169,8 @@ class Feed:
 
     def _draw_from_workers(self, handle: DataHandle, loader: DataLoader[Any], skip: Skip | None) -> Iterator[Batch]:
         iterator = self._start(handle, loader)
-        # Waiting for a worker must not keep other trials from their captures.
-        # A class of the user's own may give a generator, which begins to draw at its first batch.
+        # Waiting for a worker must not keep other trials from their captures. But a subclass of the user's may return a
+        # generator, which draws from the streams as late as its first batch.
         at_start = type(iterator) is _MultiProcessingDataLoaderIter and _draws_at_its_start_only(loader)
         around = self._drawing(handle, in_process=not at_start)
         try:
@@ -228,9 +231,9 @@ class Feed:
 
 
 class _Draw:
-    """Around one draw after the other: what the user's code or the wait for workers needs, and inside it the clock.
+    """Context of repeated draws: the context of the user's code or of the wait for workers, and the clock inside.
 
-    A class, because one is entered for every batch, and a generator takes twice as long.
+    A class, because a context is entered for every batch, and a generator takes twice as long.
     """
 
     __slots__ = ("_clock", "_handle", "_in_process", "_outer", "_surroundings")
@@ -258,6 +261,7 @@ class _Draw:
         try:
             self._clock.__exit__(kind, error, trace)
         except BaseException as given_up:
+            # The clock may raise `GivenUp` here, and the outer context must still be left.
             self._outer.__exit__(type(given_up), given_up, given_up.__traceback__)
             raise
         self._outer.__exit__(kind, error, trace)
@@ -271,7 +275,7 @@ def _fewer_than(skip: Skip, number: int) -> TaskError:
 
 
 class _Indices:
-    """The indices of a loader's next batches, in place of the batches."""
+    """Iterator over the indices of a loader's next batches, in place of the batches."""
 
     def __init__(self, iterator: _SingleProcessDataLoaderIter) -> None:
         self._iterator = iterator
@@ -285,12 +289,12 @@ class _Indices:
 
 
 def _has_plain_order(loader: DataLoader[Any]) -> bool:
-    """Whether which samples come next depends on nothing but how far the pass is."""
+    """Whether the order of samples depends only on the position in the pass."""
     return not isinstance(loader.dataset, IterableDataset) and _draws_at_its_start_only(loader)
 
 
 def _draws_at_its_start_only(loader: DataLoader[Any]) -> bool:
-    """Whether a pass with workers draws from the process's random streams in `iter()` and not after."""
+    """Whether a pass with workers draws from the process's random streams in `iter()` and never later."""
     if isinstance(loader.dataset, IterableDataset):
         return not isinstance(loader.dataset, IterDataPipe)
     samplers = [loader.sampler] if loader.batch_sampler is None else [loader.batch_sampler, loader.sampler]

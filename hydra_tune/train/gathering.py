@@ -1,15 +1,17 @@
-"""Batches that are a gather: what loaders of plain tensors draw and collate is known, so only their indices are drawn.
+"""Batches as a gather: for loaders of plain tensors, only indices are drawn, because torch's collation is known.
 
-A `DataLoader` of a `TensorDataset` takes each sample apart and stacks them all again; the same bits are `tensor[indices]`. The
-indices come from the loader's own samplers, which draw what they draw when they draw it.
+A `DataLoader` of a `TensorDataset` takes each sample apart and stacks the samples again; `tensor[indices]` gives the
+same bits. The indices come from the loader's own samplers, which draw the same numbers at the same time as in a plain
+loop.
 
-Note: what is known. The loader, its samplers, its data and its collation are exactly torch's own, none a class of the user's,
-and it has no workers: there is no code of the user's in it. Everything else is drawn by the loader itself.
+Note: known loaders. A loader is known if the loader, its samplers, its data and its collation are exactly torch's own
+classes and the loader has no workers, so that no code of the user's is involved. Every other loader draws its batches
+itself.
 
-Note: when a pass draws. Torch draws the base seed of workers in `iter()`, and a sampler without a generator its own seed with
-the first index, both from the trial's streams; nothing is drawn from them after that. Where a sampler has no generator all
-indices are taken with the first. One with a generator of the user's may draw from it between batches and at its end, so its
-indices are taken as they are needed.
+Note: time of draws. Torch draws the base seed of workers in `iter()`, and a sampler without a generator draws its own
+seed with the first index, both from the trial's streams; later indices draw nothing from the streams. So with a sampler
+without a generator, all indices are taken with the first. A sampler with a generator of the user's may draw between
+batches and at the end of the pass, so its indices are taken as needed.
 """
 
 import functools
@@ -38,8 +40,8 @@ class Source:
 
     Attributes:
         tensors: samples along the first dimension.
-        chosen: which of them there are, in order; None: all.
-        is_bare: whether a batch is the one tensor itself, and not a list.
+        chosen: indices of the present samples, in order; None: all.
+        is_bare: whether a batch is the bare tensor, and not a list.
     """
 
     tensors: tuple[Tensor, ...]
@@ -50,21 +52,21 @@ class Source:
         return len(self.tensors[0] if self.chosen is None else self.chosen)
 
     def gather(self, indices: Tensor) -> list[Tensor]:
-        """Samples by their indices in `tensors`, each tensor in memory of its own."""
+        """Gather samples by their indices in `tensors`, each tensor into memory of its own."""
         return [tensor.index_select(0, indices) for tensor in self.tensors]
 
     def leaves(self, size: int) -> Leaves:
-        """What batches of a size are like, without tensors; the same object for all sources that are alike."""
+        """Return the leaves of a batch of a given size, without tensors; the same object for all sources that are alike."""
         kinds = tuple((tensor.shape[1:], tensor.dtype) for tensor in self.tensors)
         return _leaves(kinds, size, is_bare=self.is_bare)
 
     def batch(self, indices: Tensor) -> Batch:
-        """A batch as the loader would give it."""
+        """Return a batch as the loader would."""
         made = self.gather(indices)
         return made[0] if self.is_bare else made
 
     def is_of(self, other: "Source") -> bool:
-        """Whether indices mean the same samples in both."""
+        """Whether indices select the same samples in both sources."""
         if self is other:
             return True
         if self.is_bare != other.is_bare or len(self.tensors) != len(other.tensors):
@@ -74,11 +76,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picks:
-    """Batches of one size, one after the other, that have not been gathered.
+    """Consecutive batches of equal size that have not been gathered.
 
     Attributes:
-        source: of what data.
-        indices: of their samples in the source's tensors, (batches, samples).
+        source: data of the batches.
+        indices: indices of the samples in the source's tensors, of shape (batches, samples).
     """
 
     source: Source
@@ -93,21 +95,21 @@ class Picks:
         return self.indices.size(1)
 
     def batch(self, number: int = 0) -> Batch:
-        """One of them, as the loader would give it."""
+        """Gather one of the batches, as the loader would return it."""
         return self.source.batch(self.indices[number])
 
     def part(self, begin: int, end: int | None = None) -> "Picks":
-        """Some of them."""
+        """Return a slice of the batches."""
         if not begin and (end is None or end >= len(self)):
             return self
         return Picks(self.source, self.indices[begin:end])
 
 
 def source_of(loader: DataLoader[Any]) -> Source | None:
-    """The data of a loader whose batches are a gather; None where that is not known.
+    """Return the data of a loader whose batches are a gather; None for any other loader.
 
     Args:
-        loader: a trial's own.
+        loader: a loader of the trial's own.
     """
     sampler = _known_sampler(loader)
     source = None if sampler is None else _source(loader.dataset)
@@ -115,7 +117,7 @@ def source_of(loader: DataLoader[Any]) -> Source | None:
 
 
 def _known_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler | None:
-    """That of a loader which is torch's own but for its data, and draws here; None of others."""
+    """Return the sampler of a loader that is torch's own, but for its data, and has no workers; None for any other loader."""
     if type(loader) is not DataLoader or loader.num_workers or loader.pin_memory:
         return None
     is_collated = loader.collate_fn is default_collate and default_collate_fn_map.get(Tensor) is collate_tensor_fn
@@ -126,11 +128,14 @@ def _known_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler
 
 
 class Pass:
-    """The batches of a pass over a known loader, not gathered: as many at once as may be known together.
+    """Ungathered batches of a pass over a known loader, as many at once as may be drawn together.
 
     Args:
-        source: of the loader.
-        iterator: the loader's, which has given nothing yet.
+        source: data of the loader.
+        iterator: iterator of the loader, before its first batch.
+
+    Attributes:
+        draws: whether the next batches draw from the trial's streams.
     """
 
     def __init__(self, source: Source, iterator: _SingleProcessDataLoaderIter) -> None:
@@ -147,7 +152,7 @@ class Pass:
         return self
 
     def __next__(self) -> Picks:
-        """The next batches; while `draws`, with the trial's streams."""
+        """Return the next batches; while `draws` is set, call this inside the trial's streams."""
         self.look()
         if self._taken is not None:
             return next(self._taken)
@@ -157,7 +162,7 @@ class Pass:
         return self._picks([first])
 
     def look(self) -> None:
-        """Take the first index, if that has not been done, and all others where they come with it."""
+        """Draw the first index, unless done before, and all other indices where the first index decides them."""
         if not self.draws:
             return
         self.draws = False
@@ -167,7 +172,7 @@ class Pass:
             self._first = next(self._iterator._sampler_iter, None)  # noqa: SLF001
 
     def skip(self, count: int) -> int:
-        """Leave out the next batches; returns how many of them there were. With the trial's streams."""
+        """Skip the next batches, inside the trial's streams; return the number of batches skipped."""
         left = count
         while left and (picks := next(self, None)) is not None:
             if left < len(picks):
@@ -181,7 +186,7 @@ class Pass:
         return found
 
     def _all(self) -> Iterator[Picks]:
-        """All full batches, and the rest."""
+        """Return all full batches, and the rest."""
         order = _order(self._sampler)
         if order is not None:
             return self._cut(order)
@@ -202,7 +207,7 @@ class Pass:
 
 
 def _order(sampler: RandomSampler | SequentialSampler) -> Tensor | None:
-    """A pass over a sampler without a generator in one piece; None where it goes otherwise than is known here."""
+    """Return the order of a whole pass of a sampler without a generator; None where the sampler's order is not known here."""
     if type(sampler) is SequentialSampler:
         return torch.arange(len(sampler), device="cpu")
     assert isinstance(sampler, RandomSampler), "nothing else is known"
@@ -212,14 +217,14 @@ def _order(sampler: RandomSampler | SequentialSampler) -> Tensor | None:
 
 
 def _shuffled(count: int) -> Tensor:
-    """As `RandomSampler` does it: a seed from the process's stream, and a permutation by that."""
+    """Shuffle as `RandomSampler` does: draw a seed from the process's stream, and permute by the seed."""
     seed = int(torch.empty((), dtype=torch.int64).random_().item())
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 @functools.cache
 def _shuffles_as_known() -> bool:
-    """Whether torch's sampler here is as `_shuffled` takes it to be: looked at once, beside all streams."""
+    """Whether torch's sampler shuffles as `_shuffled` does; tested once, on a stream apart from all trials."""
     found = []
     for draw in (lambda: list(RandomSampler(range(9))), lambda: _shuffled(9).tolist()):
         stream = torch.Generator().manual_seed(5)
@@ -248,7 +253,7 @@ def _source(dataset: object) -> Source | None:
 
 
 def _is_plain(tensor: object) -> TypeGuard[Tensor]:
-    """Whether stacked samples of it are what a gather makes, strides included."""
+    """Whether stacked samples of the tensor equal a gather, strides included."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -260,7 +265,7 @@ def _is_plain(tensor: object) -> TypeGuard[Tensor]:
 
 
 def _narrowed(source: Source, indices: object) -> Source | None:
-    """The part of a source that a `Subset` has; None where its indices are not plain."""
+    """Return the part of a source that a `Subset` selects; None where the indices are not plain."""
     if not isinstance(indices, list | tuple | range) or not all(type(index) is int for index in indices):
         return None
     total = len(source)

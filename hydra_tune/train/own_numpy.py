@@ -1,20 +1,22 @@
-"""A thread's own stream of `numpy.random`, in place of the one of the whole process. Imports numpy.
+"""A thread's own stream of `numpy.random`, in place of the process-wide stream. Imports numpy.
 
-The functions of `numpy.random` are methods of one hidden `RandomState`, which draws for every thread from the bit generator it
-was given last, and enters that one's `lock` around each draw. Here the hidden object is given a `_Facade`, whose lock is
-`_Turn`: whoever enters asks for the thread's own stream, or else the process's, and where another was drawn from last, has the
-`RandomState` draw from the right one. That stays until another thread draws, so that draws in a row exchange nothing.
+The functions of `numpy.random` are methods of one hidden `RandomState`, which draws for every thread from its present
+bit generator and enters the bit generator's `lock` around each draw. This module gives the hidden object a `_Facade` as
+bit generator, with a `_Turn` as lock. Entering the lock looks up the thread's own stream, or else the process's, and if
+another stream was drawn from last, switches the `RandomState` to the right bit generator. The bit generator stays until
+another thread draws, so consecutive draws of a thread exchange nothing.
 
-Note: normal numbers come in pairs, and the `RandomState` keeps the second one. It forgets that number when it is given another
-bit generator, so the number is taken out before and put back when its stream is drawn from again.
+Note: normal numbers come in pairs, and the `RandomState` keeps the second number. The number is lost when the
+`RandomState` gets another bit generator, so an exchange takes the number out first and puts the number back when its
+stream is drawn from again.
 
-Note: exceptions from outside (Ctrl-C, `GivenUp`). Python raises them between any two lines, so also here. `_Turn` lets the lock
-go again then, and an exchange that was interrupted is made anew from its beginning. `__exit__` is the lock's own, in C, where
-nothing is raised.
+Note: exceptions from outside (Ctrl-C, `GivenUp`). Python raises them between any two lines, including the lines of this
+module. `_Turn` then releases the lock, and an interrupted exchange is repeated from its beginning. `__exit__` is the
+lock's own, in C, where no exception is raised.
 
-Note: what is replaced. `get_state` and `set_state`, which enter the lock in newer versions of numpy only,
-`get_bit_generator` and `set_bit_generator`, wherever `own_python.replace_everywhere` finds them. Objects of the user's own
-(`RandomState()`, `default_rng()`) stay as they are.
+Note: replaced functions. `get_state` and `set_state`, which enter the lock only in newer versions of numpy,
+`get_bit_generator` and `set_bit_generator`, wherever `own_python.replace_everywhere` finds them. Objects of the user's
+own (`RandomState()`, `default_rng()`) stay as they are.
 """
 
 import os
@@ -39,14 +41,14 @@ State = tuple[str, Any, int, int, float]
 
 
 class NumpyStream:
-    """A stream as numpy's own.
+    """A random stream equivalent to numpy's own.
 
     Args:
         bits: the bit generator.
 
     Attributes:
-        moves: how often a function of `numpy.random` has been called with it.
-        gauss: whether a normal number is kept, and which; of a stream that is not drawn from just now.
+        moves: number of calls of `numpy.random` functions on the stream.
+        gauss: whether a normal number is kept, and the number; valid while the stream is not the installed one.
     """
 
     def __init__(self, bits: Any) -> None:
@@ -56,17 +58,17 @@ class NumpyStream:
 
     @classmethod
     def of_seed(cls, seed: int) -> "NumpyStream":
-        """As after `numpy.random.seed`."""
+        """Return a stream in the state after `numpy.random.seed`."""
         bits = np.random.MT19937(0)
         bits._legacy_seeding(seed)  # noqa: SLF001
         return cls(bits)
 
     def become_own(self) -> "Token[NumpyStream | None]":
-        """Let this thread draw from the stream, until whoever calls this resets the variable; threads that it starts do not."""
+        """Make this thread draw from the stream until the caller resets the variable; new threads do not inherit it."""
         return _OWN.set(self)
 
     def state(self) -> State:
-        """Where the stream stands."""
+        """Return the position of the stream, in the format of `numpy.random.get_state`."""
         with _LOCK:
             if _TURN.installed is self:
                 self.gauss = _TURN.kept()
@@ -74,8 +76,10 @@ class NumpyStream:
             return "MT19937", state["key"], state["pos"], *self.gauss
 
     def restore(self, state: State) -> None:
-        """Have the stream stand where another stood."""
+        """Set the stream to a position that `state` returned."""
         with _LOCK:
+            # Forces an exchange at the next draw, so that the hidden `RandomState` drops the normal number that it
+            # keeps.
             if _TURN.installed is self:
                 _TURN.installed = None
             self.bits.state = state[:3]
@@ -86,8 +90,8 @@ class _Turn:
     """The lock of `_Facade`.
 
     Attributes:
-        base: the stream of threads that have none of their own: the process's.
-        installed: the stream that the hidden `RandomState` draws from; None: an exchange was interrupted.
+        base: stream of threads without a stream of their own: the process's.
+        installed: stream that the hidden `RandomState` draws from; None: an exchange was interrupted.
     """
 
     __exit__ = _LOCK.__exit__
@@ -95,7 +99,8 @@ class _Turn:
     def __init__(self, base: NumpyStream) -> None:
         self.base = base
         self.installed: NumpyStream | None = base
-        self.wanted = base  # by the exchange under way
+        # Target of the exchange under way; the `RandomState` asks the facade for its pointer meanwhile.
+        self.wanted = base
         self._is_exchanging = False
 
     def __enter__(self) -> NumpyStream:
@@ -114,7 +119,7 @@ class _Turn:
         return wanted
 
     def kept(self) -> tuple[int, float]:
-        """The normal number that the hidden `RandomState` keeps just now; with the lock."""
+        """Return the normal number that the hidden `RandomState` keeps now; call this with the lock held."""
         before, self._is_exchanging = self._is_exchanging, True
         try:
             state = _SINGLETON.get_state(legacy=False)
@@ -123,13 +128,13 @@ class _Turn:
         return state["has_gauss"], state["gauss"]
 
     def replace_base(self, base: NumpyStream) -> None:
-        """Threads that have no stream of their own draw from another one from now on; with the lock."""
+        """Set the stream of threads that have no stream of their own; call this with the lock held."""
         self._exchange(base)
         self.base = base
 
     @property
     def taken(self) -> NumpyStream:
-        """Whose bit generator somebody takes who asks the facade for a pointer to it; with the lock."""
+        """Stream whose bit generator the facade hands out as a pointer; used with the lock held."""
         if self._is_exchanging:
             return self.wanted
         stream = _OWN.get() or self.base
@@ -138,7 +143,7 @@ class _Turn:
 
     @property
     def seen(self) -> NumpyStream | None:
-        """What the facade stands for: with the lock, the stream drawn from; None while streams are exchanged."""
+        """Stream that the facade represents, with the lock held: the installed stream; None while streams are exchanged."""
         return None if self._is_exchanging else self.installed
 
     def _exchange(self, wanted: NumpyStream) -> None:
@@ -146,6 +151,7 @@ class _Turn:
         try:
             if self.installed is not None:
                 self.installed.gauss = self.kept()
+            # In this order, an exception anywhere below leaves None, and the next draw repeats the whole exchange.
             self.installed = None
             self.wanted = wanted
             _GIVE_BIT_GENERATOR(_SINGLETON, _FACADE)
@@ -157,19 +163,19 @@ class _Turn:
 
 
 class _Facade(np.random.MT19937):
-    """The hidden `RandomState`'s bit generator: for each thread that of the stream it draws from."""
+    """Bit generator of the hidden `RandomState`: stands for the bit generator of the calling thread's stream."""
 
     lock: Any = None
 
     @property
     def capsule(self) -> Any:
-        """A pointer to the thread's bit generator, which others (`Generator(np.random.mtrand._rand)`, scipy) draw from."""
+        """Pointer to the thread's bit generator, from which others (`Generator(np.random.mtrand._rand)`, scipy) draw."""
         with _LOCK:
             return _TURN.taken.bits.capsule
 
     @property
     def state(self) -> Any:
-        """That of the thread's bit generator."""
+        """State of the thread's bit generator."""
         with _TURN:
             stream = _TURN.seen
             return dict(_NOTHING) if stream is None else stream.bits.state
@@ -210,7 +216,7 @@ def get_bit_generator() -> Any:
 
 
 def set_bit_generator(bitgen: Any) -> None:
-    """Have the functions of `numpy.random` draw from a bit generator, in all threads that work for no trial."""
+    """Make the functions of `numpy.random` draw from a bit generator, in all threads that work for no trial."""
     if _OWN.get() is not None:
         raise TaskError(
             "numpy.random.set_bit_generator() was called by a trial's own code, whose stream has to stay an MT19937, which "
@@ -225,7 +231,7 @@ _TURN = _Turn(NumpyStream(_SINGLETON._bit_generator))  # noqa: SLF001
 
 
 def install() -> dict[Any, Any]:
-    """Have the functions of `numpy.random` ask; once for the process.
+    """Route the functions of `numpy.random` to the calling thread's stream; once for the process.
 
     Returns:
         As `own_python.install`.
@@ -247,6 +253,7 @@ def install() -> dict[Any, Any]:
             "get_bit_generator": get_bit_generator,
             "set_bit_generator": set_bit_generator,
         }
-    if hasattr(os, "register_at_fork"):  # a child begins with streams that nobody was exchanging
+    # A child must begin with the lock free and with no exchange under way.
+    if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
     return {getattr(np.random, name): new for name, new in replaced.items()}

@@ -1,15 +1,16 @@
-"""A thread's own stream of Python's `random`, in place of the one of the whole process.
+"""A thread's own stream of Python's `random`, in place of the process-wide stream.
 
-The functions of `random` are methods of one hidden object, `random._inst`, which draws for every thread. Here that object gets
-a class whose methods ask for the thread's own stream first: a thread that has one draws from that and seeds that, and all
-others do with the process's stream what they did before.
+The functions of `random` are methods of one hidden object, `random._inst`, which draws for every thread. This module
+gives the object a class whose methods look up the thread's own stream first: a thread with a stream of its own draws
+from and seeds that stream, and all other threads use the process's stream as before.
 
-Note: what is replaced. Most functions draw through `self.random()` and `self.getrandbits()`, so the class is enough. Five are
-bound to methods in C, or call them directly (`_REPLACED`): these are replaced in `random`, and wherever else a module, a
-class, an object's attribute, a dict, a list or a closure has them (`from random import random`). Nobody can replace them in
-tuples (defaults of arguments), sets, slots, local variables of functions under way, `functools.partial` and `staticmethod`:
-there they go on with the process's stream, whichever thread calls them. The process's stream stays inside `random._inst`, so
-for threads without a stream of their own that is no difference.
+Note: replaced functions. Most functions draw through `self.random()` and `self.getrandbits()`, so changing the class is
+enough. Five functions are bound to methods in C, or call such methods directly (`_REPLACED`). These are replaced in
+`random`, and wherever else a module, a class, an object's attribute, a dict, a list or a closure holds them (`from
+random import random`). Replacement is impossible in tuples (defaults of arguments), sets, slots, local variables of
+running functions, `functools.partial` and `staticmethod`: there the functions keep using the process's stream,
+whichever thread calls them. The process's stream stays inside `random._inst`, so threads without a stream of their own
+see no difference.
 """
 
 import functools
@@ -28,22 +29,22 @@ _LOCK = threading.Lock()
 
 
 class PythonStream(random.Random):
-    """A stream as Python's own.
+    """A random stream equivalent to Python's own.
 
     Attributes:
-        moves: how often it has been drawn from or set by way of the functions of `random`.
+        moves: number of draws from the stream, and settings of the stream, by functions of `random`.
     """
 
     moves = 0
     gauss_next: float | None
 
     def become_own(self) -> "Token[PythonStream | None]":
-        """Let this thread draw from the stream, until whoever calls this resets the variable; threads that it starts do not."""
+        """Make this thread draw from the stream until the caller resets the variable; new threads do not inherit it."""
         return _OWN.set(self)
 
 
 class _RoutedRandom(random.Random):
-    """The class of `random._inst`: the process's stream, or that of the thread."""
+    """Class of `random._inst`: the process's stream, or the stream of the thread."""
 
     __slots__ = ()
 
@@ -81,7 +82,7 @@ class _RoutedRandom(random.Random):
 
     @property
     def gauss_next(self) -> float | None:
-        """The number that `gauss` has left over."""
+        """Left-over number of `gauss`."""
         own = _OWN.get()
         kept: float | None = vars(self)["gauss_next"] if own is None else own.gauss_next
         return kept
@@ -96,7 +97,8 @@ class _RoutedRandom(random.Random):
             own.gauss_next = value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return random.Random, (), self.getstate()  # a copy is nobody's stream, as in a process without this
+        # A copy is an independent stream, as in a process without routing.
+        return random.Random, (), self.getstate()
 
 
 _C_RANDOM: Callable[[random.Random], float] = random.Random.random
@@ -104,16 +106,16 @@ _C_GETRANDBITS: Callable[[random.Random, int], int] = random.Random.getrandbits
 
 
 class BoundFunction(functools.partial[Any]):
-    """In place of a method in C that is bound to an object; copied, pickled and found in classes as such a method is.
+    """Replacement for a C method bound to an object; copied, pickled and found in classes as such a method is.
 
     Args:
-        run: what is called.
-        owner: the object; whoever pickles the function pickles the object.
-        name: of the method.
+        run: function to call.
+        owner: the object; pickling the function pickles the object.
+        name: name of the method.
     """
 
     def __new__(cls, run: Callable[..., Any], owner: object, name: str) -> Self:
-        """Has the method's name and documentation as well."""
+        """Create the function with the method's name and documentation."""
         made = super().__new__(cls, run)
         vars(made).update(__self__=owner, __name__=name, __doc__=getattr(type(owner), name).__doc__)
         return made
@@ -132,10 +134,10 @@ class BoundFunction(functools.partial[Any]):
 
 
 def install() -> dict[Any, Any]:
-    """Have the functions of `random` ask; once for the process.
+    """Route the functions of `random` to the calling thread's stream; once for the process.
 
     Returns:
-        Functions that do not ask -> those that do, for `replace_everywhere`; empty if this was called before.
+        Unrouted functions -> routed functions, for `replace_everywhere`; empty if called before.
     """
     instance = _instance()
     replaced: dict[Any, Any] = {}
@@ -145,7 +147,8 @@ def install() -> dict[Any, Any]:
         instance.__class__ = _RoutedRandom
         for name in _REPLACED:
             original = getattr(random, name)
-            if getattr(original, "__self__", None) is instance:  # else somebody else has put something there
+            # Otherwise other code has already replaced the function, and its replacement stays.
+            if getattr(original, "__self__", None) is instance:
                 routed = getattr(instance, name)
                 replaced[original] = (
                     routed if isinstance(original, MethodType) else BoundFunction(routed, instance, name)
@@ -156,19 +159,20 @@ def install() -> dict[Any, Any]:
 
 
 def replace_everywhere(replaced: Mapping[Any, Any]) -> None:
-    """Put other objects where some objects are, as far as the note above says.
+    """Replace objects by others wherever the note above says that replacement is possible.
 
-    This searches the whole heap, 30 ms beside an imported torch: replace all objects in one call.
+    The search covers the whole heap and takes 30 ms beside an imported torch: replace all objects in one call.
 
     Args:
-        replaced: object -> what is put in its place.
+        replaced: object -> replacement.
     """
     if not replaced:
         return
     by_id = {id(old): new for old, new in replaced.items()}
     is_frozen = gc.get_freeze_count() > 0
     if is_frozen:
-        gc.unfreeze()  # or what holds them would not be found
+        # Frozen objects are invisible to `gc.get_referrers`.
+        gc.unfreeze()
     try:
         for holder in gc.get_referrers(*replaced):
             if isinstance(holder, CellType):
@@ -202,7 +206,7 @@ def _instance() -> random.Random:
 
 
 def _reseed() -> None:
-    """In a child that was forked: Python has seeded the process's stream anew, as it does in every child."""
+    """Reseed in a forked child: Python has reseeded the process's stream there, as in every child."""
     vars(_instance())["gauss_next"] = None
     own = _OWN.get()
     if own is not None:

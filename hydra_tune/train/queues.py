@@ -1,28 +1,29 @@
-"""`Queued`: batches side by side whose units stand in queues, each of which has one unit due at a time.
+"""`Queued`: batches side by side with their units in queues; each queue has at most one unit due at a time.
 
-A queue is near the device on which the last of its units ran. So no unit waits for that device while another could have it:
-when a unit is due, nothing else of its queue runs, and the device is either idle, and takes it, or works for another job for
-who knows how long. Then whichever device is free takes the unit, what it needs follows, and that is where the queue is then.
+A queue is near the device that ran its last unit. No unit waits for that particular device while another device could
+take the unit: when a unit is due, nothing else of its queue runs, and the near device is either idle and takes the
+unit, or works for another job for an unknown time. Then any free device takes the unit, the unit's blocks follow, and
+the queue is near the new device.
 
-Note: what makes it exact. Of the units of one shard, those that leave something to the next batch run in the order of the
-batches, and no two of them are under way at once. A parameter's sum of gradients is such a thing: the backward unit of a batch
-adds to the sum that the batch before has left. All that is a matter of what is due, never of which device is free when: units
-may run on any device, at any time, and give the same bits.
+Note: exactness. Units of a shard that leave something to the next batch run in the order of the batches, never two at
+once. A parameter's sum of gradients is an example: the backward unit of a batch adds to the sum that the batch before
+has left. The order depends only on which units are due, never on which device is free when: units may run on any device
+at any time, and give the same bits.
 
-Note: order within a queue. Where all shards that a queue uses fit its device, the oldest batch goes first, so a batch goes
-backward as soon as it can, and few are under way. Where they do not fit, a queue goes on with the shard that it has at hand
-until all its batches have been there, so that each shard is loaded once for all their forward units and once for all their
-backward units (Harmony's input batch grouping). Where it has to wait for a batch, it waits: a batch that went on alone, shard
-after shard, would have the others' shards taken off the device and loaded again. It is so only with all batches under way at
-once, for a batch that has not started yet may never come.
+Note: order within a queue. Where all shards of a queue fit its device, the oldest batch goes first, so a batch goes
+backward as early as possible and few batches are under way. Where the shards do not fit, a queue stays with its present
+shard until all its batches have run there. Each shard is then loaded once for all forward units and once for all
+backward units (Harmony's input batch grouping). Such a queue waits for missing batches: a batch that went on alone,
+shard after shard, would evict the shards of the other batches. The grouping requires that all batches are under way at
+once, because a batch that has not started may never come.
 
-Note: updates. Where the step ends with these batches and nothing has to be known of all gradients first, a shard is updated
-right after its last backward unit, which has parameters and sums at hand. Nobody reads these parameters any more: all batches
-have had their backward there, so they have had all forwards, and the backward of every later shard; a parameter is updated
-with the first shard that uses it. All losses are known by then. The updates are units of the last batch, so no two of them run
-at once. But other batches' backward units of earlier shards run meanwhile, and their gradients must not be seen by the
-optimizer's step, which takes whatever parameter has one: so units of a lane compute on stand-ins for the parameters
-(`Replicas`).
+Note: updates. Where the step ends with these batches, and no rule needs all gradients first, a shard is updated right
+after its last backward unit, while parameters and sums are on the device. No unit reads the updated parameters any
+more: all batches have had their backward there, and so all forwards and the backward of every later shard; a parameter
+is updated with the first shard that uses it. All losses are known by then. The updates are units of the last batch, so
+no two updates run at once. Meanwhile other batches run backward units of earlier shards. The optimizer's step takes
+every parameter with a gradient and must not see the gradients of those units, so units of a lane compute on stand-ins
+for the parameters (`Replicas`).
 """
 
 from abc import abstractmethod
@@ -40,7 +41,7 @@ from hydra_tune.train.step import PendingUnit
 
 @dataclass(slots=True)
 class _Queue:
-    """Units of which one is due at a time."""
+    """Units of which at most one is due at a time."""
 
     near: str | None
     is_busy: bool = False
@@ -48,12 +49,13 @@ class _Queue:
 
 
 class Queued(Spread):
-    """Batches under way, their units in queues.
+    """Batches under way, with their units in queues.
 
     Args:
-        lanes, earlier, width, replicas: see `Spread`; the lanes' plans go with each other.
-        queues: names of the queues, in the order in which they are asked, and the device that each is near at first.
-        goes_on_with_shard: whether a queue prefers the shard that it has at hand to the oldest batch.
+        lanes, earlier, width, replicas: see `Spread`; the lanes' plans are compatible with each other.
+        queues: names of the queues, in the order in which the queues are asked, and the device that each is near at
+            first.
+        goes_on_with_shard: whether a queue prefers its present shard to the oldest batch.
         updates: whether shards are updated, because the step ends with these batches.
     """
 
@@ -85,15 +87,15 @@ class Queued(Spread):
 
     @abstractmethod
     def _queue_of(self, rank: int, shard: int) -> Hashable:
-        """The queue of a batch's units of a shard."""
+        """Return the queue of a batch's units of a shard."""
 
     @abstractmethod
     def _is_free(self, kind: str) -> bool:
-        """Whether forward or backward units may run before those of earlier batches."""
+        """Whether forward or backward units may run before the units of earlier batches."""
 
     @abstractmethod
     def _size(self, queue: Hashable) -> int:
-        """The batches whose units of a shard stand in a queue that has the shard."""
+        """Return the number of batches that run their units of a shard in the given queue, for a shard of the queue."""
 
     def _first(self) -> list[LaneUnit]:
         while self._started < min(self._end, len(self._over) + self._width):
@@ -115,11 +117,12 @@ class Queued(Spread):
         return self._first()
 
     def _advance(self, rank: int) -> None:
-        """Find out what a batch does next."""
+        """Determine the next unit of a batch."""
         lane = self._lanes[rank]
         try:
             pending = next(self._programs[rank], None)
-        except BadLossError as error:  # batches come to their losses in order, so none before has a bad one
+        # The losses come in the order of the batches, so no earlier batch has a bad loss.
+        except BadLossError as error:
             self._end, self._error = rank, error
             self._next.clear()
             return
@@ -131,7 +134,7 @@ class Queued(Spread):
         self._over.add(rank)
 
     def _due(self, name: Hashable) -> LaneUnit | None:
-        """The next unit of a queue, if it has none under way and one may run."""
+        """Return the next unit of a queue, if no unit of the queue is under way and a unit may run."""
         queue = self._queues[name]
         if queue.is_busy or self._error is not None:
             return None
@@ -153,23 +156,26 @@ class Queued(Spread):
         return LaneUnit(rank=rank, pending=unit, near=queue.near)
 
     def _urgency(self, rank: int, queue: _Queue) -> tuple[bool, bool, int]:
-        """What is least goes first: updates, which make room, then what a device has at hand, then the oldest batch."""
+        """Return a sort key, the most urgent unit first.
+
+        Updates go first because they free memory, then units of the queue's present shard, then the oldest batch.
+        """
         unit = self._next[rank]
         return unit.kind != "update", self._goes_on_with_shard and (unit.kind, unit.shard) != queue.at_hand, rank
 
     def _waits(self, rank: int, name: Hashable) -> bool:
-        """Whether a queue rather does nothing than go on to another shard, because batches are to come to the one at hand."""
+        """Whether a queue stays idle instead of switching shards, because its present shard still misses batches."""
         unit, at_hand = self._next[rank], self._queues[name].at_hand
         if not self._waits_for_batches or at_hand is None or unit.kind == "update":
             return False
         return (unit.kind, unit.shard) != at_hand and self._run_here[name, *at_hand] < self._size(name)
 
     def _may_run(self, rank: int) -> bool:
-        """Whether the batches before have run what this one runs next; an update comes after the last one's backward."""
+        """Whether earlier batches have run the unit that this batch runs next; an update only follows the last backward."""
         unit = self._next[rank]
         return unit.kind == "update" or self._is_free(unit.kind) or self._run[unit.kind, unit.shard] == rank
 
     def _take_sums(self, rank: int, shard: int) -> None:
-        """A backward unit has run: its sums are for the next batch."""
+        """Take the sums of a finished backward unit, for the next batch."""
         lane = self._lanes[rank]
         self._sum |= lane.give_away(lane.trained[shard])

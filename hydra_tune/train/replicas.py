@@ -1,21 +1,23 @@
 """Parameters and buffers that several devices read at the same time.
 
-A block is on one device at most. So that units of one trial may run side by side, a device that finds a group elsewhere loads
-a copy of it, from the host: a block like any other, on that device's ledger, loaded and spilled as room allows. It is read
-only and lives until the batches have run; what is updated before that, nobody reads any more (`train/queues.py`).
+A block is on one device at most. So that units of one trial may run side by side, a device that finds a group on
+another device loads a copy of the group from the host. The copy is a block like any other: it lies on the device's
+ledger, and is loaded and spilled as room allows. It is read-only and lives until the batches have run; parameters that
+are updated earlier are not read any more (`train/queues.py`).
 
-Where each shard is at home on one device, groups that only one shard uses are not copied: they move to where it runs.
+Where each shard has a home device, groups that only one shard uses are not copied: such a group moves to the home of
+its shard.
 
-Whatever parameters are read, units compute on *stand-ins*, tensors of their own in the memory of the copy or of the group. So a
-backward leaves no gradient on the trial's parameters, where an update of others that runs at the same time would find it.
+In both cases units compute on *stand-ins*: separate tensors in the memory of the copy or of the group. So a backward
+leaves no gradient on the trial's parameters, where a concurrent update of other parameters would find the gradient.
 
-Note: which device has the original. While units run side by side, a group that some device has, or is about to have, stays
-there or goes to the host, and other devices take copies. So two units never wait for each other's blocks, and none changes
-one.
+Note: location of the original. While units run side by side, a group that a device has, or is about to have, stays
+there or goes to the host, and other devices take copies. So two units never wait for each other's blocks, and no unit
+changes a block of another.
 
-Note: the host copy. A copy is loaded from the host copy of its group, and has none of its own. Where host copies may go to
-disk, the group's is brought back for each load, and kept there just until it is done. The lock of a copy is taken before its
-group's, and nobody takes them the other way round.
+Note: host copies. A copy is loaded from the host copy of its group, and has no host copy of its own. Where host copies
+may go to disk, the group's host copy is brought back for each load and held only until the load is done. Lock order:
+the lock of a copy before the lock of its group, never the other way round.
 """
 
 import threading
@@ -34,10 +36,10 @@ from hydra_tune.train.state import ModelState
 
 
 class _Original:
-    """What a copy is loaded from, where host copies may go to disk: the tier of the copy is its group.
+    """Source of a copy where host copies may go to disk; acts as the tier of the copy.
 
     Args:
-        group: of which it is a copy.
+        group: original of the copy.
         host: counts the group's host copy.
     """
 
@@ -47,10 +49,12 @@ class _Original:
         self._is_held = False
 
     def recall(self, block: Block, device: Device | None = None) -> None:
-        """Have the group's bytes on the host, and keep them there until `loaded`."""
+        """Bring the group's bytes to the host, and hold the bytes there until `loaded`."""
         group = self._group
         with group.lock:
             if isinstance(group.home, Pager):
+                # A group without a host copy is written back from its device rather than read from disk; `write_back`
+                # skips clean blocks.
                 group.dirty = group.dirty or group.host is None
                 group.home.write_back(group)
             self._host.recall(group, device)
@@ -58,7 +62,7 @@ class _Original:
             self._is_held, block.host = True, group.host
 
     def loaded(self, block: Block) -> None:
-        """The group's host copy may go."""
+        """Let the group's host copy go."""
         block.host = None
         if self._is_held:
             self._is_held = False
@@ -66,16 +70,16 @@ class _Original:
                 self._host.hold(self._group, -1)
 
     def forget(self, block: Block) -> None:
-        """The copy is given up; one whose load has failed lets go of the group only now."""
+        """Release the group when the copy is given up; after a failed load, the group is still held until now."""
         self.loaded(block)
         block.tier = None
 
     def provide(self, block: Block, device: Device) -> None:
-        """Nobody asks: a copy is never changed, so it is never written back."""
+        """Fail: a copy is never changed, so no pager ever writes a copy back."""
         raise AssertionError(block.number, device.name)
 
     def written(self, block: Block) -> None:
-        """As `provide`."""
+        """Fail, as `provide`."""
         raise AssertionError(block.number)
 
 
@@ -83,7 +87,8 @@ class Replicas:
     """Read-only copies of one trial's groups, on any number of devices.
 
     Args:
-        state: the trial's long-lived tensors; whoever changes one that is copied reads no copy of it until `close`.
+        state: the trial's long-lived tensors; code that changes a copied tensor reads no copy of the tensor until
+            `close`.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -103,14 +108,14 @@ class Replicas:
         *,
         copies: bool = False,
     ) -> Iterator[tuple[Lease, dict[str, Tensor]]]:
-        """Parameters and buffers, or copies of them, on a device, with other blocks and room to work.
+        """Lease parameters and buffers, or copies of them, on a device, with other blocks and workspace.
 
         Args:
-            pager: of the device.
+            pager: pager of the device.
             names: the parameters and buffers.
-            blocks: what else the unit needs.
-            workspace_bytes: room to work.
-            copies: whether originals that are not on the device are left to others.
+            blocks: other blocks that the unit needs.
+            workspace_bytes: room to work, in bytes.
+            copies: whether originals that are not on the device are left to other devices.
 
         Yields:
             The lease, and by name the tensors to read in place of the trial's own.
@@ -130,13 +135,14 @@ class Replicas:
             yield lease, self._stand_ins(names, chosen)
 
     def close(self) -> None:
-        """Give up all copies; no unit that reads them may be running."""
+        """Give up all copies; no unit that reads a copy may be running."""
         for copy in self._copies.values():
             drop(copy)
         self._copies.clear()
 
     def _choose(self, group: Group, pager: Pager, *, copies: bool) -> Block:
-        """The group itself, pinned so that it stays or comes here, or else a copy."""
+        """Return the group itself, pinned to stay or to come here, or else a copy."""
+        # Before the lock is taken: work at home ends by taking the group's lock itself.
         await_home(group)
         homes = (pager,) if copies else (None, pager)
         with group.lock:

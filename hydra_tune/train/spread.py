@@ -1,12 +1,12 @@
-"""Batches of one optimizer step side by side: as many of their units at once as devices care to run.
+"""Batches of one optimizer step side by side, on as many devices as want to run their units.
 
-`Spread` is what the pool sees, whichever way the batches are split: units that are due, and what follows from a unit that has
-run. `DataParallel` is the one way: each batch goes through its units in order, from gradients of zero, wherever a device is
-free. When its backward is over and the gradients of all earlier batches are summed, its own are added. So every sum is made in
-the order of the batches, as a plain loop makes it, and the result is the same on one device and on many. The other way is in
-`pipeline.py`.
+`Spread` is the pool's view, for every way of splitting batches: units that are due, and the units that become due after
+a unit has run. `DataParallel` is the first way: each batch goes through its units in order, from gradients of zero, on
+any free device. When its backward is over and the gradients of all earlier batches are summed, its own gradients are
+added. So every sum is made in the order of the batches, as in a plain loop, and the result is the same on one device
+and on many. The other way is in `pipeline.py`.
 
-Only so many batches are under way at once: what they hold between units has to have room on the host.
+The number of batches under way at once is limited, because the values between their units need room on the host.
 """
 
 import threading
@@ -29,9 +29,9 @@ class LaneUnit:
     """A unit that is due.
 
     Attributes:
-        rank: the place of its batch among those of the spread: lower goes first. A batch has one unit due at most.
+        rank: place of the batch within the spread; lower ranks go first. A batch has at most one unit due.
         pending: the unit.
-        near: the device it had better run on; None if any will do.
+        near: the preferred device; None: any.
     """
 
     rank: int
@@ -40,13 +40,13 @@ class LaneUnit:
 
 
 class Spread(ABC):
-    """Batches under way side by side. May be called from any thread.
+    """Batches under way side by side. Methods may be called from any thread.
 
     Args:
         lanes: the batches in order.
         earlier: sums of the step's earlier batches, by parameter name.
-        width: how many batches may be under way at once.
-        replicas: what they read; closed with the spread.
+        width: number of batches that may be under way at once.
+        replicas: copies that the batches read; closed with the spread.
     """
 
     def __init__(self, lanes: Sequence[Lane], earlier: dict[str, Value], width: int, replicas: Replicas) -> None:
@@ -60,16 +60,16 @@ class Spread(ABC):
         self._error: BadLossError | None = None
 
     def start(self) -> list[LaneUnit]:
-        """The first units."""
+        """Return the first units."""
         with self._lock:
             return self._counted(self._first())
 
     def finished(self, rank: int, device: str) -> tuple[list[LaneUnit], bool]:
-        """A batch's unit has run on a device.
+        """Record that a batch's unit has run on a device.
 
         Returns:
-            The units that are due now and were not before, the batch's own next one first if it has one; and whether no unit
-            is due or runs any more, which is said once.
+            The units that have become due, the batch's own next unit first if there is one; and whether no unit is due
+            or running any more, which is reported once.
         """
         with self._lock:
             self._under_way -= 1
@@ -77,10 +77,10 @@ class Spread(ABC):
             return found, not self._under_way
 
     def result(self) -> dict[str, Value]:
-        """The sums, by parameter name, once it is over.
+        """Return the sums, by parameter name, once the spread is over.
 
         Raises:
-            BadLossError: of the first batch whose loss is not finite.
+            BadLossError: the error of the first batch with a loss that is not finite.
         """
         if self._error is not None:
             raise self._error
@@ -89,7 +89,7 @@ class Spread(ABC):
         return found
 
     def close(self) -> None:
-        """Give up all values and copies; no unit of it may be running."""
+        """Give up all values and copies; no unit of the spread may be running."""
         for lane in self._lanes:
             lane.clear()
         for value in self._sum.values():
@@ -103,15 +103,15 @@ class Spread(ABC):
 
     @abstractmethod
     def _first(self) -> list[LaneUnit]:
-        """Units that are due at the start."""
+        """Return the units that are due at the start."""
 
     @abstractmethod
     def _after(self, rank: int, device: str) -> list[LaneUnit]:
-        """Units that are due now that a unit of this batch has run."""
+        """Return the units that become due when a unit of the batch has run."""
 
 
 class DataParallel(Spread):
-    """Whole batches on one device each, as far as devices are free; gradients are summed batch by batch.
+    """Whole batches, each on one device, as far as devices are free; gradients are summed batch by batch.
 
     Args:
         lanes, earlier, width, replicas: see `Spread`.
@@ -134,7 +134,7 @@ class DataParallel(Spread):
         self._waiting: set[int] = set()
 
     def close(self) -> None:
-        """As for any spread."""
+        """Close as any spread does."""
         for program in self._programs:
             program.close()
         super().close()
@@ -151,7 +151,7 @@ class DataParallel(Spread):
         return [*own, *self._first()]
 
     def _program(self, rank: int) -> Generator[PendingUnit | None, None, None]:
-        """A batch's units in order; None once it has to wait for the sums of the batches before it."""
+        """Yield a batch's units in order; yield None once the batch has to wait for the sums of earlier batches."""
         lane = self._lanes[rank]
         yield from lane.units(is_last=False)
         lane.check_draws()
@@ -161,7 +161,10 @@ class DataParallel(Spread):
         lane.clear()
 
     def _go_on(self, rank: int, device: str | None) -> list[LaneUnit]:
-        """Let a batch go on to its next unit, near where it was; or to waiting, and the next one if it has waited for this."""
+        """Advance a batch to its next unit, near its last device, or to its wait for earlier sums.
+
+        A batch that is over also releases the next batch, if the next batch has been waiting for its sums.
+        """
         while rank < self._end:
             try:
                 pending = next(self._programs[rank], _DONE)
@@ -175,6 +178,7 @@ class DataParallel(Spread):
                     self._waiting.add(rank)
                     break
                 continue
+            # Sums are floating-point: adding strictly in the order of the batches keeps the bits of a plain loop.
             self._summed += 1
             rank, device = rank + 1, None
             if rank not in self._waiting:

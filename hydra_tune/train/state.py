@@ -1,14 +1,15 @@
 """A trial's long-lived tensors as groups: parameters, buffers and optimizer state of each shard.
 
-Note: who owns what. A parameter or buffer used by one shard lies in that shard's group; one that several shards use has a
-group of its own, so that a unit loads just what it uses. Parameters and buffers are apart, because a forward unit overwrites
-buffers only and clean parameters need not be written back. Optimizer state is grouped by the shard whose unit updates it, and
-exists from that unit's first update on. What no shard uses stays on the host.
+Note: ownership. A parameter or buffer that a single shard uses lies in the group of the shard. A parameter or buffer
+that several shards use has a group of its own, so that a unit loads only the tensors it uses. Parameters and buffers
+lie in separate groups: a forward unit overwrites buffers only, so clean parameters need no write-back. Optimizer state
+is grouped by the shard whose unit updates the parameters, and exists from the first update of the unit on. Tensors that
+no shard uses stay on the host.
 
-Note: a trial that runs its own code. Its module's parameters, its buffers and its optimizer's state are one group each. The
-user's code may replace any of these tensors, make others, and make the optimizer's state whenever that pleases it; so after
-each burst of steps `refresh` looks whether the groups still hold what there is. Where the device computes with the host's own
-tensors the groups are loose (`memory/block.py`), and nothing of the user's is moved before something else needs the room.
+Note: a trial that runs its own code. Parameters, buffers and optimizer state are one group each. The user's code may
+replace any of the tensors, add tensors, and create optimizer state at any time, so after each burst of steps `refresh`
+checks whether the groups still hold the present tensors. Where the device computes with the host's own tensors, the
+groups are loose (`memory/block.py`): none of the user's tensors moves before something else needs the room.
 """
 
 import functools
@@ -53,19 +54,20 @@ class ModelState:
     Args:
         module: the trial's module, on the host.
         optimizer: the trial's optimizer.
-        plan: decides the groups; later plans of the trial use the same ones.
+        plan: decides the groups; later plans of the trial use the same groups.
         device: any device of the pool, for host memory and alignment.
         host: counts the groups' host copies; None: the host has room for all.
         tenant: the trial, for `host`.
-        before: what the trial had in its place before; whoever watches that watches this.
-        runs_own_code: whether units run the user's own step on the module, which `refresh` then follows.
+        before: the state that the new state replaces; its number and its watcher carry over.
+        runs_own_code: whether units run the user's own step on the module; `refresh` then follows the changes.
 
     Attributes:
-        number: of the trial, for its blocks.
-        recomputed: graphs of shards whose activations are not kept any more, because memory has run out.
-        readers: of parameters, buffers and optimizer state, between units.
+        number: number of the trial, for its blocks.
+        recomputed: graphs of shards whose activations are no longer kept, because memory has run out.
+        readers: readers of parameters, buffers and optimizer state between units.
         watcher: as of `watch`.
-        around_step: makes what is entered around each step of the optimizer, given where that is.
+        around_step: returns the context manager entered around each step of the optimizer; called with the device of
+            the step, None on the host.
     """
 
     def __init__(
@@ -118,57 +120,60 @@ class ModelState:
             self.watch(before.watcher)
 
     def activations_of(self, shard: Shard) -> str:
-        """What is done with a shard's activations by now: as planned, unless memory has run out."""
+        """Return how the activations of a shard are handled now: as planned, or "recompute" once memory has run out."""
         return "recompute" if any(graph is shard.graph for graph in self.recomputed) else shard.activations
 
     def name_of(self, tensor: Tensor) -> str:
-        """What a parameter or buffer is called."""
+        """Return the name of a parameter or buffer."""
         return self._names[id(tensor)]
 
     def groups(self, names: Iterable[str]) -> list[Group]:
-        """The groups that hold these parameters and buffers."""
+        """Return the groups that hold the named parameters and buffers."""
         return list(dict.fromkeys(self._group_of[name] for name in names))
 
     def optimizer_groups(self, names: tuple[str, ...]) -> list[Group]:
-        """The groups of the optimizer state of these parameters; none before their first update."""
+        """Return the groups that hold the optimizer state of the named parameters; none before their first update."""
         found: list[Group] = []
-        for members, groups in list(self._optimizer_groups.items()):  # another thread may look ahead
+        # A copy of the items: a prefetch asks for the blocks of coming units from another thread while an update adds a
+        # group.
+        for members, groups in list(self._optimizer_groups.items()):
             if not set(members).isdisjoint(names):
                 found += groups
         return found
 
     def touched(self, names: Iterable[str]) -> None:
-        """The device copies of these parameters and buffers have changed."""
+        """Mark the groups of the named parameters and buffers as dirty, because their device copies have changed."""
         for group in self.groups(names):
             group.dirty = True
 
     def optimized(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those of these parameters that the optimizer has."""
+        """Select the values of the parameters that the optimizer updates, in the optimizer's order."""
         return {name: values[name] for name in self._optimized if name in values}
 
     def check(self) -> None:
-        """The user's own code has run on the module.
+        """Check the module after the user's own code has run.
 
         Raises:
-            TaskError: it has added, removed or replaced parameters or buffers, or trains what was frozen.
+            TaskError: the code has added, removed or replaced parameters or buffers, or trains a frozen parameter.
         """
         check_state(self.tensors, self.module)
         self._collect(self._blocks(), "the model's forward")
         self.check_frozen()
 
     def check_frozen(self) -> None:
-        """A step is about to begin.
+        """Check before a step that no frozen parameter has become trainable.
 
         Raises:
-            TaskError: it would train a parameter that was frozen when the trial began.
+            TaskError: the step would train a parameter that was frozen when the trial began.
         """
         check_still_frozen(self._frozen)
 
     def update(self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: Gradients) -> None:
-        """One optimizer step for some parameters; all others have no gradient, so the optimizer skips them.
+        """Take one optimizer step for some parameters; the optimizer skips all others, which have no gradient.
 
-        Equal, to the last bit, to one step over all parameters for every optimizer whose update is per parameter; and since
-        it is the user's one optimizer, schedulers, parameter groups and `state_dict` are too.
+        For every optimizer with a per-parameter update, the result equals, to the last bit, a single step over all
+        parameters. The optimizer is the user's own, so schedulers, parameter groups and `state_dict` behave as in a
+        plain loop.
         """
         self._step(gradients, rules)
         self.touched(name for name in names if name in gradients)
@@ -188,10 +193,10 @@ class ModelState:
                 self.tensors[name].grad = None
 
     def _collect(self, groups: Iterable[Group], whose: str) -> None:
-        """Have tensors to which the user's code has given other memory (`p.data = ...`) in their groups again.
+        """Copy tensors to which the user's code has given other memory (`p.data = ...`) back into their groups.
 
         Raises:
-            TaskError: one of them has another shape or type now.
+            TaskError: a tensor has another shape or dtype now.
         """
         for group in groups:
             for tensor in group.collect():
@@ -211,15 +216,16 @@ class ModelState:
         device: Device,
         over: Callable[[int, int], None],
     ) -> None:
-        """The same on the host, for parameters whose optimizer state never leaves it; the copies on devices are given up.
+        """Start an update on the host, for parameters with optimizer state that never leaves the host.
 
-        It is begun here, and goes on beside what the device does next; see `HostUpdates`.
+        The device copies of the parameters are given up. The update runs beside the device's next units; see
+        `HostUpdates`.
 
         Args:
             names: the parameters.
-            gradients: theirs, on the host; emptied when it is over.
-            rules: what is done with gradients.
-            device: beside which.
+            gradients: gradients of the parameters, on the host; emptied when the update is over.
+            rules: rules for the gradients.
+            device: the device beside which the update runs.
             over: as of `HostUpdates.start`.
         """
         step = functools.partial(self._step_on_host, gradients, rules)
@@ -233,19 +239,20 @@ class ModelState:
             gradients.clear()
 
     def stand_ins(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors to compute with in place of those of these parameters that are trained, which lie where they lie.
+        """Return tensors to compute with in place of the trainable ones among the named parameters, in the same memory.
 
-        Their gradients are not the trial's own parameters', so that no step of the optimizer takes them.
+        A backward leaves gradients on the stand-ins and not on the trial's own parameters, so no step of the optimizer
+        picks them up.
         """
         tensors = {name: self.tensors[name] for name in names}
         return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor.requires_grad}
 
     def settle(self) -> None:
-        """Wait until all updates are over; raises what one of them has raised."""
+        """Wait until all updates on the host are over; raise the error of an update that has failed."""
         self._host_updates.wait()
 
     def adopt_optimizer_state(self, names: tuple[str, ...], device: Device) -> None:
-        """Take state tensors that the optimizer has just made into a group on the host, on the device's copy thread."""
+        """Move state tensors that the optimizer has just created into a group on the host, on the device's copy thread."""
         fresh: dict[tuple[str, str], Tensor] = {}
         for name in names:
             entries = self.optimizer.state.get(self.tensors[name], {})
@@ -263,6 +270,7 @@ class ModelState:
                     fresh[name, key] = value
         if not fresh:
             return
+        # The new tensors are copied on another thread, so the kernels that fill them must have ended.
         device.synchronize()
         fresh = _by_key(fresh)
         group = self._new_group(Kind.OPTIMIZER, list(fresh.values()), device)
@@ -270,10 +278,10 @@ class ModelState:
         self._optimizer_groups.setdefault(names, []).append(group)
 
     def adopt_saved(self, saved: Mapping[str, Mapping[str, Any]], device: Device) -> None:
-        """Take over optimizer state from a checkpoint, in groups on the host unless it never leaves the host anyway.
+        """Adopt optimizer state from a checkpoint, in groups on the host unless the state never leaves the host.
 
         Args:
-            saved: by parameter and key, on the host.
+            saved: state by parameter name and key, on the host.
             device: any device of the pool.
         """
         for name, entries in saved.items():
@@ -300,21 +308,26 @@ class ModelState:
                 self._optimizer_groups.setdefault(names, []).append(group)
 
     def adopt_made(self, device: Device) -> None:
-        """Take over optimizer state that a constructor has made (Adagrad's, up to torch 2.11).
+        """Adopt optimizer state that a constructor has created (Adagrad's, up to torch 2.11).
 
-        Such state is where parameters were then, on the host. A CPU device computes with it there, and finds it after a step.
+        The constructor puts such state beside the parameters, on the host. A CPU device computes with the state in
+        place, and `adopt_optimizer_state` groups the state after a step.
         """
         if device.torch_device.type != "cpu":
             self.adopt_saved({name: made for name, made in self.optimizer_state().items() if made}, device)
 
     def _stays_on_host(self, name: str, key: str) -> bool:
-        """As `Optimizer.load_state_dict` has it: step counters beside GPUs, unless kernels there read them."""
+        """Whether a state tensor stays on the host, as in `Optimizer.load_state_dict`.
+
+        Step counters stay on the host beside a GPU, unless kernels of the GPU read the counters (`capturable`,
+        `fused`).
+        """
         tensor = self.tensors[name]
         group = next(g for g in self.optimizer.param_groups if any(p is tensor for p in g["params"]))
         return key == "step" and not (group.get("capturable") or group.get("fused"))
 
     def _group_saved_state(self, names: Iterable[str], device: Device) -> None:
-        """Take optimizer state that is on the host into the one group that `refresh` goes on with."""
+        """Move optimizer state that is on the host into the single group that `refresh` maintains."""
         by_key: dict[str, list[Tensor]] = {}
         for name in names:
             for key, value in self.optimizer.state[self.tensors[name]].items():
@@ -326,14 +339,14 @@ class ModelState:
             self._optimizer_groups = {_ALL: [self._new_group(Kind.OPTIMIZER, tensors, device)]}
 
     def refresh(self, lease: Lease, device: Device) -> None:
-        """The user's own code has run under a lease on all groups: have these hold the tensors that there are now.
+        """Make the groups hold the present tensors, after the user's own code has run under a lease on all groups.
 
         Args:
-            lease: of the unit that ran the code; new groups are part of it.
-            device: where the code ran, and where what it has made is.
+            lease: lease of the unit that ran the code; new groups join the lease.
+            device: the device where the code ran, and where new tensors lie.
 
         Raises:
-            BudgetError: what there is now does not fit the device.
+            BudgetError: the present tensors do not fit the device.
         """
         self.tensors = dict(named_state(self.module))
         self._names = {id(tensor): name for name, tensor in self.tensors.items()}
@@ -359,7 +372,7 @@ class ModelState:
     def _renewed(
         self, group: Group | None, kind: Kind, tensors: list[Tensor], lease: Lease, device: Device
     ) -> Group | None:
-        """A group that holds these tensors: the one there is, if it does, else a new one in its place."""
+        """Return a group of exactly these tensors: the present group if it holds them, else a new group in its place."""
         if group is None and not tensors:
             return None
         is_same = (
@@ -370,7 +383,9 @@ class ModelState:
             if not strays or (not self._is_loose and not group.collect()):
                 return group
         if self._is_loose:
-            if group is not None and not group.is_loose:  # what it holds lies in its buffer, which goes with it
+            if group is not None and not group.is_loose:
+                # The buffer of the old group goes with the group, so tensors that lie in the buffer first get memory of
+                # their own.
                 known = set(map(id, group.tensors)) - set(map(id, group.strays()))
                 kept = [tensor for tensor in tensors if id(tensor) in known]
                 self.readers.point(kept, [tensor.detach().clone() for tensor in kept])
@@ -379,26 +394,28 @@ class ModelState:
         else:
             device.synchronize()
             fresh = self._new_group(kind, tensors, device)
-        lease.exchange(group, fresh)  # back to the device, where the next step of the same unit wants it
+        # The next step of the same unit needs the new group on the device.
+        lease.exchange(group, fresh)
         if kind is Kind.PARAMETERS:
             fresh.shard = 0
             fresh.on_moved = None if group is None else group.on_moved
         return fresh
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state by the parameters' names, for `adopt_saved`."""
+        """Return the optimizer's state by parameter name, for `adopt_saved`."""
         named = {id(tensor): name for name, tensor in named_state(self.module)}
         return {named[id(p)]: dict(entries) for p, entries in self.optimizer.state.items() if id(p) in named}
 
     def own_code_blocks(self) -> list[Block]:
-        """What a unit that runs the user's own code needs on its device."""
+        """Return the blocks that a unit running the user's own code needs on its device."""
         return list(self._blocks())
 
     def rewrite(self, write: Callable[[Tensor], None]) -> None:
-        """Change tensors of the state on the host, one group after the other; no unit of the trial runs.
+        """Change tensors of the state on the host, group by group; no unit of the trial may run meanwhile.
 
         Args:
-            write: called with each parameter, buffer and tensor of the optimizer's state; changes it in place, or leaves it.
+            write: called with each parameter, buffer and tensor of the optimizer's state; changes the tensor in place,
+                or leaves it.
         """
         self.settle()
         seen: set[int] = set()
@@ -416,19 +433,20 @@ class ModelState:
                     write(tensor)
 
     def copy_out(self, targets: Mapping[int, Tensor]) -> None:
-        """Copy tensors of the state to the host, wherever they are; no unit of the trial runs.
+        """Copy tensors of the state to the host from wherever they are; no unit of the trial may run meanwhile.
 
         Args:
-            targets: by `id` of a tensor, where its bytes go; others than the state's are left alone.
+            targets: destination by `id` of a tensor; `id`s of tensors outside the state are ignored.
         """
         for block in self._blocks():
-            with block.lock:  # one after the other, so that devices may have the room of all the others meanwhile
+            # One lock at a time: devices may take the room of all other groups while a group is copied.
+            with block.lock:
                 for tensor in block.tensors:
                     if id(tensor) in targets:
                         targets[id(tensor)].copy_(tensor.detach())
 
     def aliases(self) -> dict[int, Tensor]:
-        """By `id` of each of the state's tensors, another of the same bytes, which stay as they are until a unit runs."""
+        """Return an alias of each tensor of the state, by `id`; the aliased bytes do not change until a unit runs."""
         found: dict[int, Tensor] = {}
         for block in self._blocks():
             with block.lock:
@@ -436,14 +454,14 @@ class ModelState:
         return found
 
     def bring_home(self) -> None:
-        """Everything on the host."""
+        """Bring all groups to the host."""
         self.settle()
         for block in self._blocks():
             bring_home(block)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Everything on the host meanwhile, even beyond its budget."""
+        """Keep all groups on the host inside the context, even beyond the host's budget."""
         self.settle()
         blocks = self._blocks()
         with nullcontext() if self._host is None else self._host.whole(blocks):
@@ -451,12 +469,13 @@ class ModelState:
             yield
 
     def hand_over(self, *, is_result: bool = False) -> None:
-        """Everything on the host, in memory of each tensor's own, where it is the caller's from now on.
+        """Bring all groups to the host and give each tensor memory of its own; the caller owns the tensors from now on.
 
-        One group after the other, so that the host has no more than one group twice.
+        Groups are handed over one after the other, so that the host never holds more than one group twice.
 
         Args:
-            is_result: the trial is over. Else what shares memory goes on sharing it, so that `ModelState` can refuse it.
+            is_result: whether the trial is over. Otherwise tensors that share memory keep sharing it, so that the next
+                `ModelState` can refuse them.
         """
         self.settle()
         storages = Counter(
@@ -482,7 +501,7 @@ class ModelState:
             drop(block)
 
     def watch(self, moved: Callable[[int, str | None], None]) -> None:
-        """Call `moved(shard, device)` whenever a shard's parameters are loaded or leave a device (None)."""
+        """Call `moved(shard, device)` when parameters of a shard reach a device, and with None when they leave it."""
         self.watcher = moved
         for group in dict.fromkeys(self._group_of.values()):
             if group.shard is not None:
@@ -526,7 +545,7 @@ class ModelState:
             self._group_of.update(dict.fromkeys(names, group))
 
     def adopt_state(self, names: Sequence[str], device: Device) -> None:
-        """Group parameters and buffers that the first plan did not use and a later one does."""
+        """Group parameters and buffers that the first plan did not use and a later plan does."""
         new = [name for name in names if name not in self._group_of]
         for kind, members in (
             (Kind.PARAMETERS, [n for n in new if isinstance(self.tensors[n], nn.Parameter)]),
@@ -539,7 +558,7 @@ class ModelState:
 
 
 def optimizer_tensors(optimizer: Optimizer, device: Device) -> list[Tensor]:
-    """The tensors of an optimizer's state that lie where the device computes; those of a key one behind the other."""
+    """Return the tensors of an optimizer's state on the device's kind of memory, ordered key by key."""
     kind = device.torch_device.type
     by_key: dict[object, list[Tensor]] = {}
     for entries in optimizer.state.values():
@@ -550,7 +569,7 @@ def optimizer_tensors(optimizer: Optimizer, device: Device) -> list[Tensor]:
 
 
 def _by_key(state: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
-    """The same key's tensors one behind the other, as the parameters lie: some optimizers take them as one then."""
+    """Order state tensors key by key, parallel to the parameters: some optimizers then treat the tensors of a key as one."""
     return dict(sorted(state.items(), key=lambda item: item[0][1]))
 
 
@@ -559,7 +578,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _check_storages(tensors: dict[str, Tensor], *, may_share: bool) -> None:
-    """Refuse tensors that share memory without being one object, unless they may: in flat blocks they would come apart."""
+    """Refuse distinct tensors that share memory, unless sharing is allowed: flat blocks would tear the tensors apart."""
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided:
@@ -577,10 +596,10 @@ def _check_storages(tensors: dict[str, Tensor], *, may_share: bool) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    """Refuse an optimizer that cannot be stepped shard by shard, or that trains something else.
+    """Refuse an optimizer that cannot be stepped shard by shard, or that trains tensors outside the module.
 
     Raises:
-        TaskError: LBFGS, or a parameter that is not the module's.
+        TaskError: the optimizer is LBFGS, or holds a parameter that is not the module's.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError(

@@ -1,4 +1,7 @@
-"""A batch as units that the pool can run one by one on any device: what training and evaluation share, and evaluation."""
+"""A batch as units that the pool can run one by one on any device: the part common to training and evaluation.
+
+`EvaluationStep`, the evaluation of a batch, is here as well; training is in `training_batch.py`.
+"""
 
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -29,19 +32,19 @@ from hydra_tune.train.store import BlockStore
 from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.undo import Undo
 
-# What a unit does with the trial's random numbers: moves the stream on, draws what was drawn before, or draws none.
+# Use of the trial's random stream by a unit: moves the stream on, draws the same numbers again, or draws none.
 _KEPT, _REPLAYED, _NONE = "kept", "replayed", "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A unit that will be due: what is known of it beforehand.
+    """A unit that will be due, as far as known beforehand.
 
     Attributes:
         kind, shard, seconds: as of `PendingUnit`.
-        blocks: those of its blocks that there are by now, the ones that it cannot begin without. May be called from any
-            thread, at any time: what it says of a unit that is over meanwhile is out of date, and does no harm.
-        workspace_bytes: room that it needs beside them.
+        blocks: returns the present blocks without which the unit cannot begin. May be called from any thread at any
+            time: for a unit that is over meanwhile, the answer is out of date and harmless.
+        workspace_bytes: room that the unit needs beside the blocks.
     """
 
     kind: str
@@ -52,7 +55,7 @@ class Expected:
 
 
 def nothing_known() -> list[Expected]:
-    """What follows a unit of which that is not known."""
+    """Return no units, for a unit with unknown successors."""
     return []
 
 
@@ -63,12 +66,12 @@ class PendingUnit:
     Attributes:
         kind: "forward", "backward", "sum", "complete", "update" or "evaluate".
         shard: index of the shard.
-        seconds: expected.
-        run: runs it on a device's worker; returns seconds spent waiting for bytes, and for other trials' code.
-        times: where its measured seconds go, under `key`.
+        seconds: expected seconds.
+        run: runs the unit on a device's worker; returns seconds spent waiting for bytes and for other trials' code.
+        times: times that record the measured seconds, under `key`.
         blocks, workspace_bytes: as of `Expected`.
-        following: what comes after it in its trial, in order: an update of its shard, which is run along with it, and the
-            next unit; as far as that is known.
+        following: returns the units that follow in the trial, in order and as far as known: an update of the shard,
+            which runs along with the unit, and the next unit.
     """
 
     kind: str
@@ -83,7 +86,13 @@ class PendingUnit:
 
 
 def unit_times(prepared: Prepared, accumulate: int = 1, name: str | None = None) -> UnitTimes:
-    """First estimates of the seconds of a plan's units in a step of so many batches; `name` is for who measures together."""
+    """Return first estimates of the seconds of a plan's units in a step of `accumulate` batches.
+
+    Args:
+        prepared: the plan, and the seconds that its pilot measured, if any.
+        accumulate: batches of a step.
+        name: name under which trials share measured times; None: the trial measures alone.
+    """
     plan, seconds = prepared.plan, prepared.seconds
     times: dict[Hashable, float] = {}
     for index, shard in enumerate(plan.shards):
@@ -102,23 +111,23 @@ def unit_times(prepared: Prepared, accumulate: int = 1, name: str | None = None)
 
 
 def _workspace(cost: ShardCost, *, backward: bool, recompute: bool) -> int:
-    """Room that a unit needs beyond what it is given."""
+    """Return the room that a unit needs beyond its given blocks, in bytes."""
     if recompute and cost.recompute_workspace:
         return cost.recompute_workspace
     return cost.backward_workspace if backward else cost.forward_workspace
 
 
 class Step:
-    """One batch: running one shard after the other on a device.
+    """One batch, run shard by shard on a device.
 
     Args:
-        plan: how the step is cut for this kind of batch.
-        times: of its units.
+        plan: cut of the step for this kind of batch.
+        times: times of the plan's units.
         state: the trial's long-lived tensors.
         leaves: the batch.
         streams: the trial's random streams.
         device: any device of the pool, for host memory.
-        objective: what the backward starts from.
+        objective: derives the root of the backward from the loss.
     """
 
     def __init__(
@@ -140,9 +149,10 @@ class Step:
         self._chain = Chain(plan, self._store, objective, state.recomputed)
 
     def close(self) -> None:
-        """Give up all of the step's values."""
+        """Give up all values of the step."""
         if self._plan.eager:
-            # The user's own code may have changed the batch, and would see that when it draws it again.
+            # The user's own code may have changed the batch in place, and must see the change when the same batch is
+            # drawn again.
             self._store.bring_inputs_home()
             self._leaves.hand_back()
         self.clear()
@@ -175,12 +185,12 @@ class Step:
         )
 
     def _following(self, kind: str, index: int) -> list[Expected]:
-        """What comes after a unit."""
+        """Return the units that follow a unit."""
         del kind, index
         return []
 
     def _expected(self, kind: str, index: int) -> Expected:
-        """A unit of this batch that runs a shard's graph."""
+        """Return the expectation of a unit of this batch that runs a shard's graph."""
         return Expected(
             kind=kind,
             shard=index,
@@ -190,7 +200,7 @@ class Step:
         )
 
     def _expected_batch(self, kind: str) -> Expected:
-        """The first unit of another batch, which is not drawn yet: it will want the parameters."""
+        """Return the expectation of the next batch's first unit: the batch is not drawn yet, but its parameters are known."""
         return Expected(
             kind=kind,
             shard=0,
@@ -203,18 +213,18 @@ class Step:
         return _workspace(self._plan.shards[index].cost, backward=kind == "backward", recompute=False)
 
     def _blocks(self, kind: str, index: int) -> list[Block]:
-        """What a unit that runs a shard's graph needs on its device, the parameters first."""
+        """Return the blocks that a unit running a shard's graph needs on its device, the parameters first."""
         graph = self._plan.shards[index].graph
         return [*self._state.groups(graph.state), *self._graph_blocks(kind, index)]
 
     def _graph_blocks(self, kind: str, index: int) -> list[Block]:
-        """The same without parameters and buffers."""
+        """Return the same blocks without parameters and buffers."""
         graph = self._plan.shards[index].graph
         keys = self._chain.keys("backward" if kind == "backward" else "forward", index)
         return self._store.blocks(keys, graph.constants, graph.inputs)
 
     def _shard_unit(self, kind: str, index: int, compute: Callable[[Device], None]) -> PendingUnit:
-        """A unit that runs a shard's graph, forward or backward."""
+        """Return a unit that runs a shard's graph, forward or backward."""
         run = partial(self._run_shard, kind, index, compute)
         return self._unit(kind, index, run, partial(self._blocks, kind, index), self._workspace(kind, index))
 
@@ -223,6 +233,7 @@ class Step:
     ) -> float:
         shard, backward = self._plan.shards[index], kind == "backward"
         graph = shard.graph
+        # A graph that was kept on another device cannot be used on this one: then the backward recomputes its shard.
         played = backward and self._chain.is_kept(index, device.torch_device)
         if backward and not played:
             self._chain.let_go(index)
@@ -253,7 +264,7 @@ class Step:
         )
 
     def _generator(self, device: Device) -> RandomGenerator:
-        """What a recompute has to start from, while a unit runs."""
+        """Return the generator state that a recompute has to start from, while a unit runs."""
         return device.generator
 
     def _undo(self, index: int, *, is_first: bool) -> Undo:
@@ -261,7 +272,7 @@ class Step:
         return Undo(graph, index, self._chain, self._store, self._streams, is_first=is_first, is_own_code=eager)
 
     def _spill(self, index: int, device: Device) -> float:
-        """Send what a forward unit has kept to the host; returns the seconds from the end of its computing on."""
+        """Spill the values that a forward unit has kept; return the seconds from the end of its compute on."""
         watch = device.stopwatch()
         with watch.running(), not_repeatable("its activations were being spilled"):
             for block in self._store.blocks(self._chain.kept_keys(index), (), ()):
@@ -271,11 +282,11 @@ class Step:
     def _lease(
         self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int
     ) -> AbstractContextManager[Lease]:
-        """Parameters and buffers, other blocks, and room to work."""
+        """Lease parameters and buffers, other blocks, and workspace."""
         return pager.lease([*self._state.groups(names), *blocks], workspace)
 
     def _room(self, shard: Shard, lease: Lease, workspace: int, device: Device) -> AbstractContextManager[object]:
-        """What the memory of the user's own code needs; a graph needs what its pilot has found."""
+        """Return the context that accounts for memory of the user's own code; for a graph, the pilot already has."""
         stack = ExitStack()
         module = shard.graph.module
         if isinstance(module, EagerStep) and module.precision == "float32":
@@ -295,23 +306,27 @@ class Step:
             self._store.lease = None
 
     def _surroundings(self, shard: Shard, device: Device, draws: str) -> AbstractContextManager[object]:
-        """What the unit's random numbers need, eager code all of the trial's streams; and no capture beside it."""
+        """Return the context of a unit: the random streams that its code draws from, and no concurrent capture.
+
+        Eager code gets all of the trial's streams, a captured graph only the stream of the device.
+        """
         stack = ExitStack()
         if self._plan.eager:
             stack.enter_context(self._streams.everything())
         if draws != _NONE and shard.graph.stochastic and not (self._plan.eager and device.shares_generator):
             stack.enter_context(self._streams.drawing(device, keep=draws == _KEPT))
+        # Lock order: a GPU's generator before the gate.
         stack.enter_context(GATE.shared())
         return stack
 
 
 class EvaluationStep(Step):
-    """One evaluated batch. After its units have run, `metrics` has its values."""
+    """One evaluated batch; after the units have run, `metrics` holds the values."""
 
     metrics: dict[str, float]
 
     def units(self) -> Iterator[PendingUnit]:
-        """One forward-only unit a shard."""
+        """Yield one forward-only unit for each shard."""
         self.metrics = {}
         for index in range(len(self._plan.shards)):
             yield self._shard_unit("evaluate", index, partial(self._forward, index))

@@ -1,9 +1,9 @@
-"""A trial's own random streams, which its code draws from wherever it draws from the process's.
+"""A trial's own random streams, from which its code draws in place of the process's streams.
 
-Torch's operators on CPU, the functions of `random` and those of `numpy.random` ask for the stream of the thread that calls them
-(`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code has its streams on its own thread, nobody waits
-for them, and no other thread draws from them or seeds them. Threads that the code starts draw from the process's streams.
-Generators of GPUs are one per device and used by that device's worker alone.
+Torch's operators on CPU, the functions of `random` and the functions of `numpy.random` look up the stream of the
+calling thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code has its streams on its
+own thread without any waiting, and no other thread draws from or seeds the streams. Threads that the code starts draw
+from the process's streams. Each GPU has its own generator, which only the device's worker uses.
 """
 
 import copy
@@ -28,12 +28,12 @@ _LOCK = threading.Lock()
 
 
 def _own_numpy() -> Any:
-    """The module of numpy's streams, where there is numpy."""
+    """Return the module of numpy's streams; None without numpy."""
     return importlib.import_module("hydra_tune.train.own_numpy") if importlib.util.find_spec("numpy") else None
 
 
 def _install(own_numpy: Any) -> None:
-    """Have all that draws ask for its thread's streams; once for the process."""
+    """Route all functions that draw to the calling thread's streams; once for the process."""
     with _LOCK:
         own_generator.install()
         replaced = own_python.install()
@@ -46,7 +46,7 @@ class RandomStreams:
     """The random streams of one trial, from its seed on.
 
     Args:
-        seed: as a plain loop would give to `torch.manual_seed`, `numpy.random.seed` and `random.seed`.
+        seed: the seed that a plain loop would give to `torch.manual_seed`, `numpy.random.seed` and `random.seed`.
     """
 
     def __init__(self, seed: int) -> None:
@@ -62,7 +62,10 @@ class RandomStreams:
         self._drawn_from: RandomGenerator | None = None  # a GPU's, while it is this trial's stream there that moves
 
     def fork(self) -> "RandomStreams":
-        """The torch streams from here on, but apart, for captured units: what one draws does not move the other's."""
+        """Return independent torch streams at the present position, for captured units.
+
+        Draws from a fork do not move the original, nor the other way round.
+        """
         other = copy.copy(self)
         apart = OwnGenerator()
         apart.set_state(self._torch.get_state())
@@ -71,34 +74,37 @@ class RandomStreams:
 
     @property
     def generator(self) -> torch.Generator:
-        """What captured units on CPU devices draw from."""
+        """Generator that captured units on CPU devices draw from."""
         return self._torch
 
     def position(self, device: Device) -> Tensor:
-        """Where the stream stands that captured units draw from on such a device."""
+        """Return the position of the stream that captured units draw from on such a device."""
         return self._torch.get_state() if device.shares_generator else self.gpu_state(device)
 
     def gpu_state(self, device: Device) -> Tensor:
-        """Where the stream stands that captured units on GPUs draw from, as a GPU's default generator gives it."""
+        """Return the position of the stream of captured units on GPUs, as a state of a GPU's default generator."""
         if self._gpu_state is None:
             self._gpu_state = torch.Generator(device.torch_device).manual_seed(self._seed).get_state()
         return self._gpu_state
 
     def keep_gpu_state(self, state: Tensor) -> None:
-        """That stream stands here from now on."""
+        """Set the position of the stream that captured units on GPUs draw from."""
         self._gpu_state = state
 
     def mark(self) -> Any:
-        """Where the streams stand that captured units draw from, for `go_back`."""
+        """Return the positions of the streams that captured units draw from, for `go_back`."""
         return self._torch.get_state(), self._gpu_position()
 
     def go_back(self, mark: Any) -> None:
-        """Have these streams stand where they stood; on the thread that draws, if any does."""
+        """Return the streams to the positions from `mark`; on the thread that draws, if any does."""
         self._torch.set_state(mark[0])
         self._set_gpu_position(mark[1])
 
     def skip(self, count: int, device: Device) -> None:
-        """Move that stream on by so many draws, as the device's generator counts them; no unit draws from it meanwhile."""
+        """Advance the stream of captured units by a number of draws, as the device's generator counts draws.
+
+        No unit may draw from the stream meanwhile.
+        """
         moved = device.generator.moved(self.position(device), count)
         if device.shares_generator:
             self._torch.set_state(moved)
@@ -106,7 +112,7 @@ class RandomStreams:
             self._gpu_state = moved
 
     def state(self) -> dict[str, Any]:
-        """Where all streams stand, for `restore`: plain values and tensors."""
+        """Return the positions of all streams, for `restore`, as plain values and tensors."""
         return {
             "torch": self._torch.get_state(),
             "python": self._python.getstate(),
@@ -115,8 +121,9 @@ class RandomStreams:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Have the streams stand where others stood; on the thread that draws, if any does."""
-        self._torch.set_state(state["torch"].clone())  # torch reads past the start of a view
+        """Set the streams to positions from `state`; on the thread that draws, if any does."""
+        # A clone, because torch reads past the start of a view.
+        self._torch.set_state(state["torch"].clone())
         self._python.setstate(state["python"])
         if self._numpy is not None and state["numpy"] is not None:
             self._numpy.restore(state["numpy"])
@@ -131,23 +138,27 @@ class RandomStreams:
             self._drawn_from.set_state(state)
 
     def moves(self) -> int:
-        """How often the code of the trial has drawn from its streams on the host, or set them."""
+        """Return how often the trial's code has drawn from its host streams, or set them."""
         moves = 0
-        for stream in self._host_streams:  # several times a step, where `sum` takes three times as long
+        # A loop, because this runs several times a step and `sum` takes three times as long.
+        for stream in self._host_streams:
             moves += stream.moves
         return moves
 
     def everything(self) -> AbstractContextManager[None]:
-        """The torch CPU, numpy and Python streams of this thread are the trial's; what there was before comes back."""
+        """Make the torch CPU, numpy and Python streams of this thread the trial's inside the context.
+
+        The thread's earlier streams return on leaving.
+        """
         assert self._host_streams, "a fork of streams is for captured units, which draw from torch's alone"
         return _Everything(self._host_streams)
 
     def drawing(self, device: Device | None, *, keep: bool) -> AbstractContextManager[None]:
-        """The device's generator is the trial's, for a captured unit that draws, or an update.
+        """Make the device's generator the trial's inside the context, for a captured unit that draws, or an update.
 
         Args:
-            device: where the unit runs; None: on the host, beside a device.
-            keep: whether the stream moves on; a recompute draws the same numbers again and leaves it.
+            device: device of the unit; None: on the host, beside a device.
+            keep: whether the stream moves on; a recompute draws the same numbers again and leaves the stream.
         """
         if device is None or device.shares_generator:
             return self._drawing_on_host(keep=keep)
@@ -168,6 +179,8 @@ class RandomStreams:
         state = self.gpu_state(device)
         with device.generator.in_turn():
             device.generator.set_state(state)
+            # While the unit runs, the GPU's generator holds the present position of a stream that moves, and not
+            # `_gpu_state`.
             before, self._drawn_from = self._drawn_from, device.generator if keep else None
             try:
                 yield
@@ -178,7 +191,7 @@ class RandomStreams:
 
 
 class _Everything:
-    """Around code that draws from some streams."""
+    """Context of code that draws from the given streams."""
 
     __slots__ = ("_streams", "_tokens")
 

@@ -1,12 +1,12 @@
-"""How long a trial's units take on this host: a few steps of it, run for real on a device of their own, and thrown away.
+"""Times of a trial's units on this host, measured by running a few steps on a separate device and discarding the results.
 
-What a unit takes is all that its worker has to do for it but wait for copies: its arithmetic, its blocks' bookkeeping, what is
-begun to be sent ahead, and the trial's own code that comes before the next unit, which draws and collates batches. How long
-copies take is found beside it. So a rehearsal (`pool/rehearsal.py`) can say what a step will take where copies are waited for
-at other times, beside other trials say.
+The time of a unit covers all work of its worker but waits for copies: arithmetic, bookkeeping of blocks, starting
+prefetches, and the trial's own code before the next unit, which draws and collates batches. Copies are timed
+separately. So a rehearsal (`pool/rehearsal.py`) can predict a step whose waits for copies fall elsewhere, for example
+beside other trials.
 
-Note: a trial of its own. The steps are those of a new trial of the task, from its own streams, on its own copy of the data,
-so that whoever asks is left as he was. It reports nothing and evaluates nothing.
+Note: a separate trial. The steps are steps of a new trial of the task, with its own streams and its own copy of the
+data, so the caller's objects stay unchanged. The trial reports nothing and evaluates nothing.
 """
 
 import statistics
@@ -39,12 +39,12 @@ Place = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """What a trial's steps were seen to take.
+    """Measured times of a trial's steps.
 
     Attributes:
-        seconds: of each unit of a step, with what its worker does until the next one, copies that are waited for left out.
-        link: what copies took.
-        times: of the units as the scheduler is told them.
+        seconds: seconds of each unit of a step, up to the worker's next unit and without waits for copies.
+        link: measured speed of copies.
+        times: times of the units as the scheduler gets them.
     """
 
     seconds: Mapping[Place, float]
@@ -53,35 +53,36 @@ class StepTimes:
 
 
 class _Alone:
-    """Lets batches of a step go through each shard together, and finds nobody who could help."""
+    """Helpers that let batches of a step go through each shard together, and never offer a second device."""
 
     def offer(self) -> Offer | None:
-        """No device has nothing to do."""
+        """Offer no device."""
         return None
 
     def ask(self, way: str, nbytes: int, most: int) -> int:
-        """As many as it likes, on the one device."""
+        """Grant the wanted number of batches where they are grouped on the one device."""
         del nbytes
         return most if way == GROUPED else 1
 
     def leave(self) -> None:
-        """Nothing was lent."""
+        """Do nothing, because nothing was lent."""
 
     def decline(self, way: str) -> None:
-        """As it came."""
+        """Do nothing."""
 
 
 def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends_ahead: bool) -> StepTimes | None:
-    """Run a few steps of a task. To be called on a thread that computes as a device's worker does.
+    """Run a few steps of a task. Call this on a thread that computes as a device's worker does.
 
     Args:
-        task: the trial's.
-        library: where its plan is.
-        like: a device of the same budget and link; it is left alone.
-        sends_ahead: whether what comes next is sent while a unit computes.
+        task: the trial's task.
+        library: source of its plan.
+        like: a device with the same budget and link; left alone.
+        sends_ahead: whether the next unit's blocks are prefetched while a unit computes.
 
     Returns:
-        The medians of the steps after the second, or of what there are; None where the data has no whole step.
+        The medians over the steps after the second, or over the last of fewer steps; None if the data has no whole
+        step.
 
     Raises:
         HydraTuneError: a unit cannot be run.
@@ -114,7 +115,7 @@ class _Run:
         return len(self._steps)
 
     def steps(self) -> None:
-        """Run steps until there are enough of them."""
+        """Run steps until enough of them are measured."""
         step: dict[Place, float] = {}
         seen: Counter[tuple[str, int]] = Counter()
         begun = time.perf_counter()
@@ -132,7 +133,7 @@ class _Run:
                     return
 
     def _run(self, unit: PendingUnit) -> tuple[float, PendingUnit | Spread | Report | None]:
-        """Run one unit; returns its seconds, and what comes after it."""
+        """Run one unit; return its seconds and the unit after it."""
         pager, waited_ns, start_ns = self._pager, self._pager.waiting_ns, time.perf_counter_ns()
         if self._prefetch is not None:
             self._prefetch.asks = lambda: [Need(one.blocks(), one.workspace_bytes) for one in unit.following()]
@@ -140,12 +141,13 @@ class _Run:
         done = self._trial.progress.steps
         following = self._trial.advance()
         while following is not None and not isinstance(following, PendingUnit) and done < self._trial.progress.steps:
-            following = self._trial.advance()  # a report, which nobody waits for
+            # A report, for which a measurement needs no answer.
+            following = self._trial.advance()
         own_ns = time.perf_counter_ns() - start_ns - (pager.waiting_ns - waited_ns)
         return max(0, own_ns) / 1e9, following
 
     def found(self, guess: Link) -> StepTimes:
-        """What was seen."""
+        """Return the measured times."""
         seen = defaultdict(list)
         for step in self._steps[min(_WARM_STEPS, self.num_steps - 1) :]:
             for place, seconds in step.items():

@@ -1,7 +1,8 @@
-"""`Trial`: what one trial does over time, as a sequence of shard units and reports.
+"""`Trial`: the course of one trial over time, as a sequence of shard units and reports.
 
-The training loop is written once, as a generator that reads like the plain loop and stops wherever a shard unit is due; the
-pool runs the unit on a device of its choice and lets the generator go on. Knows nothing of other trials or of the schedule.
+The training loop is written once, as a generator that reads like a plain loop and yields wherever a shard unit is due.
+The pool runs the unit on a device of its choice and then resumes the generator. A trial knows nothing of other trials
+or of the schedule.
 """
 
 import itertools
@@ -69,10 +70,10 @@ _STEP = "step"  # of the user's own code, among the times of units
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A report is due: the trial waits for an answer.
+    """Report that is due; the trial waits for an answer.
 
     Attributes:
-        step: the epoch, from 0, or with `report_every=n` the optimizer steps done.
+        step: the epoch, from 0, or with `report_every=n` the number of optimizer steps done.
         metrics: `train_loss` and `val_<name>`.
     """
 
@@ -88,16 +89,17 @@ class Trial:
     """One training run under way.
 
     Args:
-        task: what to train.
-        library: where plans come from.
+        task: task to train.
+        library: source of plans.
         device: any device of the pool, for host memory.
-        helpers: asked before a step whose batches may run side by side, if anybody could help.
+        helpers: asked before a step whose batches may run side by side; None: no device could help.
         host: counts host copies and sends some to disk; None: the host has room for all.
         tenant: the trial, for `host`.
-        times: of the units of plans, which the trials of a pool measure together; None: this one does alone.
-        beginning: what it goes on from; None: it begins anew.
-        keeper: who saves it between its steps; None: nobody does.
-        may_run_own_code: whether the trial runs the user's own step where that fits; else its step is always captured.
+        times: measured times of the units of plans, shared by the trials of a pool; None: the trial measures alone.
+        beginning: state from which the trial resumes; None: the trial starts from scratch.
+        keeper: saves the trial between its steps; None: the trial is never saved.
+        may_run_own_code: whether the trial runs the user's own step where the step fits; otherwise the step is always
+            captured.
     """
 
     def __init__(
@@ -162,9 +164,9 @@ class Trial:
         self._program = self._run()
 
     def advance(self) -> PendingUnit | Spread | Report | None:
-        """Go on to the next unit, batches side by side, or report; None at the end.
+        """Resume the program up to the next unit, spread or report; return None at the end.
 
-        Runs the trial's own code: not inside a unit, nor before all units of a `Spread` have run.
+        This runs the trial's own code: never call it inside a unit, nor before all units of a `Spread` have run.
         """
         while True:
             bursts = self._bursts
@@ -181,24 +183,26 @@ class Trial:
                 return said
 
     def leave_device(self) -> None:
-        """The burst under way, if any, does not go on when its draw is over. On any thread, while the draw cannot end."""
+        """Keep the burst under way, if any, from going on after its draw; on any thread, while the draw cannot end."""
         if self._bursts is not None:
             self._bursts.leave_device()
 
     def end_lease(self) -> None:
-        """Give back what such a burst holds of its device. On any thread."""
+        """Give back the device memory that a burst holds after `leave_device`. Callable on any thread."""
         bursts = self._bursts
         if bursts is not None:
             bursts.end_lease()
 
     def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[Kept, batches.Leaves]:
-        """Build the model, draw the first batch and make its plan, and no more: for whoever wants to know what would run.
+        """Build the model, draw the first batch and make its plan, without running a unit.
+
+        Callers use the result to tell what would run.
 
         Args:
-            building: entered around the task's factories.
+            building: context manager entered around the task's factories.
 
         Returns:
-            The plan, and the batch or its first piece.
+            The plan, and the leaves of the batch or of its first piece.
         """
         for handle in (self.task.train, self.task.validate):
             self._feed.check(handle)
@@ -215,30 +219,32 @@ class Trial:
         raise no_batch("train", self.task.train, 0)
 
     def finished(self, unit: PendingUnit, seconds: float) -> None:
-        """A unit took so long."""
+        """Record the seconds that a unit took."""
         with self._lock:
             self.compute_seconds += seconds
+            # Sums exist only where batches run side by side, so the count would depend on the devices; `_took` counts
+            # the steps of bursts.
             self.units_run += unit.kind not in (
                 "sum",
                 BURST,
-            )  # no unit where batches run one by one; counted by its steps
+            )
             self._step_left = max(0.0, self._step_left - unit.seconds)
             unit.times.measured(unit.key, seconds)
 
     @property
     def clock(self) -> DrawClock:
-        """Says for how long the trial's loader has been waited for."""
+        """Clock of the wait for the trial's loader."""
         return self._feed.clock
 
     @property
     def activations(self) -> tuple[str, ...]:
-        """What is done with the activations of each shard but the last until its backward; empty before the first step."""
+        """How the activations of each shard but the last are handled until the backward; empty before the first step."""
         state = self.state
         return () if state is None else tuple(state.activations_of(shard) for shard in state.layout.plan.shards[:-1])
 
     @property
     def split_batches(self) -> int | None:
-        """Pieces that each batch is cut into; None where that has not been chosen yet."""
+        """Pieces that each batch is cut into; None until the number has been chosen."""
         return None if self.task.split_batches == "auto" else self.task.split_batches
 
     @property
@@ -248,13 +254,13 @@ class Trial:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one optimizer step, as known now; of a trial that runs its own code, those of its turn with a device."""
+        """Seconds of one optimizer step, as known now; at least the turn with a device where the trial runs its own code."""
         bursts = self._bursts
         return self._train_times.total if bursts is None else max(bursts.turn_seconds, self._train_times.total)
 
     @property
     def alike(self) -> str | None:
-        """What the times of its steps are known by, where it measures them together with other trials."""
+        """Name under which the trial shares measured step times with other trials; None if the trial measures alone."""
         return self._train_times.name
 
     @property
@@ -268,7 +274,7 @@ class Trial:
 
     @property
     def units_planned(self) -> int | None:
-        """Units of the whole run; None where the data does not tell."""
+        """Units of the whole run; None if the length of the data is unknown."""
         steps, evaluated = self.progress.num_steps, self.progress.num_evaluated_batches
         if steps is None or evaluated is None:
             return None
@@ -278,7 +284,7 @@ class Trial:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory the trial's state and the values between its units need."""
+        """Host memory for the trial's state and the values between its units, in bytes."""
         if self.state is None:
             return 0
         shards = self.state.layout.plan.shards
@@ -286,22 +292,27 @@ class Trial:
 
     @property
     def fixed_host_bytes(self) -> int:
-        """Host memory that cannot go to disk, as long as the trial lives: what whole units spill of their activations."""
+        """Host memory that cannot go to disk while the trial lives, in bytes: activations that whole units spill."""
         return 0 if self.state is None else fixed_bytes(self.state.layout.plan)
 
     @property
     def largest_host_bytes(self) -> int:
-        """The most that one block of the trial takes."""
+        """Bytes of the largest block of the trial."""
         return 0 if self.state is None else largest_bytes(self.state.layout.plan)
 
     def reserve_host(self) -> None:
-        """Take the host memory that cannot go to disk, until the trial is closed."""
+        """Reserve the host memory that cannot go to disk, until the trial is closed."""
         self._share.take()
 
     def close(self, *, keep: bool) -> None:
-        """End the trial: values of the step go; the state comes home, or goes too."""
+        """End the trial: drop the values of the step, and bring the state home or drop the state too.
+
+        Args:
+            keep: whether the state is brought home as the trial's result; otherwise the state is dropped.
+        """
         try:
-            if self.clock.is_abandoned:  # its program hangs in the loader, and would be closed by nobody
+            if self.clock.is_abandoned:
+                # The program hangs in the loader on another thread, so closing the generator here is impossible.
                 self._close_open_step()
             else:
                 self._program.close()
@@ -325,7 +336,7 @@ class Trial:
             step.close()
 
     def _let_go(self) -> None:
-        """Of all that holds weights: a trial has cycles, so that it may be there until the garbage collector comes by."""
+        """Release all references to weights: a trial has reference cycles and may live until the garbage collector runs."""
         self.module, self.optimizer, self.state = None, None, None
         self._direct, self._bursts, self._left, self._undone = None, None, None, []
         self.is_asked_to_end = nobody_asks  # who was asked knows the job, and so its result
@@ -341,7 +352,7 @@ class Trial:
             raise
 
     def _run(self) -> Generator[Said, None, None]:
-        """The training loop, to its end or to a bad loss."""
+        """Run the training loop to its end or to a bad loss."""
         try:
             yield from self._train()
         except BadLossError as error:
@@ -382,7 +393,7 @@ class Trial:
     def _train_epoch(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, place: Place
     ) -> Generator[Said, None, int]:
-        """One pass over the training data, or the rest of one; returns the number of its batches."""
+        """Train one pass over the training data, or the rest of a pass; return the number of batches of the whole pass."""
         drawn, count = self._draw_pass(place.batches), place.batches
         if self._direct is not None:
             count = yield from self._train_directly(self._direct, drawn, place)
@@ -395,7 +406,7 @@ class Trial:
     def _train_rest(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, drawn: Iterator[Any], place: Place
     ) -> Generator[Said, None, int]:
-        """The batches that are left of a pass, by shard units; returns the number of all of them."""
+        """Train the remaining batches of a pass by shard units; return the number of batches of the whole pass."""
         epoch, count = place.epoch, place.batches
         step: OptimizerStep | None = None
         try:
@@ -403,7 +414,8 @@ class Trial:
                 try:
                     batch = _next_of(drawn, count, epoch)
                 except Exception:
-                    if step is not None:  # the error comes after what a plain loop has run by now
+                    if step is not None:
+                        # A plain loop would have trained on the earlier batches before the loader's error.
                         yield from self._together(step)
                     raise
                 if batch is _END:
@@ -429,7 +441,7 @@ class Trial:
         return count
 
     def _choose_way(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Generator[Mark, None, None]:
-        """Begin to run the user's own code, unless something speaks for cutting the model."""
+        """Start running the user's own code, unless something requires cutting the model."""
         if self._may_run_own_code and not is_unbuilt(module):
             budget = self._plans.library.budget
             found = uncaptured(self.task, module, optimizer, budget)
@@ -465,9 +477,9 @@ class Trial:
         return self.is_asked_to_end()  # which whoever runs the trial may have set since
 
     def _train_directly(self, direct: Direct, drawn: Iterator[Any], place: Place) -> Generator[Said, None, int]:
-        """The same as `_train_epoch`, by the user's own code; ends early where the rest has to be cut.
+        """Do the work of `_train_epoch` with the user's own code; end early where the rest has to be cut.
 
-        Whoever goes on runs it inside a burst, on a device that has all of the trial's state.
+        The caller resumes this generator inside a burst, on a device that holds all of the trial's state.
         """
         epoch, count, pending = place.epoch, place.batches, 0
         assert self.module is not None
@@ -510,13 +522,13 @@ class Trial:
         return count
 
     def _drawn_all(self, begun: float) -> Generator[Said, None, float]:
-        """Have a device for what follows a pass: its loader may have taken long to find that it has no more.
+        """Get a device for the work after a pass: the device may be gone since the loader looked for a next batch.
 
         Args:
-            begun: when the present step has.
+            begun: start of the present step, by the clock of `time.perf_counter`.
 
         Returns:
-            The same, without such a wait.
+            The start of the step, without such a wait.
         """
         if self._has_device:
             return begun
@@ -524,9 +536,9 @@ class Trial:
         return time.perf_counter()
 
     def _step_directly(self, direct: Direct, batch: Any, begun: float) -> Generator[Said, None, None]:
-        """The optimizer's step. Where the step had room only with its activations on the host, the rest is cut.
+        """Take the optimizer's step; cut the rest of the training if the step fit only with its activations on the host.
 
-        A model that can be cut no finer than it is goes on that way: its activations go to the host in every step.
+        A model that cannot be cut any finer keeps its own code, with its activations on the host in every step.
         """
         direct.step()
         self._took(self._train_times, begun)
@@ -557,7 +569,7 @@ class Trial:
             yield Mark.BEGINS
 
     def _leave_own_code(self, direct: Direct, why: str) -> Generator[Said, None, None]:
-        """The trial is cut from here on."""
+        """Switch the trial from its own code to shard units."""
         self.why_cut = why
         CHOICES.info("the trial is cut after step %d: %s", self.progress.steps, why)
         direct.close()
@@ -570,12 +582,12 @@ class Trial:
         refuse_gradient_hooks(self.module)
 
     def _took(self, times: UnitTimes, begun: float) -> None:
-        """A step of the user's own code is over, or a batch that was evaluated by it."""
+        """Record that a step of the user's own code, or a batch evaluated by the code, is over."""
         times.measured(_STEP, time.perf_counter() - begun)
         self.units_run += 1
 
     def _evaluate_directly(self, direct: Direct) -> Generator[Said, None, dict[str, Mean]]:
-        """The same as `_evaluate`, by the user's own code, as long as that fits."""
+        """Do the work of `_evaluate` with the user's own code, as long as the batches fit."""
         assert self.module is not None
         means: dict[str, Mean] = {}
         count = 0
@@ -583,6 +595,7 @@ class Trial:
         drawn = self._draw(self.task.validate, shuffle=False)
         while True:
             with torch.no_grad():  # not around a yield: whoever goes on meanwhile records gradients
+                # Not around a yield: the caller that resumes the program must record gradients meanwhile.
                 batch = next(drawn, _END)
             if not self._has_device:
                 yield Mark.NO_DEVICE
@@ -609,14 +622,14 @@ class Trial:
         return means
 
     def _evaluated(self, count: int) -> None:
-        """So many batches were evaluated."""
+        """Record the number of evaluated batches."""
         if not count:
             assert self.task.validate is not None
             raise no_batch("validate", self.task.validate)
         self.progress.validation_batches = count
 
     def _train_batch(self, direct: Direct, batch: Any) -> None:
-        """The forward and backward of one batch, in as many pieces as it is to be cut into."""
+        """Run the forward and backward of one batch, in as many pieces as the task asks for."""
         count = self.task.num_pieces
         if count == 1:
             self._train_piece(direct, batch, 1.0, num_samples(batch))
@@ -634,7 +647,7 @@ class Trial:
         self._interval.add(loss, samples)
 
     def _settle_pieces(self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        """Refuse a task whose batches cannot be split; where it is open into how many pieces, choose. The first batch tells."""
+        """Refuse a task whose batches cannot be split; with "auto", choose the number of pieces from the first batch."""
         if self.task.split_batches == 1 or self.state is not None:
             return
         if self.task.split_batches != "auto":
@@ -652,7 +665,8 @@ class Trial:
 
     def _check_pieces(self, module: nn.Module, batch: Any, count: int) -> None:
         with self._own_code():
-            if is_unbuilt(module):  # that much can be told of what cannot be run
+            # A module without real parameters cannot run, but its layers can be inspected.
+            if is_unbuilt(module):
                 refuse_batch_norm(self.task, module)
             else:
                 check_pieces(self.task, module, batch, count)
@@ -660,7 +674,7 @@ class Trial:
     def _train_part(
         self, step: OptimizerStep, kept: Kept, leaves: batches.Leaves, piece: Piece
     ) -> Generator[PendingUnit | Spread, None, None]:
-        """One batch, or a piece of one: now, or kept until it can run with the next ones."""
+        """Run one batch, or a piece of a batch: now, or together with the following batches."""
         plan = kept.plan
         part = Part(plan=plan, times=kept.times, leaves=leaves, share=piece.share, ends_batch=piece.is_last)
         if kept.draws is not None and step.takes(plan):
@@ -681,7 +695,7 @@ class Trial:
         self._interval.add(step.loss, piece.samples)
 
     def _together(self, step: OptimizerStep, *, ends: bool = False) -> Generator[PendingUnit | Spread, None, None]:
-        """Run what was kept; `ends` as of `OptimizerStep.together`."""
+        """Run the batches that were drawn ahead; `ends` as of `OptimizerStep.together`."""
         samples, self._ahead = self._ahead, []
         yield from step.together(ends=ends)
         for loss, weight in zip(step.losses, samples, strict=True):
@@ -720,7 +734,7 @@ class Trial:
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, how)
 
     def _arrange(self, kept: Kept, state: ModelState) -> Arrangement | None:
-        """How the batches of the next step run together; None: one after the other."""
+        """Arrange how the batches of the next step run together; None: one after the other."""
         if self._helpers is None or not self._has_several_parts or kept.draws is None:
             return None
         how = arrange(kept, state, self._helpers, self._parts_per_step)
@@ -738,7 +752,7 @@ class Trial:
             self._share.change([self.state.layout.plan, *self._plans.all])
 
     def _finish(self, step: OptimizerStep, place: Place) -> Generator[Said, None, None]:
-        """The end of an optimizer step, and what is due after it."""
+        """Finish an optimizer step, and do the work that is due after the step."""
         try:
             yield from self._together(step, ends=True)
             if step.is_arranged:
@@ -749,7 +763,7 @@ class Trial:
         yield from self._after_step(place)
 
     def _after_step(self, place: Place) -> Generator[Said, None, None]:
-        """What is due after an optimizer step."""
+        """Do the work that is due after an optimizer step: scheduler, report, checkpoint."""
         task = self.task
         self.progress.steps += 1
         if task.scheduler_interval == "step":
@@ -777,7 +791,7 @@ class Trial:
         return module, optimizer
 
     def _begin(self) -> Place:
-        """Take over what the trial goes on from; returns where that is."""
+        """Restore the checkpoint from which the trial resumes; return the place in the data at which training goes on."""
         beginning, self._beginning = self._beginning, None
         if beginning is None:
             return Place()
@@ -808,7 +822,7 @@ class Trial:
         return place
 
     def _adopt_saved(self) -> None:
-        """Take over what could not be before there was a plan, where the trial goes on with something."""
+        """Restore the parts of a checkpoint that need a plan first: the optimizer's state and frozen parameters."""
         saved, self._saved = self._saved, None
         if saved is None:
             return
@@ -823,7 +837,7 @@ class Trial:
         self._built.restore_frozen(saved)
 
     def _reached(self, place: Place, *, at_report: bool = False) -> None:
-        """The trial is between two steps, and may be saved."""
+        """Tell the keeper that the trial is between two steps and may be saved."""
         if self._keeper is None or (place.batches and not place.is_over and not self._feed.may_skip):
             return
         self._place = place
@@ -835,10 +849,10 @@ class Trial:
             self._place = None
 
     def snapshot(self) -> Snapshot:
-        """The state between two steps, where it lies.
+        """Return the state between two steps, in place and without copies.
 
         Raises:
-            CheckpointError: it has something that no checkpoint can hold.
+            CheckpointError: the state has a value that no checkpoint can hold.
         """
         assert self._built is not None
         assert self._place is not None, "a step is under way"
@@ -868,7 +882,11 @@ class Trial:
         return Snapshot(facts=facts, tensors=tensors, state=self.state)
 
     def _not_adopted(self) -> dict[str, Any]:
-        """What the trial goes on from and has not taken over yet: a pass that was at its end is left before there is a plan."""
+        """Return optimizer state that a resumed trial has not adopted yet.
+
+        A trial that was saved at the end of a pass leaves the pass before there is a plan, and so before
+        `_adopt_saved`.
+        """
         return {} if self._saved is None else {name: self._saved[name] for name in ("optimizer", "trained")}
 
     @property
@@ -877,11 +895,11 @@ class Trial:
         return self._place is not None
 
     def _draw(self, handle: Any, *, shuffle: bool) -> Generator[Any, None, None]:
-        """The batches of one pass, each drawn with the trial's own streams and not before it is needed."""
+        """Draw the batches of one pass, each with the trial's own streams and not before the batch is needed."""
         return self._feed.draw(handle, shuffle=shuffle)
 
     def _draw_pass(self, skipped: int) -> Generator[Any, None, None]:
-        """The batches of a training pass, but for those that the trial had before it was saved."""
+        """Draw the batches of a training pass, without the batches that the trial trained on before the checkpoint."""
         if not skipped:
             self._pass_began = {} if self._keeper is None else self._data_state()
             return self._draw(self.task.train, shuffle=True)
@@ -896,7 +914,7 @@ class Trial:
         return self._feed.draw(self.task.train, shuffle=True, skip=Skip(skipped, go_on))
 
     def _data_state(self) -> dict[str, Any]:
-        """Where all stands that the next batches depend on."""
+        """Return the positions of all streams and samplers on which the next batches depend."""
         return {"streams": self._streams.state(), "feed": copied(self._feed.states())}
 
     def _report(self, step: int, place: Place) -> Generator[Said, None, None]:
@@ -916,7 +934,7 @@ class Trial:
         self._place = None
 
     def _make_state(self) -> None:
-        """Plan a training step without taking it, for a trial that goes on with an evaluation."""
+        """Plan a training step without running the step, for a trial that resumes with an evaluation."""
         assert self.module is not None
         assert self.optimizer is not None
         now = self._data_state()
@@ -929,6 +947,7 @@ class Trial:
         piece = next(pieces(batch, self.task.num_pieces))
         leaves = batches.flatten(piece.batch)
         self._new_step(self._plans.find(self.module, self.optimizer, None, piece.batch, leaves, "train")).close()
+        # The batch was drawn only to make the plan; the next training pass must draw from the same position again.
         self._streams.restore(now["streams"])
         self._feed.restore(now["feed"])
 
@@ -940,7 +959,7 @@ class Trial:
     def _evaluate_rest(
         self, drawn: Iterator[Any], means: dict[str, Mean], count: int
     ) -> Generator[PendingUnit, None, dict[str, Mean]]:
-        """Evaluate the batches that are left of a pass, by shard units."""
+        """Evaluate the remaining batches of a pass by shard units."""
         if self.state is None:
             self._make_state()
         assert self.module is not None
@@ -981,9 +1000,10 @@ class Trial:
             self._scheduler.step(self.metrics[name])
 
     def _own_code(self) -> AbstractContextManager[object]:
-        """Around the user's code: the trial's random streams, no capture beside it, and tensors that do not go away."""
+        """Context of the user's code: the trial's random streams, no concurrent capture, and tensors that stay in place."""
         if self._has_device:
-            return _NOTHING  # a burst has it all
+            # A running burst has already entered all of the contexts below.
+            return _NOTHING
         stack = ExitStack()
         stack.enter_context(self._reading())
         stack.enter_context(self._streams.everything())
@@ -992,15 +1012,15 @@ class Trial:
 
     @property
     def _has_device(self) -> bool:
-        """Whether a burst is under way, with a device."""
+        """Whether a burst is under way and holds a device."""
         return self._bursts is not None and self._bursts.has_device
 
     def _waiting(self) -> AbstractContextManager[object]:
-        """Around the wait for a loader's workers."""
+        """Return the context of the wait for a loader's workers."""
         return self._bursts.waiting() if self._bursts is not None and self._has_device else nullcontext()
 
     def _reading(self) -> AbstractContextManager[object]:
-        """Around code that may read the trial's tensors between units."""
+        """Return the context of code that may read the trial's tensors between units."""
         return nullcontext() if self.state is None else self.state.readers.reading()
 
 
@@ -1014,29 +1034,30 @@ def run_unit(
     """Run a unit on the calling thread, which must be the device's worker.
 
     Args:
-        unit: what is due.
-        device: where.
-        pager: of the device.
-        instrument: entered around it.
-        watch: of the device, for who wants to know when it ended there.
+        unit: the unit that is due.
+        device: device to run on.
+        pager: pager of the device.
+        instrument: returns a context manager entered around the unit.
+        watch: stopwatch of the device, for callers that ask when the unit ended on the device.
 
     Returns:
-        Seconds it took the device, waiting for bytes and for other trials' streams not counted: the time of a trial's next
-        units must not depend on where this one happened to run.
+        Seconds that the unit took the device, without waits for bytes and for other trials' streams: the estimate for
+        the trial's next units must not depend on the device that happened to run the unit.
     """
     with nullcontext() if instrument is None else instrument():
         watch = watch or device.stopwatch()
         with watch.running():
             waited = unit.run(device, pager)
         device.synchronize()
-        return max(0.0, watch.seconds - waited)  # the one is a GPU's time, the other the host's
+        # On a GPU the stopwatch runs on the device and the wait on the host, so the difference can be negative.
+        return max(0.0, watch.seconds - waited)
 
 
 def refuse_lazy(module: nn.Module) -> None:
-    """Refuse a module whose parameters have no shape yet, where it has to be known what they need.
+    """Refuse a module whose parameters have no shape yet, where planning needs their sizes.
 
     Raises:
-        TaskError: the first such parameter, by name.
+        TaskError: names the first such parameter.
     """
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
@@ -1047,7 +1068,7 @@ def refuse_lazy(module: nn.Module) -> None:
 
 
 def _may_be_cut(batch: Any) -> bool:
-    """Whether a captured step could take such a batch."""
+    """Whether a captured step could take the batch."""
     try:
         batches.flatten(batch)
     except TaskError:
@@ -1056,7 +1077,7 @@ def _may_be_cut(batch: Any) -> bool:
 
 
 def _next_of(drawn: Iterator[Any], number: int, epoch: int) -> Any:
-    """The next training batch, which has samples, or the end."""
+    """Return the next training batch, or the end marker; refuse a batch without samples."""
     batch = next(drawn, _END)
     if batch is not _END:
         refuse_empty(batch, "train", number, epoch)

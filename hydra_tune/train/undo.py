@@ -1,23 +1,25 @@
-"""Undoing a unit that has run out of memory in the middle, so that it can be run once more and gives the same bits.
+"""Undo of a unit that has run out of memory halfway, so that the unit can run once more and give the same bits.
 
-Note: what a unit has changed by then. A unit that runs a shard's graph keeps what it was given until it has all its results:
-parameters, the batch and values of other shards are only read, sums of gradients are made in memory of their own. What it does
-change at once is put back here:
+Note: changes that a unit has made by then. A unit that runs a shard's graph keeps its inputs until all results exist:
+parameters, the batch and values of other shards are only read, and sums of gradients go to new memory. The following
+changes happen at once, and the undo reverts them:
 
-* the trial's random stream, which stands where it stood before the unit;
-* buffers that it overwrites (BatchNorm's statistics), from what a forward unit saves for the recompute anyway, or else from a
-  copy made for this; a recompute overwrites copies. Autograd's version of a buffer goes back with its bytes: another batch may
-  have kept a graph that has saved it (BatchNorm's kernels overwrite their statistics without a new version, and do not read the
-  saved ones in a backward), and would refuse the buffer that was written to once more;
-* the `.grad` of parameters, where autograd had got so far; between units they have none;
-* values that it has put, which go again, and what they were put in place of, which is still there;
-* what its forward unit has kept, which a backward uses up: it goes, and the backward that is run again recomputes. The plan was
-  checked to give the same bits either way. A forward unit that kept its activations does without when it is run again, and so
-  do later steps: what the pilot has found of it was too little.
+* The trial's random stream returns to its position before the unit.
+* Buffers that the unit overwrites (BatchNorm's statistics) are restored from the copies that a forward unit saves for
+  the recompute, or else from copies made for the undo; a recompute overwrites copies only. Autograd's version of a
+  buffer is restored with its bytes: another batch may have kept a graph that has saved the buffer, and would refuse a
+  buffer with a newer version. BatchNorm's kernels overwrite their statistics without a new version, and do not read the
+  saved statistics in a backward.
+* The `.grad` of parameters is reset, if autograd has set any; between units parameters have no gradient.
+* Values that the unit has put are dropped, and the values replaced by them, which still exist, return.
+* Activations that the forward unit has kept, and that a backward uses up, are dropped, so the repeated backward
+  recomputes. The plan was verified to give the same bits either way. A forward unit that kept its activations runs
+  again without keeping them, and so do later steps: the pilot's estimate was too low.
 
-When all results are there the earlier batches' sums are added to in place, values are dropped, gradients unscaled: from then on
-nothing can be undone. Nor can the user's own code be, which may change anything of its own, nor an optimizer's step, of which
-nobody but the optimizer knows how far it has got. Before these have begun, while blocks are loaded, nothing has changed.
+Once all results exist, the sums of earlier batches are added to in place, values are dropped and gradients unscaled:
+from then on nothing can be undone. The user's own code cannot be undone either, because the code may change anything of
+its own; nor can an optimizer's step, because only the optimizer knows its progress. Before any of this begins, while
+blocks are loaded, nothing has changed.
 """
 
 from contextlib import AbstractContextManager
@@ -37,17 +39,18 @@ _ENDING = "its results were being put away, and what it had been given was gone"
 
 
 class Undo:
-    """Around a unit that runs a shard's graph, inside its lease and outside of all that its random numbers need.
+    """Context of a unit that runs a shard's graph: entered inside the unit's lease and outside its random-stream contexts.
 
     Args:
-        graph: what it runs.
-        index: of the shard.
+        graph: graph that the unit runs.
+        index: index of the shard.
         chain, store, streams: the batch's.
-        is_first: whether the shard is run for the first time, so that its draws and buffers count.
-        is_own_code: whether it runs the user's own code.
+        is_first: whether the shard runs for the first time, so that its draws and buffers count.
+        is_own_code: whether the unit runs the user's own code.
 
     Raises:
-        NotRepeatableError: on leaving, if memory has run out and the unit cannot be undone. Any other error is as it was.
+        NotRepeatableError: on leaving, if memory has run out and the unit cannot be undone. Any other error passes
+            unchanged.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Undo:
     def _undo(self) -> None:
         graph, store = self._graph, self._store
         if self._versions is not None:
+            # The version goes back with the bytes: a graph that another batch has kept would refuse a newer version.
             with torch.no_grad(), self._versions:
                 self._put_buffers_back()
         self._chain.let_go(self._index)

@@ -1,27 +1,32 @@
-"""How long an optimizer step would take on one device, data-parallel on several, and pipelined: the cost model of splitting.
+"""Cost model of splitting: the time of an optimizer step on one device, data-parallel on several, and pipelined.
 
-Seconds of units are the trial's own, measured; bytes are the pilot's; the bandwidth of a link is that of the pool's copies so
-far. Devices are taken to be alike. A device computes or copies, one after the other, for units of a split step are not sent
-ahead. What goes from one device to another has the links of both at the same time, and so counts once.
+Seconds of units are the trial's own, measured; bytes come from the pilot; the bandwidth of a link is the bandwidth of
+the pool's copies so far. The model takes all devices to be alike. A device either computes or copies, because units of
+a split step are not prefetched. A copy between two devices occupies the links of both at the same time, and so counts
+once.
 
-Note: what is copied in a step of m batches. Let W be the bytes of parameters, G of their gradients, O of optimizer state, all
-of them over all shards, m' the batches that one of D devices runs, m / D rounded up.
+Note: bytes copied in a step of m batches. Let W be the bytes of parameters, G of their gradients and O of optimizer
+state, each summed over all shards. Let m' be the number of batches on one of D devices: m / D rounded up.
 
-* **One device**: nothing, if parameters, gradients and the largest unit fit it. Else each shard's parameters are loaded for
-  each forward and each backward unit, and the sums of gradients come and go with each backward: m (2W + 2G). Where the batches
-  go through each shard together, it is 2W, and what crosses the cuts comes and goes once more.
-* **Data-parallel**: parameters go to the host and to each other device, 2W, and each batch that does not run where the one
-  before did takes its sums over, G for each of the m - m' that help. Where they do not fit, batches go through each shard in
-  *teams*, one for each device: 2W + G on each, at the same time, that is 2N W of parameters in all; with what the one update
-  writes back less than Harmony's 3N|W|, where each device updates a replica. A team is one shard behind the one before. With
-  few shards that would be long: then each batch is by itself, m' (2W + 4G) on each device, 2m W in all.
-* **Pipelined**: parameters and sums stay. What crosses the cuts between devices is taken over, forward and back. Where a
-  device's shards fit it, its shards are neighbours, and a step takes one batch's way through all devices and m - 1 times the
-  slowest of them. Where they do not, shards are *dealt* to the devices in turn, as evenly as they let themselves, and each runs
-  all batches back to back, so it is loaded twice: 2W in all (with what the update writes back, Harmony's 3|W|), and nearly
-  every cut is one between devices. The pipe fills in D - 1 units; with fewer batches than devices, these wait for each other.
-* **Updates**: what of W, G and O is not on the device comes and changes go, where all that does not fit the device: 2O + W
-  where the update follows the backward, and W + G more after data-parallel batches, whose sums are ready when all have run.
+* **One device**: nothing is copied if parameters, gradients and the largest unit fit the device. Otherwise each shard's
+  parameters are loaded for each forward and each backward unit, and the sums of gradients are loaded and spilled with
+  each backward: m (2W + 2G). Where the batches go through each shard together, parameters cost 2W, and the boundaries
+  at the cuts are loaded and spilled once more.
+* **Data-parallel**: parameters go to the host and to each other device, 2W. Each batch that runs on another device than
+  the batch before takes the sums over, G for each of the m - m' batches on helping devices. Where parameters and
+  gradients do not fit, batches go through each shard in *teams*, one team for each device: 2W + G on each device, at
+  the same time, so 2N W of parameters in all. With the write-back of the single update, the sum is less than Harmony's
+  3N|W|, where each device updates a replica. A team runs one shard behind the team before. With few shards the delay
+  would be long: then each batch runs by itself, m' (2W + 4G) on each device, 2m W in all.
+* **Pipelined**: parameters and sums stay. Boundaries at cuts between devices are copied across, forward and back. Where
+  a device's shards fit the device, neighbouring shards share a device, and a step takes one batch's way through all
+  devices plus m - 1 times the slowest device. Where the shards do not fit, shards are *dealt* to the devices in turn,
+  as evenly as possible, and each shard runs all batches back to back. Each shard is then loaded twice: 2W in all (with
+  the write-back of the update, Harmony's 3|W|), and nearly every cut lies between devices. The pipe fills in D - 1
+  units; with fewer batches than devices, the devices wait for each other.
+* **Updates**: the parts of W, G and O that are not on the device are loaded, and changes are spilled, where W, G and O
+  do not all fit the device: 2O + W where the update follows the backward. After data-parallel batches the copies are W
+  + G more, because the sums are ready only when all batches have run.
 """
 
 import math
@@ -42,14 +47,14 @@ WAYS = (ONE_DEVICE, GROUPED, DATA_PARALLEL, PIPELINED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Devices that could work on a step, that of the trial among them.
+    """Devices that could work on a step, the trial's own device included.
 
     Attributes:
-        devices: their names, in an order that is the same from step to step.
-        budget_bytes: memory on the smallest of them.
-        bytes_per_second: of a link.
-        most_devices: as many as may be free before the step is over.
-        only: the only way there is to be beside `ONE_DEVICE`, whatever it costs; None: the fastest.
+        devices: names of the devices, in the same order from step to step.
+        budget_bytes: memory of the smallest device.
+        bytes_per_second: bandwidth of a link.
+        most_devices: largest number of devices that may be free before the step is over.
+        only: the only way to consider beside `ONE_DEVICE`, whatever its cost; None: the fastest way.
     """
 
     devices: tuple[str, ...]
@@ -61,16 +66,16 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFacts:
-    """What the model knows of one shard.
+    """Measured and piloted costs of one shard.
 
     Attributes:
-        seconds: its forward and backward units for one batch.
-        state_bytes: parameters and buffers.
-        gradient_bytes: gradients of parameters.
-        optimizer_bytes: optimizer state.
-        value_bytes: what comes in forward.
-        handed_bytes: gradients of values that come in backward.
-        work_bytes: the most that a unit needs beside parameters.
+        seconds: seconds of the forward and backward units for one batch.
+        state_bytes: bytes of parameters and buffers.
+        gradient_bytes: bytes of gradients of parameters.
+        optimizer_bytes: bytes of optimizer state.
+        value_bytes: bytes of values that come in forward.
+        handed_bytes: bytes of gradients of values that come in backward.
+        work_bytes: largest need of a unit beside parameters, in bytes.
     """
 
     seconds: float
@@ -84,15 +89,16 @@ class ShardFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a step would take one way.
+    """Estimated cost of a step that runs one way.
 
     Attributes:
         way: one of `WAYS`.
-        seconds: of the step, but for what all ways have in common.
-        parameter_bytes: parameters and buffers loaded, by all devices.
-        homes: where it is pipelined, the device of each shard.
-        is_dealt: where it is pipelined, whether shards are dealt one by one, because they do not fit.
-        teams: where it is data-parallel, how many runs of batches go through each shard together, because they do not fit.
+        seconds: seconds of the step, without the costs that all ways have in common.
+        parameter_bytes: bytes of parameters and buffers loaded, by all devices.
+        homes: the device of each shard, where the step is pipelined.
+        is_dealt: whether a pipelined step deals shards one by one, because the shards do not fit.
+        teams: for a data-parallel step, the number of teams that go through each shard together because the shards do
+            not fit.
     """
 
     way: str
@@ -104,7 +110,7 @@ class Estimate:
 
 
 def shard_facts(plan: Plan, times: UnitTimes) -> list[ShardFacts]:
-    """What is known of a plan's shards."""
+    """Collect the costs of a plan's shards."""
     return [
         ShardFacts(
             seconds=times.of(("forward", index)) + times.of(("backward", index)),
@@ -120,13 +126,13 @@ def shard_facts(plan: Plan, times: UnitTimes) -> list[ShardFacts]:
 
 
 def fastest(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, ways: Sequence[str] = WAYS) -> Estimate:
-    """The way that takes the least time; of equals the first of `WAYS`.
+    """Return the way that takes the least time; of equal ways, the first in `WAYS`.
 
     Args:
-        shards: the trial's, in forward order.
-        num_batches: of the step.
+        shards: the trial's shards, in forward order.
+        num_batches: batches of the step.
         offer: the devices.
-        ways: those that are exact for the trial; with `GROUPED`, that is how batches run on one device.
+        ways: the ways that are exact for the trial; `GROUPED` among them means that batches on one device run grouped.
     """
     alone = on_one_device(shards, num_batches, offer, grouped=GROUPED in ways)
     found = [alone]
@@ -140,7 +146,7 @@ def fastest(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, ways: 
 
 
 def on_one_device(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, *, grouped: bool = False) -> Estimate:
-    """All batches one after the other, or through each shard together."""
+    """Estimate all batches on one device, one after the other or through each shard together."""
     copied, loaded = _of_updates(shards, offer, split=False)
     if not fits(shards, offer.budget_bytes) and grouped:
         loaded += 2 * _state(shards)
@@ -153,7 +159,7 @@ def on_one_device(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, 
 
 
 def data_parallel(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> Estimate:
-    """Whole batches on each device."""
+    """Estimate whole batches on each device."""
     num_devices = len(offer.devices)
     each = -(-num_batches // num_devices)
     copied, loaded = _of_updates(shards, offer, split=True)
@@ -184,26 +190,29 @@ def _in_teams(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> E
 
 
 def pipelined(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> Estimate:
-    """Each shard on one device."""
+    """Estimate a pipeline with each shard on one device."""
     ends = neighbours(shards, len(offer.devices), offer.budget_bytes)
     return _dealt(shards, num_batches, offer) if ends is None else _in_runs(shards, num_batches, offer, ends)
 
 
 def fits(shards: Sequence[ShardFacts], budget_bytes: int) -> bool:
-    """Whether parameters, gradients and the largest unit of these shards fit a device together."""
+    """Whether parameters, gradients and the largest unit of the shards fit a device together."""
     return _state(shards) + _gradients(shards) + max(shard.work_bytes for shard in shards) <= budget_bytes
 
 
 def neighbours(shards: Sequence[ShardFacts], num_devices: int, budget_bytes: int) -> list[int] | None:
-    """Runs of neighbouring shards, one for each device, whose slowest is the fastest there can be.
+    """Cut the shards into runs of neighbours, one run for each device, so that the slowest run is as fast as possible.
 
     Returns:
-        After which shard each run ends; fewer runs where there are fewer shards; None if no runs fit the devices.
+        The shard index after the end of each run; fewer runs where there are fewer shards; None if no runs fit the
+        devices.
     """
     count = len(shards)
     seconds = [list(_runs_to(shards, last, budget_bytes)) for last in range(count + 1)]
-    least = [0.0] + [math.inf] * count  # of the first shards, as many as the index says: their slowest run, cut best
-    begins: list[list[int]] = []  # where the last of these runs begins
+    least = [0.0] + [
+        math.inf
+    ] * count  # by the number of leading shards: seconds of their slowest run under the best cut
+    begins: list[list[int]] = []  # by round and number of leading shards: the first shard of the last run
     for _ in range(min(num_devices, count)):
         best = [
             min(((max(least[first], run), first) for run, first in seconds[last]), default=(math.inf, 0))
@@ -220,7 +229,7 @@ def neighbours(shards: Sequence[ShardFacts], num_devices: int, budget_bytes: int
 
 
 def _runs_to(shards: Sequence[ShardFacts], last: int, budget_bytes: int) -> Iterator[tuple[float, int]]:
-    """Seconds and first shard of each run that ends before `last` and fits a device."""
+    """Yield seconds and first shard of each run that ends before `last` and fits a device."""
     seconds, held, work = 0.0, 0, 0
     for first in reversed(range(last)):
         shard = shards[first]
@@ -240,7 +249,7 @@ def _in_runs(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, ends:
         _seconds(shards[run]) + (crossing[run.start] if run.start else 0) / offer.bytes_per_second for run in runs
     ]
     for run in runs:
-        # A device has its own shards' state in the update too.
+        # The update of a shard runs on the shard's device, so each device has to fit the state of its own run only.
         more, again = _of_updates(shards[run], offer, split=False)
         copied, loaded = copied + more, loaded + again
     seconds = sum(stages) + (num_batches - 1) * max(stages) + copied / offer.bytes_per_second
@@ -267,10 +276,10 @@ def _dealt(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> Esti
 
 
 def _deal(shards: Sequence[ShardFacts], num_batches: int, num_devices: int, offer: Offer) -> list[int]:
-    """Each shard to the device that has the least to do so far, in turn where that is equal.
+    """Give each shard to the device with the least work so far; devices with equal work take turns.
 
-    Small shards and large ones often alternate, attention and what follows it: dealt in turn, one device would have all large
-    ones.
+    Small and large shards often alternate, as attention and feed-forward layers do: dealing strictly in turn would give
+    one device all large shards.
     """
     busy = [0.0] * num_devices
     places: list[int] = []
@@ -284,7 +293,7 @@ def _deal(shards: Sequence[ShardFacts], num_batches: int, num_devices: int, offe
 
 
 def _of_updates(shards: Sequence[ShardFacts], offer: Offer, *, split: bool) -> tuple[int, int]:
-    """Bytes that the updates of shards on one device copy, and those of parameters among them that are loaded."""
+    """Return the bytes that updates of shards on one device copy, and the bytes of reloaded parameters among them."""
     optimizer = sum(shard.optimizer_bytes for shard in shards)
     work = max(shard.work_bytes for shard in shards)
     if _state(shards) + _gradients(shards) + optimizer + work <= offer.budget_bytes:
@@ -294,7 +303,7 @@ def _of_updates(shards: Sequence[ShardFacts], offer: Offer, *, split: bool) -> t
 
 
 def _crossing(shards: Sequence[ShardFacts]) -> list[int]:
-    """Bytes that cross the cut before each shard, forward and back."""
+    """Return the bytes that cross the cut before each shard, forward and back."""
     back = [0, *(shard.handed_bytes for shard in shards[:-1])]
     return [shard.value_bytes + handed for shard, handed in zip(shards, back, strict=True)]
 

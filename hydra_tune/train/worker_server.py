@@ -1,12 +1,13 @@
-"""The process that forks the workers of loaders: it runs no threads, and has loaded what the program has.
+"""Process that forks the workers of loaders: a process without threads that has loaded the program's modules.
 
-Note: two ways to begin. `ServerProcess.fork` copies this process, which takes milliseconds: workers then have the program's
-modules, its `__main__`, and classes of a notebook or of a script from standard input. A copy is sound only while every other
-Python thread waits, for a lock that a busy thread holds stays locked in the copy for ever. So an executor that is given a task
-with workers has the server forked before the pool begins to work. Where a thread is busy, `ServerProcess.start` begins a new
-interpreter, which imports what is loaded here, once for all workers and not once for each.
+Note: two ways to begin. `ServerProcess.fork` copies this process, which takes milliseconds: the workers then have the
+program's modules, its `__main__`, and classes of a notebook or of a script from standard input. A copy is sound only
+while every other Python thread waits, because a lock that a busy thread holds stays locked in the copy for ever. So an
+executor with a task that uses workers has the server forked before the pool begins to work. Where a thread is busy,
+`ServerProcess.start` begins a new interpreter, which imports the loaded modules once for all workers instead of once
+for each.
 
-Knows nothing of loaders, trials or devices.
+This module knows nothing of loaders, trials or devices.
 """
 
 import gc
@@ -48,7 +49,8 @@ class ServerProcess(forkserver.ForkServer):
     """One process that forks workers.
 
     Attributes:
-        names: of a forked server, the program's `__main__` as it was then; None of a server that imports it.
+        names: for a forked server, a copy of the program's `__main__` namespace at the fork; None for a server that
+            imports `__main__`.
     """
 
     _lock: threading.Lock
@@ -76,7 +78,7 @@ class ServerProcess(forkserver.ForkServer):
             self._is_running(listener, pid, alive_w)
 
     def start(self) -> None:
-        """Begin as a new interpreter, which imports in the background what is loaded here."""
+        """Begin as a new interpreter, which imports this process's modules in the background."""
         with self._listening() as listener:
             alive_r, alive_w = os.pipe()
             spec_r, spec_w = os.pipe()
@@ -93,7 +95,7 @@ class ServerProcess(forkserver.ForkServer):
             self._is_running(listener, pid, alive_w)
 
     def stop(self) -> None:
-        """End it; its workers have ended."""
+        """End the server; its workers have ended."""
         with self._lock:
             if self._forkserver_pid is None or self._forkserver_alive_fd is None or self._forkserver_address is None:
                 return
@@ -104,7 +106,7 @@ class ServerProcess(forkserver.ForkServer):
             self._forkserver_pid = self._forkserver_alive_fd = self._forkserver_address = None
 
     def ensure_running(self) -> None:
-        """The base class asks this before each worker.
+        """Raise if the server has ended; the base class calls this before each worker.
 
         Raises:
             ConnectionError: the server has ended.
@@ -117,7 +119,7 @@ class ServerProcess(forkserver.ForkServer):
                 raise ConnectionError("the process that forks workers has ended")
 
     def is_running(self) -> bool:
-        """Whether it lives."""
+        """Whether the server process lives."""
         try:
             self.ensure_running()
         except ConnectionError:
@@ -138,7 +140,7 @@ class ServerProcess(forkserver.ForkServer):
 
 
 class Servers:
-    """The server that workers come from now, for as long as somebody holds it."""
+    """The server of present workers, alive while at least one holder needs workers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -146,7 +148,12 @@ class Servers:
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def hold(self, holder: object) -> None:
-        """Have a server, until `leave`: a new one where nobody holds the present one, or where a session has gone on since."""
+        """Provide a server until `leave`.
+
+        A new server starts where no holder uses the present server. A forked server knows only the classes that a
+        notebook had defined at the fork, so a server forked from a program without a main file is replaced, too, if the
+        process may be copied again.
+        """
         with self._lock:
             if not self._holders:
                 self._stop()
@@ -156,11 +163,11 @@ class Servers:
                 self._begin()
 
     def forget(self) -> None:
-        """This process is a copy of the one that has begun them, and must not end them."""
+        """Forget the servers in a forked copy of the process that started them: the copy must not end them."""
         self._lock, self._running, self._holders = threading.Lock(), [], weakref.WeakSet()
 
     def leave(self, holder: object) -> None:
-        """End the servers, unless somebody else holds them."""
+        """End the servers, unless another holder needs them."""
         with self._lock:
             if holder in self._holders:
                 self._holders.discard(holder)
@@ -168,7 +175,7 @@ class Servers:
                     self._stop()
 
     def current(self) -> ServerProcess:
-        """The server, begun now if there is none that lives."""
+        """Return the server; start a server if none lives."""
         with self._lock:
             if not self._running or not self._running[-1].is_running():
                 self._begin()
@@ -191,14 +198,14 @@ SERVERS = Servers()
 
 
 class ServedContext(context.ForkServerContext):
-    """A context of multiprocessing whose processes are forked by a server."""
+    """Multiprocessing context whose processes are forked by a server."""
 
     def __init__(self, server: ServerProcess) -> None:
         super().__init__()
         self.server = server
 
     def Process(self, *arguments: Any, **options: Any) -> "_Process":  # type: ignore[override]  # noqa: N802
-        """A process, not yet started."""
+        """Return a process that has not started yet."""
         made = _Process(*arguments, **options)
         made.server = self.server
         return made
@@ -209,7 +216,7 @@ class _Process(process.BaseProcess):
     server: ServerProcess
 
     def run(self) -> None:
-        """In the worker."""
+        """Run in the worker."""
         _let_the_server_end()
         super().run()
 
@@ -222,7 +229,7 @@ class _Popen(popen_forkserver.Popen):
     _fds: list[int]
 
     def _launch(self, process_obj: _Process) -> None:
-        """As the base class does, but through the process's own server, and without a main script to import."""
+        """Launch as the base class does, but through the process's own server and without a main script to import."""
         server = vars(process_obj).pop("server")
         file = io.BytesIO()
         context.set_spawning_popen(self)
@@ -232,7 +239,8 @@ class _Popen(popen_forkserver.Popen):
         finally:
             context.set_spawning_popen(None)
         self.sentinel, data_w = server.connect_to_new_process(self._fds)
-        parent_w = os.dup(data_w)  # by its end the worker knows that this process has ended
+        # The worker learns from the end of this pipe that this process has ended.
+        parent_w = os.dup(data_w)
         self.finalizer = util.Finalize(self, util.close_fds, (parent_w, self.sentinel))
         with os.fdopen(data_w, "wb") as pipe:
             pipe.write(file.getbuffer())
@@ -240,10 +248,11 @@ class _Popen(popen_forkserver.Popen):
 
 
 def _let_the_server_end() -> None:
-    """In a worker, let go of the pipe by whose end the server learns that the program has ended.
+    """Release, in a worker, the pipe by whose end the server learns that the program has ended.
 
-    The standard library hands that pipe to each worker. The worker's own end waits for the server's, so both would outlive a
-    program that is killed. The number of the file stays taken, for processes that the worker starts are handed it.
+    The standard library hands the pipe to each worker. The worker's own end waits for the server's end, so server and
+    worker would both outlive a program that is killed. The file number stays taken, because processes that the worker
+    starts are handed the number.
     """
     alive = vars(forkserver)["_forkserver"]._forkserver_alive_fd  # noqa: SLF001 - set by the server's fork
     if alive is not None:
@@ -259,7 +268,13 @@ def has_main_file() -> bool:
 
 
 def serve(listener_fd: int, alive_r: int, spec_fd: int) -> None:
-    """Run a server in a new interpreter."""
+    """Run a server in a new interpreter.
+
+    Args:
+        listener_fd: file number of the socket on which workers are requested.
+        alive_r: pipe that ends with the program.
+        spec_fd: pipe with the pickled preparation and module names.
+    """
     with os.fdopen(spec_fd, "rb") as file:
         preparation, names = pickle.load(file)  # noqa: S301 - from the program that has begun this process
     _name_process()
@@ -286,7 +301,7 @@ def _import_all(names: Iterable[str]) -> None:
 
 
 def _loaded_here() -> tuple[dict[str, Any], list[str]]:
-    """How a new interpreter prepares itself, and the modules it is to import, in the order in which they were here."""
+    """Return the preparation data of a new interpreter, and the modules to import, in the order of their import here."""
     data = {"sys_path": list(sys.path), "sys_argv": list(sys.argv), "dir": str(Path.cwd())}
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
@@ -311,7 +326,10 @@ def _preparation(name: str) -> dict[str, Any]:
 
 
 def is_quiet(patience_seconds: float = 0.25) -> bool:
-    """Whether this process may be copied: every other Python thread waits, now or soon, as those that have just begun."""
+    """Whether this process may be copied: every other Python thread waits now, or starts to wait within the patience.
+
+    Threads that have just begun take a moment to reach their first wait.
+    """
     end = time.monotonic() + patience_seconds
     while not (quiet := all(map(_waits, _other_frames()))) and time.monotonic() < end:
         time.sleep(0.002)
@@ -328,7 +346,7 @@ def _waits(frame: FrameType) -> bool:
 
 
 def _serve_forked(listener: socket.socket, alive_r: int, alive_w: int) -> None:
-    """The copy of the program: nothing of it goes on but this."""
+    """Serve in the copy of the program; nothing else of the program goes on in the copy."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -336,7 +354,8 @@ def _serve_forked(listener: socket.socket, alive_r: int, alive_w: int) -> None:
         os.close(alive_w)
         _name_process()
         _let_go_of_files({listener.fileno(), alive_r})
-        gc.freeze()  # what the program has left to collect is not collected here, by code of the user's
+        # A collection in the copy would run finalizers of the user's on objects that belong to the program.
+        gc.freeze()
         forkserver.main(listener.detach(), alive_r, [])
     except Exception:  # noqa: BLE001 - the end of a process, said where a person may see it
         traceback.print_exc()
@@ -345,9 +364,10 @@ def _serve_forked(listener: socket.socket, alive_r: int, alive_w: int) -> None:
 
 
 def _let_go_of_files(kept: set[int]) -> None:
-    """Have nothing of the program's open, such as pipes whose other end waits for all to be closed.
+    """Close the program's files, such as pipes whose other end waits for all writers to close.
 
-    Numbers stay taken, by the null device: objects of the program that own them would close another's later.
+    The file numbers stay taken by the null device: objects of the program that own the numbers would otherwise close
+    files of others later.
     """
     null = os.open(os.devnull, os.O_RDWR)
     kept = kept | {0, 1, 2, null}

@@ -1,8 +1,9 @@
-"""Worker processes of a `DataLoader`, started so that they cannot hang and ended so that none is left.
+"""Worker processes of a `DataLoader`, started so that no worker can hang, and ended so that no worker is left.
 
-Note: fork. A process that runs many threads must not fork: a lock that another thread holds at that moment stays locked in
-the child for ever. So unless the user chose a context, workers are forked by `worker_server`, a process that runs no threads.
-A loader's parts are pickled for each pass, so that workers have them as they are now. Knows nothing of trials.
+Note: fork. A process that runs many threads must not fork: a lock that another thread holds at that moment stays locked
+in the child for ever. So unless the user chose a context, workers are forked by `worker_server`, a process without
+threads. A loader's parts are pickled for each pass, so that workers get their present state. This module knows nothing
+of trials.
 """
 
 import copy
@@ -34,17 +35,17 @@ _REMEDY = (
 
 
 def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Make a loader that may start its workers here. Not inside the capture gate.
+    """Make a loader that may start its workers here. Do not call this inside the capture gate.
 
     Args:
-        loader: any; it is not changed, unless by sharing the memory of large tensors in its data.
+        loader: any loader; left unchanged, except that large tensors in its data may move to shared memory.
 
     Returns:
-        The loader itself where it starts no workers, else a copy that starts them without forking this process, unless the
-        user has chosen a context, and that sends them what they need.
+        The loader itself if it starts no workers. Otherwise a copy that sends its workers their parts and, unless the
+        user has chosen a context, starts them without forking this process.
 
     Raises:
-        TaskError: a dataset, `collate_fn` or `worker_init_fn` that cannot be pickled, or that a worker could not find again.
+        TaskError: a dataset, `collate_fn` or `worker_init_fn` cannot be pickled, or a worker could not find it again.
     """
     if loader.num_workers == 0:
         return loader
@@ -56,7 +57,8 @@ def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
     parts, num_bytes = vars(made), 0
     if method != "fork" or server is not None:
         for name in ("dataset", "collate_fn", "worker_init_fn"):
-            if not isinstance(parts[name], IterDataPipe | MapDataPipe):  # a loader asks for these by their class
+            # Data pipes stay unpacked: a loader recognizes data pipes by their class.
+            if not isinstance(parts[name], IterDataPipe | MapDataPipe):
                 parts[name] = part = packed(name, parts[name], method, server)
                 num_bytes += part.num_bytes if isinstance(part, Packed) else 0
     if method == "forkserver":
@@ -66,10 +68,10 @@ def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def prepare(holder: object, *handles: object) -> None:
-    """Before its threads are busy, have an executor's workers served, if a handle is a loader that starts any.
+    """Start the server of an executor's workers before its threads are busy, if a handle is a loader with workers.
 
     Args:
-        holder: the executor; `leave` is to be called in the end.
+        holder: the executor; `leave` must be called in the end.
         handles: data handles of its tasks.
     """
     if any(isinstance(handle, DataLoader) and handle.num_workers > 0 and _is_served(handle) for handle in handles):
@@ -77,15 +79,15 @@ def prepare(holder: object, *handles: object) -> None:
 
 
 def leave(holder: object) -> None:
-    """An executor is shut down, and its workers have ended."""
+    """Release the server after an executor has shut down and its workers have ended."""
     SERVERS.leave(holder)
 
 
 def warn_if_slow(iterator: object) -> None:
-    """Say that workers took long to start, and what helps, once in the life of this process.
+    """Warn, once in the life of this process, that workers took long to start, and suggest remedies.
 
     Args:
-        iterator: over a loader of `ready`, once it has given a batch.
+        iterator: iterator over a loader from `ready`, after its first batch.
     """
     start = getattr(iterator, "_worker_init_fn", None)
     if isinstance(start, _WorkerStart) and not _WorkerStart.is_told and start.seconds > _SLOW_SECONDS:
@@ -94,7 +96,7 @@ def warn_if_slow(iterator: object) -> None:
 
 
 def end(iterator: object) -> None:
-    """End the workers of a pass, if it has any that still run."""
+    """End the workers of a pass, if any still run."""
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
@@ -102,7 +104,7 @@ def end(iterator: object) -> None:
 
 @contextmanager
 def failed_start_explained() -> Iterator[None]:
-    """Around the start of workers.
+    """Explain errors at the start of workers inside the context.
 
     Raises:
         LoaderWorkerError: the fork server has ended.
@@ -115,7 +117,7 @@ def failed_start_explained() -> Iterator[None]:
 
 @contextmanager
 def death_explained() -> Iterator[None]:
-    """Around the use of workers; what a worker raises comes through as it is.
+    """Explain the death of a worker inside the context; an exception raised by a worker's own code passes unchanged.
 
     Raises:
         LoaderWorkerError: a worker has ended.
@@ -147,23 +149,23 @@ def _start_method(loader: DataLoader[Any]) -> str:
 
 
 def _is_served(loader: DataLoader[Any]) -> bool:
-    """Whether a plain loop would fork its workers, because nobody has said otherwise."""
+    """Whether a plain loop would fork the loader's workers because the user has chosen no other method."""
     return loader.multiprocessing_context is None and _start_method(loader) == "fork"
 
 
 def _warm_up() -> None:
-    """Start the fork server with torch loaded, if nobody has: a worker starts in milliseconds then and not in seconds."""
+    """Start the fork server with torch loaded, if none runs: workers then start in milliseconds instead of seconds."""
     if getattr(forkserver, "_forkserver")._preload_modules == ["__main__"]:  # noqa: B009, SLF001 - as nobody changed it
         multiprocessing.set_forkserver_preload(["__main__", "torch.utils.data"])
     forkserver.ensure_running()
 
 
 class _WorkerStart:
-    """What runs first in a worker: makes it as a forked one would be, then the user's `worker_init_fn`.
+    """First code in a worker: sets the worker up as a forked worker would be, then calls the user's `worker_init_fn`.
 
     Args:
-        loader: of the workers.
-        num_bytes: sent to each.
+        loader: loader of the workers.
+        num_bytes: bytes sent to each worker.
     """
 
     is_told = False  # whether this process has warned of slow starts
@@ -185,11 +187,11 @@ class _WorkerStart:
 
     @property
     def seconds(self) -> float:
-        """The time that the first worker took to come up; 0 before."""
+        """Seconds until the first worker came up; 0 before."""
         return min((seconds for seconds in self._seconds.tolist() if seconds), default=0.0)
 
     def warning(self) -> str:
-        """That it is long, why that may be, and what helps."""
+        """Text that names the start time, its likely cause and remedies."""
         often = "once a trial" if self._is_persistent else "in every pass over the data"
         persistent = "" if self._is_persistent else "persistent_workers=True starts them once a trial; "
         return (
