@@ -1,7 +1,8 @@
-"""Who lives, as others that share a folder see it: everyone has a file of their own there, locked as long as they live.
+"""Life signs in a shared folder: each process has a file of its own there, locked as long as the process lives.
 
-The system lets go of a lock however a process ends, so a file that is there and not locked is of one that has died. One that
-ends in order removes its file, unless it leaves something to be gone on with. Knows nothing of what that is.
+The system releases a lock however a process ends, so an existing file without a lock belongs to a dead process. A
+process that ends in order removes its file, unless it leaves work that another process may continue. The module knows
+nothing of the work.
 """
 
 import contextlib
@@ -16,16 +17,16 @@ from hydra_tune.checkpoint.lock import LOCK, try_lock
 
 
 class LifeSign:
-    """A file that says that whoever made it lives.
+    """A file that shows that its process lives.
 
     Args:
-        folder: for the files; made if it is not there.
+        folder: folder for the files; created if missing.
 
     Attributes:
-        name: of the file, which no other ever has.
+        name: name of the file, unique for all time.
 
     Raises:
-        FileError: it cannot be made.
+        FileError: the file cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,10 +37,10 @@ class LifeSign:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def close(self, *, leaves: bool) -> None:
-        """It is over. May be called again.
+        """End the life sign. May be called again.
 
         Args:
-            leaves: whether something is left that another may go on with.
+            leaves: whether work is left that another process may continue.
 
         Raises:
             FileError: the file cannot be removed.
@@ -51,11 +52,12 @@ class LifeSign:
             if not leaves:
                 remove_file(self._folder / self.name)
         finally:
+            # Last: closing releases the lock, and an unlocked file that is still there would count as a dead process.
             os.close(lock)
 
 
 def has_died(folder: Path, name: str) -> bool:
-    """Whether who had this file is known to have died; False also where there is no such file, for it may be of another folder.
+    """Whether the file's process is known to be dead; False for a missing file, which may belong to another folder.
 
     Raises:
         FileError: the file cannot be read.
@@ -73,7 +75,7 @@ def has_died(folder: Path, name: str) -> bool:
 
 
 def forget(folder: Path, name: str) -> None:
-    """One that has died has left nothing any more.
+    """Remove the file of a dead process once nothing of its work is left.
 
     Raises:
         FileError: the file cannot be removed.
@@ -83,7 +85,7 @@ def forget(folder: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Nobody else of this folder is in such a block meanwhile, in any process.
+    """Exclude all other processes of the folder from such a block.
 
     Raises:
         FileError: the folder cannot be written to.

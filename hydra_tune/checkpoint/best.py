@@ -1,11 +1,11 @@
-"""The weights of a search's best trials: one file each in a folder, written by a thread of its own.
+"""The weights of a search's best trials: a file for each trial in a folder, written by a separate thread.
 
-Who is best, the owner of the folder says. Knows no tuner: a trial is a number with values.
+The folder's owner decides which trials are best. The module knows no tuner: a trial is a number with values.
 
-Note: no index. A file `trial-7.safetensors` is the weights of trial 7, and its values are in its metadata. So there is nothing
-that a file could be without, whenever the process is killed, and several processes may share a folder: each looks, after it
-has written a file, which of all files are among the best, and removes the others. A file is removed for one that is there,
-never for one that was to be written.
+Note: no index. A file `trial-7.safetensors` holds the weights of trial 7, with the trial's values in its metadata. So
+no kill can separate a file from its description, and several processes may share a folder: after writing a file, each
+process determines which of all files are among the best, and removes the others. A file is only ever removed in favour
+of files that exist, never in favour of a file still to be written.
 """
 
 import json
@@ -33,12 +33,12 @@ _POLL_SECONDS = 0.1
 
 
 def weights_file(folder: Path, number: int) -> Path:
-    """Where the weights of a trial are, if they are kept."""
+    """Return the path of a trial's weights, if kept."""
     return folder / f"trial-{number}.safetensors"
 
 
 def kept_trials(folder: Path) -> dict[int, Values]:
-    """The trials whose weights are in a folder, and their values; without what cannot be read.
+    """Return the trials with weights in a folder, and their values; unreadable files are skipped.
 
     Raises:
         FileError: the folder cannot be read.
@@ -65,7 +65,7 @@ def kept_trials(folder: Path) -> dict[int, Values]:
 
 @dataclass(slots=True)
 class _Waiting:
-    """Weights that are to be written."""
+    """Weights to be written."""
 
     values: Values
     tensors: Mapping[str, Tensor]
@@ -75,11 +75,11 @@ class _Waiting:
 class BestWeights:
     """Keeps the weights of the best trials of a search.
 
-    Weights are in memory only until they are written or beaten: of those that wait, none is worse than what is kept.
+    Weights stay in memory only until they are written or beaten: no waiting weights are worse than the kept weights.
 
     Args:
-        folder: for the files; made with the first of them, mode 0700.
-        choose: which trials are kept, of those it is given; told the same again it says the same.
+        folder: folder for the files; created with the first file, mode 0700.
+        choose: selects the trials to keep; must be deterministic.
     """
 
     def __init__(self, folder: Path, choose: Choice) -> None:
@@ -95,15 +95,16 @@ class BestWeights:
     def offer(
         self, number: int, values: Values, tensors: Callable[[], Mapping[str, Tensor]], metadata: Mapping[str, str]
     ) -> None:
-        """A trial has completed: keep its weights if it is among the best.
+        """Keep the weights of a completed trial if the trial is among the best.
 
-        Returns at once, unless so many are waiting to be written that memory would fill up; then when one has been.
+        The call returns at once, unless so many weights wait that memory would fill up; then it returns when some are
+        written.
 
         Args:
-            number: of the trial.
-            values: of the trial.
-            tensors: returns the weights, by name; called only if they are kept. Nobody changes them afterwards.
-            metadata: texts for the file; "values" is taken.
+            number: number of the trial.
+            values: values of the trial.
+            tensors: returns the weights, by name; called only if they are kept. The tensors must not change afterwards.
+            metadata: texts for the file; "values" is reserved.
 
         Raises:
             FileError: the folder cannot be read.
@@ -130,19 +131,20 @@ class BestWeights:
             return number in self._waiting or number in self._writing
 
     def flush(self) -> None:
-        """Wait until everything is written or has failed."""
+        """Wait until all weights are written or have failed."""
         with self._changed:
             while self._waiting or self._writing:
-                self._changed.wait(_POLL_SECONDS)  # not for ever: Ctrl-C gets through on every platform
+                # With a timeout, so that Ctrl-C gets through on every platform.
+                self._changed.wait(_POLL_SECONDS)
 
     def failures(self) -> list[tuple[int, str]]:
-        """What has gone wrong since the last call: the number of a trial, and why its weights are not kept."""
+        """Return the failures since the last call: the number of a trial, and the reason why its weights are not kept."""
         with self._changed:
             found, self._failures = self._failures, []
         return found
 
     def close(self) -> None:
-        """Write what waits, and end the thread."""
+        """Write the waiting weights, and end the thread."""
         self.flush()
         with self._changed:
             self._is_closing = True

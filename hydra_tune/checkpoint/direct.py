@@ -1,4 +1,4 @@
-"""Large files past the page cache: what is kept is not read soon, and copying it there takes most of the CPU time."""
+"""Large files written past the page cache: kept files are not read soon, and copying to the cache costs most CPU time."""
 
 import contextlib
 import errno
@@ -14,21 +14,21 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectWriter:
-    """Writes to a file that is open and empty, through one aligned buffer.
+    """Writes to an open, empty file through one aligned buffer.
 
     Args:
-        file: to write to; nothing else writes to it meanwhile.
+        file: file to write to; nothing else may write to the file meanwhile.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._descriptor = file.fileno()
-        self._view = memoryview(mmap.mmap(-1, _BUFFER_BYTES))  # pages of its own, aligned as the system asks
+        self._view = memoryview(mmap.mmap(-1, _BUFFER_BYTES))  # whole pages, aligned as O_DIRECT requires
         self._filled = 0
         self._offset = 0
         self._is_direct = self._set_direct(wanted=True)
 
     def write(self, piece: bytes | memoryview) -> None:
-        """Write bytes after those before.
+        """Append bytes.
 
         Raises:
             OSError: the system refuses.
@@ -43,7 +43,7 @@ class DirectWriter:
                 self._put(_BUFFER_BYTES)
 
     def finish(self) -> None:
-        """Write what is left; the file has as many bytes as were given.
+        """Write the rest; the file then has exactly the given bytes.
 
         Raises:
             OSError: the system refuses.
@@ -51,10 +51,11 @@ class DirectWriter:
         size = self._offset + self._filled
         if self._filled:
             self._put(-(-self._filled // _ALIGNMENT) * _ALIGNMENT)
+        # A direct write must cover whole blocks, so the last write runs past the end.
         os.ftruncate(self._descriptor, size)
 
     def close(self) -> None:
-        """Leave the file as it was opened."""
+        """Restore the file's flags."""
         self._set_direct(wanted=False)
 
     def _put(self, count: int) -> None:
@@ -72,7 +73,7 @@ class DirectWriter:
         self._filled = 0
 
     def _set_direct(self, *, wanted: bool) -> bool:
-        """Whether the file goes past the page cache from now on."""
+        """Switch direct writing on or off; return whether later writes bypass the page cache."""
         if not _DIRECT:
             return False
         with contextlib.suppress(OSError):
@@ -84,7 +85,7 @@ class DirectWriter:
 
 @contextlib.contextmanager
 def written_directly(file: BinaryIO) -> Iterator[DirectWriter]:
-    """A writer to a file that is open and empty; what it was given is in the file when the block ends.
+    """Open a writer on an open, empty file; all given bytes are in the file when the block ends.
 
     Raises:
         OSError: the system refuses.

@@ -1,4 +1,4 @@
-"""How often trials are saved, as it is written: in programs, sweep files and on the command line."""
+"""Frequency of checkpoints, as written in programs, sweep files and on the command line."""
 
 import contextlib
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from hydra_tune.quantities import parse_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Every:
-    """How often a trial is saved beside its reports; one of the two, or neither.
+    """Frequency of checkpoints of a trial beside its reports: one of the attributes is set, or neither.
 
     Attributes:
-        steps: optimizer steps from one to the next.
-        seconds: the same, in seconds.
+        steps: optimizer steps between two checkpoints.
+        seconds: seconds between two checkpoints.
     """
 
     steps: int | None = None
@@ -24,7 +24,7 @@ def parse_every(text: object) -> Every:
     """Read `checkpoint_every`: None, a number of optimizer steps, or a time such as "30s", "5min" or "1h".
 
     Raises:
-        ConfigError: none of these.
+        ConfigError: the value has none of these forms.
     """
     if text is None:
         return Every()

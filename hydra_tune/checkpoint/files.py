@@ -1,8 +1,9 @@
-"""Files to keep: private to the user, and whole or not there, whatever becomes of the process or the machine.
+"""Files to keep: private to the user, and whole or absent whatever happens to the process or the machine.
 
-Note: atomic. What is written goes to a file beside the target first, of mode 0600 and under a name of its own. It is flushed
-to the disk, renamed over the target, and the folder is flushed as well. Who opens the target meets the old content or the new
-one. What a killed process leaves is a file that `is_temporary` knows; `remove_leftovers` removes it.
+Note: atomic writes. The content first goes to a file beside the target, with mode 0600 and a unique name. The file is
+flushed to the disk and renamed over the target, and the folder is flushed as well. A reader of the target finds the old
+content or the new content. A killed process leaves a file that `is_temporary` recognizes; `remove_leftovers` removes
+the file.
 """
 
 import contextlib
@@ -19,23 +20,24 @@ from typing import BinaryIO
 from hydra_tune.errors import FileError
 
 _TEMPORARY = re.compile(r"\..+\.([0-9a-f]{8})-([0-9]+)-[0-9a-f]{32}\.tmp")
-_MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"  # a shared folder has files of others, too
+_MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"  # a shared folder may have files of other machines, too
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
-    """A file to write to, which becomes `path` when the block ends without an error.
+    """Open a file that becomes `path` when the block ends without an error.
 
     Args:
-        path: what will be there; its folder is there already.
-        overwrite: whether a file of that name may be there, and is replaced.
+        path: target; its folder exists already.
+        overwrite: whether an existing file may be replaced.
 
     Yields:
         The file, open for binary writing and empty.
 
     Raises:
-        FileError: the system refuses to write, flush or rename, something other than a plain file has the name, or
-            `overwrite` is false and a file has it. What was at `path` is as it was, and nothing else is left.
+        FileError: the system refuses to write, flush or rename, the name belongs to something other than a plain file,
+            or `overwrite` is false and a file has the name. The content of `path` is then unchanged, and no other file
+            is left.
     """
     temporary = path.parent / f".{path.name}.{_MACHINE}-{os.getpid()}-{uuid.uuid4().hex}.tmp"
     try:
@@ -55,6 +57,7 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError):  # the first error is the one to tell
                 temporary.unlink(missing_ok=True)
             raise
+        # A rename is lasting only once the folder itself is on the disk.
         _flush_folder(path.parent)
     except OSError as error:
         raise file_error("write", path, error) from error
@@ -64,14 +67,14 @@ def write_file(path: Path, content: bytes) -> None:
     """Write a file whole; see `replacing`.
 
     Raises:
-        FileError: the system refuses; what was at `path` is as it was.
+        FileError: the system refuses; the content of `path` is unchanged.
     """
     with replacing(path) as file:
         file.write(content)
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file, if it is there.
+    """Remove a file, if it exists.
 
     Raises:
         FileError: the system refuses.
@@ -84,10 +87,10 @@ def remove_file(path: Path) -> None:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder of mode 0700, and those above it that are missing; one that is there stays as it is.
+    """Create a folder of mode 0700, and missing parent folders; an existing folder stays unchanged.
 
     Raises:
-        FileError: the system refuses, or something else has the name.
+        FileError: the system refuses, or the name belongs to something else.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,12 +100,12 @@ def make_private_folder(path: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether the name is one that `replacing` gives while it writes."""
+    """Whether the name is a temporary name of `replacing`."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes of this machine have left half written; files of living ones stay.
+    """Remove half-written files of killed processes of this machine; files of living processes stay.
 
     Raises:
         FileError: the system refuses.
@@ -117,12 +120,12 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def file_error(what: str, path: Path, error: OSError) -> FileError:
-    """The project's error for one of the system's.
+    """Return the project's error for a system error.
 
     Args:
-        what: could not be done, as in "cannot WHAT 'path'".
-        path: to what.
-        error: what the system says.
+        what: the failed action, as in "cannot WHAT 'path'".
+        path: path of the file.
+        error: the system's error.
     """
     return FileError(
         f"cannot {what} {str(path)!r}: [Errno {error.errno}] {error.strerror or error}; make room there, have it "
@@ -133,7 +136,7 @@ def file_error(what: str, path: Path, error: OSError) -> FileError:
 
 
 def _check_target(path: Path) -> None:
-    """A rename would put a plain file in the place of a device, a pipe or a link, without a word."""
+    """Refuse a target other than a plain file: a rename would silently replace a device, a pipe or a link."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

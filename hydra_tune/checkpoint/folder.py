@@ -1,9 +1,10 @@
-"""A trial's folder of checkpoints: two generations, each whole or not there, and read with what was noted of its bytes.
+"""A trial's folder of checkpoints: two generations, each complete or absent, and verified when read.
 
-Note: generations. One is three files: `00000007.safetensors`, `00000007.json`, and `00000007.manifest`, which has the sizes and
-SHA-256 of what is in the other two and is put there last. Without its manifest a generation is not there; what a killed process
-has left of one is removed by the next that opens the folder. Only once a generation is whole does the one before the last go,
-so that a last one which turns out to be damaged has one before it.
+Note: generations. A generation is three files: `00000007.safetensors`, `00000007.json`, and `00000007.manifest`. The
+manifest has the sizes and SHA-256 of the contents of the other two files, and is written last. Without a manifest a
+generation does not exist; the next process that opens the folder removes the other files of a killed process. An old
+generation is removed only once the new generation is complete, so a last generation that turns out to be damaged has a
+predecessor.
 """
 
 import contextlib
@@ -36,14 +37,15 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class CheckpointFolder:
-    """The folder of one trial, which nobody else writes to as long as it is open.
+    """The folder of one trial; no one else writes to the folder while it is open.
 
     Args:
-        path: where it is, or will be.
+        path: path of the folder; created if missing.
 
     Raises:
-        CheckpointError: another process, or another trial of this one, has it open; or it is a link.
-        FileError: it cannot be made.
+        CheckpointError: another process, or another trial of this process, has the folder open; or the path is a link,
+            or others may write to the folder.
+        FileError: the folder cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,16 +63,16 @@ class CheckpointFolder:
             raise
 
     def write(self, saved: Saved) -> Path:
-        """Add a generation, and let the one before the last go.
+        """Add a generation, and remove the generation before the last.
 
         Args:
-            saved: what to write; nobody changes its tensors meanwhile.
+            saved: checkpoint to write; its tensors must not change meanwhile.
 
         Returns:
-            The manifest's path.
+            The path of the manifest.
 
         Raises:
-            FileError: it cannot be written; the generations that were there are as they were.
+            FileError: the generation cannot be written; the earlier generations are unchanged.
         """
         numbers = generations(self.path)
         name = f"{max(numbers, default=0) + 1:08d}"
@@ -85,6 +87,7 @@ class CheckpointFolder:
                 "facts": {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()},
                 "tensors": {"bytes": tensors.stat().st_size, "sha256": checksum(saved.tensors)},
             }
+            # The manifest makes the generation valid, so it comes last.
             write_file(manifest, json.dumps(noted).encode())
         except BaseException:
             with contextlib.suppress(FileError):  # the first error is the one to tell
@@ -94,7 +97,7 @@ class CheckpointFolder:
         return manifest
 
     def keep(self, count: int) -> None:
-        """Remove all but the last generations.
+        """Remove all but the newest `count` generations.
 
         Raises:
             FileError: the system refuses.
@@ -103,7 +106,10 @@ class CheckpointFolder:
             self._remove(number)
 
     def go_back_to(self, manifest: Path) -> None:
-        """Remove the generations after one of this folder, which its trial goes on from: they are damaged, or not wanted.
+        """Remove all generations after the one from which the trial resumes: later ones are damaged or unwanted.
+
+        Args:
+            manifest: manifest of the generation from which the trial resumes, in this folder.
 
         Raises:
             FileError: the system refuses.
@@ -113,7 +119,7 @@ class CheckpointFolder:
                 self._remove(number)
 
     def remove(self) -> None:
-        """Remove all generations and, if nothing else is in it, the folder; and close it.
+        """Remove all generations and, if nothing else is inside, the folder; then close the folder.
 
         Raises:
             FileError: the system refuses.
@@ -121,19 +127,21 @@ class CheckpointFolder:
         try:
             self.keep(0)
             remove_file(self.path / LOCK)
-            with contextlib.suppress(OSError):  # something else is in it, which is not ours
+            # The folder may hold files of others.
+            with contextlib.suppress(OSError):
                 self.path.rmdir()
         finally:
             self.close()
 
     def close(self) -> None:
-        """Let others have the folder. May be called again."""
+        """Release the folder for others. May be called again."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
 
     def _remove(self, number: int) -> None:
-        for kind in ("manifest", "safetensors", "json"):  # without its manifest the rest is nothing
+        # The manifest first: a kill in between leaves no generation that looks complete.
+        for kind in ("manifest", "safetensors", "json"):
             remove_file(self.path / f"{number:08d}.{kind}")
 
     def _remove_unfinished(self) -> None:
@@ -145,7 +153,7 @@ class CheckpointFolder:
 
 
 def generations(folder: Path) -> list[int]:
-    """Numbers of the generations in a folder, the newest first.
+    """Return the numbers of the generations in a folder, the newest first.
 
     Raises:
         FileError: the folder cannot be read.
@@ -166,10 +174,10 @@ def load_checkpoint(path: Path) -> Saved:
         path: a trial's folder, or the manifest of one generation.
 
     Returns:
-        What was saved. If the last generation is damaged that is the one before it, and a warning says so.
+        The saved state. If the last generation is damaged, the generation before, with a warning.
 
     Raises:
-        CheckpointError: there is none, or none that is whole.
+        CheckpointError: there is no checkpoint, or no complete checkpoint.
     """
     if not path.is_dir():
         found = _FILE.fullmatch(path.name)
@@ -194,7 +202,7 @@ def load_checkpoint(path: Path) -> Saved:
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of tensors on the host: names, kinds, shapes and all bytes."""
+    """Return the SHA-256 of tensors: names, dtypes, shapes and all bytes."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
@@ -202,7 +210,9 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
         digest.update(struct.pack("<Q", len(kind)) + kind)
         flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
         if flat.numel():
-            digest.update((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()))  # numpy may not be installed
+            digest.update(
+                (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+            )  # without numpy, which may not be installed
     return digest.hexdigest()
 
 
@@ -263,7 +273,11 @@ def _locked(path: Path) -> int:
 
 
 def check_private(path: Path) -> None:
-    """Whoever can write to the folder can replace what a trial goes on from."""
+    """Refuse a folder that others may write to: they could replace the state from which a trial resumes.
+
+    Raises:
+        CheckpointError: the folder is writable by group or others.
+    """
     mode = path.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CheckpointError(

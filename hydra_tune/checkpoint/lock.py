@@ -1,7 +1,7 @@
-"""The lock of a folder, which the system lets go of when the process that holds it ends, however it ends.
+"""The lock of a folder; the system releases the lock when the holder ends, however the process ends.
 
-It is `flock` on the file `lock` in the folder, so there is nothing stale to be told from what is in use: what a dead process
-has locked is free. A process that was forked from the holder's holds it as well, as long as it lives.
+The lock is `flock` on the file `lock` in the folder, so no lock is ever stale: the lock of a dead process is free. A
+process that was forked from the holder holds the lock as well, as long as it lives.
 """
 
 import fcntl
@@ -16,21 +16,22 @@ _ATTEMPTS, _PAUSE_SECONDS = 5, 0.01
 
 
 def take_lock(folder: Path | int) -> int | None:
-    """Have a folder to oneself, in this process, too.
+    """Lock a folder exclusively, against other holders in this process, too.
 
     Args:
-        folder: its path, or its descriptor.
+        folder: path of the folder, or its descriptor.
 
     Returns:
-        What is to be closed, by `os.close`, when others may have the folder; None if another has it.
+        A descriptor; `os.close` releases the lock. None if another holder has the lock.
 
     Raises:
-        OSError: the lock's file cannot be made.
+        OSError: the lock file cannot be created.
     """
     descriptor = _opened(folder, os.O_RDWR | os.O_CREAT)
     for attempt in range(_ATTEMPTS):
         if attempt:
-            time.sleep(_PAUSE_SECONDS)  # whoever asks `is_locked` has it for a moment
+            # `is_locked` in another process takes the lock for a moment.
+            time.sleep(_PAUSE_SECONDS)
         if try_lock(descriptor):
             return descriptor
     os.close(descriptor)
@@ -38,13 +39,13 @@ def take_lock(folder: Path | int) -> int | None:
 
 
 def is_locked(folder: Path | int) -> bool:
-    """Whether somebody has a folder, here or in another process; a folder without a lock's file nobody has.
+    """Whether a folder is locked, here or in another process; a folder without a lock file is not.
 
     Args:
-        folder: its path, or its descriptor.
+        folder: path of the folder, or its descriptor.
 
     Raises:
-        OSError: the lock's file is there and cannot be opened.
+        OSError: the lock file exists and cannot be opened.
     """
     try:
         descriptor = _opened(folder, os.O_RDWR)
@@ -64,10 +65,10 @@ def _opened(folder: Path | int, flags: int) -> int:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file, if nobody has it; whether that is done.
+    """Lock an open file if no other holder has the lock; return whether the file is locked now.
 
     Raises:
-        OSError: the system has no locks there.
+        OSError: the file system has no locks.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

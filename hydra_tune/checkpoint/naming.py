@@ -1,4 +1,4 @@
-"""Names of folders for what people and programs have named as they like."""
+"""Folder names for freely chosen names."""
 
 import hashlib
 import re
@@ -8,7 +8,7 @@ _LONGEST_NAME = 80
 
 
 def folder_name(name: str) -> str:
-    """A name for a folder, of letters, digits, points, dashes and underscores; other names give other ones."""
+    """Return a folder name of letters, digits, points, dashes and underscores; different names give different folders."""
     plain = _UNSAFE.sub("-", name)[:_LONGEST_NAME].strip(".-")
     if plain == name:
         return name

@@ -1,4 +1,4 @@
-"""`Saved`: what a checkpoint holds, in memory."""
+"""`Saved`: the content of a checkpoint, in memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ class Saved:
     """The state of a trial between two of its steps.
 
     Attributes:
-        facts: all that is no tensor, as `encode` gives it: what JSON can hold.
-        tensors: the tensors that the facts name, on the host.
-        labels: what whoever has submitted the trial wants to find with it.
-        path: the file that names it; None: it was never written.
+        facts: all parts of the state other than tensors, encoded by `encode` as JSON values.
+        tensors: the tensors named by the facts, on the host.
+        labels: values that the trial's submitter stores with the checkpoint.
+        path: manifest of the checkpoint; None: never written.
     """
 
     facts: Mapping[str, Any]

@@ -1,7 +1,8 @@
-"""A sweep's own folder beside its trials' checkpoints: kept by one process at a time, with what the sweep notes of itself.
+"""A sweep's own folder beside its trials' checkpoints: held by one process at a time, with the sweep's notes.
 
-It holds `lock`, `sweep.json` with the folder's identity, and a file of JSON for each thing that is noted. The lock is the
-system's: what a dead process has left is free, and nothing needs tidying up. Knows nothing of what is noted.
+The folder holds `lock`, `sweep.json` with the folder's identity, and a JSON file for each note. The lock is the
+system's: the lock of a dead process is free, and nothing needs tidying up. The module knows nothing of the notes'
+contents.
 """
 
 import json
@@ -18,28 +19,28 @@ from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError
 from hydra_tune.supervision.marks import here
 
-_SUFFIX = "~sweep"  # no trial's folder ends so
+_SUFFIX = "~sweep"  # no trial's folder ends like this
 
 
 def sweep_path(checkpoint_dir: Path, study: str) -> Path:
-    """Where a sweep's folder is, or will be: in `checkpoint_dir`, whatever the study's name holds."""
+    """Return the path of a sweep's folder: always inside `checkpoint_dir`, whatever characters the study's name has."""
     return checkpoint_dir / (folder_name(study) + _SUFFIX)
 
 
 class SweepFolder:
-    """The folder of one sweep, which no other process has meanwhile.
+    """The folder of one sweep, locked against other processes.
 
     Args:
-        checkpoint_dir: where the trials' checkpoints are; is there.
-        study: the study's name.
+        checkpoint_dir: existing folder of the trials' checkpoints.
+        study: name of the study.
 
     Attributes:
-        path: of the folder.
-        identity: of the folder, the same wherever it is moved.
+        path: path of the folder.
+        identity: identity of the folder, unchanged by moves.
 
     Raises:
-        CheckpointError: another process has it, or it is a link.
-        FileError: it cannot be made or read.
+        CheckpointError: another process has the folder, or the path is a link.
+        FileError: the folder cannot be created or read.
     """
 
     def __init__(self, checkpoint_dir: Path, study: str) -> None:
@@ -62,23 +63,23 @@ class SweepFolder:
             raise
 
     def note(self, name: str, content: dict[str, Any]) -> None:
-        """Keep something, whole or not at all, in place of what had the name before.
+        """Store a note, whole or not at all, in place of an earlier note of the same name.
 
         Args:
-            name: of letters.
-            content: what JSON can hold.
+            name: name of letters.
+            content: JSON values.
 
         Raises:
-            FileError: it cannot be written.
+            FileError: the note cannot be written.
         """
         write_file(self.path / f"{name}.json", json.dumps(content, allow_nan=False).encode())
 
     def noted(self, name: str) -> dict[str, Any] | None:
-        """What was kept last under a name; None if nothing was.
+        """Return the last note of a name; None if there is none.
 
         Raises:
             CheckpointError: the file is damaged.
-            FileError: it cannot be read.
+            FileError: the file cannot be read.
         """
         path = self.path / f"{name}.json"
         try:
@@ -95,7 +96,7 @@ class SweepFolder:
         return content
 
     def close(self) -> None:
-        """Let others have the folder. May be called again."""
+        """Release the folder for others. May be called again."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)

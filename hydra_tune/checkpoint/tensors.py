@@ -1,13 +1,13 @@
-"""Tensors in a file, as safetensors, and back bit for bit: shapes, strides, and which share memory.
+"""Tensors in a safetensors file, and back bit for bit: shapes, strides, and shared memory.
 
-Any reader of safetensors reads the files; nothing in them is ever run. They are written here and not by the library, because
-that has the whole file in memory or writes it under a name of its own, without flushing, and keeps no errno. Reading is the
-library's, which checks what it is given. Knows no models and no trials.
+Any reader of safetensors reads the files; reading never runs code. This module writes the files itself, because the
+library holds the whole file in memory or writes under a name of its own, without flushing, and loses errno. The library
+does the reading, because it validates its input. The module knows no models and no trials.
 
-Note: what is stored. Tensors whose memory overlaps are one group, stored once: as the member that covers all of it without
-gaps, else as a flat stretch under a name of its own. Every other member, and a member whose strides are not those of a
-contiguous tensor, is a *view*: shape, strides and offset in the stored one, in the metadata under `hydra_tune`, with a
-checksum of everything in the file.
+Note: stored data. Tensors with overlapping memory form a group, stored once: as the member that covers the whole memory
+without gaps, else as a flat stretch under a separate name. Every other member, and a member with strides other than a
+contiguous tensor's, is a *view*: shape, strides and offset in the stored tensor. Views are in the metadata under
+`hydra_tune`, with a checksum of everything in the file.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """How a tensor lies in a stored one's memory; strides and offset in elements."""
+    """Position of a tensor in a stored tensor's memory; strides and offset in elements."""
 
     of: str
     shape: tuple[int, ...]
@@ -77,16 +77,17 @@ class _Span:
 def save_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, overwrite: bool = True
 ) -> None:
-    """Write tensors to a file, atomically; those on devices are copied to the host one at a time.
+    """Write tensors to a file, atomically; tensors on devices are copied to the host one at a time.
 
     Args:
-        path: of the file; its folder is there already.
-        tensors: by name; any strides, and they may share memory. Nobody changes them meanwhile.
-        metadata: texts that come back with them; the name "hydra_tune" is taken.
-        overwrite: whether a file that is there is replaced.
+        path: path of the file; its folder exists already.
+        tensors: tensors by name, with any strides and any shared memory. The tensors must not change meanwhile.
+        metadata: texts returned by `load_tensors`; the name "hydra_tune" is reserved.
+        overwrite: whether an existing file is replaced.
 
     Raises:
-        FileError: it cannot be written, or a tensor is of a kind that the format has not; what was at `path` is as it was.
+        FileError: the file cannot be written, or the format does not support a tensor's kind; the content of `path` is
+            unchanged.
     """
     kept = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in _checked(path, tensors).items()}
     stored, layout = _layout(path, kept)
@@ -105,16 +106,16 @@ def save_tensors(
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read what `save_tensors` has written, or any other file of safetensors.
+    """Read a file from `save_tensors`, or any other safetensors file.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Returns:
-        The tensors on the host, in memory of their own but for those that shared it, and the metadata.
+        The tensors on the host, with memory shared as when saved and otherwise separate, and the metadata.
 
     Raises:
-        FileError: the file cannot be read, is no safetensors, or is damaged.
+        FileError: the file cannot be read, is not safetensors, or is damaged.
     """
     with _opened(path) as file:
         metadata = _metadata(file)
@@ -129,10 +130,10 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def load_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a file of safetensors, without reading its tensors; unlike `load_tensors`, sees no flipped bits.
+    """Read the metadata of a safetensors file without its tensors; unlike `load_tensors`, this detects no flipped bits.
 
     Raises:
-        FileError: the file cannot be read, or is no safetensors.
+        FileError: the file cannot be read, or is not safetensors.
     """
     with _opened(path) as file:
         metadata = _metadata(file)
@@ -143,7 +144,8 @@ def load_metadata(path: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        with path.open("rb") as probe:  # the library would tell neither errno nor that it is a folder
+        # The library reports neither errno nor a folder in place of a file.
+        with path.open("rb") as probe:
             probe.read(1)
         with safe_open(path, framework="pt") as file:
             yield file
@@ -183,7 +185,7 @@ def _unfit(tensor: object) -> str | None:
 
 
 def _layout(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, _View]]:
-    """What is stored, contiguous and in the order of the file, and how the others lie in it."""
+    """Return the stored tensors, contiguous and in file order, and the views of all other tensors."""
     stored: dict[str, Tensor] = {}
     views: dict[str, _View] = {}
     for group in _groups(tensors):
@@ -199,12 +201,15 @@ def _layout(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
 
 
 def _in_file_order(stored: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Wide elements first: each tensor starts at a multiple of its element's size, as readers that map files ask."""
+    """Order tensors by element size, wide elements first.
+
+    Each tensor then starts at a multiple of its element size, as readers that map files require.
+    """
     return sorted(stored.items(), key=lambda item: (-item[1].element_size(), item[0]))
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[_Span]]:
-    """Tensors that overlap, directly or through others; each list in the order of memory."""
+    """Yield groups of tensors that overlap, directly or through others; each list in memory order."""
     by_storage: dict[object, list[_Span]] = {}
     for name, tensor in tensors.items():
         start = tensor.storage_offset()
@@ -232,7 +237,8 @@ def _bytes_from(span: _Span) -> int:
 def _lay_out(group: list[_Span], stored: dict[str, Tensor], views: dict[str, _View]) -> None:
     start, end = min(span.start for span in group), max(span.end for span in group)
     base = next((span for span in group if span.end - span.start == end - start == span.tensor.numel()), None)
-    if base is None:  # none covers it all without gaps
+    # No member covers the whole memory without gaps.
+    if base is None:
         name = _STRETCH + group[0].name
         stored[name] = group[0].tensor.as_strided((end - start,), (1,), start).contiguous()
     else:
@@ -245,7 +251,7 @@ def _lay_out(group: list[_Span], stored: dict[str, Tensor], views: dict[str, _Vi
 
 
 def _checksum(stored: Mapping[str, Tensor], metadata: Mapping[str, str], views: Mapping[str, Any]) -> int:
-    """Of all that a file says: a bit that has flipped in a name or a text is noticed like one in a tensor."""
+    """Return a checksum of everything in a file: a flipped bit in a name or a text is detected as well."""
     in_order = _in_file_order(stored)
     kinds = [(name, _NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in in_order]
     checksum = zlib.crc32(json.dumps([kinds, metadata, views], sort_keys=True).encode())
@@ -268,7 +274,7 @@ def _header(stored: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a contiguous tensor, on the host, a piece at a time."""
+    """Yield the bytes of a contiguous tensor from the host, piece by piece."""
     held = tensor.cpu()
     size = held.numel() * held.element_size()
     if size == 0:
@@ -300,7 +306,7 @@ def _restored(
 
 
 def _in_place(tensor: Tensor, own_view: _View | None) -> Tensor:
-    """The stored values in memory laid out as it was."""
+    """Return the stored values in the tensor's original memory layout."""
     if own_view is None:
         return tensor
     return torch.empty_strided(own_view.shape, own_view.strides, dtype=tensor.dtype).copy_(tensor)

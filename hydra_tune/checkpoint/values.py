@@ -1,7 +1,7 @@
 """Python values as JSON and tensors, and back: the same types and the same bits, or refused by name. Nothing is unpickled.
 
-What JSON has no word for is an object with the key `$`, which says what it is: a tuple, a set, a float that is not finite, a
-tensor by its name, and so on. A dict that JSON could mistake for that, or whose keys are no texts, is a list of pairs.
+Values without a JSON form become an object with the key `$` for their type: a tuple, a set, a non-finite float, a
+tensor by name, and so on. A dict with a key `$`, or with keys other than texts, becomes a list of pairs.
 """
 
 import math
@@ -19,15 +19,15 @@ _PLAIN = (type(None), bool, int, str)
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as what JSON can hold, and its tensors apart.
+    """Encode a value as JSON values, and its tensors separately.
 
     Args:
-        value: plain values, tensors, arrays of numpy, and containers of such, to any depth.
-        name: of the value, for tensors and errors.
-        tensors: by name; those of the value are added, the very objects.
+        value: plain values, tensors, numpy arrays, and containers of such values, to any depth.
+        name: name of the value, for tensors and errors.
+        tensors: receives the tensors of the value by name, as the same objects.
 
     Raises:
-        CheckpointError: it has something that is none of these; the message names it.
+        CheckpointError: a part of the value has another type; the message names the part.
     """
     try:
         return _encoded(value, name, tensors)
@@ -36,14 +36,14 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `encode`.
+    """Decode a value that `encode` has encoded.
 
     Args:
-        value: as `encode` has returned it, perhaps through JSON.
-        tensors: by name; what they are in the value afterwards are these very tensors.
+        value: result of `encode`, perhaps after a trip through JSON.
+        tensors: tensors by name; the decoded value refers to the same objects.
 
     Raises:
-        CheckpointError: `encode` never gives this.
+        CheckpointError: `encode` never returns such a value.
     """
     try:
         return _decoded(value, tensors)

@@ -1,7 +1,8 @@
-"""The pool's process: does what the program asks for, and says what becomes of its jobs.
+"""The pool's process: runs the program's requests, and reports on the jobs.
 
-Words are tuples, of which the first says what they are. The program sends `submit`, `proceed`, `stop`, `suspend` and `close`;
-this sends `ready` or `broken`, of jobs `placed`, `reported` and `over`, and `suspended`.
+Messages are tuples whose first item is the kind. The program sends `submit`, `proceed`, `pruned`, `cancelled`,
+`suspend` and `close`. The pool's process answers with `ready` or `broken`, with `placed`, `reported` and `over` for
+jobs, and with `suspended`.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ _FAILED = 1
 
 
 class Executor(Protocol):
-    """What is asked of the pool here; see `HydraExecutor`."""
+    """The part of the pool that this module uses; see `HydraExecutor`."""
 
     @property
     def submit(self) -> Callable[..., Job]:
@@ -41,7 +42,7 @@ class Executor(Protocol):
 
 
 class _Unanswered(EventStream):
-    """Of jobs that go on at their reports."""
+    """Event stream of jobs that go on at their reports without an answer."""
 
     def __init__(self, stream: EventStream) -> None:
         super().__init__()
@@ -56,10 +57,10 @@ class Server:
     """One life of the pool.
 
     Args:
-        connection: to the program.
-        known: what the program and this process both have.
-        beginning: what the supervisor has seen before.
-        make: makes the executor, begun, and what says where the checkpoints of a job are.
+        connection: connection to the program.
+        known: objects that the program and this process share since the fork.
+        beginning: the supervisor's facts about earlier processes.
+        make: returns a started executor, and a function from a job to the folder of its checkpoints.
     """
 
     def __init__(
@@ -79,10 +80,12 @@ class Server:
         self._keys: dict[int, str] = {}
 
     def run(self) -> int:
-        """Serve until the program wants no more, or has ended; returns the exit code."""
+        """Serve until the program sends `close` or ends; return the exit code."""
         SERVERS.forget()
-        gc.freeze()  # what the program has left to collect is not collected here, by code of the user's
-        torch.set_num_threads(1)  # the program's others are not here
+        # A collection here would run finalizers of the user's on objects that belong to the program.
+        gc.freeze()
+        # The fork has not copied torch's other intra-op threads.
+        torch.set_num_threads(1)
         try:
             executor, self._folder_of = self._make()
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the program is told
@@ -118,7 +121,8 @@ class Server:
                 keys, seconds = facts
                 executor.suspend([self._jobs[key] for key in keys if key in self._jobs], seconds=seconds)
                 self._connection.send(("suspended",))
-            elif facts[0] in self._jobs:  # else it is over, and the program is about to hear so
+            # A message may cross the job's `over` on its way; then there is nothing left to do.
+            elif facts[0] in self._jobs:
                 job = self._jobs[facts[0]]
                 {"proceed": job.proceed, "pruned": job.prune, "cancelled": job.cancel}[word]()
 
@@ -139,7 +143,7 @@ class Server:
         waits: bool,
         left: Path | None,
     ) -> None:
-        """Queue a task, which goes on from what a process before this has left of it."""
+        """Queue a task, resumed from the checkpoints of an earlier process if any."""
         if left is not None and generations(left):
             kept = ("priority", "labels", "saved_as", "max_retries")
             options = {option: options[option] for option in kept} | {"resume_from": left}
@@ -166,6 +170,6 @@ class Server:
             self._connection.send(("reported", key, event.step, event.metrics, event.job.progress.history))
             return
         del self._jobs[key], self._keys[id(event.job)]
-        with at_work(event.job.name):  # the module's own code may pickle it
+        with at_work(event.job.name):  # pickling may run the module's own code
             packed = packed_result(event.result, self._known)
         self._connection.send(("over", key, packed))

@@ -1,8 +1,9 @@
-"""The program's side of a pool in another process: jobs that outlive the process they run in.
+"""The program's side of a pool in another process: jobs that outlive the process in which they run.
 
-Note: when the copy is made. The pool's process is a copy of the program, made at the first task that is submitted, by a thread
-that does nothing else and lives until the end: the system ends the copy with the thread that has made it. The copy begins
-others of itself when the pool has crashed, so that each of them has what the program had then.
+Note: time of the copy. The pool's process descends from a copy of the program, made at the first submitted task. A
+thread that does nothing else makes the copy and lives until the end, because the system ends the copy with the thread
+that made it. After a crash of the pool, the copy forks further copies of itself, so each of them has the program's
+objects as of the first copy.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ THERE_IS = (
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """A job that is not over: all that another process needs to go on with it."""
+    """A job that is not over, with everything that another process needs to continue the job."""
 
     job: Job
     task: bytes
@@ -55,17 +56,17 @@ class _Entry:
     options: dict[str, Any]
     left: Path | None = None
     told: Told = field(default_factory=Told)
-    wanted: str | None = None  # its end
-    history: list[dict[str, float]] = field(default_factory=list)  # as far as it was told
-    is_again: bool = False  # whether it goes on in another process than it has begun in
+    wanted: str | None = None  # requested end
+    history: list[dict[str, float]] = field(default_factory=list)  # as received so far
+    is_again: bool = False  # whether the job has moved to another process
 
     @property
     def was_resumed(self) -> bool:
-        """Whether it has reports of before, which nobody is told of."""
+        """Whether the job has earlier reports, which are not delivered again."""
         return self.options["resume_from"] is not None
 
     def ended(self) -> Result:
-        """What it comes to where its process has crashed before it could be ended as is wanted."""
+        """Return the result of a job whose process crashed before the requested end."""
         assert self.wanted is not None
         metrics = _metrics(self.history[-1]) if self.history else {}
         has_any = self.left is not None and bool(generations(self.left))
@@ -75,10 +76,10 @@ class _Entry:
 
 
 class Isolated:
-    """Steers a pool in another process, and begins it again.
+    """Steers a pool in another process, and restarts the pool.
 
     Args:
-        make: called in that process with how many have crashed before; as of `Server`.
+        make: called in the other process with the number of earlier crashes; returns as `make` of `Server`.
     """
 
     def __init__(self, make: Callable[[int], tuple[Executor, Callable[[Job], Path | None]]]) -> None:
@@ -100,8 +101,8 @@ class Isolated:
         """Queue a task; `options` are those of `HydraExecutor.submit`.
 
         Raises:
-            ConfigError: this process cannot be copied; or a task that cannot be sent to its copy.
-            HydraTuneError: the pool could not be begun.
+            ConfigError: this process cannot be copied, or a task cannot be sent to the copy.
+            HydraTuneError: the pool could not be started.
         """
         self._begin()
         data = pickled_task(task, self._known)
@@ -121,7 +122,7 @@ class Isolated:
         return job
 
     def suspend(self, jobs: Iterable[Job] | None, seconds: float) -> None:
-        """As of `HydraExecutor`."""
+        """Suspend jobs, as `HydraExecutor.suspend`."""
         with self._lock:
             chosen = (
                 [e.job for e in self._entries.values()] if jobs is None else [j for j in jobs if j.state not in OVER]
@@ -135,7 +136,7 @@ class Isolated:
             job.cancel()
 
     def shutdown(self) -> None:
-        """End the process; jobs that are not over are cancelled. May be called again."""
+        """End the process; unfinished jobs are cancelled. May be called again."""
         with self._lock:
             self._is_closing = True
             self._send("close")
@@ -152,6 +153,8 @@ class Isolated:
                 entry.told.is_answered = True
                 if job.state == "waiting":
                     job.enter("running")
+                    # Only a waiting job needs a message. After a crash the answer above is on record, and `_reported`
+                    # answers the repeated report.
                     self._send("proceed", job.key)
 
     def stop(self, job: Job, status: str) -> None:
@@ -163,19 +166,19 @@ class Isolated:
                 self._send(entry.wanted, job.key)
 
     def pause(self, job: Job, *, paused: bool) -> None:
-        """Refused, as what follows."""
+        """Refuse: an isolated pool does not support pausing."""
         raise _refused(job, "pause" if paused else "unpause")
 
     def prioritize(self, job: Job, priority: int) -> None:
-        """Refused."""
+        """Refuse: an isolated pool does not support new priorities."""
         raise _refused(job, f"set_priority({priority})")
 
     def progress(self, job: Job) -> Progress:
-        """Refused."""
+        """Refuse: an isolated pool does not report progress."""
         raise _refused(job, "progress")
 
     def save(self, job: Job) -> "Future[Path]":
-        """Refused."""
+        """Refuse: an isolated pool does not save on request."""
         raise _refused(job, "checkpoint")
 
     # The thread.
@@ -219,7 +222,7 @@ class Isolated:
                 copy.join()
 
     def _supervise(self, ours: socket.socket, theirs: socket.socket, parent: int) -> None:
-        """The body of the copy: begins the pool's process, and others after it."""
+        """Run the copy: start the pool's process, and further processes after crashes."""
         dies_with(parent)
         ours.close()
 
@@ -236,7 +239,10 @@ class Isolated:
         sys.exit(supervise(run, say, passes_signals=False))
 
     def _hear(self, ours: socket.socket) -> bool:
-        """Take what comes next, the last words of a process before the next one's; returns whether there can be more."""
+        """Handle the next message; return whether more can come.
+
+        Messages of a process come before the connection of the next process, so no process's last messages are lost.
+        """
         words = self._connection
         sources: list[Any] = [ours] if words is None else [words, ours]
         ready = connection.wait(sources)
@@ -257,7 +263,7 @@ class Isolated:
         return bool(data)
 
     def _attach(self, found: connection.Connection) -> None:
-        """A process has begun: it is sent all that is not over."""
+        """Connect to a new process, and send all jobs that are not over."""
         with self._lock:
             self._connection = found
             if self._is_closing:
@@ -276,7 +282,7 @@ class Isolated:
         entry.job.enter("running")
 
     def _send(self, *word: Any) -> None:
-        """Say something to the process; where there is none, the next one hears it with its jobs."""
+        """Send a message to the process; without a process, the next process learns of the request with its jobs."""
         with self._lock, contextlib.suppress(OSError):
             if self._connection is not None:
                 self._connection.send(word)
@@ -307,7 +313,7 @@ class Isolated:
                 self._over(entry, result)
 
     def _tell_missed(self, entry: _Entry, history: Sequence[Mapping[str, float]]) -> None:
-        """Tell the driver of reports that a process has saved, and crashed before it could say so."""
+        """Deliver reports that a process saved before its crash and could not deliver any more."""
         job, told = entry.job, entry.told
         if job.events is None or job.reports_freely or not entry.is_again or (told.step < 0 and entry.was_resumed):
             return
@@ -336,7 +342,7 @@ class Isolated:
             entry.job.events.put((Failed if result.status == "failed" else Finished)(entry.job, result))
 
     def _end(self) -> None:
-        """All processes have ended: so have all jobs."""
+        """End all jobs after the last process has ended."""
         with self._lock:
             self._connection = None
             self._error = self._error or HydraTuneError(
@@ -357,7 +363,7 @@ class Isolated:
 
 
 def _others_sleep() -> bool:
-    """Whether no other thread of this process runs Python, for a while at least: those of notebooks wait in libraries."""
+    """Whether no other thread of this process runs Python for a while: threads of notebooks wait in libraries."""
     for _ in range(_LOOKS):
         before = _turns()
         time.sleep(_LOOK_SECONDS)
@@ -367,7 +373,7 @@ def _others_sleep() -> bool:
 
 
 def _turns() -> dict[int, str] | None:
-    """How often each other thread of Python has had a core; None where one has, or waits for, one now."""
+    """Return how often each other Python thread has had a core; None if a thread has, or waits for, a core now."""
     found = {}
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.native_id is not None:
@@ -380,7 +386,7 @@ def _turns() -> dict[int, str] | None:
 
 
 def _metrics(entry: Mapping[str, float]) -> dict[str, float]:
-    """Those of an entry of a history."""
+    """Return the metrics of an entry of a history."""
     return {name: value for name, value in entry.items() if name not in ("step", "epoch", "seconds")}
 
 
@@ -392,7 +398,7 @@ def check_may_copy() -> None:
     """Refuse to copy this process where the copy would not be sound.
 
     Raises:
-        ConfigError: by name, with the remedy.
+        ConfigError: names the reason and a remedy.
     """
     if not hasattr(signal, "sigwaitinfo"):
         raise ConfigError("isolate=True needs Linux; make the HydraExecutor without isolate")

@@ -1,7 +1,7 @@
-"""Objects on their way between the program and the pool's process, which is a copy of it.
+"""Transfer of objects between the program and the pool's process, which is a copy of the program.
 
-What was there when the copy was made, both have: tasks, functions and classes that no name leads to are sent by where they lie
-in memory, which is the same place in both. All else is pickled.
+Both processes have all objects from before the copy: tasks, functions and classes without an importable name are sent
+as their memory address, which is the same in both processes. All other objects are pickled.
 """
 
 import gc
@@ -23,7 +23,7 @@ _BY_PLACE = (TrainTask, FunctionType, type)
 
 
 def known_here() -> dict[int, object]:
-    """What both processes are to have, by its place; called before the copy is made, and kept in both."""
+    """Return the objects that both processes share, by address; called before the copy, and kept in both processes."""
     return {id(value): value for value in gc.get_objects() if issubclass(type(value), TrainTask) or _is_nameless(value)}
 
 
@@ -62,10 +62,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pickled(value: object, known: Mapping[int, object]) -> bytes:
-    """An object as bytes.
+    """Pickle an object, with shared objects by address.
 
     Raises:
-        Exception: whatever pickling it raises.
+        Exception: any error that pickling raises.
     """
     file = io.BytesIO()
     _Pickler(file, known).dump(value)
@@ -73,15 +73,15 @@ def pickled(value: object, known: Mapping[int, object]) -> bytes:
 
 
 def unpickled(data: bytes, known: Mapping[int, object]) -> Any:
-    """The object of `pickled`, in the other process."""
+    """Return the object of `pickled`, in the other process."""
     return _Unpickler(data, known).load()
 
 
 def pickled_task(task: TrainTask, known: Mapping[int, object]) -> bytes:
-    """A task for the pool's process.
+    """Pickle a task for the pool's process.
 
     Raises:
-        ConfigError: it was made after that was begun, and cannot be pickled.
+        ConfigError: the task was made after the start of the pool's process, and cannot be pickled.
     """
     try:
         return pickled(task, known)
@@ -94,7 +94,7 @@ def pickled_task(task: TrainTask, known: Mapping[int, object]) -> bytes:
 
 
 class _State:
-    """In the place of an optimizer that is over: what its `state_dict()` was, or why that is not there."""
+    """Stand-in for a finished optimizer: holds its `state_dict()`, or the reason why the state is missing."""
 
     def __init__(self, found: dict[str, Any] | str) -> None:
         self._found = found
@@ -106,7 +106,7 @@ class _State:
 
 
 def packed_result(result: Result, known: Mapping[int, object]) -> dict[str, Any]:
-    """A result as what plain pickle takes, in the pool's process."""
+    """Return a result as values for plain pickle, in the pool's process."""
     found: dict[str, Any] = {
         "fields": {one.name: getattr(result, one.name) for one in fields(result) if one.name not in _NOT_SENT}
     }
@@ -126,7 +126,7 @@ def packed_result(result: Result, known: Mapping[int, object]) -> dict[str, Any]
 
 
 def unpacked_result(packed: Mapping[str, Any], task: TrainTask, known: Mapping[int, object]) -> Result:
-    """The result, in the program; a module that cannot be pickled is built by the task and given its weights."""
+    """Return the result, in the program; the task rebuilds a module that cannot be pickled, and its weights are copied."""
     result = Result(**packed["fields"])
     if "error" in packed:
         result.error = unpacked_error(packed["error"], known)
@@ -144,7 +144,7 @@ def unpacked_result(packed: Mapping[str, Any], task: TrainTask, known: Mapping[i
 
 
 def packed_error(error: BaseException, known: Mapping[int, object]) -> tuple[bytes | None, str, str]:
-    """An error as what plain pickle takes."""
+    """Return an error as values for plain pickle."""
     try:
         data = pickled(error, known)
     except Exception:  # noqa: BLE001 - whatever an error of somebody's own has in it
@@ -153,7 +153,7 @@ def packed_error(error: BaseException, known: Mapping[int, object]) -> tuple[byt
 
 
 def unpacked_error(packed: tuple[bytes | None, str, str], known: Mapping[int, object]) -> BaseException:
-    """The error, in the program, with its traceback as a note."""
+    """Return the error, in the program, with its traceback as a note."""
     data, line, trace = packed
     error: BaseException = HydraTuneError(line)
     if data is not None:

@@ -1,1 +1,1 @@
-"""A process that runs a pool under one that watches it, and begins it again after a crash. Knows neither torch nor trials."""
+"""A pool in a process under a supervisor, which restarts the pool after a crash. Knows neither torch nor trials."""

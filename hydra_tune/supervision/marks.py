@@ -1,12 +1,12 @@
-"""Which trial each thread works for, written where it survives the process: in memory that a supervisor shares.
+"""Marks: the trial of each thread, written to memory that a supervisor shares, so that marks survive the process.
 
-A mark is written before the trial's code runs, and taken away after it: two writes to memory, and nothing else. In a process
-that nobody supervises nothing is written.
+A mark is written before the trial's code runs and cleared afterwards, at the cost of two writes to memory. A process
+without a supervisor writes nothing.
 
-Note: which trial is to blame. It is the trial that is marked for the thread that the fault was in, if the system has said which
-thread that was; else the trial that is marked, where a single one is and no other thread is known to be at fault. Where neither
-is known, all that were marked are *suspects* of the process that is begun next: while one of them is marked there, no other
-trial is, so that the next crash has a name.
+Note: blame. The trial to blame for a crash is the trial marked for the faulting thread, if the system has named the
+thread; otherwise the marked trial, if exactly one trial is marked and no other thread is known to be at fault. If
+neither rule applies, all marked trials become *suspects* in the next process: while a suspect is marked there, no other
+trial is, so the next crash has a single candidate.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _NAME_BYTES, _DIGEST_LENGTH = _SLOT_BYTES - _SLOT.size, 16
 
 
 def marked_as(name: str) -> str:
-    """The name of a trial as marks and crashes have it: a long one is shortened, and ends in a digest of the whole."""
+    """Return the name of a trial in marks and crashes: a long name is shortened and ends in a digest of the full name."""
     text = name.encode()
     if len(text) <= _NAME_BYTES:
         return name
@@ -34,7 +34,7 @@ def marked_as(name: str) -> str:
 
 
 class Marks:
-    """What a process writes of itself, and its supervisor reads when it has ended. Made by the supervisor, before the fork."""
+    """Shared record that a process writes and its supervisor reads afterwards; the supervisor creates it before the fork."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, (_SLOTS + 1) * _SLOT_BYTES)
@@ -44,10 +44,10 @@ class Marks:
         self._num_inside, self._is_alone = 0, False
 
     def begin(self, suspects: Iterable[str]) -> None:
-        """This process writes here from now on.
+        """Make this process write its marks here from now on.
 
         Args:
-            suspects: the trials that no other is to be marked beside.
+            suspects: trials beside which no other trial may be marked.
         """
         global _HERE  # noqa: PLW0603 - a process is supervised as a whole
         self._suspects = frozenset(suspects)
@@ -55,16 +55,17 @@ class Marks:
 
     @contextmanager
     def at_work(self, name: str) -> Iterator[None]:
-        """As the function of the module."""
+        """Mark a trial inside the context, as the module's `at_work` does."""
         name = marked_as(name)
         turn = self._turn(is_alone=name in self._suspects) if self._suspects else nullcontext()
         with turn:
             try:
                 slot = self._free.popleft()
-            except IndexError:  # more threads than anybody has; one that is not marked is not blamed
+            except IndexError:  # more threads than slots: an unmarked thread is never blamed
                 yield
                 return
             at, text = slot * _SLOT_BYTES, name.encode()
+            # The name before the header: a crash between the two writes leaves a free slot and no half-written mark.
             self._memory[at + _SLOT.size : at + _SLOT.size + len(text)] = text
             _SLOT.pack_into(self._memory, at, threading.get_ident(), len(text))
             try:
@@ -86,28 +87,28 @@ class Marks:
                 self._changed.notify_all()
 
     def end(self, code: int) -> None:
-        """This process ends in order, with this exit code, and is not to be begun again."""
+        """Record that this process ends in order with an exit code, so that the supervisor does not restart the process."""
         _END.pack_into(self._memory, 0, True, code)
 
     def hear(self) -> None:
-        """This process has been sent a signal that it acts on."""
+        """Count a signal to which this process reacts."""
         self._memory[_HEARD_AT] += 1
 
     # The supervisor's side.
 
     @property
     def ended(self) -> int | None:
-        """The exit code with which the process ends in order; None: it does not."""
+        """Exit code with which the process ended in order; None: the process has not."""
         is_ended, code = _END.unpack_from(self._memory, 0)
         return code if is_ended else None
 
     @property
     def num_heard(self) -> int:
-        """Signals that the process has been sent, up to 255."""
+        """Signals counted by the process, up to 255."""
         return self._memory[_HEARD_AT]
 
     def marked(self) -> dict[int, str]:
-        """The trials that were marked, by thread."""
+        """Return the marked trials, by thread."""
         found = {}
         for at in range(_SLOT_BYTES, len(self._memory), _SLOT_BYTES):
             thread, length = _SLOT.unpack_from(self._memory, at)
@@ -117,7 +118,7 @@ class Marks:
         return found
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._memory.close()
 
 
@@ -125,10 +126,10 @@ _HERE: Marks | None = None
 
 
 def here() -> Marks | None:
-    """Where this process writes; None: nobody supervises it."""
+    """Return the marks of this process; None without a supervisor."""
     return _HERE
 
 
 def at_work(name: str) -> AbstractContextManager[None]:
-    """What this thread does meanwhile, it does for the trial of this name; for whoever looks for the cause of a crash."""
+    """Attribute the work of this thread inside the context to a trial, for the search for the cause of a crash."""
     return nullcontext() if _HERE is None else _HERE.at_work(name)

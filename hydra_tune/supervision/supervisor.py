@@ -1,13 +1,14 @@
-"""The supervisor: begins a process, waits for it, and begins it again after a crash, until it ends in order.
+"""The supervisor: starts a process, waits for its end, and restarts the process after a crash, until it ends in order.
 
-Note: a fork. The process is a copy of the supervisor, so it has the program with all its functions; the supervisor does nothing
-but wait, and runs no threads, so that each copy is as sound as the first. What the process was doing is in its `Marks`.
+Note: fork. The process is a copy of the supervisor, so it has the program with all its functions. The supervisor only
+waits, and runs no threads, so each copy is as sound as the first. The `Marks` of the process tell what the process was
+doing.
 
-Note: signals. Ctrl-C in a terminal goes to both, `kill` to the supervisor alone, and some send theirs to all processes of a
-job. The supervisor passes on what the process has not heard by itself a moment later, and never what a terminal has sent. From
-the first signal on nothing is begun again.
+Note: signals. Ctrl-C in a terminal reaches both processes, `kill` only the supervisor, and some job systems signal all
+processes of a job. The supervisor forwards a signal if the process has not counted the signal itself a moment later,
+and never forwards a signal from a terminal. After the first signal nothing is restarted.
 
-Note: no process is left. The system kills the process when its supervisor ends, however it ends (PR_SET_PDEATHSIG).
+Note: no orphans. The system kills the process when its supervisor ends, for whatever reason (PR_SET_PDEATHSIG).
 """
 
 import atexit
@@ -49,13 +50,13 @@ _WAITED_FOR = {*SIGNALS, signal.SIGCHLD}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """How a process begins.
+    """Facts about earlier processes, given to a new process.
 
     Attributes:
-        crashes: how many processes have crashed before it.
-        aside: trials that are not to be run any more, with what is to be said of each.
-        said: what was said of the crashes.
-        parent: the supervisor's process.
+        crashes: number of earlier processes that have crashed.
+        aside: trials that must not run any more, with the error for each.
+        said: messages about the crashes.
+        parent: process id of the supervisor.
     """
 
     crashes: int = 0
@@ -66,7 +67,7 @@ class Beginning:
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """What is known of crashes."""
+    """Record of crashes."""
 
     counts: Counter[str] = field(default_factory=Counter)
     aside: dict[str, TrialCrashedError] = field(default_factory=dict)
@@ -77,15 +78,15 @@ class History:
     blank: int = 0  # on end, of processes in which no trial was at work
 
     def note(self, marked: Mapping[int, str], how: str, dump: str) -> str:
-        """A process has crashed.
+        """Record a crash.
 
         Args:
             marked: the trials at work, by thread.
-            how: it has ended.
-            dump: what it has written of the fault, if anything.
+            how: the way in which the process ended.
+            dump: the process's dump of the fault, if any.
 
         Returns:
-            What is to be said of it.
+            The message about the crash.
         """
         self.crashes += 1
         self.blank = 0 if marked else self.blank + 1
@@ -115,18 +116,19 @@ class History:
 
 
 def supervise(run: Callable[[Beginning], int], say: Callable[[str], None], *, passes_signals: bool = True) -> int:
-    """Run something in a process of its own, again after each crash, until it ends in order.
+    """Run a function in a separate process, again after each crash, until the process ends in order.
 
-    To be called in the main thread of a process that runs no other threads, in which CUDA was not initialised.
+    Call this in the main thread of a process without other threads, in which CUDA was not initialised.
 
     Args:
         run: called in the process; returns its exit code.
-        say: told of each crash, here.
-        passes_signals: whether SIGINT and SIGTERM are for the process; else both it and the supervisor ignore them.
+        say: called with a message about each crash, in the supervisor.
+        passes_signals: whether SIGINT and SIGTERM are for the process; otherwise the process and the supervisor ignore
+            both.
 
     Returns:
-        The exit code with which it has ended, or which a signal has ended it with; 1 where it has crashed `MOST_CRASHES` times
-        on end while no trial was at work, or by a trial that was set aside.
+        The exit code with which the process has ended, or the code of the signal that has ended it; 1 if the process
+        has crashed `MOST_CRASHES` times in a row while no trial was at work, or by a trial that was set aside.
     """
     history, own = History(), set(psutil.Process().children())
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -144,6 +146,7 @@ def supervise(run: Callable[[Beginning], int], say: Callable[[str], None], *, pa
                 suspects = history.suspects - history.aside.keys()
                 process = _begin(run, start, marks, suspects, dump, before if passes_signals else None)
                 heard = _wait(process, marks, passes_signals=passes_signals)
+                # The marks are read before `close` unmaps their memory.
                 code, ended, marked = process.exitcode, marks.ended, marks.marked()
                 process.close()
                 marks.close()
@@ -153,6 +156,7 @@ def supervise(run: Callable[[Beginning], int], say: Callable[[str], None], *, pa
                 if heard is not None:
                     return 128 - code if code < 0 else code
                 dump.seek(0)
+                # Workers of the crashed process would keep its file locks from the next process.
                 _end_orphans(own)
                 history.said.append(history.note(marked, _how(code), dump.read().decode(errors="replace")))
                 say(history.said[-1])
@@ -202,15 +206,15 @@ def _begin(
 
 
 def numbered(path: Path | None, crashes: int) -> Path | None:
-    """The file in the place of another for a process that so many have crashed before: `log.jsonl`, then `log-2.jsonl`."""
+    """Return a file name for a process after earlier crashes: `log.jsonl`, then `log-2.jsonl`."""
     return path if path is None or not crashes else path.with_stem(f"{path.stem}-{crashes + 1}")
 
 
 def why_not_here() -> str | None:
-    """Why a copy of this process would not be sound; None: it is.
+    """Explain why a copy of this process would not be sound; None if it is sound.
 
     Returns:
-        The end of a sentence, with the remedy.
+        The end of a sentence, with a remedy.
     """
     if not hasattr(signal, "sigwaitinfo"):
         return "the supervisor needs Linux"
@@ -230,7 +234,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _end_orphans(own: set[psutil.Process]) -> None:
-    """Processes that the one that has crashed has begun, such as workers of loaders, keep what it has locked until they end."""
+    """Kill child processes of the crashed process, such as workers of loaders: living children keep their files locked."""
     for child in set(psutil.Process().children()) - own:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
@@ -238,14 +242,15 @@ def _end_orphans(own: set[psutil.Process]) -> None:
 
 
 def dies_with(parent: int) -> None:
-    """Have the system kill this process when the thread that has begun it ends, which `parent` is the process of."""
+    """Make the system kill this process when the thread that started it ends; `parent` is the process of the thread."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before it could be asked for
+    # The parent may have ended before the request, and then no signal ever comes.
+    if os.getppid() != parent:
         os._exit(_FAILED)
 
 
 def _wait(process: multiprocessing.process.BaseProcess, marks: Marks, *, passes_signals: bool) -> int | None:
-    """Wait for the end of the process; returns the first signal that came for it."""
+    """Wait for the end of the process; return the first signal meant for the process."""
     first, count = None, 0
     while process.exitcode is None:
         found = signal.sigwaitinfo(_WAITED_FOR)
@@ -261,7 +266,7 @@ def _wait(process: multiprocessing.process.BaseProcess, marks: Marks, *, passes_
 
 
 def _how(code: int) -> str:
-    """How a process has ended, by its exit code."""
+    """Describe how a process has ended, from its exit code."""
     if code >= 0:
         return f"exit code {code}, out of order (os._exit, or a library's exit)"
     try:
@@ -273,13 +278,13 @@ def _how(code: int) -> str:
 
 
 def _faulting_thread(dump: str) -> int:
-    """The thread that a fault was in, as faulthandler has it; 0 where it has not said."""
+    """Return the thread of the fault in faulthandler's dump; 0 if unknown."""
     found = re.search(r"^Current thread 0x([0-9a-f]+)", dump, re.MULTILINE)
     return 0 if found is None else int(found[1], 16)
 
 
 def _frames(dump: str) -> str:
-    """Where a fault was: the innermost frames of its thread."""
+    """Return the location of a fault: the innermost frames of its thread."""
     stack = dump.partition("Current thread ")[2].partition("\n\n")[0]
     found = re.findall(r'^  File "([^"]+)", line (\d+) in (.+)$', stack, re.MULTILINE)
     return ", called by ".join(f"{name} ({path}:{line})" for path, line, name in found[:_NUM_FRAMES])

@@ -1,1 +1,1 @@
-"""What one trial does over time: drawing batches, epochs, evaluation, schedulers, reports."""
+"""The course of one trial over time: drawing batches, epochs, evaluation, schedulers, reports."""

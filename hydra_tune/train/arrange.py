@@ -1,4 +1,4 @@
-"""How the batches of a trial's next optimizer step run: decided anew for each, by what the pool can offer then."""
+"""Arrangement of the batches of a trial's next optimizer step, decided anew for each step by the pool's present offer."""
 
 from hydra_tune.shard.plan import Plan
 from hydra_tune.train import grouped
@@ -10,12 +10,12 @@ from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, ONE_DEVICE, PIPELINED,
 
 
 def arrange(kept: Kept, state: ModelState, helpers: Helpers, count: int) -> Arrangement | None:
-    """How batches of a plan run together; None: one after the other.
+    """Arrange how batches of a plan run together; None: one after the other.
 
     Args:
-        kept: the plan; by how much its batches move the torch stream is known.
-        state: the trial's.
-        helpers: asked for devices and host memory.
+        kept: the plan; `draws` is known.
+        state: the trial's long-lived tensors.
+        helpers: grants devices and host memory.
         count: batches of the step, pieces counted as batches.
     """
     plan = kept.plan
@@ -28,7 +28,8 @@ def arrange(kept: Kept, state: ModelState, helpers: Helpers, count: int) -> Arra
             most = offer.most_devices if best.way == DATA_PARALLEL else 2 * len(offer.devices)
             together = best.is_dealt or best.teams > 0
             if together:
-                most = count  # or a shard would be loaded again for each few of them
+                # All batches at once: fewer would load each shard again for every few batches.
+                most = count
             width = helpers.ask(best.way, lane_bytes(plan, best.way, together=together), min(count, most))
             how = Arrangement(
                 way=best.way, width=width, plan=plan, homes=best.homes, is_dealt=best.is_dealt, teams=best.teams
@@ -40,7 +41,7 @@ def arrange(kept: Kept, state: ModelState, helpers: Helpers, count: int) -> Arra
 
 
 def _ways(plan: Plan, state: ModelState) -> list[str]:
-    """Those that are exact for a plan, and groups only where they are worth it."""
+    """Return the exact ways for a plan; groups only where they save bytes."""
     ways = [DATA_PARALLEL] if plan.may_run_beside else []
     if may_pipeline(plan, state):
         ways.append(PIPELINED)

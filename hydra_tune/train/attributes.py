@@ -1,4 +1,4 @@
-"""`Attributes`: what objects of the user's keep beside their tensors, as far as it has changed since they were made."""
+"""`Attributes`: attributes of the user's objects beside their tensors, as far as changed since construction."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ _PLAIN = frozenset({type(None), bool, int, str})
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """An attribute as it was: how its value reads or, where no checkpoint can hold that, the very object."""
+    """An earlier attribute value: its text or, if no checkpoint can hold the value, the object itself."""
 
     text: str | None
     value: object = None
@@ -27,13 +27,14 @@ _NEVER = _Seen(None, _GONE)
 
 
 class Attributes:
-    """Attributes of some objects, held against what they were when this was made.
+    """Attributes of some objects, compared with their values when this was created.
 
     Args:
-        what: the objects are, for errors.
-        objects: gives them with their names, now as later.
+        what: name for the objects in errors.
+        objects: returns the objects with their names, the same now and later.
         left_out: attributes that are saved elsewhere.
-        tied: tensors that are saved elsewhere; what holds any of them is taken to be as its constructor makes it.
+        tied: tensors that are saved elsewhere; an attribute with such a tensor is taken to be as its constructor makes
+            it.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Attributes:
         }
 
     def changed(self) -> dict[str, dict[str, Any]]:
-        """By object and name, what is not as it was, and all tensors; what is gone is not there.
+        """Return, by object and name, changed attributes and all attributes with tensors; deleted attributes are missing.
 
         Raises:
-            CheckpointError: something that no checkpoint can hold was put there since.
+            CheckpointError: an attribute has got a value since that no checkpoint can hold.
         """
         found: dict[str, dict[str, Any]] = {}
         for path, one in self._objects():
@@ -69,11 +70,11 @@ class Attributes:
         return found
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Have attributes be what `changed` said."""
+        """Set attributes to the values from `changed`."""
         for path, one in self._objects():
             for name, value in saved.get(path, {}).items():
                 present = vars(one).get(name, _GONE)
-                # A tensor that is the same stays, for other objects may hold it as well.
+                # An equal tensor stays the same object, because other objects may hold it as well.
                 if not (isinstance(value, Tensor) and isinstance(present, Tensor) and same_value(value, present)):
                     setattr(one, name, value)
 
@@ -82,11 +83,11 @@ class Attributes:
 
     def _seen(self, value: Any) -> _Seen:
         text, _ = self._read(value)
-        return _Seen(text, value if text is None else None)  # what was replaced is not to live on here
+        return _Seen(text, value if text is None else None)  # a replaced value must not live on here
 
     def _read(self, value: Any) -> tuple[str | None, bool]:
-        """How a value reads, None where no checkpoint can hold it; and whether it has tensors."""
-        if type(value) in _PLAIN:  # most are, and each trial has thousands
+        """Return a value's text, None if no checkpoint can hold the value; and whether the value has tensors."""
+        if type(value) in _PLAIN:  # the usual case: each trial has thousands
             return repr(value), False
         tensors: dict[str, Tensor] = {}
         try:
@@ -110,7 +111,7 @@ class Attributes:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two values that a checkpoint can hold are the same, to the last bit; False where one is of another kind."""
+    """Whether two values are equal to the last bit; values that no checkpoint can hold are compared by identity."""
     found: list[tuple[str, dict[str, Tensor]]] = []
     for value in (one, other):
         tensors: dict[str, Tensor] = {}

@@ -1,6 +1,6 @@
-"""A task's own functions called to build what they are to build, and their mistakes named.
+"""Calls of a task's factories, with clear errors for common mistakes.
 
-Shared by the pool and the plain loop. Knows nothing of devices.
+The pool and the plain loop share this module, which knows nothing of devices.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ _OF_MODULES = ("parameters", "named_parameters", "modules", "named_modules", "ch
 
 
 def build_model(task: TrainTask) -> nn.Module:
-    """The task's module; a variable of its functions that has changed since the task was made is logged.
+    """Build the task's module; log changes of the variables of its functions since the task was made.
 
     Raises:
-        TaskError: something else was built.
-        Exception: whatever the task's own code raises.
+        TaskError: the factory built another kind of object.
+        Exception: any error that the task's own code raises.
     """
     task.warn_of_changes()
     module = task.model()
@@ -29,15 +29,15 @@ def build_model(task: TrainTask) -> nn.Module:
 
 
 def build_optimizer(task: TrainTask, groups: Any) -> torch.optim.Optimizer:
-    """The task's optimizer.
+    """Build the task's optimizer.
 
     Args:
-        task: builds it.
-        groups: what it is to train.
+        task: task with the factory.
+        groups: parameters or parameter groups to train.
 
     Raises:
-        TaskError: something else was built, or the factory takes what it is given for a module.
-        Exception: whatever the task's own code raises.
+        TaskError: the factory built another kind of object, or takes its argument for a module.
+        Exception: any error that the task's own code raises.
     """
     try:
         optimizer = task.optimizer(groups)

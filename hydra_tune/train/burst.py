@@ -1,12 +1,12 @@
-"""`Burst`: many steps of a trial's own code as one unit, under one lease on all of its state.
+"""`Burst`: many steps of a trial's own code as one unit, under a single lease on all of the trial's state.
 
-A unit of a small model's step would take less time than what is done around a unit. So a trial that runs its own code is given
-its device for about 50 ms: it takes one lease, and the scheduler hears of it once. A burst ends between two steps, at a report,
-or as soon as somebody asks for its end.
+For a small model, a step takes less time than the work around a unit. So a trial that runs its own code keeps its
+device for about 50 ms: the trial takes a single lease, and the scheduler handles a single unit. A burst ends between
+two steps, at a report, or as soon as its end is requested.
 
-Note: loaders. A burst draws its batches itself. A loader that keeps it waiting keeps the device from others, too; so whoever
-looks after loaders (`pool/loaders.py`) ends the lease for it (`leave_device`), while the draw is under way and nothing else is.
-The burst finds that out when the batch is there, and goes on with the batch when the trial has a device again.
+Note: loaders. A burst draws its batches itself. A slow loader would keep the device from other trials as well, so the
+thread that watches loaders (`pool/loaders.py`) ends the lease on the burst's behalf (`leave_device`), during the draw
+only. The burst notices when the batch arrives, and trains on the batch once the trial has a device again.
 """
 
 import enum
@@ -35,7 +35,7 @@ _LOAD_SHARE = 0.1  # of the time that a trial has its device at once, which load
 
 
 class Mark(enum.Enum):
-    """What a trial's program says between units, beside units and reports."""
+    """Marks that a trial's program yields between units, beside units and reports."""
 
     BEGINS = "begins"
     """From here on it runs in bursts."""
@@ -50,7 +50,7 @@ class Mark(enum.Enum):
 
 
 def nobody_asks() -> bool:
-    """Nobody wants the burst to end."""
+    """Return False: no end of the burst is requested."""
     return False
 
 
@@ -58,17 +58,17 @@ class Bursts:
     """The bursts of one trial.
 
     Args:
-        program: the trial's, which runs its own code between two marks.
-        direct: runs its steps.
-        state: its long-lived tensors.
-        streams: its random streams.
+        program: the trial's program, which runs its own code between two marks.
+        direct: runs the trial's steps.
+        state: the trial's long-lived tensors.
+        streams: the trial's random streams.
 
     Attributes:
-        is_asked_to_end: whether somebody wants the present burst to end; asked after each step.
-        due: what the program has said last, if that is for others.
-        has_due: whether it has.
-        has_device: whether the lease of the burst under way is held.
-        turn_seconds: for how long the trial had better have its device at once.
+        is_asked_to_end: returns whether an end of the present burst is requested; called after each step.
+        due: last value of the program that is not for the burst.
+        has_due: whether `due` holds such a value.
+        has_device: whether the burst under way holds its lease.
+        turn_seconds: seconds for which the trial should keep its device at a time.
     """
 
     def __init__(self, program: Iterator[Any], direct: Direct, state: ModelState, streams: RandomStreams) -> None:
@@ -86,7 +86,7 @@ class Bursts:
         self._times = UnitTimes({})
 
     def unit(self) -> PendingUnit:
-        """The next burst."""
+        """Return the next burst."""
         return PendingUnit(
             kind=BURST,
             shard=0,
@@ -100,18 +100,18 @@ class Bursts:
         )
 
     def leave_device(self) -> None:
-        """The burst under way, whose draw keeps it waiting, is not to go on. On any thread, while the draw cannot end."""
+        """Mark the waiting burst as without a device. Callable on any thread while the draw cannot end."""
         self.has_device = False
 
     def end_lease(self) -> None:
-        """Give back what a burst holds that is not to go on. On any thread."""
+        """Give back the lease of a burst after `leave_device`. Callable on any thread."""
         lease = self._lease
         if lease is not None and not self.has_device:
             lease.end()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the wait for a loader's workers: captures need not wait for it."""
+        """Leave the capture gate inside the context, so that captures need not wait for a loader's workers."""
         has_passed = self._gate is not None
         self._leave_gate()
         try:
@@ -135,7 +135,7 @@ class Bursts:
         ]
 
     def _run(self, device: Device, pager: Pager) -> float:
-        """Run steps; returns seconds spent waiting for the state."""
+        """Run steps; return the seconds spent waiting for the state."""
         start = time.perf_counter()
         with (
             pager.lease(self._blocks(), self._direct.workspace_bytes) as lease,
@@ -143,11 +143,14 @@ class Bursts:
         ):
             waited = time.perf_counter() - start
             for block in self._blocks():
-                block.dirty = True  # from now on, for the user's code may write anywhere
+                # Dirty before the first step: the user's code may write anywhere, and the lease may end in the middle
+                # of the burst.
+                block.dirty = True
             self._lease, self.has_device = lease, True
             try:
                 with self._direct.held(lease, device), self._surroundings(device):
                     self._steps(lease, device)
+                # A burst without its lease has no room for new groups; the next burst refreshes them.
                 if self.has_device:
                     self._state.refresh(lease, device)
             except BudgetError as error:
@@ -161,7 +164,7 @@ class Bursts:
         return waited
 
     def _steps(self, lease: Lease, device: Device) -> None:
-        """Until the time is up, or there is a reason to end before."""
+        """Run steps until the time is up or a mark ends the burst."""
         end = time.perf_counter() + BURST_SECONDS
         for said in self._program:
             if said is Mark.FOLLOWED:
@@ -179,11 +182,12 @@ class Bursts:
         self.due, self.has_due = None, True
 
     def _surroundings(self, device: Device) -> ExitStack:
-        """The trial's random streams, and no capture beside its code."""
+        """Return the context of the trial's code: its random streams, and no concurrent capture."""
         stack = ExitStack()
         stack.enter_context(self._streams.everything())
         if not device.shares_generator:
             stack.enter_context(self._streams.drawing(device, keep=True))
+        # Registered before the gate is passed; `_leave_gate` does nothing if the burst has left the gate in between.
         stack.callback(self._leave_gate)
         self._pass_gate()
         return stack
@@ -198,7 +202,7 @@ class Bursts:
             gate.__exit__(None, None, None)
 
     def _note_pace(self, pager: Pager) -> None:
-        """Where not all fits, a trial keeps its device for long enough that loading its state is a small part of the time."""
+        """Set the length of the trial's turn: where memory is short, loading the state must be a small part of the turn."""
         seconds = BURST_SECONDS
         if pager.is_short:
             loading = 2 * self._state.nbytes / bytes_per_second([pager.link])

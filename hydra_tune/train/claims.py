@@ -1,7 +1,7 @@
-"""Each trial's claim on what it trains: two trials of a process that train one thing would change each other's numbers.
+"""Claims of trials on their trained objects: two trials that train the same object would change each other's numbers.
 
-A trial claims its module, its optimizer, and the memory of its parameters. Memory that nobody trains may be shared, such as the
-frozen vectors of an embedding that a dozen trials read.
+A trial claims its module, its optimizer, and the memory of its parameters. Memory that no trial trains may be shared,
+such as the frozen vectors of an embedding in a dozen trials.
 """
 
 import threading
@@ -20,24 +20,26 @@ _REMEDY = "let model= build its own each time, e.g. with copy.deepcopy(...) or t
 
 
 class Claim:
-    """That of one trial.
+    """The claim of one trial.
 
     Args:
-        module: the trial's.
+        module: the trial's module.
 
     Attributes:
         module: as given.
-        optimizer: the trial's, once it has been built.
-        storages: of its parameters by their names, and whether each is trained.
+        optimizer: the trial's optimizer, once built.
+        storages: storages of the parameters by name, and whether each parameter is trained.
 
     Raises:
-        TaskError: another trial under way trains the same module, or one of its parameters, or a tensor that one is made of.
+        TaskError: another trial under way trains the same module, one of its parameters, or a tensor underlying a
+            parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module: nn.Module | None = module
         self.optimizer: torch.optim.Optimizer | None = None
-        # A weak reference keeps the storage's address its own, also when a trial has moved the bytes and the storage is gone.
+        # A weak reference keeps the storage's address reserved, even after a trial has moved the bytes and the storage
+        # is gone.
         self.storages = {
             name: (StorageWeakRef(parameter.untyped_storage()), parameter.requires_grad)  # type: ignore[no-untyped-call]
             for name, parameter in module.named_parameters()
@@ -55,7 +57,7 @@ class Claim:
         known: dict[int, tuple[str, bool]] = {
             reference.cdata: (name, is_trained) for name, (reference, is_trained) in other.storages.items()
         }
-        # A trial under way moves the bytes of its parameters, so that one of them is known by the object alone.
+        # A trial under way moves the bytes of its parameters, so only the object identifies a parameter.
         objects = (
             {} if other.module is None else {id(p): (n, p.requires_grad) for n, p in other.module.named_parameters()}
         )
@@ -84,14 +86,14 @@ class Claim:
             self.optimizer = optimizer
 
     def give_up(self) -> None:
-        """The trial is over."""
+        """Give up the claim when the trial is over."""
         with _LOCK:
             _UNDER_WAY.discard(self)
             self.module, self.optimizer, self.storages = None, None, {}
 
 
 def _has_memory(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has bytes of its own; one that is lazy, sparse, or stands for one that is not built has none."""
+    """Whether a parameter has bytes of its own: lazy, sparse and empty parameters, and parameters without data, have none."""
     if is_lazy(parameter) or parameter.layout is not torch.strided or not parameter.numel():
         return False
     return parameter.untyped_storage().device.type != "meta"

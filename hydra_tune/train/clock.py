@@ -1,6 +1,6 @@
-"""How long a trial's units take and how much is left: what the scheduler plans by.
+"""Unit times and remaining work of a trial: the estimates by which the scheduler plans.
 
-Starts from the pilot's run and follows what is measured.
+The estimates start from the pilot's run and follow the measurements.
 """
 
 import threading
@@ -14,12 +14,12 @@ _UPDATE_BYTES_PER_SECOND = 2e9  # a first guess for updates, which the pilot doe
 
 
 class UnitTimes:
-    """Seconds of the units of one step, and their sum. Several trials may measure the same ones, each on its own thread.
+    """Seconds of the units of one step, and their sum. Several trials may measure the same units from several threads.
 
     Args:
         seconds: first estimates by unit.
-        repeats: how often a unit runs in a step; once unless named.
-        name: what they are known by where several trials measure them; None for one that measures alone.
+        repeats: runs of a unit in a step; once unless named.
+        name: name under which several trials share the times; None for a trial that measures alone.
     """
 
     def __init__(
@@ -31,19 +31,20 @@ class UnitTimes:
         self.name = name
         self._seconds = dict(seconds)
         self._repeats = dict(repeats or {})
-        self._num_measured: dict[Hashable, int] = {}  # up to two, from when on all measurements count alike
+        self._num_measured: dict[Hashable, int] = {}  # up to two; later measurements all weigh the same
         self._lock = threading.Lock()
         self.total = sum(value * self._repeats.get(unit, 1) for unit, value in seconds.items())
 
     def of(self, unit: Hashable) -> float:
-        """Seconds a unit is expected to take."""
+        """Return the seconds that a unit is expected to take."""
         return self._seconds.get(unit, 0.0)
 
     def measured(self, unit: Hashable, seconds: float) -> None:
-        """A unit took so long; one that is not part of every step does not count.
+        """Record a measurement of a unit; a unit outside the regular step does not count.
 
-        What is left is many times a unit's seconds, and jobs whose rest seems to jump are sent from device to device. So one
-        measurement changes little, and of the first two, which pay for whatever is done once, the shorter one counts.
+        The remaining time is many times a unit's seconds, and the scheduler moves jobs between devices when their
+        remaining times seem to jump. So a single measurement changes little. Of the first two measurements, which
+        include one-time costs, the shorter counts.
         """
         if unit not in self._seconds:
             return
@@ -63,17 +64,17 @@ class UnitTimes:
 
 
 def update_guess(nbytes: int) -> float:
-    """Seconds an update may take, from the bytes it touches."""
+    """Guess the seconds of an update, from the bytes touched."""
     return nbytes / _UPDATE_BYTES_PER_SECOND
 
 
 def step_guess(state_bytes: int) -> float:
-    """Seconds that a step of the user's own code may take, before one has run, from the bytes of its parameters."""
+    """Guess the seconds of a step of the user's own code before the first step, from the bytes of its parameters."""
     return update_guess(_STEP_BYTES * state_bytes)
 
 
 class Progress:
-    """Counts of steps and evaluations, done and to come; the totals are None until they are known."""
+    """Counts of steps and evaluations, done and to come; totals are None until known."""
 
     def __init__(
         self, *, epochs: int, accumulate: int, report_every: int | None, batches: int | None, validation: int | None
@@ -89,11 +90,11 @@ class Progress:
         self.evaluated_batches = 0
 
     def state(self) -> dict[str, int | None]:
-        """What has been counted, for `restore`."""
+        """Return all counts, for `restore`."""
         return {name: getattr(self, name) for name in _COUNTED}
 
     def restore(self, state: Mapping[str, int | None]) -> None:
-        """Go on counting from there."""
+        """Continue from earlier counts."""
         for name in _COUNTED:
             setattr(self, name, state[name])
 
@@ -114,7 +115,7 @@ class Progress:
 
     @property
     def steps_left(self) -> int:
-        """Optimizer steps to come; at least one more epoch's worth of those seen where the total is unknown."""
+        """Optimizer steps to come; where the total is unknown, as many as so far, and at least one."""
         total = self.num_steps
         return max(1, self.steps) if total is None else max(0, total - self.steps)
 

@@ -1,7 +1,8 @@
-"""Data handles: from what a task names to batches, and what can be counted before they are drawn.
+"""Data handles: batches from a task's data, and counts that are known before drawing.
 
-The one part that the plain loop and the pool share, so that both draw the same batches from the same random streams:
-iterating moves them, once per `iter()` and perhaps once per batch. Knows nothing of models, shards or devices.
+The plain loop and the pool share this module, so that both draw the same batches from the same random streams:
+iterating moves the streams, once per `iter()` and perhaps once per batch. The module knows nothing of models, shards or
+devices.
 """
 
 import copy
@@ -21,14 +22,14 @@ def make_loader(handle: DataHandle, batch_size: int | None, shuffle: bool) -> It
 
     Args:
         handle: a `Dataset`, a `DataLoader` or a callable that returns an iterable.
-        batch_size: samples per batch, for a `Dataset` only; a last, smaller batch is kept.
-        shuffle: whether a `Dataset` is read in random order; an `IterableDataset` has only its own.
+        batch_size: samples per batch, for a `Dataset` only; a smaller last batch is kept.
+        shuffle: whether a `Dataset` is read in random order; an `IterableDataset` always keeps its own order.
 
     Returns:
-        The batches; a `DataLoader` itself, and for a callable its result.
+        The batches; a `DataLoader` itself, or the result of a callable.
 
     Raises:
-        TaskError: a `Dataset` without `batch_size`, or a callable that returned nothing one can iterate.
+        TaskError: a `Dataset` without `batch_size`, or a callable whose result cannot be iterated.
     """
     if isinstance(handle, DataLoader):
         return cast("Iterable[Batch]", handle)
@@ -49,7 +50,7 @@ def num_batches(handle: DataHandle, batch_size: int | None = None) -> int | None
     """Count the batches of one pass without drawing any.
 
     Args:
-        handle: a data handle; a callable is not called, for that may have effects.
+        handle: a data handle; a callable is not called, because a call may have effects.
         batch_size: samples per batch, for a `Dataset`.
 
     Returns:
@@ -62,12 +63,12 @@ def num_batches(handle: DataHandle, batch_size: int | None = None) -> int | None
 
 
 def no_batch(name: str, handle: DataHandle, epoch: int | None = None) -> TaskError:
-    """The error for a pass without a single batch.
+    """Return the error for a pass without a single batch.
 
     Args:
-        name: of the handle, `train` or `validate`.
+        name: name of the handle, `train` or `validate`.
         handle: the data handle.
-        epoch: the epoch of a training pass.
+        epoch: epoch of a training pass.
     """
     where = "" if epoch is None else f" in epoch {epoch}"
     if isinstance(handle, Dataset | DataLoader):
@@ -81,9 +82,13 @@ def no_batch(name: str, handle: DataHandle, epoch: int | None = None) -> TaskErr
 
 
 def num_samples(batch: Batch) -> int:
-    """Samples in a batch: the first dimension of the first tensor in it that has one, empty tensors last; else 1."""
+    """Return the samples in a batch: the first dimension of its first non-empty tensor with dimensions; else 1.
+
+    A batch whose tensors are all empty has 0 samples.
+    """
     if isinstance(batch, tuple | list) and batch and isinstance(first := batch[0], Tensor) and first.dim():
-        size = first.size(0)  # as nearly always, and asked for each batch
+        # The usual case, kept short because every batch is asked.
+        size = first.size(0)
         if size:
             return size
     sizes = [leaf.size(0) for leaf in tensors_of(batch) if leaf.dim() > 0]
@@ -91,16 +96,16 @@ def num_samples(batch: Batch) -> int:
 
 
 def refuse_empty(batch: Batch, name: str, number: int, epoch: int | None = None) -> None:
-    """Refuse a batch without samples: it has no loss that is a mean, and no weight in what is averaged.
+    """Refuse a batch without samples: its loss is no mean, and its weight in averages is zero.
 
     Args:
-        batch: as its data gave it.
-        name: of the handle, `train` or `validate`.
-        number: the place of the batch in its pass, from 0.
-        epoch: the epoch of a training pass.
+        batch: the batch as the data returned it.
+        name: name of the handle, `train` or `validate`.
+        number: place of the batch in its pass, from 0.
+        epoch: epoch of a training pass.
 
     Raises:
-        TaskError: all of its tensors have a first dimension of 0.
+        TaskError: all tensors of the batch have a first dimension of 0.
     """
     if num_samples(batch):
         return
@@ -112,7 +117,7 @@ def refuse_empty(batch: Batch, name: str, number: int, epoch: int | None = None)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, in their order."""
+    """Yield the tensors of a batch, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -124,7 +129,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def moved(value: Any, place: torch.device) -> Any:
-    """A batch with its tensors on another device: containers are made anew, what has a `to` of its own is asked to move."""
+    """Move the tensors of a batch to another device; rebuild containers, and call `to` on objects that have the method."""
     if isinstance(value, Tensor):
         return value.to(place)
     if isinstance(value, dict):

@@ -1,7 +1,8 @@
-"""What a checkpoint was made for: the task and what its factories built, in words that can be compared.
+"""Description of a checkpoint's origin: the task and the objects of its factories, as comparable values.
 
-A checkpoint is used by the same task again, and what differs is said by name: of most things it is then refused, unless whoever
-asks allows changes; what the state itself hangs on (parameters, buffers, the optimizer's class) can never differ.
+A checkpoint serves the same task again, and differences are reported by name. Most differences are refused unless the
+caller allows changes; parts that the state itself depends on (parameters, buffers, the optimizer's class) must never
+differ.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,11 +32,11 @@ Change = tuple[str, Any, Any]
 
 
 def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
-    """What a task is and has built, before it trains; plain values and tensors.
+    """Describe a task and the objects built by its factories, before training; plain values and tensors.
 
     Args:
         task: the task.
-        module: as its factory has just built it; so are the others.
+        module: the module, just built by its factory, like the other objects.
         optimizer: see `module`.
         scheduler: see `module`; None if there is none.
     """
@@ -60,7 +61,7 @@ def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters; tensors are copied, for the optimizer and schedulers change them in place."""
+    """Return a parameter group without its parameters; tensors are copied, because optimizers and schedulers change them."""
     return {
         key: value.detach().clone() if isinstance(value, Tensor) else value
         for key, value in group.items()
@@ -69,7 +70,7 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """A copy that stays as it is, down to the values that a checkpoint can hold; others are shared."""
+    """Copy a value, down to the parts that a checkpoint can hold; other parts are shared."""
     tensors: dict[str, Tensor] = {}
     try:
         found = encode(value, "", tensors)
@@ -79,39 +80,39 @@ def copied(value: Any) -> Any:
 
 
 def schedule_of(scheduler: Any) -> dict[str, Any]:
-    """The state of a scheduler, without functions, which its factory makes again."""
+    """Return the state of a scheduler, without functions, which the factory recreates."""
     state: Mapping[str, Any] = scheduler.state_dict()
     return {key: value for key, value in state.items() if not callable(value)}
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Where two descriptions differ."""
+    """Return the differences between two descriptions."""
     return list(_changes("", saved, now))
 
 
 def is_essential(change: Change) -> bool:
-    """Whether the saved state cannot be used where this differs."""
+    """Whether the change makes the saved state unusable."""
     return _is_part_of(change, _ESSENTIAL)
 
 
 def is_of_the_pass(change: Change) -> bool:
-    """Whether a pass over the data that was under way has to begin anew."""
+    """Whether the change forces a pass under way to begin again."""
     return _is_part_of(change, _OF_THE_PASS)
 
 
 def in_words(found: list[Change]) -> str:
-    """Changes as a text."""
+    """Return changes as a text."""
     shown = [f"{what}: {old!r} when it was saved, {new!r} now" for what, old, new in found[:6]]
     return "; ".join(shown) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")  # noqa: PLR2004 - a few are enough
 
 
 def merged(saved: Any, built: Any, now: Any) -> Any:
-    """A saved value, but where what it was built as has been changed, the new one.
+    """Return a saved value, or the new value where the factories now build another initial value.
 
     Args:
         saved: the value when it was saved.
-        built: what the factories had made then, before any training.
-        now: what they have made now.
+        built: the value from the factories at that time, before any training.
+        now: the value from the factories now.
     """
     if isinstance(saved, dict) and isinstance(built, dict) and isinstance(now, dict):
         return {
@@ -153,7 +154,7 @@ def _class(value: object) -> str:
 
 
 def _data(handle: DataHandle | None) -> Any:
-    """What is known of data without drawing any."""
+    """Describe data without drawing any."""
     if handle is None:
         return None
     if isinstance(handle, DataLoader):

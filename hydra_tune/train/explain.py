@@ -1,7 +1,7 @@
-"""Torch's own errors for common mistakes of a task, as errors that name the argument and the remedy.
+"""Explanations of torch's own errors for common mistakes of a task, with the argument at fault and a remedy.
 
-`explained` is asked where a trial or a plain run ends with an error, so that every way in which trials run has the same
-messages. Knows nothing of jobs.
+Trials and plain runs call `explained` where they end with an error, so all ways of running trials give the same
+messages. The module knows nothing of jobs.
 """
 
 import re
@@ -26,7 +26,7 @@ _NO_GRADIENT = (
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """An error that is known by its class and text, and the explanation."""
+    """A known error, by class and text, and its explanation."""
 
     kind: type[Exception]
     text: re.Pattern[str]
@@ -46,7 +46,7 @@ _ALL = (
 
 
 def explained(error: BaseException | None) -> BaseException | None:
-    """An error with the remedy, if the error is of a known kind, caused by the one that was raised; else the error itself."""
+    """Return an error with a remedy, caused by the given error, if the error is of a known kind; else the error itself."""
     if error is None or isinstance(error, HydraTuneError):
         return error
     known = next((one for one in _ALL if isinstance(error, one.kind) and one.text.search(str(error))), None)

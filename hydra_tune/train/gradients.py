@@ -1,11 +1,12 @@
-"""What is done with gradients between backward and update: loss scaling, unscaling, and clipping by their global norm.
+"""Gradients between backward and update: loss scaling, unscaling, and clipping by their global norm.
 
-Done shard by shard with the numbers of `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`. Both have to know all
-gradients before the first update, so a step that needs them has its updates in a phase of their own.
+All of this happens shard by shard, with the numbers of `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`.
+Unscaling and clipping need all gradients before the first update, so a step with either has its updates in a separate
+phase.
 
-Note: the norm. `clip_grad_norm_` takes the norm of the stack of all tensors' norms. Here each tensor's norm is taken where its
-gradient is made and kept as a number; torch's own function over one-element tensors of these numbers then gives the same
-total to the last bit, since the norm of a single number is that number.
+Note: the norm. `clip_grad_norm_` takes the norm of the stack of all tensors' norms. Here each tensor's norm is taken
+where its gradient is created, and kept as a number; torch's own function over one-element tensors of the numbers then
+gives the same total to the last bit, because the norm of a single number is the number itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,10 @@ _FIRST_SCALE = 2.0**16
 
 
 class Gradients:
-    """The rules of one trial, and what is known of the gradients of its present step.
+    """One trial's rules for gradients, and the state of the present step's gradients.
 
     Args:
-        task: says whether to accumulate, scale and clip.
+        task: task that defines accumulation, scaling and clipping.
     """
 
     def __init__(self, task: TrainTask) -> None:
@@ -40,37 +41,37 @@ class Gradients:
 
     @property
     def has_two_phases(self) -> bool:
-        """Whether no parameter may be updated before all gradients are there."""
+        """Whether no parameter may be updated before all gradients exist."""
         return self._max_norm is not None or self._scale is not None
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is scaled, so that torch's own clipping is all there is to do between backward and update."""
+        """Whether no loss scaling applies, so that torch's own clipping is the only work between backward and update."""
         return self._scale is None
 
     def clip_plainly(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip all gradients of an optimizer's parameters at once, if gradients are to be clipped."""
+        """Clip all gradients of an optimizer's parameters at once, if the task clips gradients."""
         if self._max_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
 
     @property
     def skips_update(self) -> bool:
-        """Whether a gradient of the step was not finite under loss scaling, so that the step is not taken at all."""
+        """Whether a gradient of the step was not finite under loss scaling, so that the whole step is skipped."""
         return self._found_inf
 
     def objective(self, share: float) -> Objective:
-        """What the backward starts from, given the loss of such a share of a batch."""
+        """Return the function from the loss of a share of a batch to the root of its backward."""
         return objective(self._accumulate, self._scale, share)
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
-        """All of the step's batches are in these gradients: unscale them in place, and note their norms.
+        """Unscale complete gradients in place, and note their norms, once all batches of the step are summed.
 
         Args:
-            gradients: by parameter name, on a device.
+            gradients: gradients by parameter name, on a device.
 
         Raises:
-            TaskError: gradients in half precision, which loss scaling would lose.
+            TaskError: gradients are in half precision, which loss scaling would lose.
         """
         if self._scale is not None:
             self._unscale(gradients, self._scale)
@@ -78,21 +79,22 @@ class Gradients:
             self._take_norms(gradients)
 
     def clip(self, parameters: Sequence[Tensor], order: Sequence[str]) -> None:
-        """Scale the `.grad` of some parameters as the norm of all gradients of the step wants it.
+        """Scale the `.grad` of some parameters by the norm of all gradients of the step.
 
         Args:
-            parameters: with their gradients, on one device.
-            order: names of all parameters as the optimizer has them.
+            parameters: parameters with gradients, on one device.
+            order: names of all parameters in the optimizer's order.
         """
         if self._max_norm is None:
             return
         device = parameters[0].device
+        # In the optimizer's order: the norm of the norms is a floating-point sum, whose last bits depend on the order.
         norms = [self._norms[name] for name in order if name in self._norms]
         total = get_total_norm([torch.tensor([norm], dtype=dtype, device=device) for norm, dtype in norms])
         torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, total)
 
     def next_step(self) -> None:
-        """The step is over: adapt the loss scale and forget the step's gradients."""
+        """End the step: adapt the loss scale and forget the step's gradients."""
         if self._scale is not None:
             found = torch.full((), float(self._found_inf))
             torch._amp_update_scale_(
@@ -102,11 +104,11 @@ class Gradients:
         self._found_inf = False
 
     def state(self) -> dict[str, Any]:
-        """The loss scale between two steps, for `restore`."""
+        """Return the loss scale between two steps, for `restore`."""
         return {"scale": self._scale, "growth": self._growth}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with a loss scale; without one where none is asked for."""
+        """Continue with a saved loss scale, if the task scales the loss."""
         if self._scale is not None and state["scale"] is not None:
             self._scale.copy_(state["scale"])
             self._growth.copy_(state["growth"])

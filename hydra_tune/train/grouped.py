@@ -1,12 +1,13 @@
-"""Batches of one optimizer step shard by shard: all of them go through a shard before the next one is loaded.
+"""Batches of one optimizer step shard by shard: all batches go through a shard before the next shard is loaded.
 
-So a step loads each shard twice, for the forward and for the backward, and writes it back once, however many batches it has:
-3|W| bytes of parameters, where one batch after the other moves 2|W| for each and |W| for the update. What is moved instead are
-the values between shards, of as many batches as there are.
+So a step loads each shard twice, for the forward and for the backward, and writes each shard back once, whatever the
+number of batches: 3|W| bytes of parameters. Batches one after the other move 2|W| for each batch and |W| for the
+update. In exchange, the values between shards of all batches are moved.
 
-The results are those of a plain loop. A parameter's gradients are summed in the order of the batches: those of one batch join
-the sum of all before it when their shard's backward is over. A shard's buffers are overwritten by one batch after the other
-as well; where several shards use a buffer that one of them overwrites, batches are not grouped (`Plan.may_be_pipelined`).
+The results are the results of a plain loop. A parameter's gradients are summed in the order of the batches: a batch's
+gradients join the sum of all earlier batches when their shard's backward is over. A shard's buffers are overwritten in
+the order of the batches, too; where several shards use a buffer and a shard overwrites the buffer, batches are not
+grouped (`Plan.may_be_pipelined`).
 
 Source: Harmony (Li et al.), section 3, "input-batch grouping" and "just-in-time" updates.
 """
@@ -22,14 +23,15 @@ from hydra_tune.train.training_batch import TrainingBatch
 
 
 def shard_by_shard(batches: Sequence[TrainingBatch], *, is_last: bool) -> Iterator[PendingUnit]:
-    """The units of batches whose plans have the same shards.
+    """Yield the units of batches whose plans have the same shards.
 
     Args:
-        batches: in order; the first one has the gradients of earlier batches, and at the end the last one has all.
-        is_last: whether the step is complete with these, so that each shard is updated after its last backward.
+        batches: the batches in order; the first holds the gradients of earlier batches, and at the end the last holds
+            all.
+        is_last: whether the step is complete with these batches, so that each shard is updated after its last backward.
 
     Raises:
-        BadLossError: of the first batch whose loss is not finite; nothing has been updated.
+        BadLossError: the error of the first batch with a loss that is not finite; nothing has been updated.
     """
     num_shards = batches[0].num_shards
     order = [("forward", index, batch) for index in range(num_shards - 1) for batch in batches]
@@ -51,11 +53,11 @@ def shard_by_shard(batches: Sequence[TrainingBatch], *, is_last: bool) -> Iterat
 def _following(
     order: Sequence[tuple[str, int, TrainingBatch]], last: TrainingBatch, updates: Sequence[Expected] = ()
 ) -> list[Expected]:
-    """What comes next in a group, after updates of the unit's own shard."""
+    """Return the next unit of a group, after updates of the unit's own shard."""
     found = (batch.expected(kind, index) for kind, index, batch in order)
     return [*updates, next((one for one in found if one is not None), last.expected_step())]
 
 
 def is_worth_it(plan: Plan) -> bool:
-    """Whether a batch moves fewer bytes in a group than after the others; see `is_worth_grouping`."""
+    """Whether a batch moves fewer bytes in a group than after the other batches; see `is_worth_grouping`."""
     return is_worth_grouping([shard.cost for shard in plan.shards])

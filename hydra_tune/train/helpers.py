@@ -1,4 +1,7 @@
-"""What a trial asks of the pool when devices have nothing to do."""
+"""Requests of a trial to the pool for idle devices.
+
+A trial asks before each optimizer step which devices could help, and how many batches may be under way at once.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,38 +13,39 @@ AHEAD = 4  # batches drawn for each that may be under way: between two rounds de
 
 
 class Helpers(Protocol):
-    """What a trial asks of the pool it is in."""
+    """Interface of the pool for a trial that splits a step."""
 
     def offer(self) -> Offer | None:
-        """The devices that could work on the step that begins; None if no device could help."""
+        """Return the devices that could work on the next step; None if no device could help."""
 
     def ask(self, way: str, nbytes: int, most: int) -> int:
-        """How many batches may be under way at once in the step that begins, as far as the host has room for them.
+        """Return the number of batches that may be under way at once in the next step, limited by room on the host.
 
         Args:
-            way: how the trial would run it.
-            nbytes: host memory that each batch beyond the first needs.
-            most: how many it could make use of.
+            way: way in which the trial would run the step.
+            nbytes: host memory for each batch beyond the first, in bytes.
+            most: largest useful number of batches.
         """
 
     def leave(self) -> None:
-        """The step's batches have run; what was asked for is not needed any more."""
+        """Give back the grant: the step's batches have run."""
 
     def decline(self, way: str) -> None:
-        """After `leave`, before anything has run: the step runs on one device, and not this way."""
+        """Report, after `leave` and before any unit, that the step runs on one device and not in this way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """How the batches of one optimizer step run.
+    """The way in which the batches of one optimizer step run.
 
     Attributes:
         way: one of `ways.WAYS`.
-        width: how many batches may be under way at once; 1: one after the other.
-        plan: whose batches were thought of.
-        homes: where they are pipelined, the device of each shard.
-        is_dealt: where they are pipelined, whether a device goes on with the shard it has at hand.
-        teams: where they are data-parallel, how many runs of batches go through each shard together; 0: each is by itself.
+        width: number of batches that may be under way at once; 1: one after the other.
+        plan: plan for whose batches the arrangement was made.
+        homes: the device of each shard, where the step is pipelined.
+        is_dealt: whether a device of a pipelined step stays with its present shard.
+        teams: for a data-parallel step, the number of teams that go through each shard together; 0: each batch runs by
+            itself.
     """
 
     way: str
@@ -53,15 +57,15 @@ class Arrangement:
 
     @property
     def drawn_for_each(self) -> int:
-        """Batches drawn for each that may be under way."""
+        """Batches drawn for each batch that may be under way."""
         return 1 if self.way == GROUPED or self.teams or self.is_dealt else AHEAD
 
 
 def lane_bytes(plan: Plan, way: str, *, together: bool = False) -> int:
-    """Host memory that one more batch under way may need: what is kept between its units, and batches drawn ahead.
+    """Return the host memory for one more batch under way, in bytes: values between its units, and batches drawn ahead.
 
-    In a pipeline, in teams and in a group, all batches together have one set of gradients of parameters. Those that go through
-    each shard `together`, as in a group, are all that is drawn.
+    In a pipeline, in teams and in a group, all batches share a single set of gradients of parameters. Batches that go
+    through each shard `together`, as in a group, are the only batches drawn.
     """
     costs = [shard.cost for shard in plan.shards]
     is_together = way == GROUPED or together
@@ -71,5 +75,5 @@ def lane_bytes(plan: Plan, way: str, *, together: bool = False) -> int:
 
 
 def drawn_bytes(plan: Plan, for_each: int) -> int:
-    """As much of it as is for batches drawn ahead, which stay on the host."""
+    """Return the part of `lane_bytes` for batches drawn ahead; these stay on the host."""
     return for_each * max(shard.cost.value_bytes for shard in plan.shards)

@@ -1,7 +1,7 @@
 """Hooks on gradients, which neither shards nor groups would honour.
 
-They are no part of a captured graph; the copies that a step is tried on do not have those of parameters; and where several
-shards use one parameter, its hooks would be given each shard's share of the gradient.
+A captured graph does not contain hooks, and the copies on which a step is tried lack the hooks of parameters. Where
+several shards use a parameter, its hooks would get each shard's part of the gradient.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def refuse_gradient_hooks(module: nn.Module) -> None:
     """Refuse a module with hooks on the gradients of its parameters or submodules.
 
     Raises:
-        TaskError: the first such hook, by name.
+        TaskError: names the first such hook.
     """
     for found in gradient_hooks(module):
         raise TaskError(
@@ -35,7 +35,7 @@ def refuse_gradient_hooks(module: nn.Module) -> None:
 
 
 def gradient_hooks(module: nn.Module) -> Iterator[str]:
-    """The hooks on the gradients of a module's parameters or submodules, each in words."""
+    """Yield a description of each hook on the gradients of a module's parameters or submodules."""
     for name, parameter in module.named_parameters():
         for attribute, method in _OF_PARAMETERS.items():
             if getattr(parameter, attribute, None):

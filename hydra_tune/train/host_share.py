@@ -1,4 +1,4 @@
-"""`HostShare`: what one trial takes of host memory that cannot go to disk, where there is a disk."""
+"""`HostShare`: one trial's share of host memory that cannot go to disk, where there is a disk."""
 
 from collections.abc import Iterable
 
@@ -10,12 +10,12 @@ from hydra_tune.shard.plan import Plan
 
 
 def fixed_bytes(plan: Plan) -> int:
-    """What of a trial cannot go to disk: what whole units spill of their activations."""
+    """Return the bytes of a trial that cannot go to disk: activations that whole units spill."""
     return sum(shard.cost.spilled_bytes for shard in plan.shards)
 
 
 def largest_bytes(plan: Plan) -> int:
-    """The most that one block of a trial can take: all that a shard's unit has of a kind."""
+    """Return the bytes of a trial's largest possible block: everything of one kind in a shard's unit."""
     costs = [shard.cost for shard in plan.shards]
     return max(max(c.state_bytes, c.optimizer_bytes, c.value_bytes, c.gradient_bytes, c.trained_bytes) for c in costs)
 
@@ -33,21 +33,21 @@ class HostShare:
         self._tenant = tenant
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan one of whose blocks could never be on the host.
+        """Refuse a plan with a block that could never be on the host.
 
         Raises:
-            BudgetError: it is too large.
+            BudgetError: the block is too large.
         """
         if self._host is not None:
             self._host.check(largest_bytes(plan))
 
     def take(self) -> None:
-        """Take what the trial was let in with, until `leave`."""
+        """Reserve the memory with which the trial was admitted, until `leave`."""
         if self._host is not None and self._tenant is not None:
             self._host.reserve(self._tenant)
 
     def change(self, plans: Iterable[Plan], extra_bytes: int = 0) -> bool:
-        """Have room for what cannot go to disk of these plans, and for so much more; False: there is none."""
+        """Reserve room for the fixed bytes of the plans and for `extra_bytes` more; return False if there is no room."""
         if self._host is None or self._tenant is None:
             return True
         known = list(plans)
@@ -58,7 +58,7 @@ class HostShare:
         return has_room
 
     def require(self, plans: Iterable[Plan], further: Plan) -> None:
-        """The same for a further plan, of another kind of batch.
+        """Reserve room for a further plan, of another kind of batch.
 
         Raises:
             BudgetError: there is no room.
@@ -71,6 +71,6 @@ class HostShare:
             )
 
     def leave(self) -> None:
-        """Give back what was taken."""
+        """Give back the reserved memory."""
         if self._host is not None and self._tenant is not None:
             self._host.leave(self._tenant)

@@ -1,10 +1,10 @@
-"""Updates of a trial that are made on the host, beside what devices do meanwhile.
+"""Updates of a trial on the host, made while devices run other units.
 
-Note: what makes it exact. The optimizer is one object, and its step takes whatever parameter has a gradient. So a trial's
-updates run one after the other, in the order in which they were asked for, on whichever device's host thread; and units that
-run meanwhile give their gradients to stand-ins for the parameters (`ModelState.stand_ins`), where the optimizer does not see
-them. The parameters of an update are pinned at home from before it is asked for until it is over, so that a unit that needs
-one of them waits for it. Nothing of the trial's own code runs before all updates of a step are over (`wait`).
+Note: exactness. The optimizer is a single object, and its step takes every parameter with a gradient. So a trial's
+updates run one after the other, in the order of the requests, whichever device's host thread runs them. Units that run
+meanwhile leave their gradients on stand-ins for the parameters (`ModelState.stand_ins`), invisible to the optimizer.
+The parameters of an update are pinned at home from before the request until the update is over, so a unit that needs
+such a parameter waits. The trial's own code runs only after all updates of a step are over (`wait`).
 """
 
 import time
@@ -21,7 +21,7 @@ from hydra_tune.shard.gate import GATE
 
 
 class HostUpdates:
-    """Those of one trial; asked for and waited for by one thread at a time."""
+    """The updates of one trial; only one thread at a time may start or await updates."""
 
     def __init__(self) -> None:
         self._last: Future[None] | None = None
@@ -29,14 +29,14 @@ class HostUpdates:
     def start(
         self, device: Device, blocks: Sequence[Block], step: Callable[[], None], over: Callable[[int, int], None]
     ) -> None:
-        """Have an update made when those before it are over.
+        """Start an update after all earlier updates.
 
         Args:
-            device: beside which.
-            blocks: of the parameters; they stay at home until then.
-            step: makes it.
-            over: told when it began and when it was over, by the clock of `time.perf_counter_ns`; called whether it was made
-                or not, and where it was not, with the same time twice.
+            device: device whose host thread runs the update.
+            blocks: blocks of the parameters; pinned at home until the update is over.
+            step: runs the update.
+            over: called with the update's begin and end, by the clock of `time.perf_counter_ns`; called in any case,
+                with the same time twice if the update was not made.
         """
         home = AtHome(blocks)
         try:
@@ -46,11 +46,11 @@ class HostUpdates:
             raise
 
     def wait(self) -> None:
-        """Until all are over.
+        """Wait until all updates are over.
 
         Raises:
-            OutOfMemoryError: one of them could not be made for want of host memory.
-            Exception: whatever the optimizer has raised.
+            OutOfMemoryError: an update failed for lack of host memory.
+            Exception: any error that the optimizer has raised.
         """
         last, self._last = self._last, None
         if last is None:
@@ -65,7 +65,7 @@ class HostUpdates:
             ) from error
 
     def wait_quietly(self) -> None:
-        """Until all are over, however they end."""
+        """Wait until all updates are over, and ignore their errors."""
         last, self._last = self._last, None
         if last is not None:
             last.exception()
@@ -77,7 +77,8 @@ def _make(
     began_ns = ended_ns = time.perf_counter_ns()
     try:
         if before is not None:
-            before.result()  # after an update that has failed none is made
+            # Raises if an earlier update failed: no further update may follow on a half-updated state.
+            before.result()
         with GATE.shared():
             began_ns = time.perf_counter_ns()
             step()

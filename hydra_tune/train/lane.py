@@ -1,4 +1,7 @@
-"""Batches of an optimizer step that are drawn before those ahead of them have run."""
+"""Batches of an optimizer step that are drawn before earlier batches have run.
+
+`DrawnBatch` is the common part, and `Lane` a batch that runs beside others.
+"""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -27,13 +30,13 @@ from hydra_tune.train.training_batch import Part, TrainingBatch, Update
 
 
 class DrawnBatch(TrainingBatch):
-    """Keeps its own copy of what was drawn, and draws from a stream of its own.
+    """A batch with its own copy of its data and its own random stream.
 
     Args:
-        part: the batch; copied, for a loop may draw the next one into the same memory.
+        part: the batch; copied, because a loader may draw the next batch into the same memory.
         state, device, gradients: as for any batch.
-        streams: the trial's streams as they stand where this batch's draws begin.
-        end: where the stream that units draw from stands behind them; None for a plan that draws nothing.
+        streams: the trial's streams at the position where the batch's draws begin.
+        end: position of the units' stream after the batch's draws; None for a plan that draws nothing.
     """
 
     def __init__(
@@ -49,10 +52,10 @@ class DrawnBatch(TrainingBatch):
         self._end, self._device = end, device
 
     def check_draws(self) -> None:
-        """The batch's draws are over: later batches began where they ended.
+        """Check that the batch's draws ended where the draws of later batches began.
 
         Raises:
-            HydraTuneError: they did not.
+            HydraTuneError: the positions differ.
         """
         if self._end is not None and not torch.equal(self._streams.position(self._device), self._end):
             raise HydraTuneError(
@@ -62,11 +65,11 @@ class DrawnBatch(TrainingBatch):
 
 
 class Lane(DrawnBatch):
-    """Runs beside others: reads parameters wherever it runs, and adds its gradients to earlier ones when it may.
+    """A batch that runs beside others: reads parameters on any device, and adds its gradients to earlier sums in turn.
 
     Args:
         part, state, streams, end, device, gradients: as for `DrawnBatch`.
-        replicas: the parameters.
+        replicas: copies of the parameters.
     """
 
     def __init__(
@@ -81,10 +84,10 @@ class Lane(DrawnBatch):
     ) -> None:
         super().__init__(part, state, streams, end, device, gradients)
         self._replicas = replicas
-        self.takes_copies = False  # leaves the trial's own parameters where they are, and reads copies
+        self.takes_copies = False  # whether to leave the trial's own parameters in place and read copies
 
     def sums(self, earlier: Mapping[str, Value]) -> Iterator[PendingUnit]:
-        """The units that add this batch's gradients to those of all earlier ones, shard by shard."""
+        """Yield the units that add this batch's gradients to the sums of all earlier batches, shard by shard."""
         self.take_in(dict(earlier))
         for update in self.updates():
             if any(name in earlier for name in update.names):
@@ -126,6 +129,6 @@ def _copied(leaves: Leaves) -> Leaves:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """The tensor on a storage of its own, laid out as it was."""
+    """Return the tensor on a storage of its own, with the same layout."""
     flat = whole_storage(tensor.detach()).clone()
     return Geometry.of(tensor).view(flat.untyped_storage(), flat.device)

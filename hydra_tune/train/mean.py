@@ -2,11 +2,11 @@
 
 
 class Mean:
-    """Adds values with their weights.
+    """Accumulates values with their weights.
 
     Args:
-        total: of the values so far, each times its weight.
-        weight: of all of them.
+        total: sum of the values so far, each times its weight.
+        weight: sum of the weights.
     """
 
     def __init__(self, total: float = 0.0, weight: int = 0) -> None:
@@ -15,14 +15,14 @@ class Mean:
 
     @property
     def parts(self) -> tuple[float, int]:
-        """What makes the same mean again."""
+        """Arguments that recreate the mean."""
         return self._total, self._weight
 
     def add(self, value: float, weight: int) -> None:
-        """One value that stands for `weight` samples."""
+        """Add a value that stands for `weight` samples."""
         self._total += value * weight
         self._weight += weight
 
     def value(self) -> float:
-        """The mean of what was added."""
+        """Return the mean of the added values."""
         return self._total / self._weight

@@ -1,8 +1,8 @@
-"""A trial's own copies of what moves on while data is drawn.
+"""A trial's own copies of objects that drawing data changes.
 
-A `DataLoader`, its sampler and its generator are objects of the user's that several trials may name, and each iteration
-leaves them changed. A trial draws from copies, made from the state that the user left them in; the originals never move.
-Data itself is never copied.
+A `DataLoader`, its sampler and its generator are the user's objects, may belong to several trials, and change with each
+iteration. A trial draws from copies in the state in which the user left the originals; the originals never change. The
+data itself is never copied.
 """
 
 import copy
@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, str)
 
 
 class OwnCopies:
-    """The copies of one trial, one for each original: what two loaders share, their copies share."""
+    """The copies of one trial, one for each original: copies share the objects that their originals share."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[object, Any]] = {}
@@ -32,20 +32,20 @@ class OwnCopies:
         self._waiting: deque[Any] = deque()  # states of copies that are not made yet
 
     def states(self) -> list[Any]:
-        """Where the copies stand that live, in the order in which they were made."""
+        """Return the positions of the live copies, in the order of their creation."""
         copies = [(_resolved(held), own) for held, own in list(self._copies.values())]
         known = {id(own) for _, own in copies}
         return [state_of(original, own, known) for original, own in copies]
 
     def restore(self, states: Sequence[Any]) -> None:
-        """Have the copies stand where others stood that were made in the same order; those to come, when they are made."""
+        """Set copies to positions from `states`, in the order of their creation; copies created later follow on creation."""
         self._waiting = deque(states)
         for _, own in list(self._copies.values()):
             if self._waiting:
                 give_state(own, self._waiting.popleft())
 
     def batches(self, handle: DataHandle, batch_size: int | None, *, shuffle: bool) -> Iterable[Batch]:
-        """The batches of one pass over a handle, from copies: `make_loader`, but for the originals, which stay as they are.
+        """Return the batches of one pass over a handle, as `make_loader` does, but from copies.
 
         Args:
             handle: a data handle of the trial's task.
@@ -53,7 +53,7 @@ class OwnCopies:
             shuffle: whether a `Dataset` is read in random order.
 
         Raises:
-            TaskError: data that cannot be iterated, or a loader that cannot be copied.
+            TaskError: the data cannot be iterated, or a loader cannot be copied.
         """
         if isinstance(handle, Dataset):
             self._take_over_changes()
@@ -63,7 +63,7 @@ class OwnCopies:
         return self.loader(batches) if isinstance(batches, DataLoader) else batches
 
     def _take_over_changes(self) -> None:
-        """Give copies the numbers and texts that the user has set on their originals since, as `sampler.set_epoch(n)` does."""
+        """Copy numbers and texts that the user has set on the originals since, as `sampler.set_epoch(n)` does."""
         for key, (held, own) in list(self._copies.items()):
             before, now = self._plain.get(key, {}), _plain_attributes(_resolved(held))
             changed = {name: value for name, value in now.items() if name not in before or before[name] != value}
@@ -72,10 +72,10 @@ class OwnCopies:
                 self._plain[key] = now
 
     def loader(self, original: DataLoader[Any]) -> DataLoader[Any]:
-        """The trial's copy of a loader; always the same one.
+        """Return the trial's copy of a loader; always the same copy.
 
         Raises:
-            TaskError: its sampler cannot be copied, or it keeps an iterator of its own.
+            TaskError: the loader's sampler cannot be copied, or the loader keeps an iterator of its own.
         """
         known: DataLoader[Any] | None = self._known(original)
         if known is not None:
@@ -96,7 +96,7 @@ class OwnCopies:
         return own
 
     def stream_in(self, original: Any) -> Any:
-        """The object, or a shallow copy with random streams of the trial's own in place of those it holds."""
+        """Return the object, or a shallow copy in which the trial's own random streams replace the object's."""
         known = self._known(original)
         if known is not None:
             return known
@@ -108,7 +108,8 @@ class OwnCopies:
             name: value for name, value in vars(original).items() if _is_stream(value) or isinstance(value, Dataset)
         }
         changed = {name: own for name, value in held.items() if (own := self.stream_in(value)) is not value}
-        if not changed and not isinstance(original, IterableDataset):  # which may keep its place in itself
+        # An `IterableDataset` may keep its position in itself, so it is copied in any case.
+        if not changed and not isinstance(original, IterableDataset):
             return original
         own = copy.copy(original)
         vars(own).update(changed)
@@ -131,7 +132,7 @@ class OwnCopies:
         return self._remember(original, self._deep(original, dataset))
 
     def _deep(self, original: Any, dataset: Dataset[Any]) -> Any:
-        """A copy of a sampler of the user's own, down to the data, which it shares."""
+        """Return a deep copy of a user-defined sampler; the copy shares the data."""
         memo: dict[int, Any] = {}
         for value in _data_of(dataset):
             memo[id(value)] = self.stream_in(value) if _is_stream(value) or isinstance(value, Dataset) else value
@@ -158,7 +159,7 @@ class OwnCopies:
     def _remember(self, original: object, own: Any) -> Any:
         key = id(original)
         try:
-            # Only as long as the original lives: a callable may make a new loader, and new data, for each pass.
+            # A weak reference, because a callable may create a new loader and new data for each pass.
             held: object = weakref.ref(original, lambda _: self._forget(key))
         except TypeError:
             held = original
@@ -182,12 +183,12 @@ def _is_stream(value: object) -> bool:
 
 
 def _is_code(value: object) -> bool:
-    """Whether it is a function or a class, which have attributes but no state to copy."""
+    """Whether the value is a function or a class: both have attributes but no state to copy."""
     return isinstance(value, type) or hasattr(value, "__code__")
 
 
 def _data_of(dataset: object) -> Iterator[object]:
-    """A dataset and what it holds, wrapped ones included."""
+    """Yield a dataset and its attributes, wrapped datasets included."""
     yield dataset
     for value in getattr(dataset, "__dict__", {}).values():
         if isinstance(value, Dataset):

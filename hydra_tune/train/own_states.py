@@ -1,4 +1,4 @@
-"""Where a trial's own copy of a sampler, a generator or a dataset stands, as values that a checkpoint can hold."""
+"""Positions of a trial's own copies of samplers, generators and datasets, as values for a checkpoint."""
 
 import random
 from collections.abc import Set as AbstractSet
@@ -11,12 +11,12 @@ from hydra_tune.train.attributes import same_value
 
 
 def state_of(original: object, own: Any, known: AbstractSet[int]) -> Any:
-    """Where a copy stands.
+    """Return the position of a copy.
 
     Args:
-        original: what it was copied from, which never moves.
+        original: original of the copy; never changes.
         own: the copy.
-        known: ids of all copies: these have states of their own.
+        known: ids of all copies; these have positions of their own.
     """
     if isinstance(own, torch.Generator | random.Random):
         return own.get_state() if isinstance(own, torch.Generator) else own.getstate()
@@ -26,14 +26,15 @@ def state_of(original: object, own: Any, known: AbstractSet[int]) -> Any:
         return own.state_dict()
     if isinstance(own, DataLoader):
         return None
-    # What has no attributes is refused by whoever writes it.
+    # An object without attributes is refused when the checkpoint is written.
     return _moved(original, own, known) if hasattr(own, "__dict__") else own
 
 
 def give_state(own: Any, state: Any) -> None:
-    """Have a copy stand where another of the same kind stood."""
+    """Set a copy to the position of another copy of the same kind."""
     if isinstance(own, torch.Generator):
-        own.set_state(state.clone())  # torch reads past the start of a view
+        # A clone, because torch reads past the start of a view.
+        own.set_state(state.clone())
     elif isinstance(own, random.Random):
         own.setstate(state)
     elif type(own).__module__.startswith("numpy.random"):
@@ -49,7 +50,7 @@ def _keeps_its_state(own: Any) -> bool:
 
 
 def _moved(original: object, own: object, known: AbstractSet[int]) -> dict[str, Any]:
-    """Attributes that are not those of the original."""
+    """Return the attributes that differ from the original's."""
     before, moved = getattr(original, "__dict__", {}), {}
     for name, value in getattr(own, "__dict__", {}).items():
         if id(value) in known or (name in before and (value is before[name] or same_value(value, before[name]))):

@@ -1,7 +1,7 @@
-"""A task whose batches are cut into as many pieces as the pool finds best: `split_batches="auto"` becomes a number.
+"""Choice of `split_batches="auto"`: a task's batches are cut into the number of pieces that suits the pool best.
 
-The choice itself is `shard/piece_count.py`'s. Here are the pieces that it asks about, and what is known already: trials that
-are alike get the same number, and look for it once.
+`shard/piece_count.py` makes the choice. This module supplies the pieces to be examined, and remembers results: similar
+trials get the same number from a single search.
 """
 
 from dataclasses import replace
@@ -22,18 +22,18 @@ from hydra_tune.train.pieces import Piece, pieces
 def piece_count(
     task: TrainTask, library: PlanLibrary, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
 ) -> PieceCount:
-    """Into how many pieces the batches of a task are to be cut. To be called with the trial's own random streams.
+    """Choose the number of pieces for the batches of a task. Call this inside the trial's own random streams.
 
     Args:
-        task: the trial's, with `split_batches="auto"`.
-        library: makes its plans, for the devices that decide.
-        module: the trial's; only read, and in training mode again afterwards.
-        optimizer: the same; only read.
+        task: the trial's task, with `split_batches="auto"`.
+        library: makes plans for the devices that decide.
+        module: the trial's module; only read, and in training mode again afterwards.
+        optimizer: the trial's optimizer; only read.
         batch: the first batch; only read.
 
     Raises:
         BudgetError: not even pieces of one sample fit.
-        TaskError: the step is not right.
+        TaskError: the step is invalid.
     """
     whole = replace(task, split_batches=1)
     request = Request(
@@ -78,7 +78,7 @@ def _refuse(
     optimizer: torch.optim.Optimizer,
     piece: Piece,
 ) -> None:
-    """What is short, and what would be enough, are found by preparing the smallest piece."""
+    """Raise a `BudgetError` that names the shortage and a sufficient budget, found by preparing the smallest piece."""
     try:
         library.prepare(task, module, optimizer, piece.batch, "train")
     except BudgetError as error:

@@ -1,6 +1,6 @@
-"""Batches cut into pieces, for `split_batches`: what the pieces are, and which tasks they would change.
+"""Batches cut into pieces, for `split_batches`: the cutting, and the check that cutting changes no result.
 
-Like `train/data.py` this is shared by the plain loop and the pool, so that both train on the same pieces.
+The plain loop and the pool share this module, like `train/data.py`, so that both train on the same pieces.
 """
 
 import copy
@@ -27,10 +27,10 @@ class Piece:
     """A part of a batch.
 
     Attributes:
-        batch: these samples, in the batch's structure.
-        samples: how many they are.
-        share: the part of the batch's samples that they are.
-        is_last: whether it is the batch's last.
+        batch: the samples of the piece, in the batch's structure.
+        samples: number of samples.
+        share: fraction of the batch's samples.
+        is_last: whether the piece is the batch's last.
     """
 
     batch: Batch
@@ -40,14 +40,15 @@ class Piece:
 
 
 def pieces(batch: Batch, count: int) -> Iterator[Piece]:
-    """Cut a batch along the first dimension of its tensors, into pieces of sizes that differ by one at most.
+    """Cut a batch along the first dimension of its tensors, into pieces of nearly equal size (at most 1 apart).
 
     Args:
         batch: the batch; tensors without dimensions and other values are in every piece.
-        count: pieces; a batch of fewer samples has as many pieces as samples. With 1 the batch itself is the piece.
+        count: number of pieces; a batch of fewer samples has as many pieces as samples. With 1, the batch itself is the
+            piece.
 
     Raises:
-        TaskError: tensors whose first dimensions differ, or that are not dense.
+        TaskError: tensors differ in their first dimensions, or are not dense.
     """
     samples = num_samples(batch)
     count = min(count, samples)
@@ -63,17 +64,17 @@ def pieces(batch: Batch, count: int) -> Iterator[Piece]:
 
 
 def check_pieces(task: TrainTask, module: nn.Module, batch: Batch, count: int) -> None:
-    """Try the first batch, whole and in pieces, on a copy of the module; leaves streams, module and batch as they are.
+    """Try the first batch, whole and in pieces, on a copy of the module; streams, module and batch stay unchanged.
 
     Args:
-        task: describes the step.
-        module: as its factory has made it.
+        task: description of the step.
+        module: the module as its factory built it.
         batch: the first batch.
-        count: pieces.
+        count: number of pieces.
 
     Raises:
-        TaskError: the pieces would not give what the whole batch gives: a forward that looks at other samples or overwrites
-            buffers, or a loss that is not the mean over samples.
+        TaskError: the pieces would give another result than the whole batch: a forward depends on other samples or
+            overwrites buffers, or a loss is not the mean over samples.
     """
     refuse_batch_norm(task, module)
     loss = training_loss(task)
@@ -101,10 +102,10 @@ def check_pieces(task: TrainTask, module: nn.Module, batch: Batch, count: int) -
 
 
 def refuse_batch_norm(task: TrainTask, module: nn.Module) -> None:
-    """What can be told of a module without running it.
+    """Refuse a module with batch normalization, without running the module.
 
     Raises:
-        TaskError: it looks at other samples of a batch.
+        TaskError: a layer normalizes over the samples of a batch.
     """
     name = next((name for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)  # noqa: SLF001
     if name is not None:
@@ -115,13 +116,13 @@ def refuse_batch_norm(task: TrainTask, module: nn.Module) -> None:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """A copy of a parameter or buffer."""
+    """Return a copy of a parameter or buffer on the host."""
     found = tensor.detach().cpu()
     return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
 def _tolerance(module: nn.Module) -> float:
-    """How far rounding may take two ways of computing one loss apart."""
+    """Return the relative difference that rounding may cause between two ways of computing a loss."""
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     return min(_MAX_TOLERANCE, max((_ROUNDINGS * torch.finfo(dtype).eps for dtype in dtypes), default=_MAX_TOLERANCE))
 
@@ -145,7 +146,8 @@ def _cut(value: Any, part: slice, samples: int) -> Any:
                 f"split_batches cuts the first dimension of a batch's tensors, which must be the samples: one has {samples}, "
                 f"another {value.size(0)}"
             )
-        return value[part].clone()  # in memory of its own: kernels may round differently by where it lies
+        # Memory of its own, because kernels may round differently by the alignment of their input.
+        return value[part].clone()
     if isinstance(value, Mapping):
         return {key: _cut(item, part, samples) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -1,17 +1,17 @@
-"""`Pipeline`: batches of one optimizer step side by side, each shard at home on one device.
+"""`Pipeline`: batches of one optimizer step side by side, with each shard at home on one device.
 
-Parameters stay where they are and the batches pass by: a device has some of the shards, and runs the units of these for every
-batch. What travels is what crosses the cuts between devices. A parameter's gradients are summed where its shard is.
+Parameters stay and batches travel: a device owns some of the shards and runs their units for every batch. Only
+boundaries at the cuts between devices are copied. A parameter's gradients are summed on the device of its shard.
 
-The shards of one home make a queue (`queues.py`). Moving a shard costs its parameters and its sums, and so a device is never
-given the unit of a home that is about to be free; the next step asks anew what devices there are.
+The shards of one home form a queue (`queues.py`). Moving a shard costs a copy of its parameters and sums, so a unit is
+never moved to another device when its home is about to be free; the next step asks again which devices there are.
 
-Note: what makes it exact. The forward units of a shard run in the order of the batches, and so do its backward units. So a
-buffer that a forward overwrites (BatchNorm's statistics) goes through the same values as in a plain loop, as long as only one
-shard uses it; and a recompute starts from the buffers that its own forward unit has saved, as ever.
+Note: exactness. The forward units of a shard run in the order of the batches, and so do its backward units. So a buffer
+that a forward overwrites (BatchNorm's statistics) goes through the same values as in a plain loop, as long as only one
+shard uses the buffer. A recompute starts from the buffers that its own forward unit has saved, as always.
 
-Note: a home that waits for batches does not wait for ever, because all queues have their shards in one order: of those at which
-batches are missing, the one that comes first misses none that another queue holds back.
+Note: no deadlock. A home that waits for batches does not wait for ever, because all queues order their shards alike:
+among shards that still miss batches, the first in the order misses no batch that another queue holds back.
 """
 
 from collections import Counter
@@ -26,19 +26,19 @@ from hydra_tune.train.state import ModelState
 
 
 def groups_of_one_shard(plan: Plan, state: ModelState) -> set[Group]:
-    """Parameters and buffers that no two shards of a plan use."""
+    """Return the groups of parameters and buffers used by a single shard of the plan."""
     uses = Counter(group for shard in plan.shards for group in state.groups(shard.graph.state))
     return {group for group, count in uses.items() if count == 1}
 
 
 def may_pipeline(plan: Plan, state: ModelState) -> bool:
-    """Whether the batches of a step can be pipelined and give the bits that they give one after the other."""
+    """Whether pipelined batches of a step give the same bits as batches one after the other."""
     written = [name for shard in plan.shards for name in shard.graph.written_state]
     return plan.may_be_pipelined and groups_of_one_shard(plan, state).issuperset(state.groups(written))
 
 
 def goes_with(plan: Plan, other: Plan) -> bool:
-    """Whether batches of both plans may be in one pipeline: their shards use and train the same."""
+    """Whether batches of both plans may share a pipeline: their shards use and train the same parameters."""
     return plan is other or _signature(plan) == _signature(other)
 
 
@@ -50,7 +50,7 @@ def _signature(plan: Plan) -> list[tuple[object, ...]]:
 
 
 class Pipeline(Queued):
-    """Batches under way, each shard of them on one device.
+    """Batches under way, with each shard on one device.
 
     Args:
         lanes, earlier, width, replicas, goes_on_with_shard, updates: see `Queued`.

@@ -1,8 +1,8 @@
-"""`train_plain`: what a `TrainTask` means, as the loop anyone would write.
+"""`train_plain`: the meaning of a `TrainTask`, as the loop anyone would write.
 
-This is the reference that the pool's numbers are held against, so it shares nothing with the engine but how batches are
-drawn, cut and moved, and operators cut. Runs one task at a time, on the CPU with as many intra-op threads as torch is set
-to; the pool uses one.
+The pool's numbers are compared with this reference, so the module shares with the engine only how batches are drawn,
+cut and moved, and how operators are cut. It runs one task at a time, on the CPU with torch's present number of intra-op
+threads; the pool uses a single thread.
 """
 
 import importlib.util
@@ -45,13 +45,13 @@ Report = Callable[[int, dict[str, float]], bool | None]
 
 @dataclass(slots=True, kw_only=True)
 class PlainResult(Trained):
-    """The outcome of a plain run, read as a pool's `Result` is; a pruned one has its weights, too.
+    """The outcome of a plain run, read like a pool's `Result`; a pruned run keeps its weights, too.
 
-    `status` is `"pruned"` where a report was answered with False, or a bad loss met `on_bad_loss="prune"`. `error` is None:
-    `train_plain` raises what fails.
+    `status` is `"pruned"` if a report was answered with False, or a bad loss met `on_bad_loss="prune"`. `error` is
+    None: `train_plain` raises errors.
 
     Attributes:
-        losses: the training loss of every batch in order, as the mean over its samples where it was split.
+        losses: the training loss of every batch in order; for a split batch, the mean over its samples.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -60,26 +60,27 @@ class PlainResult(Trained):
 def train_plain(task: TrainTask, report: Report | None = None, device: str | torch.device = "cpu") -> PlainResult:
     """Train a task to its end with a plain PyTorch loop.
 
-    Draws from the process's own random generators, as a plain loop does. To be the reference it must not run beside a pool at
-    work in the same process: while that captures a model, other threads compute with other kernels. Like the pool it draws
-    from copies of loaders, samplers and generators, so that the same task can be trained again, here or in a pool.
+    The loop draws from the process's own random generators, as any plain loop does. As a reference it must not run
+    beside a working pool in the same process: while the pool captures a model, other threads compute with other
+    kernels. Like the pool, the loop draws from copies of loaders, samplers and generators, so the same task can be
+    trained again, here or in a pool.
 
     Args:
-        task: what to train.
+        task: task to train.
         report: called with `(step, metrics)` after each report; returning False prunes. The step is the epoch, from 0,
             or with `report_every=n` the number of optimizer steps done.
-        device: where the module is moved when it is built, and each batch when it is drawn; `"cuda"` is the reference for a
-            pool's numbers on a GPU. The module that is returned stays there.
+        device: destination of the module when it is built, and of each batch when it is drawn; `"cuda"` gives the
+            reference for a pool's numbers on a GPU. The returned module stays there.
 
     Returns:
-        The metrics, the history, every loss, and the module and optimizer's state, as a pool's `Result` gives them.
+        The metrics, the history, every loss, and the module and optimizer's state, as in a pool's `Result`.
 
     Raises:
         ConfigError: the task's data is `ShapesOnly`.
-        TaskError: data that yields nothing, or a batch without samples, or cannot be copied, a loss that is not a scalar, or
-            `split_batches="auto"`.
+        TaskError: data without batches, a batch without samples, data that cannot be copied, a loss that is not a
+            scalar, or `split_batches="auto"`.
         BadLossError: a training loss that is NaN or infinite, with `on_bad_loss="fail"`.
-        MetricError: an evaluation that is not made of scalars, or a metric that is not reported.
+        MetricError: an evaluation returns values other than scalars, or a metric is not reported.
     """
     try:
         return _train(task, report, torch.device(device))
@@ -165,7 +166,7 @@ class _Run:
     started: float = field(default_factory=time.perf_counter)
 
     def epoch(self, epoch: int) -> bool:
-        """Train on every batch once; returns False where a report pruned the run."""
+        """Train on every batch once; return False if a report pruned the run."""
         self.module.train()
         before = len(self.losses)
         for batch in self.own.batches(self.task.train, self.task.batch_size, shuffle=True):
@@ -210,7 +211,7 @@ class _Run:
         return batch if self.device.type == "cpu" else moved(batch, self.device)
 
     def _step(self, epoch: int) -> bool:
-        """One optimizer step; returns False where a report after it pruned the run."""
+        """Take one optimizer step; return False if a report after the step pruned the run."""
         task = self.task
         self.scaler.unscale_(self.optimizer)
         if task.max_grad_norm is not None:
@@ -248,7 +249,7 @@ class _Run:
         return self.report is None or self.report(step, dict(self.metrics)) is not False
 
     def _evaluate(self) -> dict[str, float]:
-        """Average what `evaluate` says over the validation samples; empty without validation data."""
+        """Average the values of `evaluate` over the validation samples; empty without validation data."""
         if self.task.validate is None:
             return {}
         means: dict[str, _Mean] = {}
@@ -269,7 +270,7 @@ class _Run:
 
 
 def _autocast(task: TrainTask, device: torch.device) -> AbstractContextManager[object]:
-    """The region in which a task's forward runs."""
+    """Return the context in which a task's forward runs."""
     if task.precision == "float32":
         return nullcontext()
     return torch.autocast(device.type, dtype=getattr(torch, task.precision))

@@ -1,7 +1,7 @@
-"""The plans of one trial: one for each kind of batch it has met, made when the first of the kind comes.
+"""The plans of one trial: a plan for each kind of batch, made when the first batch of the kind arrives.
 
-Note: how many. Each kind of batch is captured, and batches of ever-new shapes would be captured for ever; so after some
-captures further kinds run whole where that fits, and of all plans only those used last are kept.
+Note: limits. Each kind of batch needs a capture, and data with ever-new shapes would be captured for ever. So after
+some captures further kinds run whole where the model fits, and only the most recently used plans are kept.
 """
 
 from collections import Counter, OrderedDict
@@ -31,10 +31,10 @@ _MAX_PLANS = 128
 
 @dataclass(slots=True, kw_only=True)
 class Kept:
-    """A plan, the times of its units, and the model's attributes when it was made.
+    """A plan, the times of its units, and the model's attributes when the plan was made.
 
-    `draws` is by how much a batch moves the torch stream; None where that is not known. It is looked for once. `ways` are
-    those in which its batches may run together; None until somebody asks.
+    `draws` is the number of draws by which a batch moves the torch stream; None if unknown. The number is determined
+    once. `ways` lists the ways in which batches of the plan may run together; None until first needed.
     """
 
     prepared: Prepared
@@ -46,7 +46,7 @@ class Kept:
 
     @property
     def plan(self) -> Plan:
-        """How the step is cut."""
+        """Cut of the step."""
         return self.prepared.plan
 
 
@@ -54,12 +54,12 @@ class TrialPlans:
     """Makes and keeps a trial's plans.
 
     Args:
-        task: what is trained; may be given anew before the first plan is made.
-        library: where plans come from.
-        streams: the trial's; a capture runs the user's code.
+        task: task to train; may be replaced before the first plan is made.
+        library: source of plans.
+        streams: the trial's random streams; a capture runs the user's code.
         device: any device of the pool, for host memory.
-        share: the trial's, which a further plan may ask more of.
-        times: of the units of plans, which all trials of a pool measure together.
+        share: the trial's share of host memory; a further plan may need more.
+        times: times of the units of plans, measured together by all trials of a pool.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class TrialPlans:
         leaves: Leaves,
         mode: str,
     ) -> Kept:
-        """The plan for a batch: one that serves it, or a new one.
+        """Return a plan that serves a batch; make a new plan if none does.
 
         Args:
-            module: the trial's own.
-            optimizer: the same.
-            state: their tensors, once the first plan has been made.
-            batch: the batch, as the user's code gives it.
-            leaves: its tensors.
+            module: the trial's module.
+            optimizer: the trial's optimizer.
+            state: tensors of module and optimizer, once the first plan has been made.
+            batch: the batch as the user's code returned it.
+            leaves: tensors of the batch.
             mode: "train" or "evaluate".
 
         Raises:
@@ -106,6 +106,7 @@ class TrialPlans:
         plans = self._kept.setdefault(key, [])
         self._kept.move_to_end(key)
         plans[:] = [kept for kept in plans if not self._is_outdated(kept, module)]
+        # A guard computes on the batch, and whatever computes passes the capture gate.
         asks = any(kept.prepared.guard is not None for kept in plans)
         with GATE.shared() if asks else nullcontext():
             found = next((kept for kept in plans if kept.prepared.serves(leaves.tensors)), None)
@@ -119,11 +120,11 @@ class TrialPlans:
 
     @property
     def all(self) -> list[Plan]:
-        """Those that are kept."""
+        """The plans kept."""
         return [kept.plan for found in self._kept.values() for kept in found]
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all plans."""
         self._kept.clear()
 
     def _make(
@@ -131,7 +132,7 @@ class TrialPlans:
     ) -> Kept:
         task = self.task
         self._captures[mode] += 1
-        # A capture copies the model.
+        # A capture copies the model, so all parameters have to be on the host meanwhile.
         with nullcontext() if state is None else state.whole(), self._streams.everything():
             prepared = self.library.prepare(
                 task,
@@ -147,7 +148,7 @@ class TrialPlans:
             state.adopt_state(list(prepared.plan.used_state()), self._device)
         module.train()
         times = self._times.of(prepared, task.accumulate * task.num_pieces if mode == "train" else 1)
-        draws = None if prepared.plan.is_stochastic else 0  # looked for when it has run
+        draws = None if prepared.plan.is_stochastic else 0  # determined when the plan has run
         return Kept(
             prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0
         )

@@ -1,10 +1,10 @@
-"""A trial's steps on tensors that have sizes and no bytes: the same units, blocks and updates as in training, and no numbers.
+"""A trial's steps on tensors with sizes and no bytes: the same units, blocks and updates as in training, without numbers.
 
-Note: what is the trial's own here. Everything that decides which bytes are where: its plan, its groups, the store of its
-values, the order of its units, its optimizer's code, and whatever pager it is run on. So what is counted in a rehearsal is
-counted by the very lines that count in a run, and there is no second account of them that could differ. Only the tensors are
-fakes (as in the pilot), and whoever reads a value of one is told 1. A graph is run once in each situation
-(`shard/remembered.py`); the user's own code, of a model that runs whole, each time.
+Note: the trial's own parts. Everything that decides the location of bytes is the trial's own: its plan, its groups, the
+store of its values, the order of its units, its optimizer's code, and the pager. So a rehearsal counts bytes with the
+code that counts them in a run, and no second accounting can differ from the first. Only the tensors are fakes (as in
+the pilot), and reading a value of a fake returns 1. A graph runs once in each situation (`shard/remembered.py`); the
+user's own code, for a model that runs whole, runs every time.
 """
 
 from collections.abc import Generator, Iterator
@@ -38,7 +38,7 @@ from hydra_tune.train.ways import GROUPED
 
 
 class _FiniteGradients(Gradients):
-    """Finds no gradient that is not finite, whatever is read."""
+    """Gradients that are always finite, because fakes have no values."""
 
     def _unscale(self, gradients: Any, scale: Tensor) -> None:
         del gradients, scale
@@ -48,17 +48,17 @@ class Rehearsal:
     """One trial, inside a `Stage`.
 
     Args:
-        task: the trial's.
-        module, optimizer: the trial's own, on the host; they are left alone.
-        kept: the plan of its first batch.
-        leaves: that batch.
-        device: where host memory is made; the trial may run on others like it.
-        knows_length: whether its data tells how many steps it has.
+        task: the trial's task.
+        module, optimizer: the trial's own, on the host; left unchanged.
+        kept: plan of the trial's first batch.
+        leaves: leaves of the first batch.
+        device: device for host memory; the trial may run on others like it.
+        knows_length: whether the trial's data tells the number of steps.
         counts_draws: as of `Budget`.
 
     Attributes:
-        times: of its units, as the scheduler is told them.
-        pace: what its steps were seen to take; None where that is not known.
+        times: times of the trial's units, as the scheduler gets them.
+        pace: measured times of the trial's steps; None if unknown.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Rehearsal:
         self._gradients = _FiniteGradients(task)
 
     def keep_pace(self, pace: StepTimes) -> None:
-        """Its steps were seen to take so long."""
+        """Use measured times of the trial's steps."""
         self.pace, self.times = pace, pace.times
 
     @property
@@ -99,14 +99,14 @@ class Rehearsal:
         return sum(group.size for group in groups if group.kind is Kind.PARAMETERS)
 
     def steps(self, count: int) -> Generator[PendingUnit | None, None, None]:
-        """The units of so many optimizer steps, and None after each step."""
+        """Yield the units of `count` optimizer steps, and None after each step."""
         for _ in range(count):
             yield from self._step()
             yield None
         self.state.drop()
 
     def _num_together(self, plan: Plan) -> int:
-        """Batches that go through each shard together."""
+        """Return the number of batches that go through each shard together."""
         counted = self._counts_draws or not plan.is_stochastic
         worth_it = counted and plan.may_be_pipelined and grouped.is_worth_it(plan)
         return self.num_parts if worth_it else 1
@@ -134,14 +134,14 @@ class Rehearsal:
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """A tensor of the same geometry, on a storage of the same size."""
+    """Return a tensor of the same geometry, on a storage of the same size."""
     with torch.no_grad():
         flat = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _doubles(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Module and optimizer over tensors without bytes; names, ties and options are those of the originals."""
+    """Return copies of module and optimizer over tensors without bytes, with the originals' names, ties and options."""
     twin, doubles = bodiless_twin(module)
     placed = [(id(p), index) for index, group in enumerate(optimizer.param_groups) for p in group["params"]]
     members = [("", index) for _, index in placed]
@@ -149,7 +149,7 @@ def _doubles(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Mo
 
 
 def _plan(plan: Plan, task: TrainTask, twin: nn.Module, leaves: Leaves) -> Plan:
-    """The plan for tensors without bytes: nothing is drawn, and the user's own code runs on the double."""
+    """Return the plan for tensors without bytes: no unit draws, and the user's own code runs on the twin."""
     shards = []
     for shard in plan.shards:
         module: Any = shard.graph.module

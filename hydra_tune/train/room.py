@@ -1,7 +1,8 @@
-"""Room on a device's ledger for what the user's own code makes, taken before each operator that makes it.
+"""Room on a device's ledger for results of the user's own code, taken before each operator that allocates.
 
-Note: sizes. What an operator will make is asked of the same operator on tensors without bytes, once for each geometry of its
-arguments. Where only a run tells (`nonzero`), and for what the operator keeps for itself, room is taken once it has run.
+Note: sizes. The bytes of an operator's results come from running the same operator on tensors without bytes, once for
+each geometry of its arguments. Where only a real run tells (`nonzero`), and for memory that the operator keeps for
+itself, room is taken after the operator has run.
 """
 
 import functools
@@ -24,19 +25,19 @@ _KNOWN: dict[Hashable, int] = {}
 
 
 class RoomTracker(StorageTracker):  # type: ignore[no-untyped-call]
-    """Follows what a step, or a unit of one, makes, and takes room for what goes beyond what it was given.
+    """Follows the allocations of a step, or of a unit, and takes room beyond the granted bytes.
 
     Args:
-        lease: gives room.
-        granted_bytes: what the step has to begin with.
-        alignment: of the device.
-        shed: frees what it can where there is no more room; None: nothing can be freed.
+        lease: source of room.
+        granted_bytes: room that the step starts with.
+        alignment: alignment of the device.
+        shed: frees memory when there is no more room; None: nothing can be freed.
 
     Attributes:
-        given_bytes: of the batches, which nobody makes here.
+        given_bytes: bytes of the batches, which no operator of the step allocates.
 
     Raises:
-        BudgetError: out of an operator for whose results there is no room, before it runs.
+        BudgetError: from an operator without room for its results, before the operator runs.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class RoomTracker(StorageTracker):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Code that the user has compiled runs compiled; torch would leave it uncompiled for good."""
+        """Return True: torch would otherwise leave the user's compiled code uncompiled for good."""
         return True
 
     def __torch_dispatch__(
@@ -67,11 +68,11 @@ class RoomTracker(StorageTracker):  # type: ignore[no-untyped-call]
             self._take(0)
 
     def forget_peak(self) -> None:
-        """A part of the step begins that is measured by itself; nobody gives it a batch."""
+        """Start a part of the step that is measured separately and gets no batch."""
         self.peak_bytes, self.given_bytes = self.current_bytes, 0
 
     def _take(self, more: int) -> None:
-        """Have room for what is there and so many bytes more."""
+        """Ensure room for the present bytes and `more`."""
         wanted = self.current_bytes + self.given_bytes + more
         if wanted <= self._granted_bytes:
             return
@@ -94,12 +95,12 @@ class RoomTracker(StorageTracker):  # type: ignore[no-untyped-call]
 
 @functools.lru_cache(maxsize=4096)
 def _may_make(func: Any) -> bool:
-    """Whether an operator returns anything but its arguments, or views of these."""
+    """Whether an operator returns anything beyond its arguments and views of its arguments."""
     return any(result.alias_info is None for result in func._schema.returns)  # noqa: SLF001 - torch has no public name
 
 
 def _made_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alignment: int) -> int:
-    """Bytes that an operator will make; 0 where that is not known."""
+    """Return the bytes of an operator's results; 0 where unknown."""
     try:
         key = (func, alignment, _geometry(args), _geometry(tuple(kwargs.items())))
         known = _KNOWN.get(key)
@@ -113,7 +114,7 @@ def _made_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alignm
 
 
 def _geometry(argument: Any) -> Hashable:
-    """What the sizes of an operator's results depend on, as far as they are known without its values."""
+    """Return a key of everything that the sizes of an operator's results depend on, without reading values."""
     if isinstance(argument, Tensor):
         if type(argument) not in _PLAIN or argument.layout is not torch.strided:
             raise TypeError
@@ -138,7 +139,7 @@ def _tried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alignment: 
 
 
 def _sizes(tree: Any) -> dict[int, int]:
-    """Bytes of the storages of the tensors in a tree, by the storage's identity."""
+    """Return the bytes of the storages in a tree of tensors, by storage identity."""
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     storages = [part.untyped_storage() for leaf in leaves for part in stored_parts(leaf)]
     return {storage._cdata: storage.nbytes() for storage in storages}  # noqa: SLF001 - torch has no public name

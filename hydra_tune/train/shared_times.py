@@ -1,9 +1,9 @@
-"""`SharedTimes`: the unit times of plans, measured together by all trials that run them.
+"""`SharedTimes`: the unit times of plans, measured together by all trials that run the plans.
 
-Note: why together. What is left of a trial is many times a unit's seconds, so that an error of a hundredth is more than half a
-step for a trial with sixty steps to go. Measured trial by trial, equal trials seem to differ by several steps, and are sent
-from device to device for it. Trials of one plan run the same units; measured together, only the steps that they have done tell
-them apart.
+Note: the reason. A trial's remaining time is many times a unit's seconds, so for a trial with sixty steps to go an
+error of a hundredth is more than half a step. Measured trial by trial, equal trials seem to differ by several steps,
+and the scheduler moves the trials between devices for that reason. Trials of one plan run the same units; measured
+together, only their numbers of finished steps differ.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from hydra_tune.train.step import unit_times
 
 
 class SharedTimes:
-    """Unit times by plan, for the trials of one pool. Any thread may ask."""
+    """Unit times by plan, for the trials of one pool. May be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -24,11 +24,11 @@ class SharedTimes:
         self._times: WeakKeyDictionary[Prepared, dict[int, UnitTimes]] = WeakKeyDictionary()  # by batches of a step
 
     def of(self, prepared: Prepared, accumulate: int = 1) -> UnitTimes:
-        """The times of a plan's units in a step of so many batches: those that others have measured, or first estimates.
+        """Return the unit times of a plan in a step of `accumulate` batches: measured times, or first estimates.
 
         Args:
-            prepared: the very object that other trials of the same plan have; its times go with it. A plan that runs whole is
-                each trial's own.
+            prepared: the same object as in other trials of the plan; the times live as long as the object. A plan that
+                runs whole belongs to a single trial.
             accumulate: batches of a step.
         """
         if prepared.plan.eager:

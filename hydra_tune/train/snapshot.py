@@ -1,4 +1,4 @@
-"""`Snapshot`: a trial's state between two steps, still where it lies, and ways to have it stay as it is now."""
+"""`Snapshot`: a trial's state between two steps, in place, and two ways to preserve the present state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A trial's state, to be saved before anything of the trial runs again.
+    """A trial's state, to be saved before any code of the trial runs again.
 
     Attributes:
-        facts: all that is no tensor.
-        tensors: by name; those that a unit of the trial changes, wherever they are now.
-        state: whose groups hold most of them; None before the first step.
+        facts: all parts of the state other than tensors.
+        tensors: tensors by name: the live objects, wherever their bytes are now.
+        state: owner of the groups with most of the tensors; None before the first step.
     """
 
     facts: Mapping[str, Any]
@@ -30,15 +30,15 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that a copy takes."""
+        """Host memory for a copy, in bytes."""
         return lay_out(list(self.tensors.values()), _ALIGNMENT)[1]
 
     def copied(self, labels: Mapping[str, Any], buffer: Tensor | None = None) -> Saved:
-        """A copy on the host; the trial may go on.
+        """Copy the state to the host; the trial may go on afterwards.
 
         Args:
-            labels: of the checkpoint.
-            buffer: where to put it, uint8; None: in memory of its own.
+            labels: labels of the checkpoint.
+            buffer: destination of the copy, uint8; None: new memory.
         """
         slots, size = lay_out(list(self.tensors.values()), _ALIGNMENT)
         flat = torch.empty(size, dtype=torch.uint8) if buffer is None else buffer[:size]
@@ -50,43 +50,43 @@ class Snapshot:
         for tensor in self.tensors.values():
             if id(tensor) not in held:
                 targets[id(tensor)].copy_(tensor.detach())
-        # A tensor that has two names is copied once.
+        # By `id`, so a tensor with two names is copied once.
         return Saved(facts=self.facts, tensors={n: targets[id(t)] for n, t in self.tensors.items()}, labels=labels)
 
     def in_place(self, labels: Mapping[str, Any]) -> Saved:
-        """The same bytes where they lie: good as long as the trial does not go on."""
+        """Return the state in place, without a copy; valid only until the trial goes on."""
         held = {} if self.state is None else self.state.aliases()
         tensors = {name: held.get(id(tensor), tensor.detach()) for name, tensor in self.tensors.items()}
         return Saved(facts=self.facts, tensors=tensors, labels=labels)
 
 
 class Snapshots(Protocol):
-    """A trial between two of its steps, as whoever saves it sees it."""
+    """A trial between two of its steps, as seen by its keeper."""
 
     def snapshot(self) -> Snapshot:
-        """Its state now.
+        """Return the present state.
 
         Raises:
-            CheckpointError: it has something that no checkpoint can hold.
+            CheckpointError: the state has a value that no checkpoint can hold.
         """
 
 
 class Keeper(Protocol):
-    """Who saves a trial."""
+    """Interface of the part that saves a trial."""
 
     @property
     def every_steps(self) -> int | None:
-        """After how many steps each the trial is saved; None where it is not by steps."""
+        """Optimizer steps between two checkpoints; None if checkpoints do not depend on steps."""
 
     def reached(self, trial: Snapshots, *, steps: int, at_report: bool, is_last: bool) -> None:
-        """The trial is between two steps; it goes on when this returns.
+        """Save the trial if due; the trial is between two steps and goes on when this returns.
 
         Args:
             trial: the trial.
-            steps: optimizer steps it has done.
-            at_report: whether it has just made a report, which nobody has been told yet.
-            is_last: whether it does nothing after this.
+            steps: optimizer steps done so far.
+            at_report: whether the trial has just made a report that has not been delivered yet.
+            is_last: whether the trial is finished after this.
 
         Raises:
-            CheckpointError: it has something that no checkpoint can hold.
+            CheckpointError: the trial has a value that no checkpoint can hold.
         """

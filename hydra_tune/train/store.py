@@ -1,4 +1,4 @@
-"""A step's values as blocks: the store that a chain of units works on in the pool."""
+"""A step's values as blocks: the store in which a chain of units keeps its values in the pool."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,15 +21,15 @@ _WITHIN_SHARDS = ("saved:", "kept:")  # as `shard/chain.py` begins the keys of w
 
 
 class BlockStore:
-    """Values of one step, by key; while a unit runs, `lease` is what it holds, and `stand_ins` is read in place of state.
+    """Values of one step, by key; a running unit sets `lease` to its lease, and `stand_ins` replaces tensors of the state.
 
-    Several values may be views of one block, as they were views of one storage; the block goes with the last of them.
+    Several values may be views of one block, as they were views of one storage; the block goes with its last value.
 
     Args:
         state: the trial's long-lived tensors.
-        plan: whose constants the step uses.
+        plan: plan whose constants the step uses.
         batch: the batch's tensors, on the host.
-        device: whose alignment their blocks have.
+        device: device whose alignment the blocks have.
     """
 
     def __init__(self, state: ModelState, plan: Plan, batch: Sequence[Tensor], device: Device) -> None:
@@ -44,31 +44,31 @@ class BlockStore:
         self._take_over(fixed, device)
 
     def blocks(self, keys: Sequence[str], constants: Sequence[str], inputs: Sequence[int]) -> list[Block]:
-        """The blocks under the keys that are there. May be asked from any thread."""
+        """Return the blocks under the keys that exist. May be called from any thread."""
         wanted = [*keys, *(_constant_key(name) for name in constants), *(_input_key(index) for index in inputs)]
         found = [self._values.get(key) for key in wanted]
         return [value.block for value in found if value is not None]
 
     def state(self, names: Sequence[str]) -> list[Tensor]:
-        """Parameters and buffers by name."""
+        """Return parameters and buffers by name."""
         tensors, others = self._state.tensors, self.stand_ins
         return [others[name] if name in others else tensors[name] for name in names]
 
     def constants(self, names: Sequence[str]) -> list[Tensor]:
-        """Constants by name."""
+        """Return constants by name."""
         return [self._values[_constant_key(name)].tensor() for name in names]
 
     def inputs(self, indices: Sequence[int]) -> list[Tensor]:
-        """Batch tensors by index."""
+        """Return batch tensors by index."""
         return [self._values[_input_key(index)].tensor() for index in indices]
 
     def get(self, key: str) -> Tensor | None:
-        """A value put earlier, or None."""
+        """Return a value, or None."""
         value = self._values.get(key)
         return None if value is None else value.tensor()
 
     def bring_home(self, key: str) -> Tensor | None:
-        """A value put earlier, moved to the host, or None."""
+        """Return a value, moved to the host, or None."""
         value = self._values.get(key)
         if value is None:
             return None
@@ -76,7 +76,7 @@ class BlockStore:
         return value.host_tensor()
 
     def put(self, key: str, tensor: Tensor) -> None:
-        """Keep a value; a view of the trial's state is copied, for the state will change."""
+        """Store a value; a view of the trial's state is copied, because the state will change."""
         assert self.lease is not None, "values are made by running units"
         if self.lease.owns(tensor, _STATE_KINDS):
             tensor = tensor.clone()
@@ -91,11 +91,11 @@ class BlockStore:
         self._values[key] = Value(block, tensor)
 
     def begin(self) -> None:
-        """From here on, until `settle`, what is put in place of something can be taken back."""
+        """Start recording replaced values, so that `take_back` can restore them until `settle`."""
         self._undo = []
 
     def settle(self) -> None:
-        """A unit has put its results; what they replace goes."""
+        """Make the results of a unit final, and drop the values replaced by them."""
         undo, self._undo = self._undo, None
         for _, replaced in undo or ():
             if replaced is not None:
@@ -107,15 +107,16 @@ class BlockStore:
         return self._undo is None
 
     def take_back(self) -> None:
-        """What was put since `begin` goes, and what it has replaced is there again."""
+        """Drop the values put since `begin`, and restore the replaced values."""
         undo, self._undo = self._undo, None
+        # Last first: a key that was put twice gets its oldest value back.
         for key, replaced in reversed(undo or []):
             self.drop(key)
             if replaced is not None:
                 self._values[key] = replaced
 
     def set_apart(self, key: str) -> None:
-        """Give a value memory of its own, if it shares any with other values."""
+        """Give a value memory of its own, if its block holds other values."""
         value = self._values.get(key)
         if value is None or self._uses[value.block] == 1:
             return
@@ -124,12 +125,12 @@ class BlockStore:
         self.put(key, value.tensor().clone())
 
     def changed(self, key: str) -> None:
-        """The device copy of a value has changed."""
+        """Mark a value's block as dirty, because its device copy has changed."""
         block = self._values[key].block
         block.dirty = block.data is not None
 
     def give_away(self, keys: Iterable[str]) -> dict[str, Value]:
-        """Take values out, blocks and all; those never put are not there."""
+        """Take values out, with their blocks; missing keys are skipped."""
         given = {key: self._values.pop(key) for key in keys if key in self._values}
         for value in given.values():
             self._uses[value.block] -= 1
@@ -137,7 +138,7 @@ class BlockStore:
         return given
 
     def take_in(self, values: Mapping[str, Value]) -> None:
-        """Keep values that another store has given away."""
+        """Keep values from another store's `give_away`."""
         self._values |= values
         for value in values.values():
             self._uses[value.block] += 1
@@ -150,12 +151,12 @@ class BlockStore:
             self._let_go(value)
 
     def drop_all(self, keys: Iterable[str]) -> None:
-        """Forget several."""
+        """Forget several values."""
         for key in keys:
             self.drop(key)
 
     def _let_go(self, value: Value) -> None:
-        """The block of a value that is forgotten goes, unless others lie on it."""
+        """Drop the block of a forgotten value, unless other values lie on the block."""
         self._uses[value.block] -= 1
         if not self._uses[value.block]:
             del self._uses[value.block]
@@ -167,13 +168,13 @@ class BlockStore:
                 self.lease.absorb(value.block)
 
     def touched_inputs(self) -> None:
-        """Some device copies of the batch may have changed; others are not written back, as `Leaves.hand_back` says."""
+        """Mark changed device copies of the batch as dirty; unchanged copies are not written back, see `Leaves.hand_back`."""
         for block in self._input_blocks():
             if block.data is not None and block.host is not None and not block.dirty:
                 block.dirty = _has_changed(block.data, block.host)
 
     def bring_inputs_home(self) -> None:
-        """The batch's own memory holds what the step has made of it."""
+        """Bring the batch home, so that the batch's own memory has the changes made by the step."""
         for block in self._input_blocks():
             bring_home(block)
 
@@ -181,12 +182,12 @@ class BlockStore:
         return [value.block for key, value in self._values.items() if key.startswith(_input_key(""))]
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all values."""
         self.settle()
         self.drop_all(list(self._values))
 
     def _take_over(self, tensors: dict[str, Tensor], device: Device) -> None:
-        """Blocks of tensors that are on the host; tensors that share a storage share a block."""
+        """Make blocks for tensors on the host; tensors of one storage share a block."""
         blocks: dict[int, Block] = {}
         for key, tensor in tensors.items():
             storage = tensor.untyped_storage()
@@ -200,7 +201,7 @@ class BlockStore:
 
 
 def _kind_of(key: str) -> Kind:
-    """What is kept under a key of the chain; names of values have no colon."""
+    """Return the kind of block for a key of the chain; names of values have no colon."""
     if key.startswith(_PARAMETER_GRADIENTS):
         return Kind.GRADIENTS
     return Kind.ACTIVATIONS if key.startswith(_WITHIN_SHARDS) else Kind.BOUNDARIES
@@ -219,5 +220,5 @@ def _input_key(index: int | str) -> str:
 
 
 def _has_changed(data: Tensor, host: Tensor) -> bool:
-    """Whether a device's copy is other than the host's; tensors without bytes are taken to be as they were."""
+    """Whether the device copy differs from the host copy; tensors without bytes count as unchanged."""
     return not isinstance(data, FakeTensor) and not same_bits(host, data.cpu())

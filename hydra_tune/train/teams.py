@@ -1,14 +1,14 @@
-"""`Teams`: data-parallel batches of a model that no device has room for: several batches a device, shard by shard.
+"""`Teams`: data-parallel batches of a model that fits no device: several batches for each device, shard by shard.
 
-A team is a run of neighbouring batches. All of them go through a shard before the next one is loaded, forward and backward
-alike, so a step loads each shard twice for each team, however many batches it has. Forward, teams do not know of each other. In
-the backward a team begins with a shard when the teams before it are through, and goes on from the sums that they leave: so
-nobody's gradients wait for others on the host, and each team is one shard behind the one before it. The last team updates each
-shard right after its backward.
+A team is a run of neighbouring batches. All batches of a team go through a shard before the next shard is loaded,
+forward and backward alike, so a step loads each shard twice for each team, whatever the number of batches. In the
+forward, teams are independent. In the backward, a team begins a shard when the earlier teams have finished the shard,
+and continues from their sums: so no gradients wait on the host for other teams, and each team runs one shard behind the
+team before. The last team updates each shard right after its backward.
 
-The last team works on the trial's parameters, which it updates, and the others on copies: so no original is where an update
-does not need it. Parameters moved in a step by N teams: 2N|W| loaded and |W| written back; Harmony (Li et al.), in which each
-device updates a replica of its own, has 3N|W|.
+The last team works on the trial's parameters, which it updates, and the other teams on copies: so the originals are
+where the updates need them. Parameters moved in a step by N teams: 2N|W| loaded and |W| written back; Harmony (Li et
+al.), in which each device updates a replica of its own, moves 3N|W|.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,7 +24,7 @@ class Teams(Queued):
 
     Args:
         lanes, earlier, replicas, updates: see `Queued`.
-        count: how many teams, of sizes that differ by one at most.
+        count: number of teams; sizes of teams differ by at most 1.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class Teams(Queued):
         return self._teams[rank]
 
     def _is_free(self, kind: str) -> bool:
-        return kind == "forward"  # which leaves nothing to the next batch
+        # A forward leaves nothing to the next batch, so forwards need no order between teams.
+        return kind == "forward"
 
     def _size(self, queue: Hashable) -> int:
         return sum(team == queue for team in self._teams)

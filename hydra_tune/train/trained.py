@@ -1,6 +1,6 @@
-"""`Trained`: a finished run as its user has it, whether the pool or the plain loop has made it.
+"""`Trained`: a finished run as its user gets it, from the pool or the plain loop.
 
-Knows nothing of jobs and devices.
+The module knows nothing of jobs and devices.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Trained:
 
     Attributes:
         status: "completed", "pruned", "cancelled" or "failed".
-        metrics: of the last report; empty if there was none.
+        metrics: metrics of the last report; empty if there was none.
         history: one dict per report: `step`, `epoch`, `seconds` since the run began, and the metrics.
         error: the error of a failed run, with its traceback; else None.
     """
@@ -34,13 +34,14 @@ class Trained:
     _optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
 
     def module(self) -> nn.Module:
-        """The user's own module with the trained weights, on the host, in training mode.
+        """Return the user's own module with the trained weights, on the host, in training mode.
 
-        The module is an ordinary one: every parameter and buffer has memory of its own, with the strides that the module's
-        class gave it, and tied parameters are one object. Only tensors that your own code has made share memory still do.
+        The module is an ordinary module: every parameter and buffer has memory of its own, with the strides that the
+        module's class chose, and tied parameters are one object. Only tensors created by your own code to share memory
+        still share memory.
 
         Raises:
-            HydraTuneError: the run has left no weights; a failed run's error is the cause.
+            HydraTuneError: the run has left no weights; the error of a failed run is the cause.
         """
         if self._module is None:
             why = "" if self.error is None else f": {first_line(self.error)}"
@@ -50,25 +51,25 @@ class Trained:
         return self._module
 
     def keep(self, module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
-        """Called by whoever has trained: take the objects that `module()` and the others give out."""
+        """Store the objects that `module()` and the other methods return; called by the code that trained them."""
         self._module, self._optimizer = module, optimizer
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The module's `state_dict()`: the model's own names, tied names included."""
+        """Return the module's `state_dict()`: the model's own names, tied names included."""
         return self.module().state_dict()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's `state_dict()`, as `torch.optim` defines it."""
+        """Return the optimizer's `state_dict()`, as defined by `torch.optim`."""
         self.module()
         assert self._optimizer is not None
         return self._optimizer.state_dict()
 
     def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
-        """Write the weights to a file, as safetensors, which `hydra_tune.load_module(task, path)` reads.
+        """Write the weights to a safetensors file, which `hydra_tune.load_module(task, path)` reads.
 
         Args:
-            path: of the file; one that is there is replaced, whole or not at all.
-            metadata: texts to keep with them.
+            path: path of the file; an existing file is replaced, whole or not at all.
+            metadata: texts to store with the weights.
 
         Raises:
             HydraTuneError: the run has left no weights.

@@ -1,13 +1,13 @@
 """One optimizer step as units: the forward and backward of its batches, and the updates.
 
-Note: several batches. One after the other where little else is known; shard by shard where the host has room for their values
-(`train/grouped.py`), so that a shard is loaded once for all of them; side by side where other devices have nothing to do
-(`train/spread.py`). The result is the same.
+Note: several batches. Batches run one after the other by default. They run shard by shard where the host has room for
+their values (`train/grouped.py`), so a shard is loaded once for all batches, and side by side where other devices are
+idle (`train/spread.py`). The result is the same.
 
-Note: the order. Where nothing has to be known of all gradients first, a shard is updated right after its last backward, while
-parameters and gradients are on the device. Otherwise the updates come after all backward units, from the first shard on, whose
-parameters and gradients were the last on the device; and so they do where batches run one after the other and the data ends
-before the step is full, for then the last batch was not known to be the last.
+Note: order of updates. Where no rule needs all gradients first, a shard is updated right after its last backward, while
+its parameters and gradients are on the device. Otherwise the updates follow all backward units, beginning with the
+first shard, whose parameters and gradients were the last on the device. The updates also come last where batches run
+one after the other and the data ends before the step is full, because the last batch was not known to be the last.
 """
 
 import math
@@ -33,15 +33,15 @@ from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, PIPELINED
 
 
 class OptimizerStep:
-    """The batches that make one optimizer step, and the step itself.
+    """The batches of one optimizer step, and the step itself.
 
     Args:
-        accumulate: how many batches make a step.
+        accumulate: number of batches in a step.
         state: the trial's long-lived tensors.
         streams: the trial's random streams.
         device: any device of the pool, for host memory.
         gradients: the trial's rules for gradients.
-        arrangement: how its batches run together; None: one after the other.
+        arrangement: the way in which the batches run together; None: one after the other.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class OptimizerStep:
         return self._arrangement is not None
 
     def takes(self, plan: Plan) -> bool:
-        """Whether batches of a plan may run together with the step's others."""
+        """Whether batches of a plan may run together with the step's other batches."""
         how = self._arrangement
         if how is None:
             return False
@@ -92,12 +92,13 @@ class OptimizerStep:
         return plan is how.plan or (fits and goes_with(plan, how.plan))
 
     def draw_ahead(self, part: Part, draws: int) -> None:
-        """Keep a batch, to be run with the next ones by `together`.
+        """Keep a batch, which `together` runs with the following batches.
 
         Args:
-            part: the batch or piece; the step takes its plan.
-            draws: by how much the batch moves the stream that its units draw from, which is moved here.
+            part: the batch or piece; `takes` accepts its plan.
+            draws: number of draws by which the batch moves the stream of its units; the stream is moved here.
         """
+        # Before the skip: the batch draws later, from the position at which a plain loop would have drawn.
         streams = self._streams.fork()
         self._streams.skip(draws, self._device)
         end = self._streams.position(self._device) if part.plan.is_stochastic else None
@@ -113,13 +114,13 @@ class OptimizerStep:
 
     @property
     def has_drawn_enough(self) -> bool:
-        """Whether the batches kept should be run now."""
+        """Whether the kept batches should run now."""
         how = self._arrangement
         most = 0 if how is None else how.width * how.drawn_for_each
         return self._drawn_batches == self._accumulate - self.count or len(self._drawn) == most
 
     def together(self, *, ends: bool = False) -> Iterator[PendingUnit | Spread]:
-        """Run the batches that were kept, if any; afterwards `losses` has their training losses.
+        """Run the kept batches, if any; afterwards `losses` holds their training losses.
 
         Args:
             ends: whether no further batch comes, though the step may not be full.
@@ -166,7 +167,7 @@ class OptimizerStep:
             batch.check_draws()
         last = batches[-1]
         for batch in batches[:-1]:
-            last.take_in(batch.give_away(self._updates))  # of parameters that no batch of the group has used
+            last.take_in(batch.give_away(self._updates))  # sums of parameters that no batch of the group has used
             batch.clear()
         self._grouped = []
 
@@ -190,10 +191,10 @@ class OptimizerStep:
         )
 
     def batch(self, part: Part) -> Iterator[PendingUnit]:
-        """The units of one more batch or piece; afterwards `loss` is its training loss.
+        """Yield the units of one more batch or piece; afterwards `loss` holds its training loss.
 
         Raises:
-            BadLossError: the loss is not finite; nothing more of the step must run.
+            BadLossError: the loss is not finite; no further unit of the step may run.
         """
         self._let_go()
         batch = self._batch = self._batch_of(part)
@@ -209,7 +210,7 @@ class OptimizerStep:
         return TrainingBatch(part, self._state, self._streams, self._device, self._gradients)
 
     def finish(self) -> Iterator[PendingUnit]:
-        """The units that are left once no further batch comes: updates that had to wait, or had no batch to come with."""
+        """Yield the remaining units once no further batch comes: updates that had to wait, or had no batch of their own."""
         batch = self._batch
         assert batch is not None, "a step has at least one batch"
         gradients = batch.give_away(self._updates)
@@ -229,7 +230,7 @@ class OptimizerStep:
         return [batch.expected_update(left[0]) if left else batch.expected_step()]
 
     def close(self) -> None:
-        """Give up all of the step's values."""
+        """Give up all values of the step."""
         for batch in (*self._drawn, *self._grouped):
             batch.clear()
         if self._spread is not None:
@@ -241,13 +242,13 @@ class OptimizerStep:
             self._batch.clear()
 
     def _let_go(self) -> None:
-        """The last batch's values go, its gradients stay."""
+        """Drop the last batch's values, and keep its gradients."""
         if self._batch is not None:
             self._held |= self._batch.give_away(self._updates)
             self._batch.close()
 
     def _waiting(self, names: set[str]) -> list[Update]:
-        """The updates of these parameters, by shard."""
+        """Return the updates of the parameters, by shard."""
         found: dict[tuple[int, int], Update] = {}
         for name in sorted(names):
             update = self._updates[name]

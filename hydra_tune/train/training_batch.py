@@ -1,4 +1,4 @@
-"""One batch of an optimizer step as units: its forward and backward, and the updates of what it has trained."""
+"""One batch of an optimizer step as units: its forward and backward, and the updates of the trained parameters."""
 
 import math
 import time
@@ -29,7 +29,7 @@ from hydra_tune.train.streams import RandomStreams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Parameters that are updated by one unit, and the shard whose unit that is."""
+    """Parameters updated by one unit, and the shard of the unit."""
 
     index: int
     shard: Shard
@@ -38,13 +38,13 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A batch of an optimizer step, or a piece of one.
+    """A batch of an optimizer step, or a piece of a batch.
 
     Attributes:
-        plan: how its step is cut.
-        times: of its units.
+        plan: cut of the step.
+        times: times of the plan's units.
         leaves: the batch or piece.
-        share: the part of the batch's samples that it has.
+        share: fraction of the batch's samples in the piece.
         ends_batch: whether no further piece of the batch follows.
     """
 
@@ -56,7 +56,7 @@ class Part:
 
 
 class TrainingBatch(Step):
-    """One of the step's batches. After its units have run, `loss` is its training loss."""
+    """A batch of the step; after the units have run, `loss` holds the training loss."""
 
     loss: float
 
@@ -70,29 +70,30 @@ class TrainingBatch(Step):
 
     @property
     def num_shards(self) -> int:
-        """Shards of its plan."""
+        """Number of shards in the plan."""
         return len(self._plan.shards)
 
     @property
     def trained(self) -> tuple[tuple[str, ...], ...]:
-        """For each shard the parameters whose gradients are complete after its backward."""
+        """For each shard, the parameters whose gradients are complete after the shard's backward."""
         return tuple(shard.trained for shard in self._plan.shards)
 
     def units(self, *, is_last: bool) -> Iterator[PendingUnit]:
-        """The batch's units in order: forward to the last shard, then backward shard by shard, each updated if it may be."""
+        """Yield the units: forwards up to the last shard, then backwards shard by shard, with updates where allowed."""
         for index in range(self.num_shards - 1):
             yield self.forward_unit(index)
         for index in reversed(range(self.num_shards)):
             yield from self.backward_units(index, is_last=is_last)
 
     def forward_unit(self, index: int) -> PendingUnit:
-        """The forward of a shard; the last one has none."""
+        """Return the forward of a shard; the last shard has none, because its backward unit runs the forward as well."""
         return self._shard_unit("forward", index, partial(self._forward, index))
 
     def backward_units(self, index: int, *, is_last: bool) -> Iterator[PendingUnit]:
-        """The backward of a shard, if it has one, and its update, if it may be updated now.
+        """Yield the backward of a shard, if the shard has one, and its update, if allowed now.
 
         Raises:
+            TaskError: the loss does not depend on any trainable parameter.
             BadLossError: the loss is not finite.
         """
         shard = self._plan.shards[index]
@@ -119,7 +120,7 @@ class TrainingBatch(Step):
         if kind == "backward" and self._updates_now and shards[index].trained:
             update = self.expected_update(Update(index=index, shard=shards[index], names=shards[index].trained))
             if update.workspace_bytes:
-                # Beside what there is by now, the gradients that this unit is about to make.
+                # The unit under way is about to create the gradients, so the present blocks do not include them.
                 update = replace(update, workspace_bytes=update.workspace_bytes + shards[index].cost.trained_bytes)
             found.append(update)
         below = next((i for i in reversed(range(index)) if shards[i].has_backward), None)
@@ -128,16 +129,16 @@ class TrainingBatch(Step):
         return [*found, self.expected_step()]
 
     def expected(self, kind: str, index: int) -> Expected | None:
-        """A unit of this batch, forward or backward; None if the shard has none of the kind."""
+        """Return the expectation of a forward or backward unit of this batch; None if the shard has no such unit."""
         runs = index < self.num_shards - 1 if kind == "forward" else self._plan.shards[index].has_backward
         return self._expected(kind, index) if runs else None
 
     def expected_step(self) -> Expected:
-        """The first unit of the next batch."""
+        """Return the expectation of the next batch's first unit."""
         return self._expected_batch("forward" if len(self._plan.shards) > 1 else "backward")
 
     def expected_update(self, update: Update) -> Expected:
-        """An update."""
+        """Return the expectation of an update."""
         return Expected(
             kind="update",
             shard=update.index,
@@ -147,14 +148,14 @@ class TrainingBatch(Step):
         )
 
     def _update_blocks(self, names: tuple[str, ...]) -> list[Block]:
-        """What an update needs on its device."""
+        """Return the blocks that an update needs on its device."""
         if self._plan.updates_on_host:
             return []
         state = self._state
         return [*state.groups(names), *state.optimizer_groups(names), *self._gradient_blocks(names)]
 
     def updates(self) -> list[Update]:
-        """The updates that the batch's plan has."""
+        """Return the updates of the batch's plan."""
         return [
             Update(index=index, shard=shard, names=shard.trained)
             for index, shard in enumerate(self._plan.shards)
@@ -162,20 +163,20 @@ class TrainingBatch(Step):
         ]
 
     def take_in(self, gradients: dict[str, Value]) -> None:
-        """Go on from the gradients of earlier batches, by parameter name."""
+        """Continue from the gradients of earlier batches, by parameter name."""
         self._store.take_in({earlier_gradient_key(name): value for name, value in gradients.items()})
 
     def give_away(self, names: Iterable[str]) -> dict[str, Value]:
-        """Take all gradients out, by parameter name; a parameter that this batch did not use has those of earlier ones."""
+        """Take all gradients out, by parameter name; an unused parameter contributes the gradient of earlier batches."""
         keys = {key: name for name in names for key in (parameter_gradient_key(name), earlier_gradient_key(name))}
         return {keys[key]: value for key, value in self._store.give_away(keys).items()}
 
     def hold(self, gradients: dict[str, Value]) -> None:
-        """Keep gradients to complete or update with."""
+        """Keep gradients, by parameter name, for the units that complete or update."""
         self._store.take_in({parameter_gradient_key(name): value for name, value in gradients.items()})
 
     def complete_unit(self, update: Update) -> PendingUnit:
-        """Unscale gradients and take their norms, where no backward unit could."""
+        """Return a unit that unscales gradients and takes their norms, where no backward unit could."""
         blocks = partial(self._gradient_blocks, update.names)
         run = partial(self._run_complete, update)
         return self._unit("complete", update.index, run, blocks, update.shard.cost.update_workspace)
@@ -196,11 +197,11 @@ class TrainingBatch(Step):
         return self._store.blocks([parameter_gradient_key(name) for name in names], (), ())
 
     def update_unit(self, update: Update, following: Callable[[], list[Expected]] | None = None) -> PendingUnit:
-        """Let the optimizer step for some parameters.
+        """Return a unit in which the optimizer steps for some parameters.
 
         Args:
-            update: which.
-            following: what comes after it, where it is not part of its batch.
+            update: the parameters and their shard.
+            following: returns the units after the update, where the update is not part of its batch.
         """
         cost = update.shard.cost
         if cost.updates_on_host:
@@ -227,7 +228,7 @@ class TrainingBatch(Step):
         return waited
 
     def _update_on_host(self, update: Update, device: Device, pager: Pager) -> float:
-        """Begin an update on the host; returns the seconds that the gradients' way there took."""
+        """Start an update on the host; return the seconds of the gradients' way to the host."""
         start = time.perf_counter()
         keys = {name: parameter_gradient_key(name) for name in update.names}
         found = {name: self._store.bring_home(key) for name, key in keys.items()}
@@ -248,7 +249,7 @@ class TrainingBatch(Step):
 
     @contextmanager
     def _lease(self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int) -> Iterator[Lease]:
-        """With stand-ins for the parameters, where an update on the host may be under way."""
+        """Lease blocks, with stand-ins for the parameters where an update on the host may be under way."""
         with super()._lease(pager, names, blocks, workspace) as lease:
             if self._plan.updates_on_host and not self._plan.eager:
                 self._store.stand_ins = self._state.stand_ins(names)
@@ -277,7 +278,7 @@ class TrainingBatch(Step):
             self._complete(shard.trained)
 
     def _take_loss(self, loss: Tensor) -> None:
-        """The last shard's backward has made the loss."""
+        """Read the loss, which the last shard's backward has computed."""
         self.loss = float(loss.item())
 
     def _complete(self, names: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""A task's model with weights from a file."""
+"""A task's model with weights from a file, a checkpoint or another process."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,23 +21,24 @@ _NUM_NAMED = 3
 
 
 def load_module(task: TrainTask, path: str | Path) -> nn.Module:
-    """The task's model, built anew, with the weights of a file of safetensors.
+    """Build the task's model anew, and load weights from a safetensors file.
 
-    The model is built from the task's seed on, as it was for training; the process's own random generators stay as they are.
+    The model is built from the task's seed, as for training; the process's own random generators stay unchanged.
 
     Args:
         task: builds the model.
-        path: of the file: what `Result.save` has written, or any other safetensors of a `state_dict()`; or the folder of a
+        path: path of a file from `Result.save`, or of any other safetensors of a `state_dict()`; or the folder of a
             trial's checkpoints.
 
     Returns:
-        The module on the host, in the mode its factory leaves it in, which for most is that of training; call `.eval()`.
+        The module on the host, in the mode in which its factory leaves the module, for most modules training mode; call
+        `.eval()`.
 
     Raises:
         FileError: the file cannot be read, or is damaged.
-        CheckpointError: the folder has no checkpoint that is whole.
-        WeightsError: the model has other tensors, or tensors of other shapes or dtypes; the first of them by name.
-        Exception: whatever the task's `model` raises.
+        CheckpointError: the folder has no complete checkpoint.
+        WeightsError: the model has other tensors, or tensors of other shapes or dtypes; the first few are named.
+        Exception: any error that the task's `model` raises.
     """
     if Path(path).is_dir():
         return _from_checkpoint(task, Path(path))
@@ -67,7 +68,7 @@ def _from_checkpoint(task: TrainTask, path: Path) -> nn.Module:
 
 
 def weights_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `with_weights` takes: parameters and buffers by name, and what modules keep beside these, by their paths."""
+    """Return the arguments of `with_weights`: parameters and buffers by name, and extra states of modules by path."""
     tensors = {name: tensor.detach() for name, tensor in named_state(module)}
     return tensors, {path: one.get_extra_state() for path, one in with_extra_state(module)}
 
@@ -75,17 +76,17 @@ def weights_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def with_weights(
     task: TrainTask, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], *, what: str = "what was trained"
 ) -> nn.Module:
-    """The task's model, built anew as by `load_module`, with all parameters and buffers as they were.
+    """Build the task's model anew, as `load_module` does, and set all parameters and buffers.
 
     Args:
         task: builds the model.
-        tensors: of `weights_of`, or a checkpoint.
-        extra: likewise.
-        what: how messages call them.
+        tensors: tensors from `weights_of` or a checkpoint.
+        extra: extra states from the same source.
+        what: name of the weights in messages.
 
     Raises:
         WeightsError: the model has other tensors.
-        Exception: whatever the task's `model` raises.
+        Exception: any error that the task's `model` raises.
     """
     with RandomStreams(task.seed).everything(), GATE.shared(), torch.no_grad():
         module = task.model()
@@ -105,7 +106,7 @@ def with_weights(
 
 
 def _differences(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
-    """What differs, in the order of the model, then of the file."""
+    """List the differences, in the order of the model, then of the file."""
     lines = []
     for name, tensor in wanted.items():
         if name not in found:

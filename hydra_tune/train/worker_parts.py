@@ -1,8 +1,8 @@
-"""How the parts of a loader, such as its dataset, are sent to worker processes as they are now.
+"""Transfer of a loader's parts, such as its dataset, to worker processes in their present state.
 
-Note: large data. Tensors move to shared memory once, and all workers read them there. Arrays of numpy are copied once a pass
-to a file in memory, which each worker maps for itself: a worker that writes to its array changes nobody else's, as after a
-fork. An array that is mapped from a file is mapped again.
+Note: large data. Tensors move to shared memory once, and all workers read the same memory. Numpy arrays are copied once
+per pass to a file in memory, which each worker maps privately: a worker that writes to its array changes no other
+worker's array, as after a fork. An array that is mapped from a file is mapped again in the worker.
 """
 
 import io
@@ -30,12 +30,12 @@ _HAS_MEMORY_FILES = hasattr(os, "memfd_create")
 
 
 class Packed:
-    """An object ready to be sent: pickled once for all workers of a pass, with large data beside it.
+    """An object ready to be sent: pickled once for all workers of a pass, with large data beside the pickle.
 
     Args:
-        pickled: all but large data.
-        tensors: in shared memory.
-        buffers: of arrays, copied when the first worker is started.
+        pickled: everything but large data.
+        tensors: tensors in shared memory.
+        buffers: buffers of arrays, copied when the first worker is started.
     """
 
     def __init__(self, pickled: bytes, tensors: list[Tensor], buffers: list[pickle.PickleBuffer]) -> None:
@@ -44,7 +44,7 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """Sent to each worker."""
+        """Bytes sent to each worker."""
         return len(self._pickled)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
@@ -56,7 +56,7 @@ class Packed:
 
 
 class _MemoryFile:
-    """Buffers one after the other in a file without a name, which is gone with this object and all that map the file."""
+    """Buffers one after the other in an unnamed file, which lives as long as this object or a mapping of the file."""
 
     def __init__(self, buffers: list[pickle.PickleBuffer]) -> None:
         self.number = os.memfd_create("hydra-data")
@@ -68,6 +68,7 @@ class _MemoryFile:
             done = 0
             while done < data.nbytes:
                 done += os.pwrite(self.number, data[done:], end + done)
+            # Each buffer starts on a page, so arrays keep the alignment of a fresh allocation.
             end += -(-data.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def __del__(self) -> None:
@@ -135,7 +136,7 @@ def _unpack(pickled: bytes, tensors: list[Tensor], sent: Any, spans: list[tuple[
 
 
 def _mapped_again(value: Any) -> Any:
-    """How a worker maps the file of an array that is mapped from one; `NotImplemented` where its content is not the file's."""
+    """Return how a worker maps the file of a memory-mapped array; `NotImplemented` if the file may not hold the array."""
     numpy = sys.modules.get("numpy")
     if numpy is None or type(value) is not numpy.memmap or value.mode not in ("r", "r+", "w+"):
         return NotImplemented
@@ -151,19 +152,19 @@ def _mapped_again(value: Any) -> Any:
 
 
 def packed(name: str, part: object, method: str, server: ServerProcess | None) -> object:
-    """Make a part of a loader ready for workers.
+    """Prepare a part of a loader for workers.
 
     Args:
-        name: of the part.
+        name: name of the part.
         part: any object.
-        method: the start method of the workers.
-        server: what forks them, if anything does.
+        method: start method of the workers.
+        server: server that forks the workers, if any.
 
     Returns:
-        A `Packed`, or where only a starting process may be given the part, the part itself.
+        A `Packed`, or the part itself if only a starting process may receive the part.
 
     Raises:
-        TaskError: it cannot be pickled, or a worker could not find again what it refers to.
+        TaskError: the part cannot be pickled, or a worker could not find an object that the part refers to.
     """
     tensors: list[Tensor] = []
     file = io.BytesIO()
@@ -188,6 +189,7 @@ def _share(tensors: list[Tensor]) -> None:
     storages: list[Any] = [tensor.untyped_storage() for tensor in tensors]
     if all(storage.is_shared() for storage in storages):
         return
-    with GATE.exclusive():  # what a storage held before is freed, and another trial may be reading it
+    # Moving a storage to shared memory frees the old memory, and another trial may be reading there.
+    with GATE.exclusive():
         for storage in storages:
             storage.share_memory_()
