@@ -1,7 +1,7 @@
-"""Life signs in a shared folder: each process has a file of its own there, locked as long as the process lives.
+"""Life signs in a shared folder: each process has a separate file there, locked as long as the process lives.
 
 The system releases a lock however a process ends, so an existing file without a lock belongs to a dead process. A
-process that ends in order removes its file, unless it leaves work that another process may continue. The module knows
+process that ends in order removes the file, unless work is left for another process to continue. The module knows
 nothing of the work.
 """
 
@@ -17,7 +17,7 @@ from hydra_tune.checkpoint.lock import LOCK, try_lock
 
 
 class LifeSign:
-    """A file that shows that its process lives.
+    """A file as a sign of a living process.
 
     Args:
         folder: folder for the files; created if missing.
@@ -40,7 +40,7 @@ class LifeSign:
         """End the life sign. May be called again.
 
         Args:
-            leaves: whether work is left that another process may continue.
+            leaves: whether work is left for another process to continue.
 
         Raises:
             FileError: the file cannot be removed.

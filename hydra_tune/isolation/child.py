@@ -1,6 +1,6 @@
 """The pool's process: runs the program's requests, and reports on the jobs.
 
-Messages are tuples whose first item is the kind. The program sends `submit`, `proceed`, `pruned`, `cancelled`,
+Messages are tuples with the kind as the first item. The program sends `submit`, `proceed`, `pruned`, `cancelled`,
 `suspend` and `close`. The pool's process answers with `ready` or `broken`, with `placed`, `reported` and `over` for
 jobs, and with `suspended`.
 """
@@ -26,7 +26,7 @@ _FAILED = 1
 
 
 class Executor(Protocol):
-    """The part of the pool that this module uses; see `HydraExecutor`."""
+    """The part of the pool used here; see `HydraExecutor`."""
 
     @property
     def submit(self) -> Callable[..., Job]:
@@ -42,7 +42,7 @@ class Executor(Protocol):
 
 
 class _Unanswered(EventStream):
-    """Event stream of jobs that go on at their reports without an answer."""
+    """Event stream of jobs that go on after reports without an answer."""
 
     def __init__(self, stream: EventStream) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Server:
 
     Args:
         connection: connection to the program.
-        known: objects that the program and this process share since the fork.
+        known: objects shared by the program and this process since the fork.
         beginning: the supervisor's facts about earlier processes.
         make: returns a started executor, and a function from a job to the folder of its checkpoints.
     """

@@ -1,9 +1,8 @@
-"""The program's side of a pool in another process: jobs that outlive the process in which they run.
+"""The program's side of a pool in another process: jobs that outlive their process.
 
 Note: time of the copy. The pool's process descends from a copy of the program, made at the first submitted task. A
-thread that does nothing else makes the copy and lives until the end, because the system ends the copy with the thread
-that made it. After a crash of the pool, the copy forks further copies of itself, so each of them has the program's
-objects as of the first copy.
+dedicated thread makes the copy and lives until the end, because the system ends the copy with its thread. After a crash
+of the pool, the copy forks further copies, each with the program's objects as of the first copy.
 """
 
 import contextlib
@@ -48,7 +47,7 @@ THERE_IS = (
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
-    """A job that is not over, with everything that another process needs to continue the job."""
+    """An unfinished job, with everything needed to continue the job in another process."""
 
     job: Job
     task: bytes
@@ -263,7 +262,7 @@ class Isolated:
         return bool(data)
 
     def _attach(self, found: connection.Connection) -> None:
-        """Connect to a new process, and send all jobs that are not over."""
+        """Connect to a new process, and send all unfinished jobs."""
         with self._lock:
             self._connection = found
             if self._is_closing:
@@ -313,7 +312,7 @@ class Isolated:
                 self._over(entry, result)
 
     def _tell_missed(self, entry: _Entry, history: Sequence[Mapping[str, float]]) -> None:
-        """Deliver reports that a process saved before its crash and could not deliver any more."""
+        """Deliver reports that a process saved before a crash, but did not deliver."""
         job, told = entry.job, entry.told
         if job.events is None or job.reports_freely or not entry.is_again or (told.step < 0 and entry.was_resumed):
             return

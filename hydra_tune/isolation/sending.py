@@ -1,7 +1,7 @@
-"""Transfer of objects between the program and the pool's process, which is a copy of the program.
+"""Transfer of objects between the program and the pool's process, a copy of the program.
 
 Both processes have all objects from before the copy: tasks, functions and classes without an importable name are sent
-as their memory address, which is the same in both processes. All other objects are pickled.
+by memory address, equal in both processes. All other objects are pickled.
 """
 
 import gc
@@ -23,7 +23,7 @@ _BY_PLACE = (TrainTask, FunctionType, type)
 
 
 def known_here() -> dict[int, object]:
-    """Return the objects that both processes share, by address; called before the copy, and kept in both processes."""
+    """Return the objects shared by both processes, by address; called before the copy, and kept in both processes."""
     return {id(value): value for value in gc.get_objects() if issubclass(type(value), TrainTask) or _is_nameless(value)}
 
 

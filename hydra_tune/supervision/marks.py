@@ -1,4 +1,4 @@
-"""Marks: the trial of each thread, written to memory that a supervisor shares, so that marks survive the process.
+"""Marks: the trial of each thread, written to memory shared with a supervisor, so marks survive the process.
 
 A mark is written before the trial's code runs and cleared afterwards, at the cost of two writes to memory. A process
 without a supervisor writes nothing.
@@ -34,7 +34,7 @@ def marked_as(name: str) -> str:
 
 
 class Marks:
-    """Shared record that a process writes and its supervisor reads afterwards; the supervisor creates it before the fork."""
+    """Record written by a process and read by the supervisor afterwards; created by the supervisor before the fork."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, (_SLOTS + 1) * _SLOT_BYTES)
@@ -44,7 +44,7 @@ class Marks:
         self._num_inside, self._is_alone = 0, False
 
     def begin(self, suspects: Iterable[str]) -> None:
-        """Make this process write its marks here from now on.
+        """Make this process write marks here from now on.
 
         Args:
             suspects: trials beside which no other trial may be marked.
@@ -87,11 +87,11 @@ class Marks:
                 self._changed.notify_all()
 
     def end(self, code: int) -> None:
-        """Record that this process ends in order with an exit code, so that the supervisor does not restart the process."""
+        """Record an orderly end of the process with an exit code, so the supervisor does not restart the process."""
         _END.pack_into(self._memory, 0, True, code)
 
     def hear(self) -> None:
-        """Count a signal to which this process reacts."""
+        """Count a signal handled by this process."""
         self._memory[_HEARD_AT] += 1
 
     # The supervisor's side.

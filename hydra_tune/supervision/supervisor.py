@@ -1,8 +1,7 @@
-"""The supervisor: starts a process, waits for its end, and restarts the process after a crash, until it ends in order.
+"""The supervisor: starts a process, waits for the end, and restarts the process after a crash, until an orderly end.
 
-Note: fork. The process is a copy of the supervisor, so it has the program with all its functions. The supervisor only
-waits, and runs no threads, so each copy is as sound as the first. The `Marks` of the process tell what the process was
-doing.
+Note: fork. The process is a copy of the supervisor, with the program and all functions. The supervisor only waits, and
+runs no threads, so each copy is as sound as the first. The `Marks` of the process tell what the process was doing.
 
 Note: signals. Ctrl-C in a terminal reaches both processes, `kill` only the supervisor, and some job systems signal all
 processes of a job. The supervisor forwards a signal if the process has not counted the signal itself a moment later,
@@ -53,7 +52,7 @@ class Beginning:
     """Facts about earlier processes, given to a new process.
 
     Attributes:
-        crashes: number of earlier processes that have crashed.
+        crashes: number of earlier crashes.
         aside: trials that must not run any more, with the error for each.
         said: messages about the crashes.
         parent: process id of the supervisor.
@@ -118,7 +117,7 @@ class History:
 def supervise(run: Callable[[Beginning], int], say: Callable[[str], None], *, passes_signals: bool = True) -> int:
     """Run a function in a separate process, again after each crash, until the process ends in order.
 
-    Call this in the main thread of a process without other threads, in which CUDA was not initialised.
+    Call this in the main thread of a process without other threads and without CUDA in use.
 
     Args:
         run: called in the process; returns its exit code.
@@ -127,8 +126,8 @@ def supervise(run: Callable[[Beginning], int], say: Callable[[str], None], *, pa
             both.
 
     Returns:
-        The exit code with which the process has ended, or the code of the signal that has ended it; 1 if the process
-        has crashed `MOST_CRASHES` times in a row while no trial was at work, or by a trial that was set aside.
+        The exit code of the process, or the code of a fatal signal; 1 after `MOST_CRASHES` crashes in a row while no
+        trial was at work, or after a crash by a trial already set aside.
     """
     history, own = History(), set(psutil.Process().children())
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -211,7 +210,7 @@ def numbered(path: Path | None, crashes: int) -> Path | None:
 
 
 def why_not_here() -> str | None:
-    """Explain why a copy of this process would not be sound; None if it is sound.
+    """Explain why a copy of this process would not be sound; None for a sound copy.
 
     Returns:
         The end of a sentence, with a remedy.
@@ -242,7 +241,7 @@ def _end_orphans(own: set[psutil.Process]) -> None:
 
 
 def dies_with(parent: int) -> None:
-    """Make the system kill this process when the thread that started it ends; `parent` is the process of the thread."""
+    """Make the system kill this process at the end of the starting thread; `parent` is the process of the thread."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have ended before the request, and then no signal ever comes.
     if os.getppid() != parent:

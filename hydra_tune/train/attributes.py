@@ -1,4 +1,4 @@
-"""`Attributes`: attributes of the user's objects beside their tensors, as far as changed since construction."""
+"""`Attributes`: attributes of the user's objects beside tensors, as far as changed since construction."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -27,14 +27,13 @@ _NEVER = _Seen(None, _GONE)
 
 
 class Attributes:
-    """Attributes of some objects, compared with their values when this was created.
+    """Attributes of some objects, compared with the values at creation.
 
     Args:
         what: name for the objects in errors.
-        objects: returns the objects with their names, the same now and later.
-        left_out: attributes that are saved elsewhere.
-        tied: tensors that are saved elsewhere; an attribute with such a tensor is taken to be as its constructor makes
-            it.
+        objects: returns the objects and names, the same now and later.
+        left_out: attributes saved elsewhere.
+        tied: tensors saved elsewhere; an attribute with such a tensor is taken to be the constructor's.
     """
 
     def __init__(

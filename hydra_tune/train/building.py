@@ -1,6 +1,6 @@
 """Calls of a task's factories, with clear errors for common mistakes.
 
-The pool and the plain loop share this module, which knows nothing of devices.
+Shared by the pool and the plain loop. Knows nothing of devices.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ def build_model(task: TrainTask) -> nn.Module:
 
     Raises:
         TaskError: the factory built another kind of object.
-        Exception: any error that the task's own code raises.
+        Exception: any error of the task's own code.
     """
     task.warn_of_changes()
     module = task.model()
@@ -37,7 +37,7 @@ def build_optimizer(task: TrainTask, groups: Any) -> torch.optim.Optimizer:
 
     Raises:
         TaskError: the factory built another kind of object, or takes its argument for a module.
-        Exception: any error that the task's own code raises.
+        Exception: any error of the task's own code.
     """
     try:
         optimizer = task.optimizer(groups)

@@ -1,10 +1,10 @@
 """`Burst`: many steps of a trial's own code as one unit, under a single lease on all of the trial's state.
 
-For a small model, a step takes less time than the work around a unit. So a trial that runs its own code keeps its
-device for about 50 ms: the trial takes a single lease, and the scheduler handles a single unit. A burst ends between
-two steps, at a report, or as soon as its end is requested.
+For a small model, a step takes less time than the work around a unit. So a trial with its own code keeps a device for
+about 50 ms: the trial takes a single lease, and the scheduler handles a single unit. A burst ends between two steps, at
+a report, or as soon as its end is requested.
 
-Note: loaders. A burst draws its batches itself. A slow loader would keep the device from other trials as well, so the
+Note: loaders. A burst draws batches itself. A slow loader would keep the device from other trials as well, so the
 thread that watches loaders (`pool/loaders.py`) ends the lease on the burst's behalf (`leave_device`), during the draw
 only. The burst notices when the batch arrives, and trains on the batch once the trial has a device again.
 """
@@ -35,7 +35,7 @@ _LOAD_SHARE = 0.1  # of the time that a trial has its device at once, which load
 
 
 class Mark(enum.Enum):
-    """Marks that a trial's program yields between units, beside units and reports."""
+    """Marks of a trial's program between units, beside units and reports."""
 
     BEGINS = "begins"
     """From here on it runs in bursts."""
@@ -55,20 +55,20 @@ def nobody_asks() -> bool:
 
 
 class Bursts:
-    """The bursts of one trial.
+    """The bursts of a trial.
 
     Args:
-        program: the trial's program, which runs its own code between two marks.
+        program: the trial's program, running the user's code between two marks.
         direct: runs the trial's steps.
         state: the trial's long-lived tensors.
         streams: the trial's random streams.
 
     Attributes:
         is_asked_to_end: returns whether an end of the present burst is requested; called after each step.
-        due: last value of the program that is not for the burst.
+        due: last value of the program, if meant for others.
         has_due: whether `due` holds such a value.
         has_device: whether the burst under way holds its lease.
-        turn_seconds: seconds for which the trial should keep its device at a time.
+        turn_seconds: recommended seconds of a turn with a device.
     """
 
     def __init__(self, program: Iterator[Any], direct: Direct, state: ModelState, streams: RandomStreams) -> None:
@@ -111,7 +111,7 @@ class Bursts:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Leave the capture gate inside the context, so that captures need not wait for a loader's workers."""
+        """Leave the capture gate inside the context, so captures need not wait for a loader's workers."""
         has_passed = self._gate is not None
         self._leave_gate()
         try:

@@ -1,10 +1,9 @@
-"""A trial's state between two steps: saved as values and tensors, and restored into a trial that has just been built.
+"""A trial's state between two steps: saved as values and tensors, and restored into a newly built trial.
 
-Note: contents of a checkpoint. Parameters and buffers, including those that `state_dict` leaves out; the optimizer's
-state and the options of its groups, by parameter name; the scheduler; the loss scale; all random streams; the positions
-of the data's samplers and generators, now and at the beginning of the present pass; reports and counts; and attributes
-of model and optimizer that have changed. Classes are not saved: the factories of the resumed task build model and
-optimizer.
+Note: contents of a checkpoint. Parameters and buffers, non-persistent buffers included; the optimizer's state and the
+options of its groups, by parameter name; the scheduler; the loss scale; all random streams; the positions of the data's
+samplers and generators, now and at the beginning of the present pass; reports and counts; and changed attributes of
+model and optimizer. Classes are not saved: the factories of the resumed task build model and optimizer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,7 +47,7 @@ class Place:
 
     Attributes:
         epoch: the present pass.
-        batches: batches of the pass that the trial has trained on.
+        batches: batches of the pass already trained on.
         is_over: whether the pass is over and reported, but the epoch's scheduler has not stepped.
     """
 
@@ -163,7 +162,7 @@ class Built:
         self._optimizer_attributes.restore(state["optimizer_attributes"])
 
     def restore_frozen(self, state: Mapping[str, Any]) -> None:
-        """Freeze the parameters that were frozen when the state was saved.
+        """Freeze the parameters frozen in the saved state.
 
         The trial restores the flags only once there is a plan, because memory is planned for the parameters that train
         at the beginning. Nothing is frozen if the task now trains other parameters from the beginning.
@@ -201,9 +200,9 @@ class Built:
 
     @staticmethod
     def _restore_group(group: dict[str, Any], saved: Mapping[str, Any], built: Mapping[str, Any]) -> None:
-        """Restore the options of a group; an option that the task has changed keeps its new value.
+        """Restore the options of a group; an option changed by the task keeps the new value.
 
-        A changed learning rate is scaled by the factor that the scheduler had reached.
+        A changed learning rate is scaled by the scheduler's factor so far.
         """
         now = hyperparameters(group)
         found: dict[str, Any] = merged(dict(saved), dict(built), now)
@@ -254,7 +253,7 @@ def place_after(state: Mapping[str, Any], found: list[Change]) -> Place:
 
 
 def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that override `get_extra_state`, with their paths."""
+    """Yield path and module wherever `get_extra_state` is overridden."""
     for path, one in module.named_modules():
         if type(one).get_extra_state is not nn.Module.get_extra_state:
             yield path, one

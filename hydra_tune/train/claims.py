@@ -1,7 +1,7 @@
-"""Claims of trials on their trained objects: two trials that train the same object would change each other's numbers.
+"""Claims of trials on trained objects: two trials training the same object would change each other's numbers.
 
-A trial claims its module, its optimizer, and the memory of its parameters. Memory that no trial trains may be shared,
-such as the frozen vectors of an embedding in a dozen trials.
+A trial claims the module, the optimizer, and the memory of the parameters. Untrained memory may be shared, such as the
+frozen vectors of an embedding in a dozen trials.
 """
 
 import threading
@@ -20,7 +20,7 @@ _REMEDY = "let model= build its own each time, e.g. with copy.deepcopy(...) or t
 
 
 class Claim:
-    """The claim of one trial.
+    """The claim of a trial.
 
     Args:
         module: the trial's module.

@@ -14,7 +14,7 @@ _UPDATE_BYTES_PER_SECOND = 2e9  # a first guess for updates, which the pilot doe
 
 
 class UnitTimes:
-    """Seconds of the units of one step, and their sum. Several trials may measure the same units from several threads.
+    """Seconds of the units of a step, and the sum. Several trials may measure the same units from several threads.
 
     Args:
         seconds: first estimates by unit.
@@ -42,9 +42,9 @@ class UnitTimes:
     def measured(self, unit: Hashable, seconds: float) -> None:
         """Record a measurement of a unit; a unit outside the regular step does not count.
 
-        The remaining time is many times a unit's seconds, and the scheduler moves jobs between devices when their
-        remaining times seem to jump. So a single measurement changes little. Of the first two measurements, which
-        include one-time costs, the shorter counts.
+        The remaining time is many times a unit's seconds, and the scheduler moves jobs between devices when remaining
+        times seem to jump. So a single measurement changes little. Of the first two measurements, which include
+        one-time costs, the shorter counts.
         """
         if unit not in self._seconds:
             return

@@ -1,8 +1,7 @@
-"""Data handles: batches from a task's data, and counts that are known before drawing.
+"""Data handles: batches from a task's data, and counts known before drawing.
 
-The plain loop and the pool share this module, so that both draw the same batches from the same random streams:
-iterating moves the streams, once per `iter()` and perhaps once per batch. The module knows nothing of models, shards or
-devices.
+The plain loop and the pool share this module, so both draw the same batches from the same random streams: iterating
+moves the streams, once per `iter()` and perhaps once per batch. The module knows nothing of models, shards or devices.
 """
 
 import copy
@@ -96,7 +95,7 @@ def num_samples(batch: Batch) -> int:
 
 
 def refuse_empty(batch: Batch, name: str, number: int, epoch: int | None = None) -> None:
-    """Refuse a batch without samples: its loss is no mean, and its weight in averages is zero.
+    """Refuse a batch without samples: such a batch has no mean loss and no weight in averages.
 
     Args:
         batch: the batch as the data returned it.

@@ -61,7 +61,7 @@ def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters; tensors are copied, because optimizers and schedulers change them."""
+    """Return a parameter group without its parameters; tensors are copied, because training changes them in place."""
     return {
         key: value.detach().clone() if isinstance(value, Tensor) else value
         for key, value in group.items()

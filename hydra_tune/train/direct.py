@@ -5,16 +5,15 @@ of the schedule.
 
 Note: memory. The activations of a step are known only once the step has run, so the first step of each kind is
 *followed*: a mode sees each operator of the step and takes room on the device's ledger for the operator's results
-(`room.py`). Where the room is used up, tensors that autograd has saved so far go to the host, and tensors that autograd
-saves later go there at once: the step completes and counts, and the trial is cut from its next step on. Later steps of
-the kind get the room that the first step needed, and are not followed. The shapes of a batch define the kind: a batch
-that is no larger in any dimension needs no more room.
+(`room.py`). Where the room is used up, tensors saved by autograd so far go to the host, and tensors saved later go
+there at once: the step completes and counts, and the trial is cut from its next step on. Later steps of the kind get
+the room of the first step, and are not followed. The shapes of a batch define the kind: a batch that is no larger in
+any dimension needs no more room.
 
 Note: undo. Where spilling activations does not help, a single operator needs more than the device has. Until the
 optimizer steps, only buffers, gradients and random streams of the trial have changed: `undo` restores all three, and
-the batches of the step run once more, cut. This is the only case in which the user's step runs twice, and the
-alternative would be a failed trial. A module that changes its own Python state cannot be captured, so its trial fails
-in this case.
+the batches of the step run once more, cut. Only in this case does the user's step run twice, and the alternative would
+be a failed trial. A module that changes its own Python state cannot be captured, so the trial fails.
 """
 
 import datetime as dt
@@ -66,7 +65,7 @@ class Direct:
         always_sheds: as of the attribute.
 
     Attributes:
-        workspace_bytes: most room beside the state that the steps so far have needed.
+        workspace_bytes: largest room beside the state needed by the steps so far.
         has_shed: whether a step fit only because its activations went to the host, or the next step will not fit.
         always_sheds: whether activations go to the host in every step, because the model can be cut no finer.
     """
@@ -113,11 +112,11 @@ class Direct:
             self._lease = self._device = None
 
     def train(self, batch: Batch, share: float) -> tuple[float, Callable[[], None]]:
-        """Run the forward of one batch, or of a piece of a batch.
+        """Run the forward of a batch or of a piece of a batch.
 
         Args:
             batch: the batch as the user's data returned it.
-            share: the fraction of the batch's samples in this piece.
+            share: the fraction of the batch's samples in the piece.
 
         Returns:
             The training loss, and a function that runs the backward.
@@ -182,12 +181,12 @@ class Direct:
         return found
 
     def close(self) -> None:
-        """Release a step that has not ended."""
+        """Release an unfinished step."""
         self._following = self._before = None
         self._fresh.clear()
 
     def undo(self) -> bool:
-        """Restore the state before the batches of a step that does not fit; return False if that state is unknown."""
+        """Restore the state before the batches of a step that does not fit; return False if the state is unknown."""
         before, self._before = self._before, None
         if before is None:
             return False
@@ -267,7 +266,7 @@ class Direct:
         return stack
 
     def _followed(self, following: "_Following") -> None:
-        """Record the needs of a step that was followed and is over."""
+        """Record the needs of a followed step at the end of the step."""
         self._following, self._has_followed = None, True
         self.workspace_bytes = max(self.workspace_bytes, following.workspace_bytes)
         assert self._lease is not None
@@ -282,7 +281,7 @@ class Direct:
         self._fresh.clear()
 
     def _made_state_late(self) -> None:
-        """Account for state that the optimizer has created or released in a step that was not followed."""
+        """Account for state created or released by the optimizer in a step that was not followed."""
         self._has_followed = True  # so that the caller refreshes the groups, as after a followed step
         assert self._lease is not None
         assert self._device is not None
@@ -342,18 +341,18 @@ class _Before:
 
 
 class _Following:
-    """One step that is followed.
+    """A followed step.
 
     Attributes:
-        kept_bytes: bytes that the step has created and that stay, such as the optimizer's state.
+        kept_bytes: lasting bytes created by the step, such as the optimizer's state.
         optimizer_bytes: bytes of the optimizer's state before the step.
 
     Args:
         lease: source of room.
         device: device of the step.
-        granted_bytes: room that the step starts with.
-        state: tensors that the lease has room for anyway.
-        gradients: gradients that earlier batches of the step have left.
+        granted_bytes: initial room of the step.
+        state: tensors with room on the lease already.
+        gradients: gradients left by earlier batches of the step.
         precision: precision of the step.
     """
 
@@ -401,7 +400,7 @@ class _Following:
         return max(self._before_update, tracker.given_bytes + tracker.peak_bytes - self.kept_bytes)
 
     def add(self, batch: Batch) -> None:
-        """Count one more batch of the step, which lies on the device."""
+        """Count another batch of the step, on the device."""
         tensors = list(tensors_of(batch))  # a slice of a larger tensor counts only its own bytes
         self._tracker.know(*tensors)
         self._tracker.given_bytes += sum(aligned(t.numel() * t.element_size(), self._alignment) for t in tensors)
@@ -414,7 +413,7 @@ class _Following:
 
     @contextmanager
     def differentiating(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Follow a backward inside the context, and the gradients that the backward creates for the given parameters."""
+        """Follow a backward inside the context, and the gradients created for the given parameters."""
         with ExitStack() as stack:
             for parameter in parameters:
                 hook = parameter.register_post_accumulate_grad_hook(self._made_gradient)  # type: ignore[no-untyped-call]

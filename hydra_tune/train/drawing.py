@@ -1,15 +1,15 @@
-"""`DrawClock`: the time that a trial has been waiting for its loader, and the way the pool gives up on the loader.
+"""`DrawClock`: the time of a trial's wait for a loader, and the way to give up on the loader.
 
-Note: giving up. No other thread can stop a loader that hangs, but Python raises an exception in a thread as soon as the
-thread returns from its wait (`PyThreadState_SetAsyncExc`). So a thread that the pool has given up on finds `GivenUp`
+Note: giving up. No other thread can stop a hanging loader, but Python raises an exception in a thread as soon as the
+thread returns from a wait (`PyThreadState_SetAsyncExc`). So a thread that the pool has given up on finds `GivenUp`
 raised in the user's code: at once where the code runs Python, never where the code hangs in a system call. In the
-second case the pool abandons the thread: the pool takes away the capture gate that the thread holds, so that other
-trials go on, and the thread ends if it ever returns. Before ending, the thread waits until the trial's memory has been
-given back, so that two threads never work on the trial at once.
+second case the pool abandons the thread: the pool takes away the thread's capture gate, so other trials go on, and the
+thread ends on its return, if ever. Before ending, the thread waits until the trial's memory has been given back, so two
+threads never work on the trial at once.
 
 Note: races. A single lock decides whether a draw is over and whether the draw has been given up on, so no thread is
-interrupted in the pool's own code. An exception that is pending when the draw ends is cancelled, and raised by the
-clock instead.
+interrupted in the pool's own code. An exception pending at the end of the draw is cancelled, and raised by the clock
+instead.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ class _Settled(BaseException):
 
 
 class DrawClock:
-    """The draws of one trial, one at a time.
+    """The draws of a trial, one at a time.
 
     Attributes:
         handle: data handle of the present or last draw.
@@ -81,7 +81,7 @@ class DrawClock:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the present draw has been under way; 0 if none is."""
+        """Seconds since the beginning of the present draw; 0 without a draw."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -142,9 +142,8 @@ def _settle() -> None:
     """Clear the interpreter-wide request to look for an exception, which Python before 3.13 makes to all threads at once.
 
     The request ends when any thread raises its exception. Until then each thread checks in every loop iteration, and on
-    Python 3.11 a function under a profiler or debugger never starts. A thread that hangs outside Python would leave the
-    request pending for good, and so would a cancelled exception. The other thread makes its own request when it
-    returns.
+    Python 3.11 a function under a profiler or debugger never starts. A thread hanging outside Python would leave the
+    request pending for good, and so would a cancelled exception. The other thread makes a new request on return.
     """
     try:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(_Settled))

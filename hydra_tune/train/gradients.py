@@ -5,7 +5,7 @@ Unscaling and clipping need all gradients before the first update, so a step wit
 phase.
 
 Note: the norm. `clip_grad_norm_` takes the norm of the stack of all tensors' norms. Here each tensor's norm is taken
-where its gradient is created, and kept as a number; torch's own function over one-element tensors of the numbers then
+where the gradient is created, and kept as a number; torch's own function over one-element tensors of the numbers then
 gives the same total to the last bit, because the norm of a single number is the number itself.
 """
 

@@ -1,6 +1,6 @@
 """Requests of a trial to the pool for idle devices.
 
-A trial asks before each optimizer step which devices could help, and how many batches may be under way at once.
+Before each optimizer step a trial asks for devices to help, and for the number of batches under way at once.
 """
 
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ AHEAD = 4  # batches drawn for each that may be under way: between two rounds de
 
 
 class Helpers(Protocol):
-    """Interface of the pool for a trial that splits a step."""
+    """Interface of the pool for a trial with steps to split."""
 
     def offer(self) -> Offer | None:
-        """Return the devices that could work on the next step; None if no device could help."""
+        """Return the devices for the next step; None if no device could help."""
 
     def ask(self, way: str, nbytes: int, most: int) -> int:
-        """Return the number of batches that may be under way at once in the next step, limited by room on the host.
+        """Grant a number of batches under way at once in the next step, limited by room on the host.
 
         Args:
-            way: way in which the trial would run the step.
+            way: intended way of the step.
             nbytes: host memory for each batch beyond the first, in bytes.
             most: largest useful number of batches.
         """
@@ -31,17 +31,17 @@ class Helpers(Protocol):
         """Give back the grant: the step's batches have run."""
 
     def decline(self, way: str) -> None:
-        """Report, after `leave` and before any unit, that the step runs on one device and not in this way."""
+        """Decline the way, after `leave` and before any unit: the step runs on a single device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """The way in which the batches of one optimizer step run.
+    """Arrangement of the batches of an optimizer step.
 
     Attributes:
         way: one of `ways.WAYS`.
-        width: number of batches that may be under way at once; 1: one after the other.
-        plan: plan for whose batches the arrangement was made.
+        width: largest number of batches under way at once; 1: one after the other.
+        plan: plan of the arranged batches.
         homes: the device of each shard, where the step is pipelined.
         is_dealt: whether a device of a pipelined step stays with its present shard.
         teams: for a data-parallel step, the number of teams that go through each shard together; 0: each batch runs by
@@ -57,14 +57,14 @@ class Arrangement:
 
     @property
     def drawn_for_each(self) -> int:
-        """Batches drawn for each batch that may be under way."""
+        """Batches drawn for each batch under way."""
         return 1 if self.way == GROUPED or self.teams or self.is_dealt else AHEAD
 
 
 def lane_bytes(plan: Plan, way: str, *, together: bool = False) -> int:
-    """Return the host memory for one more batch under way, in bytes: values between its units, and batches drawn ahead.
+    """Return the host memory for another batch under way, in bytes: values between units, and batches drawn ahead.
 
-    In a pipeline, in teams and in a group, all batches share a single set of gradients of parameters. Batches that go
+    In a pipeline, in teams and in a group, all batches share a single set of gradients of parameters. Batches going
     through each shard `together`, as in a group, are the only batches drawn.
     """
     costs = [shard.cost for shard in plan.shards]

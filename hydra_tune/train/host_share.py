@@ -1,4 +1,4 @@
-"""`HostShare`: one trial's share of host memory that cannot go to disk, where there is a disk."""
+"""`HostShare`: a trial's share of host memory that cannot go to disk, where there is a disk."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from hydra_tune.shard.plan import Plan
 
 
 def fixed_bytes(plan: Plan) -> int:
-    """Return the bytes of a trial that cannot go to disk: activations that whole units spill."""
+    """Return the bytes of a trial that cannot go to disk: spilled activations of whole units."""
     return sum(shard.cost.spilled_bytes for shard in plan.shards)
 
 
@@ -21,7 +21,7 @@ def largest_bytes(plan: Plan) -> int:
 
 
 class HostShare:
-    """The share of one trial.
+    """The share of a trial.
 
     Args:
         host: counts host copies and sends some to disk; None: the host has room for all.

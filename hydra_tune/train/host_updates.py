@@ -1,10 +1,10 @@
 """Updates of a trial on the host, made while devices run other units.
 
-Note: exactness. The optimizer is a single object, and its step takes every parameter with a gradient. So a trial's
-updates run one after the other, in the order of the requests, whichever device's host thread runs them. Units that run
-meanwhile leave their gradients on stand-ins for the parameters (`ModelState.stand_ins`), invisible to the optimizer.
-The parameters of an update are pinned at home from before the request until the update is over, so a unit that needs
-such a parameter waits. The trial's own code runs only after all updates of a step are over (`wait`).
+Note: exactness. The optimizer is a single object, and each step takes every parameter with a gradient. So a trial's
+updates run one after the other, in the order of the requests, on any device's host thread. Units running meanwhile
+leave gradients on stand-ins for the parameters (`ModelState.stand_ins`), invisible to the optimizer. The parameters of
+an update are pinned at home from before the request until the update is over, so a unit that needs such a parameter
+waits. The trial's own code runs only after all updates of a step are over (`wait`).
 """
 
 import time
@@ -50,7 +50,7 @@ class HostUpdates:
 
         Raises:
             OutOfMemoryError: an update failed for lack of host memory.
-            Exception: any error that the optimizer has raised.
+            Exception: any error of the optimizer.
         """
         last, self._last = self._last, None
         if last is None:

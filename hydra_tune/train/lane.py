@@ -1,6 +1,6 @@
-"""Batches of an optimizer step that are drawn before earlier batches have run.
+"""Batches of an optimizer step, drawn before earlier batches have run.
 
-`DrawnBatch` is the common part, and `Lane` a batch that runs beside others.
+`DrawnBatch` is the common part, and `Lane` a batch beside others.
 """
 
 import time
@@ -30,7 +30,7 @@ from hydra_tune.train.training_batch import Part, TrainingBatch, Update
 
 
 class DrawnBatch(TrainingBatch):
-    """A batch with its own copy of its data and its own random stream.
+    """A batch with a private copy of the data and a private random stream.
 
     Args:
         part: the batch; copied, because a loader may draw the next batch into the same memory.
@@ -65,7 +65,7 @@ class DrawnBatch(TrainingBatch):
 
 
 class Lane(DrawnBatch):
-    """A batch that runs beside others: reads parameters on any device, and adds its gradients to earlier sums in turn.
+    """A batch beside others: reads parameters on any device, and adds gradients to earlier sums in turn.
 
     Args:
         part, state, streams, end, device, gradients: as for `DrawnBatch`.
@@ -87,7 +87,7 @@ class Lane(DrawnBatch):
         self.takes_copies = False  # whether to leave the trial's own parameters in place and read copies
 
     def sums(self, earlier: Mapping[str, Value]) -> Iterator[PendingUnit]:
-        """Yield the units that add this batch's gradients to the sums of all earlier batches, shard by shard."""
+        """Yield units to add the batch's gradients to the sums of all earlier batches, shard by shard."""
         self.take_in(dict(earlier))
         for update in self.updates():
             if any(name in earlier for name in update.names):

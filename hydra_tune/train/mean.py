@@ -2,7 +2,7 @@
 
 
 class Mean:
-    """Accumulates values with their weights.
+    """Accumulates weighted values.
 
     Args:
         total: sum of the values so far, each times its weight.

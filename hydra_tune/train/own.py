@@ -1,8 +1,8 @@
-"""A trial's own copies of objects that drawing data changes.
+"""A trial's own copies of objects that change while data is drawn.
 
-A `DataLoader`, its sampler and its generator are the user's objects, may belong to several trials, and change with each
-iteration. A trial draws from copies in the state in which the user left the originals; the originals never change. The
-data itself is never copied.
+A `DataLoader`, the sampler and the generator are the user's objects, may belong to several trials, and change with each
+iteration. A trial draws from copies in the state left by the user; the originals never change. The data itself is never
+copied.
 """
 
 import copy
@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, str)
 
 
 class OwnCopies:
-    """The copies of one trial, one for each original: copies share the objects that their originals share."""
+    """The copies of a trial, one for each original: parts shared by originals are shared by the copies."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[object, Any]] = {}
@@ -63,7 +63,7 @@ class OwnCopies:
         return self.loader(batches) if isinstance(batches, DataLoader) else batches
 
     def _take_over_changes(self) -> None:
-        """Copy numbers and texts that the user has set on the originals since, as `sampler.set_epoch(n)` does."""
+        """Copy numbers and texts set by the user on the originals since, as `sampler.set_epoch(n)` does."""
         for key, (held, own) in list(self._copies.items()):
             before, now = self._plain.get(key, {}), _plain_attributes(_resolved(held))
             changed = {name: value for name, value in now.items() if name not in before or before[name] != value}

@@ -1,8 +1,8 @@
 """A thread's own stream of `numpy.random`, in place of the process-wide stream. Imports numpy.
 
-The functions of `numpy.random` are methods of one hidden `RandomState`, which draws for every thread from its present
-bit generator and enters the bit generator's `lock` around each draw. This module gives the hidden object a `_Facade` as
-bit generator, with a `_Turn` as lock. Entering the lock looks up the thread's own stream, or else the process's, and if
+The functions of `numpy.random` are methods of a hidden `RandomState`. The hidden object draws for every thread from its
+present bit generator, inside the bit generator's `lock`. This module gives the hidden object a `_Facade` as bit
+generator, with a `_Turn` as lock. Entering the lock looks up the thread's own stream, or else the process's, and if
 another stream was drawn from last, switches the `RandomState` to the right bit generator. The bit generator stays until
 another thread draws, so consecutive draws of a thread exchange nothing.
 
@@ -10,13 +10,13 @@ Note: normal numbers come in pairs, and the `RandomState` keeps the second numbe
 `RandomState` gets another bit generator, so an exchange takes the number out first and puts the number back when its
 stream is drawn from again.
 
-Note: exceptions from outside (Ctrl-C, `GivenUp`). Python raises them between any two lines, including the lines of this
-module. `_Turn` then releases the lock, and an interrupted exchange is repeated from its beginning. `__exit__` is the
-lock's own, in C, where no exception is raised.
+Note: exceptions from outside (Ctrl-C, `GivenUp`). Python raises such exceptions between any two lines, also here.
+`_Turn` then releases the lock, and an interrupted exchange is repeated from its beginning. `__exit__` is the lock's
+own, in C, where no exception is raised.
 
 Note: replaced functions. `get_state` and `set_state`, which enter the lock only in newer versions of numpy,
-`get_bit_generator` and `set_bit_generator`, wherever `own_python.replace_everywhere` finds them. Objects of the user's
-own (`RandomState()`, `default_rng()`) stay as they are.
+`get_bit_generator` and `set_bit_generator`, wherever `own_python.replace_everywhere` finds the functions. Objects of
+the user's own (`RandomState()`, `default_rng()`) stay as they are.
 """
 
 import os
@@ -48,7 +48,7 @@ class NumpyStream:
 
     Attributes:
         moves: number of calls of `numpy.random` functions on the stream.
-        gauss: whether a normal number is kept, and the number; valid while the stream is not the installed one.
+        gauss: whether a normal number is kept, and the number; valid while the stream is not installed.
     """
 
     def __init__(self, bits: Any) -> None:
@@ -119,7 +119,7 @@ class _Turn:
         return wanted
 
     def kept(self) -> tuple[int, float]:
-        """Return the normal number that the hidden `RandomState` keeps now; call this with the lock held."""
+        """Return the normal number kept by the hidden `RandomState`; requires the lock."""
         before, self._is_exchanging = self._is_exchanging, True
         try:
             state = _SINGLETON.get_state(legacy=False)
@@ -128,7 +128,7 @@ class _Turn:
         return state["has_gauss"], state["gauss"]
 
     def replace_base(self, base: NumpyStream) -> None:
-        """Set the stream of threads that have no stream of their own; call this with the lock held."""
+        """Set the stream of all threads without a stream of their own; requires the lock."""
         self._exchange(base)
         self.base = base
 
@@ -210,7 +210,7 @@ def _set_state(state: Any) -> None:
 
 
 def get_bit_generator() -> Any:
-    """Return the bit generator that this thread's functions of `numpy.random` draw from."""
+    """Return the bit generator of this thread's `numpy.random` functions."""
     with _TURN as stream:
         return stream.bits
 

@@ -1,17 +1,17 @@
-"""`Pipeline`: batches of one optimizer step side by side, with each shard at home on one device.
+"""`Pipeline`: batches of an optimizer step side by side, with a home device for each shard.
 
 Parameters stay and batches travel: a device owns some of the shards and runs their units for every batch. Only
 boundaries at the cuts between devices are copied. A parameter's gradients are summed on the device of its shard.
 
-The shards of one home form a queue (`queues.py`). Moving a shard costs a copy of its parameters and sums, so a unit is
-never moved to another device when its home is about to be free; the next step asks again which devices there are.
+The shards of a home form a queue (`queues.py`). Moving a shard costs a copy of parameters and sums, so a unit never
+leaves a home that is about to be free; the next step asks for devices again.
 
-Note: exactness. The forward units of a shard run in the order of the batches, and so do its backward units. So a buffer
-that a forward overwrites (BatchNorm's statistics) goes through the same values as in a plain loop, as long as only one
-shard uses the buffer. A recompute starts from the buffers that its own forward unit has saved, as always.
+Note: exactness. The forward units of a shard run in the order of the batches, and so do the backward units. So a buffer
+overwritten by a forward (BatchNorm's statistics) goes through the same values as in a plain loop, as long as a single
+shard uses the buffer. A recompute starts from the saved buffers of its own forward unit, as always.
 
-Note: no deadlock. A home that waits for batches does not wait for ever, because all queues order their shards alike:
-among shards that still miss batches, the first in the order misses no batch that another queue holds back.
+Note: no deadlock. A home never waits for batches for ever, because all queues order shards alike: among shards with
+missing batches, the first in the order misses no batch held back by another queue.
 """
 
 from collections import Counter

@@ -1,10 +1,10 @@
 """A trial's steps on tensors with sizes and no bytes: the same units, blocks and updates as in training, without numbers.
 
-Note: the trial's own parts. Everything that decides the location of bytes is the trial's own: its plan, its groups, the
-store of its values, the order of its units, its optimizer's code, and the pager. So a rehearsal counts bytes with the
-code that counts them in a run, and no second accounting can differ from the first. Only the tensors are fakes (as in
-the pilot), and reading a value of a fake returns 1. A graph runs once in each situation (`shard/remembered.py`); the
-user's own code, for a model that runs whole, runs every time.
+Note: the trial's own parts. Everything that decides the location of bytes is the trial's own: plan, groups, the store
+of values, the order of units, the optimizer's code, and the pager. So a rehearsal counts bytes with the code of a real
+run, and no second accounting can differ from the first. Only the tensors are fakes (as in the pilot), and reading a
+value of a fake returns 1. A graph runs once in each situation (`shard/remembered.py`); the user's own code, for a model
+that runs whole, runs every time.
 """
 
 from collections.abc import Generator, Iterator
@@ -45,7 +45,7 @@ class _FiniteGradients(Gradients):
 
 
 class Rehearsal:
-    """One trial, inside a `Stage`.
+    """A trial, inside a `Stage`.
 
     Args:
         task: the trial's task.

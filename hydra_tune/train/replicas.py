@@ -1,9 +1,9 @@
 """Parameters and buffers that several devices read at the same time.
 
-A block is on one device at most. So that units of one trial may run side by side, a device that finds a group on
-another device loads a copy of the group from the host. The copy is a block like any other: it lies on the device's
-ledger, and is loaded and spilled as room allows. It is read-only and lives until the batches have run; parameters that
-are updated earlier are not read any more (`train/queues.py`).
+A block is on one device at most. For units of a trial to run side by side, a device in need of a group on another
+device loads a copy from the host. The copy is a block like any other: it lies on the device's ledger, and is loaded and
+spilled as room allows. It is read-only and lives until the batches have run; parameters that are updated earlier are
+not read any more (`train/queues.py`).
 
 Where each shard has a home device, groups that only one shard uses are not copied: such a group moves to the home of
 its shard.
@@ -84,7 +84,7 @@ class _Original:
 
 
 class Replicas:
-    """Read-only copies of one trial's groups, on any number of devices.
+    """Read-only copies of a trial's groups, on any number of devices.
 
     Args:
         state: the trial's long-lived tensors; code that changes a copied tensor reads no copy of the tensor until

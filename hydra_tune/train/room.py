@@ -29,7 +29,7 @@ class RoomTracker(StorageTracker):  # type: ignore[no-untyped-call]
 
     Args:
         lease: source of room.
-        granted_bytes: room that the step starts with.
+        granted_bytes: initial room of the step.
         alignment: alignment of the device.
         shed: frees memory when there is no more room; None: nothing can be freed.
 

@@ -1,10 +1,10 @@
-"""Batches of one optimizer step side by side, on as many devices as want to run their units.
+"""Batches of an optimizer step side by side, on as many devices as offer to run units.
 
-`Spread` is the pool's view, for every way of splitting batches: units that are due, and the units that become due after
-a unit has run. `DataParallel` is the first way: each batch goes through its units in order, from gradients of zero, on
-any free device. When its backward is over and the gradients of all earlier batches are summed, its own gradients are
-added. So every sum is made in the order of the batches, as in a plain loop, and the result is the same on one device
-and on many. The other way is in `pipeline.py`.
+`Spread` is the pool's view, for every way of splitting batches: due units, and the units due after a unit has run.
+`DataParallel` is the first way: each batch goes through its units in order, from gradients of zero, on any free device.
+When its backward is over and the gradients of all earlier batches are summed, its own gradients are added. So every sum
+is made in the order of the batches, as in a plain loop, and the result is the same on one device and on many. The other
+way is in `pipeline.py`.
 
 The number of batches under way at once is limited, because the values between their units need room on the host.
 """
@@ -26,7 +26,7 @@ _DONE = "done"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneUnit:
-    """A unit that is due.
+    """A due unit.
 
     Attributes:
         rank: place of the batch within the spread; lower ranks go first. A batch has at most one unit due.
@@ -45,8 +45,8 @@ class Spread(ABC):
     Args:
         lanes: the batches in order.
         earlier: sums of the step's earlier batches, by parameter name.
-        width: number of batches that may be under way at once.
-        replicas: copies that the batches read; closed with the spread.
+        width: largest number of batches under way at once.
+        replicas: copies for the batches to read; closed with the spread.
     """
 
     def __init__(self, lanes: Sequence[Lane], earlier: dict[str, Value], width: int, replicas: Replicas) -> None:
@@ -68,8 +68,8 @@ class Spread(ABC):
         """Record that a batch's unit has run on a device.
 
         Returns:
-            The units that have become due, the batch's own next unit first if there is one; and whether no unit is due
-            or running any more, which is reported once.
+            The newly due units, the batch's own next unit first if any; and whether no unit is due or running any more,
+            reported only once.
         """
         with self._lock:
             self._under_way -= 1
@@ -103,11 +103,11 @@ class Spread(ABC):
 
     @abstractmethod
     def _first(self) -> list[LaneUnit]:
-        """Return the units that are due at the start."""
+        """Return the units due at the start."""
 
     @abstractmethod
     def _after(self, rank: int, device: str) -> list[LaneUnit]:
-        """Return the units that become due when a unit of the batch has run."""
+        """Return the units due after a unit of the batch."""
 
 
 class DataParallel(Spread):
@@ -115,7 +115,7 @@ class DataParallel(Spread):
 
     Args:
         lanes, earlier, width, replicas: see `Spread`.
-        names: the parameters whose gradients are summed.
+        names: the parameters with summed gradients.
     """
 
     def __init__(
@@ -161,9 +161,9 @@ class DataParallel(Spread):
         lane.clear()
 
     def _go_on(self, rank: int, device: str | None) -> list[LaneUnit]:
-        """Advance a batch to its next unit, near its last device, or to its wait for earlier sums.
+        """Advance a batch to its next unit, near the last device, or to the wait for earlier sums.
 
-        A batch that is over also releases the next batch, if the next batch has been waiting for its sums.
+        A finished batch also releases the next batch, if the next batch waits for the sums.
         """
         while rank < self._end:
             try:

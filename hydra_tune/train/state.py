@@ -1,15 +1,16 @@
 """A trial's long-lived tensors as groups: parameters, buffers and optimizer state of each shard.
 
-Note: ownership. A parameter or buffer that a single shard uses lies in the group of the shard. A parameter or buffer
-that several shards use has a group of its own, so that a unit loads only the tensors it uses. Parameters and buffers
-lie in separate groups: a forward unit overwrites buffers only, so clean parameters need no write-back. Optimizer state
-is grouped by the shard whose unit updates the parameters, and exists from the first update of the unit on. Tensors that
-no shard uses stay on the host.
+Note: ownership. A parameter or buffer used by a single shard lies in the group of the shard. A parameter or buffer
+shared by several shards has a separate group, so a unit loads no unneeded tensors. Parameters and buffers lie in
+separate groups: a forward unit overwrites buffers only, so clean parameters need no write-back. Optimizer state is
+grouped by the shard whose unit updates the parameters, and exists from the first update of the unit on. Unused tensors
+stay on the host.
 
-Note: a trial that runs its own code. Parameters, buffers and optimizer state are one group each. The user's code may
-replace any of the tensors, add tensors, and create optimizer state at any time, so after each burst of steps `refresh`
-checks whether the groups still hold the present tensors. Where the device computes with the host's own tensors, the
-groups are loose (`memory/block.py`): none of the user's tensors moves before something else needs the room.
+Note: the user's own code. Where units run the user's own step, parameters, buffers and optimizer state form a group
+each. The user's code may replace any of the tensors, add tensors, and create optimizer state at any time, so after each
+burst of steps `refresh` checks whether the groups still hold the present tensors. Where the device computes with the
+host's own tensors, the groups are loose (`memory/block.py`): none of the user's tensors moves before something else
+needs the room.
 """
 
 import functools
@@ -49,7 +50,7 @@ STEP_BEGUN = "the optimizer's step had begun, which changes parameters and state
 
 
 class ModelState:
-    """Parameters, buffers and optimizer state of one trial.
+    """Parameters, buffers and optimizer state of a trial.
 
     Args:
         module: the trial's module, on the host.
@@ -58,12 +59,12 @@ class ModelState:
         device: any device of the pool, for host memory and alignment.
         host: counts the groups' host copies; None: the host has room for all.
         tenant: the trial, for `host`.
-        before: the state that the new state replaces; its number and its watcher carry over.
+        before: the replaced state; its number and watcher carry over.
         runs_own_code: whether units run the user's own step on the module; `refresh` then follows the changes.
 
     Attributes:
         number: number of the trial, for its blocks.
-        recomputed: graphs of shards whose activations are no longer kept, because memory has run out.
+        recomputed: graphs of shards without kept activations, because memory has run out.
         readers: readers of parameters, buffers and optimizer state between units.
         watcher: as of `watch`.
         around_step: returns the context manager entered around each step of the optimizer; called with the device of
@@ -128,11 +129,11 @@ class ModelState:
         return self._names[id(tensor)]
 
     def groups(self, names: Iterable[str]) -> list[Group]:
-        """Return the groups that hold the named parameters and buffers."""
+        """Return the groups of the named parameters and buffers."""
         return list(dict.fromkeys(self._group_of[name] for name in names))
 
     def optimizer_groups(self, names: tuple[str, ...]) -> list[Group]:
-        """Return the groups that hold the optimizer state of the named parameters; none before their first update."""
+        """Return the groups of the named parameters' optimizer state; none before the first update."""
         found: list[Group] = []
         # A copy of the items: a prefetch asks for the blocks of coming units from another thread while an update adds a
         # group.
@@ -142,7 +143,7 @@ class ModelState:
         return found
 
     def touched(self, names: Iterable[str]) -> None:
-        """Mark the groups of the named parameters and buffers as dirty, because their device copies have changed."""
+        """Mark the groups of the named parameters and buffers as dirty, because the device copies have changed."""
         for group in self.groups(names):
             group.dirty = True
 
@@ -161,10 +162,10 @@ class ModelState:
         self.check_frozen()
 
     def check_frozen(self) -> None:
-        """Check before a step that no frozen parameter has become trainable.
+        """Refuse a step if a frozen parameter has become trainable.
 
         Raises:
-            TaskError: the step would train a parameter that was frozen when the trial began.
+            TaskError: the step would train a parameter frozen at the beginning of the trial.
         """
         check_still_frozen(self._frozen)
 
@@ -193,7 +194,7 @@ class ModelState:
                 self.tensors[name].grad = None
 
     def _collect(self, groups: Iterable[Group], whose: str) -> None:
-        """Copy tensors to which the user's code has given other memory (`p.data = ...`) back into their groups.
+        """Copy tensors back into the groups, where the user's code has given tensors other memory (`p.data = ...`).
 
         Raises:
             TaskError: a tensor has another shape or dtype now.
@@ -248,7 +249,7 @@ class ModelState:
         return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor.requires_grad}
 
     def settle(self) -> None:
-        """Wait until all updates on the host are over; raise the error of an update that has failed."""
+        """Wait until all updates on the host are over; raise the error of a failed update."""
         self._host_updates.wait()
 
     def adopt_optimizer_state(self, names: tuple[str, ...], device: Device) -> None:
@@ -327,7 +328,7 @@ class ModelState:
         return key == "step" and not (group.get("capturable") or group.get("fused"))
 
     def _group_saved_state(self, names: Iterable[str], device: Device) -> None:
-        """Move optimizer state that is on the host into the single group that `refresh` maintains."""
+        """Move optimizer state on the host into the single group maintained by `refresh`."""
         by_key: dict[str, list[Tensor]] = {}
         for name in names:
             for key, value in self.optimizer.state[self.tensors[name]].items():
@@ -372,7 +373,7 @@ class ModelState:
     def _renewed(
         self, group: Group | None, kind: Kind, tensors: list[Tensor], lease: Lease, device: Device
     ) -> Group | None:
-        """Return a group of exactly these tensors: the present group if it holds them, else a new group in its place."""
+        """Return a group of exactly the given tensors: the present group if unchanged, else a new group instead."""
         if group is None and not tensors:
             return None
         is_same = (
@@ -407,7 +408,7 @@ class ModelState:
         return {named[id(p)]: dict(entries) for p, entries in self.optimizer.state.items() if id(p) in named}
 
     def own_code_blocks(self) -> list[Block]:
-        """Return the blocks that a unit running the user's own code needs on its device."""
+        """Return the blocks needed on the device by a unit with the user's own code."""
         return list(self._blocks())
 
     def rewrite(self, write: Callable[[Tensor], None]) -> None:
@@ -471,11 +472,11 @@ class ModelState:
     def hand_over(self, *, is_result: bool = False) -> None:
         """Bring all groups to the host and give each tensor memory of its own; the caller owns the tensors from now on.
 
-        Groups are handed over one after the other, so that the host never holds more than one group twice.
+        Groups are handed over in turn, so the host never holds more than a single group twice.
 
         Args:
-            is_result: whether the trial is over. Otherwise tensors that share memory keep sharing it, so that the next
-                `ModelState` can refuse them.
+            is_result: whether the trial is over. Otherwise shared memory stays shared, so the next `ModelState` can
+                refuse the tensors.
         """
         self.settle()
         storages = Counter(
@@ -501,7 +502,7 @@ class ModelState:
             drop(block)
 
     def watch(self, moved: Callable[[int, str | None], None]) -> None:
-        """Call `moved(shard, device)` when parameters of a shard reach a device, and with None when they leave it."""
+        """Call `moved(shard, device)` when parameters of a shard reach a device, or leave their device (None)."""
         self.watcher = moved
         for group in dict.fromkeys(self._group_of.values()):
             if group.shard is not None:
@@ -596,7 +597,7 @@ def _check_storages(tensors: dict[str, Tensor], *, may_share: bool) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
-    """Refuse an optimizer that cannot be stepped shard by shard, or that trains tensors outside the module.
+    """Refuse an optimizer that cannot be stepped shard by shard, or has tensors outside the module.
 
     Raises:
         TaskError: the optimizer is LBFGS, or holds a parameter that is not the module's.

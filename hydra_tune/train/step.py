@@ -1,4 +1,4 @@
-"""A batch as units that the pool can run one by one on any device: the part common to training and evaluation.
+"""A batch as units for the pool to run in turn on any device: the part common to training and evaluation.
 
 `EvaluationStep`, the evaluation of a batch, is here as well; training is in `training_batch.py`.
 """
@@ -38,13 +38,13 @@ _KEPT, _REPLAYED, _NONE = "kept", "replayed", "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A unit that will be due, as far as known beforehand.
+    """An expected unit, as far as known beforehand.
 
     Attributes:
         kind, shard, seconds: as of `PendingUnit`.
         blocks: returns the present blocks without which the unit cannot begin. May be called from any thread at any
             time: for a unit that is over meanwhile, the answer is out of date and harmless.
-        workspace_bytes: room that the unit needs beside the blocks.
+        workspace_bytes: room needed beside the blocks.
     """
 
     kind: str
@@ -61,17 +61,17 @@ def nothing_known() -> list[Expected]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingUnit:
-    """A unit that is due.
+    """A due unit.
 
     Attributes:
-        kind: "forward", "backward", "sum", "complete", "update" or "evaluate".
+        kind: "forward", "backward", "sum", "complete", "update", "evaluate" or "burst".
         shard: index of the shard.
         seconds: expected seconds.
         run: runs the unit on a device's worker; returns seconds spent waiting for bytes and for other trials' code.
-        times: times that record the measured seconds, under `key`.
+        times: record of the measured seconds, under `key`.
         blocks, workspace_bytes: as of `Expected`.
-        following: returns the units that follow in the trial, in order and as far as known: an update of the shard,
-            which runs along with the unit, and the next unit.
+        following: returns the next units of the trial, in order and as far as known: an update of the shard, run along
+            with the unit, and the next unit.
     """
 
     kind: str
@@ -89,7 +89,7 @@ def unit_times(prepared: Prepared, accumulate: int = 1, name: str | None = None)
     """Return first estimates of the seconds of a plan's units in a step of `accumulate` batches.
 
     Args:
-        prepared: the plan, and the seconds that its pilot measured, if any.
+        prepared: the plan, and the pilot's measured seconds, if any.
         accumulate: batches of a step.
         name: name under which trials share measured times; None: the trial measures alone.
     """
@@ -111,14 +111,14 @@ def unit_times(prepared: Prepared, accumulate: int = 1, name: str | None = None)
 
 
 def _workspace(cost: ShardCost, *, backward: bool, recompute: bool) -> int:
-    """Return the room that a unit needs beyond its given blocks, in bytes."""
+    """Return the room needed by a unit beyond the given blocks, in bytes."""
     if recompute and cost.recompute_workspace:
         return cost.recompute_workspace
     return cost.backward_workspace if backward else cost.forward_workspace
 
 
 class Step:
-    """One batch, run shard by shard on a device.
+    """A batch, run shard by shard on a device.
 
     Args:
         plan: cut of the step for this kind of batch.
@@ -185,7 +185,7 @@ class Step:
         )
 
     def _following(self, kind: str, index: int) -> list[Expected]:
-        """Return the units that follow a unit."""
+        """Return the units after a unit."""
         del kind, index
         return []
 
@@ -213,7 +213,7 @@ class Step:
         return _workspace(self._plan.shards[index].cost, backward=kind == "backward", recompute=False)
 
     def _blocks(self, kind: str, index: int) -> list[Block]:
-        """Return the blocks that a unit running a shard's graph needs on its device, the parameters first."""
+        """Return the blocks needed on the device by a unit with a shard's graph, the parameters first."""
         graph = self._plan.shards[index].graph
         return [*self._state.groups(graph.state), *self._graph_blocks(kind, index)]
 
@@ -264,7 +264,7 @@ class Step:
         )
 
     def _generator(self, device: Device) -> RandomGenerator:
-        """Return the generator state that a recompute has to start from, while a unit runs."""
+        """Return the generator state at the start of a recompute, while a unit runs."""
         return device.generator
 
     def _undo(self, index: int, *, is_first: bool) -> Undo:
@@ -272,7 +272,7 @@ class Step:
         return Undo(graph, index, self._chain, self._store, self._streams, is_first=is_first, is_own_code=eager)
 
     def _spill(self, index: int, device: Device) -> float:
-        """Spill the values that a forward unit has kept; return the seconds from the end of its compute on."""
+        """Spill the kept values of a forward unit; return the seconds since the end of compute."""
         watch = device.stopwatch()
         with watch.running(), not_repeatable("its activations were being spilled"):
             for block in self._store.blocks(self._chain.kept_keys(index), (), ()):
@@ -306,7 +306,7 @@ class Step:
             self._store.lease = None
 
     def _surroundings(self, shard: Shard, device: Device, draws: str) -> AbstractContextManager[object]:
-        """Return the context of a unit: the random streams that its code draws from, and no concurrent capture.
+        """Return the context of a unit: random streams for the code, and no concurrent capture.
 
         Eager code gets all of the trial's streams, a captured graph only the stream of the device.
         """
@@ -321,12 +321,12 @@ class Step:
 
 
 class EvaluationStep(Step):
-    """One evaluated batch; after the units have run, `metrics` holds the values."""
+    """An evaluated batch; after the units have run, `metrics` holds the values."""
 
     metrics: dict[str, float]
 
     def units(self) -> Iterator[PendingUnit]:
-        """Yield one forward-only unit for each shard."""
+        """Yield a forward-only unit for each shard."""
         self.metrics = {}
         for index in range(len(self._plan.shards)):
             yield self._shard_unit("evaluate", index, partial(self._forward, index))

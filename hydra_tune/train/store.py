@@ -1,4 +1,4 @@
-"""A step's values as blocks: the store in which a chain of units keeps its values in the pool."""
+"""A step's values as blocks: the store of a chain of units in the pool."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +21,9 @@ _WITHIN_SHARDS = ("saved:", "kept:")  # as `shard/chain.py` begins the keys of w
 
 
 class BlockStore:
-    """Values of one step, by key; a running unit sets `lease` to its lease, and `stand_ins` replaces tensors of the state.
+    """Values of a step, by key; a running unit sets `lease`, and `stand_ins` replaces tensors of the state.
 
-    Several values may be views of one block, as they were views of one storage; the block goes with its last value.
+    Several values may be views of a block, as of a common storage before; the block goes with the last value.
 
     Args:
         state: the trial's long-lived tensors.
@@ -91,11 +91,11 @@ class BlockStore:
         self._values[key] = Value(block, tensor)
 
     def begin(self) -> None:
-        """Start recording replaced values, so that `take_back` can restore them until `settle`."""
+        """Start recording replaced values, for `take_back` to restore until `settle`."""
         self._undo = []
 
     def settle(self) -> None:
-        """Make the results of a unit final, and drop the values replaced by them."""
+        """Make the results of a unit final, and drop the replaced values."""
         undo, self._undo = self._undo, None
         for _, replaced in undo or ():
             if replaced is not None:
@@ -116,7 +116,7 @@ class BlockStore:
                 self._values[key] = replaced
 
     def set_apart(self, key: str) -> None:
-        """Give a value memory of its own, if its block holds other values."""
+        """Give a value its own memory, if the block holds other values."""
         value = self._values.get(key)
         if value is None or self._uses[value.block] == 1:
             return
@@ -125,12 +125,12 @@ class BlockStore:
         self.put(key, value.tensor().clone())
 
     def changed(self, key: str) -> None:
-        """Mark a value's block as dirty, because its device copy has changed."""
+        """Mark a value's block as dirty, because the device copy has changed."""
         block = self._values[key].block
         block.dirty = block.data is not None
 
     def give_away(self, keys: Iterable[str]) -> dict[str, Value]:
-        """Take values out, with their blocks; missing keys are skipped."""
+        """Take values and blocks out; missing keys are skipped."""
         given = {key: self._values.pop(key) for key in keys if key in self._values}
         for value in given.values():
             self._uses[value.block] -= 1
@@ -187,7 +187,7 @@ class BlockStore:
         self.drop_all(list(self._values))
 
     def _take_over(self, tensors: dict[str, Tensor], device: Device) -> None:
-        """Make blocks for tensors on the host; tensors of one storage share a block."""
+        """Make blocks for tensors on the host; tensors of a common storage share a block."""
         blocks: dict[int, Block] = {}
         for key, tensor in tensors.items():
             storage = tensor.untyped_storage()

@@ -1,9 +1,9 @@
-"""A trial's own random streams, from which its code draws in place of the process's streams.
+"""A trial's own random streams, in place of the process's streams for all code of the trial.
 
 Torch's operators on CPU, the functions of `random` and the functions of `numpy.random` look up the stream of the
-calling thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code has its streams on its
-own thread without any waiting, and no other thread draws from or seeds the streams. Threads that the code starts draw
-from the process's streams. Each GPU has its own generator, which only the device's worker uses.
+calling thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code draws from the trial's
+streams without any waiting, and no other thread draws from or seeds the streams. Threads started by the code draw from
+the process's streams. Each GPU has a separate generator, used by the device's worker only.
 """
 
 import copy
@@ -33,7 +33,7 @@ def _own_numpy() -> Any:
 
 
 def _install(own_numpy: Any) -> None:
-    """Route all functions that draw to the calling thread's streams; once for the process."""
+    """Route all drawing functions to the calling thread's streams; once for the process."""
     with _LOCK:
         own_generator.install()
         replaced = own_python.install()
@@ -43,7 +43,7 @@ def _install(own_numpy: Any) -> None:
 
 
 class RandomStreams:
-    """The random streams of one trial, from its seed on.
+    """The random streams of a trial, from a seed on.
 
     Args:
         seed: the seed that a plain loop would give to `torch.manual_seed`, `numpy.random.seed` and `random.seed`.
@@ -74,11 +74,11 @@ class RandomStreams:
 
     @property
     def generator(self) -> torch.Generator:
-        """Generator that captured units on CPU devices draw from."""
+        """Generator of captured units on CPU devices."""
         return self._torch
 
     def position(self, device: Device) -> Tensor:
-        """Return the position of the stream that captured units draw from on such a device."""
+        """Return the position of the stream of captured units on such a device."""
         return self._torch.get_state() if device.shares_generator else self.gpu_state(device)
 
     def gpu_state(self, device: Device) -> Tensor:
@@ -88,11 +88,11 @@ class RandomStreams:
         return self._gpu_state
 
     def keep_gpu_state(self, state: Tensor) -> None:
-        """Set the position of the stream that captured units on GPUs draw from."""
+        """Set the position of the stream of captured units on GPUs."""
         self._gpu_state = state
 
     def mark(self) -> Any:
-        """Return the positions of the streams that captured units draw from, for `go_back`."""
+        """Return the positions of the streams of captured units, for `go_back`."""
         return self._torch.get_state(), self._gpu_position()
 
     def go_back(self, mark: Any) -> None:
@@ -138,7 +138,7 @@ class RandomStreams:
             self._drawn_from.set_state(state)
 
     def moves(self) -> int:
-        """Return how often the trial's code has drawn from its host streams, or set them."""
+        """Return how often the trial's code has drawn from or set the host streams."""
         moves = 0
         # A loop, because this runs several times a step and `sum` takes three times as long.
         for stream in self._host_streams:

@@ -8,7 +8,7 @@ team before. The last team updates each shard right after its backward.
 
 The last team works on the trial's parameters, which it updates, and the other teams on copies: so the originals are
 where the updates need them. Parameters moved in a step by N teams: 2N|W| loaded and |W| written back; Harmony (Li et
-al.), in which each device updates a replica of its own, moves 3N|W|.
+al.), where each device updates a replica, moves 3N|W|.
 """
 
 from collections.abc import Hashable, Sequence

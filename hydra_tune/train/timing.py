@@ -1,11 +1,11 @@
 """Times of a trial's units on this host, measured by running a few steps on a separate device and discarding the results.
 
 The time of a unit covers all work of its worker but waits for copies: arithmetic, bookkeeping of blocks, starting
-prefetches, and the trial's own code before the next unit, which draws and collates batches. Copies are timed
-separately. So a rehearsal (`pool/rehearsal.py`) can predict a step whose waits for copies fall elsewhere, for example
-beside other trials.
+prefetches, and the trial's own code before the next unit (drawing and collating batches). Copies are timed separately.
+So a rehearsal (`pool/rehearsal.py`) can predict a step whose waits for copies fall elsewhere, for example beside other
+trials.
 
-Note: a separate trial. The steps are steps of a new trial of the task, with its own streams and its own copy of the
+Note: a separate trial. The steps belong to a new trial of the task, with separate streams and a separate copy of the
 data, so the caller's objects stay unchanged. The trial reports nothing and evaluates nothing.
 """
 
@@ -60,7 +60,7 @@ class _Alone:
         return None
 
     def ask(self, way: str, nbytes: int, most: int) -> int:
-        """Grant the wanted number of batches where they are grouped on the one device."""
+        """Grant the wanted number of grouped batches on the single device."""
         del nbytes
         return most if way == GROUPED else 1
 
@@ -72,7 +72,7 @@ class _Alone:
 
 
 def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends_ahead: bool) -> StepTimes | None:
-    """Run a few steps of a task. Call this on a thread that computes as a device's worker does.
+    """Run a few steps of a task. Call this on a thread set up like a device's worker.
 
     Args:
         task: the trial's task.
@@ -111,11 +111,11 @@ class _Run:
 
     @property
     def num_steps(self) -> int:
-        """Steps that have run."""
+        """Number of finished steps."""
         return len(self._steps)
 
     def steps(self) -> None:
-        """Run steps until enough of them are measured."""
+        """Run steps until enough are measured."""
         step: dict[Place, float] = {}
         seen: Counter[tuple[str, int]] = Counter()
         begun = time.perf_counter()
@@ -133,7 +133,7 @@ class _Run:
                     return
 
     def _run(self, unit: PendingUnit) -> tuple[float, PendingUnit | Spread | Report | None]:
-        """Run one unit; return its seconds and the unit after it."""
+        """Run a unit; return the seconds and the next unit."""
         pager, waited_ns, start_ns = self._pager, self._pager.waiting_ns, time.perf_counter_ns()
         if self._prefetch is not None:
             self._prefetch.asks = lambda: [Need(one.blocks(), one.workspace_bytes) for one in unit.following()]

@@ -1,4 +1,4 @@
-"""`Trained`: a finished run as its user gets it, from the pool or the plain loop.
+"""`Trained`: a finished run for the user, from the pool or the plain loop.
 
 The module knows nothing of jobs and devices.
 """
@@ -51,7 +51,7 @@ class Trained:
         return self._module
 
     def keep(self, module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
-        """Store the objects that `module()` and the other methods return; called by the code that trained them."""
+        """Store the objects for `module()` and the other methods; called after training."""
         self._module, self._optimizer = module, optimizer
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,13 +1,13 @@
-"""One optimizer step as units: the forward and backward of its batches, and the updates.
+"""An optimizer step as units: forward and backward of each batch, and the updates.
 
-Note: several batches. Batches run one after the other by default. They run shard by shard where the host has room for
-their values (`train/grouped.py`), so a shard is loaded once for all batches, and side by side where other devices are
-idle (`train/spread.py`). The result is the same.
+Note: several batches. Batches run one after the other by default. Where the host has room for the values of all
+batches, batches run shard by shard (`train/grouped.py`), so a shard is loaded once for all batches. Where other devices
+are idle, batches run side by side (`train/spread.py`). The result is the same.
 
 Note: order of updates. Where no rule needs all gradients first, a shard is updated right after its last backward, while
-its parameters and gradients are on the device. Otherwise the updates follow all backward units, beginning with the
-first shard, whose parameters and gradients were the last on the device. The updates also come last where batches run
-one after the other and the data ends before the step is full, because the last batch was not known to be the last.
+parameters and gradients are on the device. Otherwise the updates follow all backward units, beginning with the first
+shard, whose parameters and gradients were the last on the device. The updates also come last where batches run one
+after the other and the data ends before the step is full, because the last batch was not known to be the last.
 """
 
 import math
@@ -33,7 +33,7 @@ from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, PIPELINED
 
 
 class OptimizerStep:
-    """The batches of one optimizer step, and the step itself.
+    """An optimizer step and the batches of the step.
 
     Args:
         accumulate: number of batches in a step.
@@ -96,7 +96,7 @@ class OptimizerStep:
 
         Args:
             part: the batch or piece; `takes` accepts its plan.
-            draws: number of draws by which the batch moves the stream of its units; the stream is moved here.
+            draws: number of the batch's draws from the units' stream; the stream is moved here.
         """
         # Before the skip: the batch draws later, from the position at which a plain loop would have drawn.
         streams = self._streams.fork()
@@ -191,7 +191,7 @@ class OptimizerStep:
         )
 
     def batch(self, part: Part) -> Iterator[PendingUnit]:
-        """Yield the units of one more batch or piece; afterwards `loss` holds its training loss.
+        """Yield the units of another batch or piece; afterwards `loss` holds the training loss.
 
         Raises:
             BadLossError: the loss is not finite; no further unit of the step may run.

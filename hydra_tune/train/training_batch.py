@@ -1,4 +1,4 @@
-"""One batch of an optimizer step as units: its forward and backward, and the updates of the trained parameters."""
+"""A batch of an optimizer step as units: forward, backward, and the updates of the trained parameters."""
 
 import math
 import time
@@ -148,7 +148,7 @@ class TrainingBatch(Step):
         )
 
     def _update_blocks(self, names: tuple[str, ...]) -> list[Block]:
-        """Return the blocks that an update needs on its device."""
+        """Return the blocks needed on the device by an update."""
         if self._plan.updates_on_host:
             return []
         state = self._state
@@ -176,7 +176,7 @@ class TrainingBatch(Step):
         self._store.take_in({parameter_gradient_key(name): value for name, value in gradients.items()})
 
     def complete_unit(self, update: Update) -> PendingUnit:
-        """Return a unit that unscales gradients and takes their norms, where no backward unit could."""
+        """Return a unit to unscale gradients and take norms, where no backward unit could."""
         blocks = partial(self._gradient_blocks, update.names)
         run = partial(self._run_complete, update)
         return self._unit("complete", update.index, run, blocks, update.shard.cost.update_workspace)

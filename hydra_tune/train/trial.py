@@ -1,4 +1,4 @@
-"""`Trial`: the course of one trial over time, as a sequence of shard units and reports.
+"""`Trial`: the course of a trial over time, as a sequence of shard units and reports.
 
 The training loop is written once, as a generator that reads like a plain loop and yields wherever a shard unit is due.
 The pool runs the unit on a device of its choice and then resumes the generator. A trial knows nothing of other trials
@@ -70,7 +70,7 @@ _STEP = "step"  # of the user's own code, among the times of units
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Report that is due; the trial waits for an answer.
+    """A due report; the trial waits for an answer.
 
     Attributes:
         step: the epoch, from 0, or with `report_every=n` the number of optimizer steps done.
@@ -86,7 +86,7 @@ Said = PendingUnit | Spread | Report | Mark
 
 
 class Trial:
-    """One training run under way.
+    """A training run under way.
 
     Args:
         task: task to train.
@@ -188,7 +188,7 @@ class Trial:
             self._bursts.leave_device()
 
     def end_lease(self) -> None:
-        """Give back the device memory that a burst holds after `leave_device`. Callable on any thread."""
+        """Give back the device memory of a burst after `leave_device`. Callable on any thread."""
         bursts = self._bursts
         if bursts is not None:
             bursts.end_lease()
@@ -196,7 +196,7 @@ class Trial:
     def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[Kept, batches.Leaves]:
         """Build the model, draw the first batch and make its plan, without running a unit.
 
-        Callers use the result to tell what would run.
+        Callers inspect the result instead of training.
 
         Args:
             building: context manager entered around the task's factories.
@@ -219,7 +219,7 @@ class Trial:
         raise no_batch("train", self.task.train, 0)
 
     def finished(self, unit: PendingUnit, seconds: float) -> None:
-        """Record the seconds that a unit took."""
+        """Record the seconds taken by a unit."""
         with self._lock:
             self.compute_seconds += seconds
             # Sums exist only where batches run side by side, so the count would depend on the devices; `_took` counts
@@ -244,7 +244,7 @@ class Trial:
 
     @property
     def split_batches(self) -> int | None:
-        """Pieces that each batch is cut into; None until the number has been chosen."""
+        """Pieces of each batch; None until the number has been chosen."""
         return None if self.task.split_batches == "auto" else self.task.split_batches
 
     @property
@@ -292,7 +292,7 @@ class Trial:
 
     @property
     def fixed_host_bytes(self) -> int:
-        """Host memory that cannot go to disk while the trial lives, in bytes: activations that whole units spill."""
+        """Host memory that cannot go to disk while the trial lives, in bytes: spilled activations of whole units."""
         return 0 if self.state is None else fixed_bytes(self.state.layout.plan)
 
     @property
@@ -538,7 +538,7 @@ class Trial:
     def _step_directly(self, direct: Direct, batch: Any, begun: float) -> Generator[Said, None, None]:
         """Take the optimizer's step; cut the rest of the training if the step fit only with its activations on the host.
 
-        A model that cannot be cut any finer keeps its own code, with its activations on the host in every step.
+        A model without a finer cut keeps running the user's own code, with activations on the host in every step.
         """
         direct.step()
         self._took(self._train_times, begun)
@@ -629,7 +629,7 @@ class Trial:
         self.progress.validation_batches = count
 
     def _train_batch(self, direct: Direct, batch: Any) -> None:
-        """Run the forward and backward of one batch, in as many pieces as the task asks for."""
+        """Run the forward and backward of a batch, in as many pieces as the task asks for."""
         count = self.task.num_pieces
         if count == 1:
             self._train_piece(direct, batch, 1.0, num_samples(batch))
@@ -674,7 +674,7 @@ class Trial:
     def _train_part(
         self, step: OptimizerStep, kept: Kept, leaves: batches.Leaves, piece: Piece
     ) -> Generator[PendingUnit | Spread, None, None]:
-        """Run one batch, or a piece of a batch: now, or together with the following batches."""
+        """Run a batch or a piece of a batch: now, or together with the following batches."""
         plan = kept.plan
         part = Part(plan=plan, times=kept.times, leaves=leaves, share=piece.share, ends_batch=piece.is_last)
         if kept.draws is not None and step.takes(plan):
@@ -695,7 +695,7 @@ class Trial:
         self._interval.add(step.loss, piece.samples)
 
     def _together(self, step: OptimizerStep, *, ends: bool = False) -> Generator[PendingUnit | Spread, None, None]:
-        """Run the batches that were drawn ahead; `ends` as of `OptimizerStep.together`."""
+        """Run the batches drawn ahead; `ends` as of `OptimizerStep.together`."""
         samples, self._ahead = self._ahead, []
         yield from step.together(ends=ends)
         for loss, weight in zip(step.losses, samples, strict=True):
@@ -752,7 +752,7 @@ class Trial:
             self._share.change([self.state.layout.plan, *self._plans.all])
 
     def _finish(self, step: OptimizerStep, place: Place) -> Generator[Said, None, None]:
-        """Finish an optimizer step, and do the work that is due after the step."""
+        """Finish an optimizer step, and do the work due after the step."""
         try:
             yield from self._together(step, ends=True)
             if step.is_arranged:
@@ -763,7 +763,7 @@ class Trial:
         yield from self._after_step(place)
 
     def _after_step(self, place: Place) -> Generator[Said, None, None]:
-        """Do the work that is due after an optimizer step: scheduler, report, checkpoint."""
+        """Do the work due after an optimizer step: scheduler, report, checkpoint."""
         task = self.task
         self.progress.steps += 1
         if task.scheduler_interval == "step":
@@ -791,7 +791,7 @@ class Trial:
         return module, optimizer
 
     def _begin(self) -> Place:
-        """Restore the checkpoint from which the trial resumes; return the place in the data at which training goes on."""
+        """Restore the checkpoint, if any; return the place in the data where training begins or resumes."""
         beginning, self._beginning = self._beginning, None
         if beginning is None:
             return Place()
@@ -884,8 +884,7 @@ class Trial:
     def _not_adopted(self) -> dict[str, Any]:
         """Return optimizer state that a resumed trial has not adopted yet.
 
-        A trial that was saved at the end of a pass leaves the pass before there is a plan, and so before
-        `_adopt_saved`.
+        A trial saved at the end of a pass leaves the pass before there is a plan, and so before `_adopt_saved`.
         """
         return {} if self._saved is None else {name: self._saved[name] for name in ("optimizer", "trained")}
 
@@ -899,7 +898,7 @@ class Trial:
         return self._feed.draw(handle, shuffle=shuffle)
 
     def _draw_pass(self, skipped: int) -> Generator[Any, None, None]:
-        """Draw the batches of a training pass, without the batches that the trial trained on before the checkpoint."""
+        """Draw the batches of a training pass, without the batches trained on before the checkpoint."""
         if not skipped:
             self._pass_began = {} if self._keeper is None else self._data_state()
             return self._draw(self.task.train, shuffle=True)
@@ -1034,15 +1033,15 @@ def run_unit(
     """Run a unit on the calling thread, which must be the device's worker.
 
     Args:
-        unit: the unit that is due.
+        unit: the due unit.
         device: device to run on.
         pager: pager of the device.
         instrument: returns a context manager entered around the unit.
         watch: stopwatch of the device, for callers that ask when the unit ended on the device.
 
     Returns:
-        Seconds that the unit took the device, without waits for bytes and for other trials' streams: the estimate for
-        the trial's next units must not depend on the device that happened to run the unit.
+        Device seconds of the unit, without waits for bytes and for other trials' streams: the estimate for the trial's
+        next units must not depend on the choice of device.
     """
     with nullcontext() if instrument is None else instrument():
         watch = watch or device.stopwatch()
@@ -1054,7 +1053,7 @@ def run_unit(
 
 
 def refuse_lazy(module: nn.Module) -> None:
-    """Refuse a module whose parameters have no shape yet, where planning needs their sizes.
+    """Refuse a module with parameters without a shape yet, where planning needs sizes.
 
     Raises:
         TaskError: names the first such parameter.

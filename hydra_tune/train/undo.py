@@ -1,25 +1,25 @@
-"""Undo of a unit that has run out of memory halfway, so that the unit can run once more and give the same bits.
+"""Undo of a unit after an out-of-memory error halfway, so the unit can run again and give the same bits.
 
-Note: changes that a unit has made by then. A unit that runs a shard's graph keeps its inputs until all results exist:
-parameters, the batch and values of other shards are only read, and sums of gradients go to new memory. The following
-changes happen at once, and the undo reverts them:
+Note: changes by then. A unit with a shard's graph keeps its inputs until all results exist: parameters, the batch and
+values of other shards are only read, and sums of gradients go to new memory. The undo reverts the changes that happen
+at once:
 
 * The trial's random stream returns to its position before the unit.
-* Buffers that the unit overwrites (BatchNorm's statistics) are restored from the copies that a forward unit saves for
-  the recompute, or else from copies made for the undo; a recompute overwrites copies only. Autograd's version of a
-  buffer is restored with its bytes: another batch may have kept a graph that has saved the buffer, and would refuse a
-  buffer with a newer version. BatchNorm's kernels overwrite their statistics without a new version, and do not read the
-  saved statistics in a backward.
+* Overwritten buffers (BatchNorm's statistics) are restored from the forward unit's copies for the recompute, or else
+  from copies made for the undo; a recompute overwrites copies only. Autograd's version of a buffer is restored with its
+  bytes: a kept graph of another batch may have saved the buffer, and would refuse a buffer with a newer version.
+  BatchNorm's kernels overwrite their statistics without a new version, and do not read the saved statistics in a
+  backward.
 * The `.grad` of parameters is reset, if autograd has set any; between units parameters have no gradient.
-* Values that the unit has put are dropped, and the values replaced by them, which still exist, return.
-* Activations that the forward unit has kept, and that a backward uses up, are dropped, so the repeated backward
-  recomputes. The plan was verified to give the same bits either way. A forward unit that kept its activations runs
-  again without keeping them, and so do later steps: the pilot's estimate was too low.
+* Values put by the unit are dropped, and the replaced values, which still exist, return.
+* Kept activations of the forward unit, used up by a backward, are dropped, so the repeated backward recomputes. The
+  plan was verified to give the same bits either way. A forward unit with kept activations runs again without keeping
+  any, and so do later steps: the pilot's estimate was too low.
 
 Once all results exist, the sums of earlier batches are added to in place, values are dropped and gradients unscaled:
-from then on nothing can be undone. The user's own code cannot be undone either, because the code may change anything of
-its own; nor can an optimizer's step, because only the optimizer knows its progress. Before any of this begins, while
-blocks are loaded, nothing has changed.
+from then on nothing can be undone. The user's own code cannot be undone either, because the code may change anything;
+nor can an optimizer's step, because only the optimizer knows the progress. Before any of this begins, while blocks are
+loaded, nothing has changed.
 """
 
 from contextlib import AbstractContextManager
@@ -42,7 +42,7 @@ class Undo:
     """Context of a unit that runs a shard's graph: entered inside the unit's lease and outside its random-stream contexts.
 
     Args:
-        graph: graph that the unit runs.
+        graph: graph of the unit.
         index: index of the shard.
         chain, store, streams: the batch's.
         is_first: whether the shard runs for the first time, so that its draws and buffers count.

@@ -38,7 +38,7 @@ def load_module(task: TrainTask, path: str | Path) -> nn.Module:
         FileError: the file cannot be read, or is damaged.
         CheckpointError: the folder has no complete checkpoint.
         WeightsError: the model has other tensors, or tensors of other shapes or dtypes; the first few are named.
-        Exception: any error that the task's `model` raises.
+        Exception: any error of the task's `model`.
     """
     if Path(path).is_dir():
         return _from_checkpoint(task, Path(path))
@@ -86,7 +86,7 @@ def with_weights(
 
     Raises:
         WeightsError: the model has other tensors.
-        Exception: any error that the task's `model` raises.
+        Exception: any error of the task's `model`.
     """
     with RandomStreams(task.seed).everything(), GATE.shared(), torch.no_grad():
         module = task.model()

@@ -1,8 +1,8 @@
-"""Transfer of a loader's parts, such as its dataset, to worker processes in their present state.
+"""Transfer of a loader's parts, such as the dataset, to worker processes in the present state.
 
 Note: large data. Tensors move to shared memory once, and all workers read the same memory. Numpy arrays are copied once
-per pass to a file in memory, which each worker maps privately: a worker that writes to its array changes no other
-worker's array, as after a fork. An array that is mapped from a file is mapped again in the worker.
+per pass to a file in memory, which each worker maps privately: a write by a worker changes no other worker's array, as
+after a fork. An array mapped from a file is mapped again in the worker.
 """
 
 import io
@@ -56,7 +56,7 @@ class Packed:
 
 
 class _MemoryFile:
-    """Buffers one after the other in an unnamed file, which lives as long as this object or a mapping of the file."""
+    """Consecutive buffers in an unnamed file; the file lives as long as the object or a mapping."""
 
     def __init__(self, buffers: list[pickle.PickleBuffer]) -> None:
         self.number = os.memfd_create("hydra-data")

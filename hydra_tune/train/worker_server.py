@@ -1,11 +1,11 @@
-"""Process that forks the workers of loaders: a process without threads that has loaded the program's modules.
+"""Process that forks the workers of loaders: a process without threads, with the program's modules loaded.
 
-Note: two ways to begin. `ServerProcess.fork` copies this process, which takes milliseconds: the workers then have the
+Note: two ways to begin. `ServerProcess.fork` copies this process within milliseconds: the workers then have the
 program's modules, its `__main__`, and classes of a notebook or of a script from standard input. A copy is sound only
-while every other Python thread waits, because a lock that a busy thread holds stays locked in the copy for ever. So an
-executor with a task that uses workers has the server forked before the pool begins to work. Where a thread is busy,
-`ServerProcess.start` begins a new interpreter, which imports the loaded modules once for all workers instead of once
-for each.
+while every other Python thread waits, because a lock held by a busy thread stays locked in the copy for ever. So for a
+task with workers, the executor forks the server before the pool begins to work. Where a thread is busy,
+`ServerProcess.start` begins a new interpreter to import the loaded modules once for all workers instead of once for
+each.
 
 This module knows nothing of loaders, trials or devices.
 """
@@ -46,7 +46,7 @@ _NEVER_IMPORTED = ("__main__", "__mp_main__")
 
 
 class ServerProcess(forkserver.ForkServer):
-    """One process that forks workers.
+    """A process for forking workers.
 
     Attributes:
         names: for a forked server, a copy of the program's `__main__` namespace at the fork; None for a server that
@@ -63,7 +63,7 @@ class ServerProcess(forkserver.ForkServer):
         self.names: dict[str, object] | None = None
 
     def fork(self) -> None:
-        """Begin as a copy of this process, in which no other thread may be busy."""
+        """Begin as a copy of this process; no other thread may be busy."""
         self.names = dict(vars(sys.modules["__main__"]))
         with self._listening() as listener:
             alive_r, alive_w = os.pipe()
@@ -78,7 +78,7 @@ class ServerProcess(forkserver.ForkServer):
             self._is_running(listener, pid, alive_w)
 
     def start(self) -> None:
-        """Begin as a new interpreter, which imports this process's modules in the background."""
+        """Begin as a new interpreter, and import this process's modules there in the background."""
         with self._listening() as listener:
             alive_r, alive_w = os.pipe()
             spec_r, spec_w = os.pipe()
@@ -150,9 +150,9 @@ class Servers:
     def hold(self, holder: object) -> None:
         """Provide a server until `leave`.
 
-        A new server starts where no holder uses the present server. A forked server knows only the classes that a
-        notebook had defined at the fork, so a server forked from a program without a main file is replaced, too, if the
-        process may be copied again.
+        A new server starts where no holder uses the present server. A forked server knows only the classes defined in a
+        notebook before the fork, so a server forked from a program without a main file is replaced, too, if the process
+        may be copied again.
         """
         with self._lock:
             if not self._holders:
@@ -163,7 +163,7 @@ class Servers:
                 self._begin()
 
     def forget(self) -> None:
-        """Forget the servers in a forked copy of the process that started them: the copy must not end them."""
+        """Forget the servers in a forked copy of this process: only the original may end the servers."""
         self._lock, self._running, self._holders = threading.Lock(), [], weakref.WeakSet()
 
     def leave(self, holder: object) -> None:
@@ -205,7 +205,7 @@ class ServedContext(context.ForkServerContext):
         self.server = server
 
     def Process(self, *arguments: Any, **options: Any) -> "_Process":  # type: ignore[override]  # noqa: N802
-        """Return a process that has not started yet."""
+        """Return an unstarted process."""
         made = _Process(*arguments, **options)
         made.server = self.server
         return made
@@ -251,8 +251,8 @@ def _let_the_server_end() -> None:
     """Release, in a worker, the pipe by whose end the server learns that the program has ended.
 
     The standard library hands the pipe to each worker. The worker's own end waits for the server's end, so server and
-    worker would both outlive a program that is killed. The file number stays taken, because processes that the worker
-    starts are handed the number.
+    worker would both outlive a killed program. The file number stays taken, because child processes of the worker
+    inherit the number.
     """
     alive = vars(forkserver)["_forkserver"]._forkserver_alive_fd  # noqa: SLF001 - set by the server's fork
     if alive is not None:
@@ -262,7 +262,7 @@ def _let_the_server_end() -> None:
 
 
 def has_main_file() -> bool:
-    """Whether the main script is a file or a module, which another process can import."""
+    """Whether the main script is a file or a module, and so importable in another process."""
     main = sys.modules["__main__"]
     return getattr(main, "__spec__", None) is not None or hasattr(main, "__file__")
 
@@ -271,7 +271,7 @@ def serve(listener_fd: int, alive_r: int, spec_fd: int) -> None:
     """Run a server in a new interpreter.
 
     Args:
-        listener_fd: file number of the socket on which workers are requested.
+        listener_fd: file number of the socket for requests of workers.
         alive_r: pipe that ends with the program.
         spec_fd: pipe with the pickled preparation and module names.
     """
@@ -328,7 +328,7 @@ def _preparation(name: str) -> dict[str, Any]:
 def is_quiet(patience_seconds: float = 0.25) -> bool:
     """Whether this process may be copied: every other Python thread waits now, or starts to wait within the patience.
 
-    Threads that have just begun take a moment to reach their first wait.
+    New threads take a moment to reach a first wait.
     """
     end = time.monotonic() + patience_seconds
     while not (quiet := all(map(_waits, _other_frames()))) and time.monotonic() < end:

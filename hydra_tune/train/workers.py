@@ -1,9 +1,8 @@
-"""Worker processes of a `DataLoader`, started so that no worker can hang, and ended so that no worker is left.
+"""Safe start and end of a `DataLoader`'s worker processes: no worker hangs, and no worker is left behind.
 
-Note: fork. A process that runs many threads must not fork: a lock that another thread holds at that moment stays locked
-in the child for ever. So unless the user chose a context, workers are forked by `worker_server`, a process without
-threads. A loader's parts are pickled for each pass, so that workers get their present state. This module knows nothing
-of trials.
+Note: fork. A process with many threads must not fork: a lock held by another thread at the fork stays locked in the
+child for ever. So unless the user chose a context, workers are forked by `worker_server`, a process without threads. A
+loader's parts are pickled for each pass, so workers get the present state. This module knows nothing of trials.
 """
 
 import copy
@@ -35,14 +34,14 @@ _REMEDY = (
 
 
 def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Make a loader that may start its workers here. Do not call this inside the capture gate.
+    """Make a loader that may start workers here. Do not call this inside the capture gate.
 
     Args:
-        loader: any loader; left unchanged, except that large tensors in its data may move to shared memory.
+        loader: any loader; left unchanged, except for a move of large tensors in the data to shared memory.
 
     Returns:
-        The loader itself if it starts no workers. Otherwise a copy that sends its workers their parts and, unless the
-        user has chosen a context, starts them without forking this process.
+        The loader itself if it has no workers. Otherwise a copy with two changes: workers receive the loader's parts
+        and, unless the user has chosen a context, start without a fork of this process.
 
     Raises:
         TaskError: a dataset, `collate_fn` or `worker_init_fn` cannot be pickled, or a worker could not find it again.
@@ -68,7 +67,7 @@ def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def prepare(holder: object, *handles: object) -> None:
-    """Start the server of an executor's workers before its threads are busy, if a handle is a loader with workers.
+    """Start the server of an executor's workers before threads are busy, if a handle is a loader with workers.
 
     Args:
         holder: the executor; `leave` must be called in the end.
@@ -84,7 +83,7 @@ def leave(holder: object) -> None:
 
 
 def warn_if_slow(iterator: object) -> None:
-    """Warn, once in the life of this process, that workers took long to start, and suggest remedies.
+    """Warn of a slow start of workers, once in the life of the process, and suggest remedies.
 
     Args:
         iterator: iterator over a loader from `ready`, after its first batch.
@@ -136,7 +135,7 @@ def death_explained() -> Iterator[None]:
 
 
 def is_worker_starting() -> bool:
-    """Whether this is a new worker process that is importing the user's main script."""
+    """Whether the present process is a new worker importing the user's main script."""
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
@@ -191,7 +190,7 @@ class _WorkerStart:
         return min((seconds for seconds in self._seconds.tolist() if seconds), default=0.0)
 
     def warning(self) -> str:
-        """Text that names the start time, its likely cause and remedies."""
+        """Text with the start time, the likely cause and remedies."""
         often = "once a trial" if self._is_persistent else "in every pass over the data"
         persistent = "" if self._is_persistent else "persistent_workers=True starts them once a trial; "
         return (
