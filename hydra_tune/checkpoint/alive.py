@@ -85,7 +85,7 @@ def forget(folder: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Exclude all other processes of the folder from such a block.
+    """Hold the folder's exclusive lock inside the context; other callers wait, in any process.
 
     Raises:
         FileError: the folder cannot be written to.

@@ -178,6 +178,7 @@ def load_checkpoint(path: Path) -> Saved:
 
     Raises:
         CheckpointError: there is no checkpoint, or no complete checkpoint.
+        FileError: the folder, or the files of the given manifest, cannot be read.
     """
     if not path.is_dir():
         found = _FILE.fullmatch(path.name)

@@ -33,7 +33,8 @@ class Attributes:
         what: name for the objects in errors.
         objects: returns the objects and names, the same now and later.
         left_out: attributes saved elsewhere.
-        tied: tensors saved elsewhere; an attribute with such a tensor is taken to be the constructor's.
+        tied: tensors saved elsewhere; an attribute that holds such a tensor is not saved, and must not be set after
+            construction.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Attributes:
         """Return, by object and name, changed attributes and all attributes with tensors; deleted attributes are missing.
 
         Raises:
-            CheckpointError: an attribute has got a value since that no checkpoint can hold.
+            CheckpointError: an attribute has been set since to a value that no checkpoint can hold.
         """
         found: dict[str, dict[str, Any]] = {}
         for path, one in self._objects():

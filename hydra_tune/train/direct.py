@@ -13,7 +13,7 @@ any dimension needs no more room.
 Note: undo. Where spilling activations does not help, a single operator needs more than the device has. Until the
 optimizer steps, only buffers, gradients and random streams of the trial have changed: `undo` restores all three, and
 the batches of the step run once more, cut. Only in this case does the user's step run twice, and the alternative would
-be a failed trial. A module that changes its own Python state cannot be captured, so the trial fails.
+be a failed trial. A module that changes its own Python state cannot be captured, so in this case the trial fails.
 """
 
 import datetime as dt

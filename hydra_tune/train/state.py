@@ -59,12 +59,12 @@ class ModelState:
         device: any device of the pool, for host memory and alignment.
         host: counts the groups' host copies; None: the host has room for all.
         tenant: the trial, for `host`.
-        before: the replaced state; its number and watcher carry over.
+        before: the trial's earlier state, replaced by this state; its number and watcher carry over.
         runs_own_code: whether units run the user's own step on the module; `refresh` then follows the changes.
 
     Attributes:
         number: number of the trial, for its blocks.
-        recomputed: graphs of shards without kept activations, because memory has run out.
+        recomputed: graphs of shards whose activations are no longer kept, because memory has run out.
         readers: readers of parameters, buffers and optimizer state between units.
         watcher: as of `watch`.
         around_step: returns the context manager entered around each step of the optimizer; called with the device of

@@ -264,7 +264,7 @@ class Step:
         )
 
     def _generator(self, device: Device) -> RandomGenerator:
-        """Return the generator state at the start of a recompute, while a unit runs."""
+        """Return the generator whose state a recompute starts from; valid while a unit runs."""
         return device.generator
 
     def _undo(self, index: int, *, is_first: bool) -> Undo:
@@ -272,7 +272,7 @@ class Step:
         return Undo(graph, index, self._chain, self._store, self._streams, is_first=is_first, is_own_code=eager)
 
     def _spill(self, index: int, device: Device) -> float:
-        """Spill the kept values of a forward unit; return the seconds since the end of compute."""
+        """Spill the values kept by a forward unit; return the seconds after the end of the unit's compute."""
         watch = device.stopwatch()
         with watch.running(), not_repeatable("its activations were being spilled"):
             for block in self._store.blocks(self._chain.kept_keys(index), (), ()):

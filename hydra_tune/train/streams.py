@@ -96,7 +96,7 @@ class RandomStreams:
         return self._torch.get_state(), self._gpu_position()
 
     def go_back(self, mark: Any) -> None:
-        """Return the streams to the positions from `mark`; on the thread that draws, if any does."""
+        """Set the streams back to the positions from `mark`; on the thread that draws, if any does."""
         self._torch.set_state(mark[0])
         self._set_gpu_position(mark[1])
 

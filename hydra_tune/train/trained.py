@@ -34,11 +34,11 @@ class Trained:
     _optimizer: torch.optim.Optimizer | None = field(default=None, repr=False)
 
     def module(self) -> nn.Module:
-        """Return the user's own module with the trained weights, on the host, in training mode.
+        """Return the user's own module with the trained weights, in training mode.
 
-        The module is an ordinary module: every parameter and buffer has memory of its own, with the strides that the
-        module's class chose, and tied parameters are one object. Only tensors created by your own code to share memory
-        still share memory.
+        The module is on the host, or on the device given to `train_plain`. It is an ordinary module: every parameter
+        and buffer has memory of its own, with the strides that the module's class chose, and tied parameters are one
+        object. Only tensors created by your own code to share memory still share memory.
 
         Raises:
             HydraTuneError: the run has left no weights; the error of a failed run is the cause.

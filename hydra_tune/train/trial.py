@@ -1053,7 +1053,7 @@ def run_unit(
 
 
 def refuse_lazy(module: nn.Module) -> None:
-    """Refuse a module with parameters without a shape yet, where planning needs sizes.
+    """Refuse a module whose parameters have no shape yet, where planning needs the sizes.
 
     Raises:
         TaskError: names the first such parameter.

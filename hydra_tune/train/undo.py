@@ -1,15 +1,15 @@
 """Undo of a unit after an out-of-memory error halfway, so the unit can run again and give the same bits.
 
-Note: changes by then. A unit with a shard's graph keeps its inputs until all results exist: parameters, the batch and
-values of other shards are only read, and sums of gradients go to new memory. The undo reverts the changes that happen
-at once:
+Note: scope of the undo. A unit that runs a shard's graph keeps its inputs until all results exist: parameters, the
+batch and values of other shards are only read, and sums of gradients go to new memory. The undo reverts the changes
+that happen at once:
 
 * The trial's random stream returns to its position before the unit.
 * Overwritten buffers (BatchNorm's statistics) are restored from the forward unit's copies for the recompute, or else
   from copies made for the undo; a recompute overwrites copies only. Autograd's version of a buffer is restored with its
   bytes: a kept graph of another batch may have saved the buffer, and would refuse a buffer with a newer version.
-  BatchNorm's kernels overwrite their statistics without a new version, and do not read the saved statistics in a
-  backward.
+  Restoring the version is sound, because BatchNorm's kernels overwrite the statistics without a new version, and do not
+  read saved statistics in a backward.
 * The `.grad` of parameters is reset, if autograd has set any; between units parameters have no gradient.
 * Values put by the unit are dropped, and the replaced values, which still exist, return.
 * Kept activations of the forward unit, used up by a backward, are dropped, so the repeated backward recomputes. The

@@ -56,7 +56,7 @@ class Packed:
 
 
 class _MemoryFile:
-    """Consecutive buffers in an unnamed file; the file lives as long as the object or a mapping."""
+    """Consecutive buffers in an unnamed file; the file lives as long as the object or any mapping of the file."""
 
     def __init__(self, buffers: list[pickle.PickleBuffer]) -> None:
         self.number = os.memfd_create("hydra-data")
