@@ -59,7 +59,9 @@ def kept_trials(folder: Path) -> dict[int, Values]:
                 values = json.loads(load_metadata(path)[_VALUES])
                 found[int(match[1])] = tuple(float(value) for value in values)
             except (FileError, KeyError, TypeError, ValueError):
-                continue  # damaged, not ours, or removed by another process: nobody's rival, and not ours to remove
+                # Damaged, foreign, or removed by another process: such a file competes with no trial and is not ours to
+                # remove.
+                continue
     return found
 
 
@@ -113,6 +115,7 @@ class BestWeights:
         with self._changed:
             rivals = {**there, **self._writing, **{other: one.values for other, one in self._waiting.items()}}
             chosen = self._choose({**rivals, number: values})
+            # Beaten before they were written: dropping them here frees their memory at once.
             for other in self._waiting.keys() - chosen:
                 del self._waiting[other]
             if number not in chosen:
@@ -153,6 +156,7 @@ class BestWeights:
             self._thread.join()
 
     def _work(self) -> None:
+        # The intra-op threads belong to the training, and writing must not slow them down.
         torch.set_num_threads(1)
         while True:
             with self._changed:
@@ -169,8 +173,10 @@ class BestWeights:
             except Exception as error:  # noqa: BLE001 - whatever it is, the search goes on, and is told
                 told = str(error) if isinstance(error, HydraTuneError) else f"{type(error).__name__}: {error}"
                 with self._changed:
-                    self._failures.append((number, told))  # a text: an error's traceback would hold the weights
-            del item  # or the weights would be held until the next ones come
+                    # Stored as text, because an error's traceback would keep the weights alive.
+                    self._failures.append((number, told))
+            # Otherwise the local variable would keep the weights alive until the next ones come.
+            del item
             with self._changed:
                 self._writing = {}
                 self._changed.notify_all()
@@ -179,6 +185,7 @@ class BestWeights:
         make_private_folder(self.folder)
         remove_leftovers(self.folder)
         save_tensors(weights_file(self.folder, number), item.tensors, item.metadata)
+        # Read anew, because other processes may have written or removed files meanwhile.
         there = kept_trials(self.folder)
         for beaten in there.keys() - self._choose(there):
             remove_file(weights_file(self.folder, beaten))

@@ -66,9 +66,9 @@ class DirectWriter:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                self._is_direct = self._set_direct(
-                    wanted=False
-                )  # a file system that takes the flag and means nothing by it
+                # Some file systems accept the flag and then refuse the write, so the write is repeated through the
+                # cache.
+                self._is_direct = self._set_direct(wanted=False)
         self._offset += count
         self._filled = 0
 

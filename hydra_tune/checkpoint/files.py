@@ -20,7 +20,8 @@ from typing import BinaryIO
 from hydra_tune.errors import FileError
 
 _TEMPORARY = re.compile(r"\..+\.([0-9a-f]{8})-([0-9]+)-[0-9a-f]{32}\.tmp")
-_MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"  # a shared folder may have files of other machines, too
+# A shared folder may hold files of other machines, whose process ids mean nothing here.
+_MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
 
 
 @contextlib.contextmanager
@@ -51,10 +52,12 @@ def replacing(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
             if overwrite:
                 temporary.replace(path)
             else:
-                os.link(temporary, path)  # unlike a rename, refuses a name that is taken
+                # Unlike a rename, a link refuses a name that is taken.
+                os.link(temporary, path)
                 temporary.unlink()
         except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one to tell
+            # The first error is the one to report.
+            with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
         # A rename is lasting only once the folder itself is on the disk.
@@ -164,6 +167,7 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
+    # Another user's process has the id, so the process lives.
     except PermissionError:
         return True
     return True

@@ -90,7 +90,8 @@ class CheckpointFolder:
             # The manifest makes the generation valid, so it comes last.
             write_file(manifest, json.dumps(noted).encode())
         except BaseException:
-            with contextlib.suppress(FileError):  # the first error is the one to tell
+            # The first error is the one to report.
+            with contextlib.suppress(FileError):
                 self._remove(int(name))
             raise
         self.keep(_KEPT)
@@ -126,6 +127,7 @@ class CheckpointFolder:
         """
         try:
             self.keep(0)
+            # While the lock is still held, so no other process can take the folder in between.
             remove_file(self.path / LOCK)
             # The folder may hold files of others.
             with contextlib.suppress(OSError):

@@ -19,7 +19,8 @@ from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError
 from hydra_tune.supervision.marks import here
 
-_SUFFIX = "~sweep"  # no trial's folder ends like this
+# No trial's folder ends like this.
+_SUFFIX = "~sweep"
 
 
 def sweep_path(checkpoint_dir: Path, study: str) -> Path:
@@ -115,9 +116,9 @@ class SweepFolder:
             lock = take_lock(self.path)
             if lock is not None:
                 os.ftruncate(lock, 0)
-                runs = (
-                    os.getpid() if here() is None else os.getppid()
-                )  # for whoever meets the lock, and wants to end it
+                # For users who meet the lock and want to end its holder: under a supervisor, the process to end is the
+                # parent.
+                runs = os.getpid() if here() is None else os.getppid()
                 os.write(lock, f"{runs} on {platform.node()}".encode())
                 return lock
             holder = path.read_text(errors="replace") or "unknown"

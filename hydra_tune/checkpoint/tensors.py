@@ -89,6 +89,7 @@ def save_tensors(
         FileError: the file cannot be written, or the format does not support a tensor's kind; the content of `path` is
             unchanged.
     """
+    # Conjugation and negation are lazy flags of a tensor that raw bytes would lose.
     kept = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in _checked(path, tensors).items()}
     stored, layout = _layout(path, kept)
     views = {name: asdict(view) for name, view in layout.items()}
@@ -216,6 +217,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[_Span]]:
         steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         end = start if tensor.numel() == 0 else start + steps + 1
         span = _Span(name, tensor, int(start), int(end))
+        # Empty tensors share no memory, and their data pointers may be equal by accident.
         key = name if tensor.numel() == 0 else (tensor.device, tensor.untyped_storage().data_ptr())
         by_storage.setdefault(key, []).append(span)
     for spans in by_storage.values():
@@ -269,6 +271,7 @@ def _header(stored: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
         entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # The format pads its header to 8 bytes, so tensor data starts aligned.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

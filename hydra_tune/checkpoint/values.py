@@ -59,6 +59,7 @@ def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if kind is float:
         return value if math.isfinite(value) else {_TAG: "float", "is": str(value)}
+    # Exact types only: a subclass would come back as its base class.
     if kind is dict and _TAG not in value and all(type(key) is str for key in value):
         return {key: _encoded(item, f"{name}.{key}", tensors) for key, item in value.items()}
     if kind is list:
@@ -67,6 +68,7 @@ def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if encoder is not None:
         return encoder(value, name, tensors)
     if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
+        # A flat copy, because torch accepts no negative strides and would share the array's memory.
         flat = torch.from_numpy(value.reshape(-1).copy())
         is_scalar = kind.__name__ != "ndarray"
         return {_TAG: "numpy", "is": _put(flat, name, tensors), "shape": list(value.shape), "scalar": is_scalar}
@@ -86,6 +88,7 @@ def _pairs(value: Any, name: str, tensors: dict[str, Tensor]) -> list[Any]:
 
 def _put(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
     found, number = name, 1
+    # Two values may have equal dotted names, as keys may contain dots.
     while found in tensors:
         number += 1
         found = f"{name}#{number}"

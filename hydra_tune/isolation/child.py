@@ -92,7 +92,8 @@ class Server:
             self._connection.send(("broken", packed_error(error, self._known)))
             return _FAILED
         threading.Thread(target=self._listen, name="hydra-words", daemon=True).start()
-        with contextlib.suppress(OSError):  # the program has ended
+        # The program may end at any time.
+        with contextlib.suppress(OSError):
             self._connection.send(("ready",))
             self._serve(executor)
             for job in self._jobs.values():
@@ -131,6 +132,7 @@ class Server:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 put(self._connection.recv())
+        # The end of the connection is the end of the program.
         put(("close",))
 
     def _submit(
@@ -170,6 +172,7 @@ class Server:
             self._connection.send(("reported", key, event.step, event.metrics, event.job.progress.history))
             return
         del self._jobs[key], self._keys[id(event.job)]
-        with at_work(event.job.name):  # pickling may run the module's own code
+        # Pickling may run the module's own code, and crash in it.
+        with at_work(event.job.name):
             packed = packed_result(event.result, self._known)
         self._connection.send(("over", key, packed))

@@ -34,9 +34,11 @@ from hydra_tune.train.trial import Report
 from hydra_tune.train.worker_server import is_quiet
 
 _LOGGER = logging.getLogger("hydra_tune.isolation")
-_MOST_BYTES = 1 << 16  # of a word of the supervisor's
+# Largest message of the supervisor.
+_MOST_BYTES = 1 << 16
 _LOOKS, _LOOK_SECONDS = 10, 0.02
-_PATIENCE_SECONDS = 5.0  # beyond the time that jobs have to be saved in
+# Beyond the time given to the jobs to be saved.
+_PATIENCE_SECONDS = 5.0
 
 THERE_IS = (
     "with isolate=True the pool is in another process, and there are run, submit, events, suspend and shutdown, and of a job "
@@ -55,9 +57,12 @@ class _Entry:
     options: dict[str, Any]
     left: Path | None = None
     told: Told = field(default_factory=Told)
-    wanted: str | None = None  # requested end
-    history: list[dict[str, float]] = field(default_factory=list)  # as received so far
-    is_again: bool = False  # whether the job has moved to another process
+    # Requested end of the job.
+    wanted: str | None = None
+    # Reports received so far.
+    history: list[dict[str, float]] = field(default_factory=list)
+    # Whether the job has moved to another process.
+    is_again: bool = False
 
     @property
     def was_resumed(self) -> bool:
@@ -132,6 +137,7 @@ class Isolated:
         if is_sent and chosen:
             self._is_suspended.wait(seconds + _PATIENCE_SECONDS)
         for job in chosen:
+            # Without effect on suspended jobs; the others could not be saved in time.
             job.cancel()
 
     def shutdown(self) -> None:
@@ -207,6 +213,7 @@ class Isolated:
             target=self._supervise, args=(ours, theirs, os.getpid()), name="hydra-supervisor"
         )
         with ours:
+            # `theirs` is closed here after the fork, so the end of the copy closes the socket.
             with theirs, warnings.catch_warnings():
                 # Of threads: they all wait, as `check_may_copy` has seen.
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -215,7 +222,8 @@ class Isolated:
                 while self._hear(ours):
                     pass
             except BaseException:
-                copy.kill()  # and the system the pool's process with it
+                # The system then kills the pool's process as well.
+                copy.kill()
                 raise
             finally:
                 copy.join()
@@ -306,7 +314,8 @@ class Isolated:
             else:
                 result = unpacked_result(facts[1], entry.job.task, self._known)
                 self._tell_missed(entry, result.history)
-                if not result.history:  # it was set aside, and has reported before
+                # A job that was set aside after a crash has reported before.
+                if not result.history:
                     result.history = entry.history
                     result.metrics = _metrics(entry.history[-1]) if entry.history else {}
                 self._over(entry, result)
@@ -357,6 +366,7 @@ class Isolated:
                 entry, Result(status="failed" if is_failed else "cancelled", error=self._error if is_failed else None)
             )
         self._known = {}
+        # Wakes callers that wait for a start or a suspension that will never come.
         self._has_begun.set()
         self._is_suspended.set()
 
@@ -377,9 +387,11 @@ def _turns() -> dict[int, str] | None:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.native_id is not None:
             folder = Path(f"/proc/self/task/{thread.native_id}")
-            with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+            # The thread may have ended meanwhile.
+            with contextlib.suppress(FileNotFoundError):
                 if (folder / "stat").read_text().rpartition(")")[2].split()[0] == "R":
                     return None
+                # The third field counts the time slices run, so an equal number means that the thread has slept.
                 found[thread.native_id] = (folder / "schedstat").read_text().split()[2]
     return found
 

@@ -24,6 +24,7 @@ _BY_PLACE = (TrainTask, FunctionType, type)
 
 def known_here() -> dict[int, object]:
     """Return the objects shared by both processes, by address; called before the copy, and kept in both processes."""
+    # Kept alive in both processes, so no address is ever reused for another object.
     return {id(value): value for value in gc.get_objects() if issubclass(type(value), TrainTask) or _is_nameless(value)}
 
 
@@ -117,6 +118,7 @@ def packed_result(result: Result, known: Mapping[int, object]) -> dict[str, Any]
         try:
             found["module"] = pickled(module, known)
         except Exception:  # noqa: BLE001 - pickling runs the module's own code
+            # The program then builds the module again and copies the weights.
             found["weights"] = weights_of(module)
         try:
             found["state"] = pickled(result.optimizer_state_dict(), known)

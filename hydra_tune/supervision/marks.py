@@ -18,8 +18,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 _SLOTS, _SLOT_BYTES = 256, 512
-_SLOT = struct.Struct("=QH")  # the thread; bytes of the name, 0 where the slot is free
-_END = struct.Struct("=?i")  # whether the process has ended in order, and its exit code
+# Header of a slot: the thread, and the bytes of the name (0 where the slot is free).
+_SLOT = struct.Struct("=QH")
+# Whether the process has ended in order, and its exit code.
+_END = struct.Struct("=?i")
 _HEARD_AT = 64
 _NAME_BYTES, _DIGEST_LENGTH = _SLOT_BYTES - _SLOT.size, 16
 
@@ -61,7 +63,8 @@ class Marks:
         with turn:
             try:
                 slot = self._free.popleft()
-            except IndexError:  # more threads than slots: an unmarked thread is never blamed
+            # More threads than slots; an unmarked thread is never blamed.
+            except IndexError:
                 yield
                 return
             at, text = slot * _SLOT_BYTES, name.encode()
@@ -77,6 +80,7 @@ class Marks:
     @contextmanager
     def _turn(self, *, is_alone: bool) -> Iterator[None]:
         with self._changed:
+            # A suspect runs alone, so that a crash has a single candidate; all other trials share the turn.
             self._changed.wait_for(lambda: not self._is_alone and not (is_alone and self._num_inside))
             self._num_inside, self._is_alone = self._num_inside + 1, is_alone
         try:

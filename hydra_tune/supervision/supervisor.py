@@ -39,11 +39,13 @@ MOST_CRASHES = 2
 """Of one trial, and of a process that crashes where no trial is at work."""
 
 _FAILED = 1
-_GRACE_SECONDS = 0.2  # in which a process hears a signal that was sent to it as well
+# Time for a process to count a signal that was sent to it as well.
+_GRACE_SECONDS = 0.2
 _NUM_FRAMES = 3
 _NUM_NAMED = 3
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_FROM_KERNEL = 0x80  # of `si_code`: SI_KERNEL, as a terminal's
+# SI_KERNEL in `si_code`: the signal comes from a terminal, which signals all processes of the group itself.
+_FROM_KERNEL = 0x80
 _WAITED_FOR = {*SIGNALS, signal.SIGCHLD}
 
 
@@ -74,7 +76,8 @@ class History:
     crashes: int = 0
     said: list[str] = field(default_factory=list)
     is_hopeless: bool = False
-    blank: int = 0  # on end, of processes in which no trial was at work
+    # Crashes in a row while no trial was at work.
+    blank: int = 0
 
     def note(self, marked: Mapping[int, str], how: str, dump: str) -> str:
         """Record a crash.
@@ -131,6 +134,7 @@ def supervise(run: Callable[[Beginning], int], say: Callable[[str], None], *, pa
     """
     history, own = History(), set(psutil.Process().children())
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # Blocked, so that `sigwaitinfo` receives the signals and none is lost between two waits.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
     try:
         while True:

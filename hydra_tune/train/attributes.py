@@ -83,17 +83,20 @@ class Attributes:
 
     def _seen(self, value: Any) -> _Seen:
         text, _ = self._read(value)
-        return _Seen(text, value if text is None else None)  # a replaced value must not live on here
+        # An encodable value is kept as text only: a reference would keep a replaced value alive.
+        return _Seen(text, value if text is None else None)
 
     def _read(self, value: Any) -> tuple[str | None, bool]:
         """Return a value's text, None if no checkpoint can hold the value; and whether the value has tensors."""
-        if type(value) in _PLAIN:  # the usual case: each trial has thousands
+        # A shortcut without `encode`, because each trial has thousands of plain attributes.
+        if type(value) in _PLAIN:
             return repr(value), False
         tensors: dict[str, Tensor] = {}
         try:
             text = json.dumps(encode(value, "", tensors))
         except CheckpointError:
             return None, False
+        # Tied tensors are parameters or buffers, which a checkpoint saves anyway.
         is_tied = any(id(tensor) in self._tied for tensor in tensors.values())
         return (None, False) if is_tied else (text, bool(tensors))
 

@@ -30,8 +30,9 @@ from hydra_tune.train.step import Expected, PendingUnit
 from hydra_tune.train.streams import RandomStreams
 
 BURST = "burst"
-BURST_SECONDS = 0.05  # what is done around a burst takes about 0.6 ms with the caches cold: 1% of this
-_LOAD_SHARE = 0.1  # of the time that a trial has its device at once, which loading its state may take
+BURST_SECONDS = 0.05  # the work around a burst takes about 0.6 ms with cold caches: 1% of the burst
+# Largest share of a turn with a device that loading the trial's state may take.
+_LOAD_SHARE = 0.1
 
 
 class Mark(enum.Enum):
@@ -82,7 +83,8 @@ class Bursts:
         self._state = state
         self._streams = streams
         self._lease: Lease | None = None
-        self._gate: AbstractContextManager[None] | None = None  # passed, while it is
+        # The capture gate, while the burst has passed it.
+        self._gate: AbstractContextManager[None] | None = None
         self._times = UnitTimes({})
 
     def unit(self) -> PendingUnit:
@@ -105,6 +107,7 @@ class Bursts:
 
     def end_lease(self) -> None:
         """Give back the lease of a burst after `leave_device`. Callable on any thread."""
+        # A local copy: the burst's own thread may reset the attribute between the test and the call.
         lease = self._lease
         if lease is not None and not self.has_device:
             lease.end()
@@ -171,6 +174,7 @@ class Bursts:
                 self._state.refresh(lease, device)
                 lease.have(self._direct.workspace_bytes)
             elif said is Mark.STEP:
+                # A waiting capture needs all trials out of the gate, so the burst ends early for it.
                 if time.perf_counter() >= end or self.is_asked_to_end() or GATE.is_wanted:
                     return
                 lease.pause()

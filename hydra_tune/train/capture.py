@@ -103,6 +103,7 @@ class Built:
         """
         named = dict(named_state(self.module))
         names = {id(tensor): name for name, tensor in named.items()}
+        # An empty entry is an artefact of the optimizer's defaultdict and not state.
         states = [(key, value) for key, value in self.optimizer.state.items() if value != {}]
         return {
             "made_for": self._description,
@@ -179,6 +180,7 @@ class Built:
         self.restore_frozen(state)
         yield
         state["trained"] = [name for name, tensor in self.module.named_parameters() if tensor.requires_grad]
+        # Memory is still planned for the parameters trained at the beginning, so all of them train until then.
         self._train_only(self._description["trained"])
 
     def _train_only(self, names: Iterable[str]) -> None:
@@ -194,7 +196,8 @@ class Built:
     def _restore_schedule(self, state: Mapping[str, Any]) -> None:
         built = state["made_for"]["schedule"]
         if self.scheduler is None or state["made_for"]["scheduler"] != self._description["scheduler"]:
-            return  # another scheduler begins here
+            # Another class of scheduler starts from its beginning.
+            return
         fresh = self.scheduler.state_dict()
         self.scheduler.load_state_dict(fresh | merged(state["schedule"], built, schedule_of(self.scheduler)))
 
@@ -211,7 +214,8 @@ class Built:
         for key, value in found.items():
             present = group.get(key)
             if isinstance(value, Tensor) and isinstance(present, Tensor) and value.shape == present.shape:
-                present.copy_(value)  # in place: a scheduler may hold this tensor
+                # In place, because a scheduler may hold the very tensor.
+                present.copy_(value)
             else:
                 group[key] = value
 

@@ -6,11 +6,15 @@ The estimates start from the pilot's run and follow the measurements.
 import threading
 from collections.abc import Hashable, Mapping
 
-_WEIGHT = 0.1  # of a new measurement against what was known
-_MOST = 2.0  # times what was known: a unit that took longer was held up by something else
+# Weight of a new measurement against the present estimate.
+_WEIGHT = 0.1
+# Cap of a measurement, in multiples of the estimate: a slower unit was delayed by something else.
+_MOST = 2.0
 _COUNTED = ("batches_per_epoch", "validation_batches", "epoch", "steps", "evaluations", "evaluated_batches")
-_STEP_BYTES = 4  # touched by a step for each byte of the state, as a first guess
-_UPDATE_BYTES_PER_SECOND = 2e9  # a first guess for updates, which the pilot does not run
+# First guess: bytes that a step touches for each byte of the state.
+_STEP_BYTES = 4
+# First guess for updates, because the pilot does not run updates.
+_UPDATE_BYTES_PER_SECOND = 2e9
 
 
 class UnitTimes:
@@ -31,7 +35,8 @@ class UnitTimes:
         self.name = name
         self._seconds = dict(seconds)
         self._repeats = dict(repeats or {})
-        self._num_measured: dict[Hashable, int] = {}  # up to two; later measurements all weigh the same
+        # Counts up to two; all later measurements weigh the same.
+        self._num_measured: dict[Hashable, int] = {}
         self._lock = threading.Lock()
         self.total = sum(value * self._repeats.get(unit, 1) for unit, value in seconds.items())
 

@@ -132,12 +132,14 @@ def moved(value: Any, place: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(place)
     if isinstance(value, dict):
-        made = copy.copy(value)  # for a defaultdict, say, is not made of items alone
+        # Copied and then updated, because a subclass such as defaultdict is more than its items.
+        made = copy.copy(value)
         made.update((key, moved(item, place)) for key, item in value.items())
         return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(moved(item, place) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(moved(item, place) for item in value)
-    to = getattr(value, "to", None)  # a tokenizer's batch, a graph's, ...
+    # For example the batch of a tokenizer or of a graph library.
+    to = getattr(value, "to", None)
     return to(place) if callable(to) else value

@@ -23,7 +23,9 @@ _TASK = (
     "epochs", "batch_size", "accumulate", "split_batches", "split_operators", "max_grad_norm", "precision", "compile",
     "scheduler_interval", "report_every", "seed",
 )  # fmt: skip
+# Settings that decide the order of samples: a change makes the position in a pass meaningless.
 _OF_THE_PASS = ("task.train", "task.batch_size", "task.seed")
+# Settings that the saved tensors depend on: no state can be restored after a change.
 _ESSENTIAL = ("parameters", "buffers", "optimizer", "members", "task.split_operators")
 _MISSING = "nothing"
 
@@ -122,6 +124,7 @@ def merged(saved: Any, built: Any, now: Any) -> Any:
     if isinstance(saved, list) and isinstance(built, list) and isinstance(now, list):
         if len(saved) == len(built) == len(now):
             return [merged(*each) for each in zip(saved, built, now, strict=True)]
+        # Lists of another length cannot be matched item by item; the task's new list wins if the task has changed it.
         return now if len(built) != len(now) else saved
     return saved if same_value(built, now) else now
 

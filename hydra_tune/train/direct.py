@@ -47,7 +47,8 @@ from hydra_tune.train.state import optimizer_tensors
 from hydra_tune.train.streams import RandomStreams
 
 _MOST_SEEN = 1024
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of classes that Python code has made
+# Py_TPFLAGS_HEAPTYPE: set for classes created by Python code.
+_HEAP_TYPE = 1 << 9
 
 
 class _OpaqueError(Exception):
@@ -91,16 +92,21 @@ class Direct:
         self._loss = training_loss(task)
         self._argument = "loss" if task.step is None else "step"
         self._known: dict[Hashable, list[tuple[int, ...]]] = {}
-        self._seen: set[Hashable] = set()  # kinds that are known, in a form that is found soon
+        # Quick keys of known kinds, so that most batches skip the structural comparison.
+        self._seen: set[Hashable] = set()
         self._following: _Following | None = None
-        self._fresh: list[tuple[Hashable, tuple[int, ...]]] = []  # kinds of the step that is followed
+        # Kinds of the batches in the followed step.
+        self._fresh: list[tuple[Hashable, tuple[int, ...]]] = []
         self._has_followed = False
-        self._before: _Before | None = None  # of the step that is followed, if its first batch was
+        # State before the followed step, if its first batch was followed.
+        self._before: _Before | None = None
         self._lease: Lease | None = None
         self._device: Device | None = None
         self._is_plain = task.precision == "float32" and gradients.is_plain
-        self._state_entries = 0  # of the optimizer
-        self._is_first = True  # whether no batch has been trained on yet
+        # Number of entries in the optimizer's state after the last step.
+        self._state_entries = 0
+        # Whether no batch has been trained on yet.
+        self._is_first = True
 
     @contextmanager
     def held(self, lease: Lease, device: Device) -> Iterator[None]:
@@ -132,6 +138,7 @@ class Direct:
         else:
             with self._surroundings():
                 loss = self._loss(self._module, batch)
+        # A `step=` that calls backward() itself would count its gradients twice.
         if is_checked and self._has_gradients:
             raise backward_called()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -233,6 +240,7 @@ class Direct:
                 if mode == "train" and self._before is None and not self._has_begun:
                     self._before = _Before(self._module, self._streams, self._device)
             self._following.add(batch)
+        # Bounded, because data with ever-new shapes would grow the set for ever.
         elif quick is not None and len(self._seen) < _MOST_SEEN:
             self._seen.add(quick)
         return batch
@@ -276,13 +284,15 @@ class Direct:
         self.has_shed = self.has_shed or following.has_shed or not fits
         for kind, sizes in self._fresh:
             known = self._known.setdefault(kind, [])
+            # A larger kind covers all smaller ones, so only maximal sizes are kept.
             known[:] = [other for other in known if not _covers(sizes, other)]
             known.append(sizes)
         self._fresh.clear()
 
     def _made_state_late(self) -> None:
         """Account for state created or released by the optimizer in a step that was not followed."""
-        self._has_followed = True  # so that the caller refreshes the groups, as after a followed step
+        # The caller then refreshes the groups, as after a followed step.
+        self._has_followed = True
         assert self._lease is not None
         assert self._device is not None
         tensors = optimizer_tensors(self._optimizer, self._device)
@@ -330,7 +340,8 @@ class _Before:
     def restore(self) -> None:
         """Restore buffers and streams."""
         for module, name, buffer in self._buffers:
-            setattr(module, name, buffer)  # the forward may have put another there
+            # The forward may have replaced the buffer by another tensor.
+            setattr(module, name, buffer)
         if self._buffers:
             self._device.load(list(zip(self._copies, self._present(), strict=True)))
         self._streams.restore(self._position)
@@ -401,7 +412,8 @@ class _Following:
 
     def add(self, batch: Batch) -> None:
         """Count another batch of the step, on the device."""
-        tensors = list(tensors_of(batch))  # a slice of a larger tensor counts only its own bytes
+        # Sizes and not storages: a slice of a data set counts only its own bytes.
+        tensors = list(tensors_of(batch))
         self._tracker.know(*tensors)
         self._tracker.given_bytes += sum(aligned(t.numel() * t.element_size(), self._alignment) for t in tensors)
 
@@ -431,6 +443,7 @@ class _Following:
         tracker = self._tracker
         tracker.follow(*(p.grad for p in parameters if p.grad is not None))
         self._before_update = tracker.peak_bytes + tracker.given_bytes
+        # The peak of forward and backward has been noted; from here on only lasting state counts.
         tracker.forget_peak()
         with tracker:
             yield
@@ -479,6 +492,7 @@ def _structure(value: Any, sizes: list[int], inside: tuple[int, ...] = ()) -> Ha
     ):  # an array of numpy's, or one like it
         sizes.extend(value.shape)
         return kind, str(value.dtype), len(value.shape)
+    # A reference to an enclosing container is named by its depth, so cyclic batches end.
     if id(value) in inside:
         return kind, inside.index(id(value))
     inside = (*inside, id(value))

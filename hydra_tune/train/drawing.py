@@ -45,7 +45,8 @@ class DrawClock:
         self.thread = 0
         self.is_abandoned = False
         self._lock = threading.Lock()
-        self._began: float | None = None  # by the clock of `time.monotonic`
+        # By the clock of `time.monotonic`; None while no draw is under way.
+        self._began: float | None = None
         self._is_in_process = False
         self._is_interrupted = False
         self._released = threading.Event()
@@ -71,6 +72,7 @@ class DrawClock:
         with self._lock:
             self._began = None
         if self._is_interrupted:
+            # The exception may not have arrived yet, and must not hit the pool's own code later.
             _interrupt(self.thread, None)
             if self.is_abandoned:
                 # The pool is still giving back the trial's memory; returning now would run the trial's code beside

@@ -71,7 +71,8 @@ class Feed:
         self._own_code = own_code
         self._waiting = waiting
         self._own = OwnCopies()
-        self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # iterators whose workers may run
+        # Iterators whose workers may still run.
+        self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._persistent: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()
 
     def check(self, handle: DataHandle | None) -> None:
@@ -117,6 +118,7 @@ class Feed:
             return
         with self._drawing(handle, in_process=True):
             iterator = iter(batches)
+        # With torch's own samplers the indices alone tell the next batches, so skipping need not load samples.
         by_index = isinstance(batches, DataLoader) and _has_plain_order(batches)
         if skip is not None and by_index and isinstance(iterator, _SingleProcessDataLoaderIter):
             self._skip(_Indices(iterator), self._drawing(handle, in_process=True), skip)
@@ -215,6 +217,7 @@ class Feed:
                 except StopIteration:
                     return
             if watched:
+                # A draw from the trial's streams gives other numbers when repeated without the training in between.
                 self.may_skip = watched = self._mark() == before
             yield batch
             before = self._mark() if watched else 0

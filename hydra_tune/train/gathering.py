@@ -31,7 +31,8 @@ from hydra_tune.shard import batch as batches
 from hydra_tune.shard.batch import Leaves
 from hydra_tune.task import Batch
 
-_MOST_AT_ONCE = 1 << 22  # indices of a pass that are taken with the first
+# Most indices of a pass taken at once; a longer pass would cost noticeable time and memory at its start.
+_MOST_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,6 +121,7 @@ def _known_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler
     """Return the sampler of a loader that is torch's own, but for its data, and has no workers; None for any other loader."""
     if type(loader) is not DataLoader or loader.num_workers or loader.pin_memory:
         return None
+    # A user may have registered another collation of tensors in torch's map.
     is_collated = loader.collate_fn is default_collate and default_collate_fn_map.get(Tensor) is collate_tensor_fn
     if not is_collated or type(loader.batch_sampler) is not BatchSampler:
         return None
@@ -196,6 +198,7 @@ class Pass:
 
     def _cut(self, order: Tensor) -> Iterator[Picks]:
         by = self._iterator._index_sampler  # noqa: SLF001
+        # Full batches share one index tensor; a smaller last batch needs another shape.
         full = len(order) // by.batch_size * by.batch_size
         chosen = order if self._source.chosen is None else self._source.chosen[order]
         parts = [chosen[:full].view(-1, by.batch_size), chosen[full:].view(1, -1)]
@@ -240,6 +243,7 @@ def _leaves(kinds: tuple[tuple[torch.Size, torch.dtype], ...], size: int, *, is_
 
 
 def _source(dataset: object) -> Source | None:
+    # An instance attribute would replace the class's own way of taking samples.
     if "__getitems__" in getattr(dataset, "__dict__", {}):
         return None
     if type(dataset) is Subset:
@@ -271,6 +275,7 @@ def _narrowed(source: Source, indices: object) -> Source | None:
     total = len(source)
     if not all(-total <= index < total for index in indices):
         return None
+    # Negative indices count from the end in a dataset, but not in `index_select`.
     own = _tensor([index % total for index in indices])
     return replace(source, chosen=own if source.chosen is None else source.chosen[own])
 

@@ -116,11 +116,13 @@ class Gradients:
     def _take_norms(self, gradients: Mapping[str, Tensor]) -> None:
         if not gradients:
             return
+        # A single transfer from the device for all norms; float64 holds every norm exactly.
         norms = torch.stack([get_total_norm([gradient]).double() for gradient in gradients.values()]).tolist()
         for (name, gradient), norm in zip(gradients.items(), norms, strict=True):
             self._norms[name] = norm, gradient.dtype
 
     def _unscale(self, gradients: Mapping[str, Tensor], scale: Tensor) -> None:
+        # In double precision and then rounded, exactly as in torch.amp.GradScaler, for equal bits.
         inverse = scale.double().reciprocal().float()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for name, gradient in gradients.items():

@@ -42,6 +42,7 @@ def shard_by_shard(batches: Sequence[TrainingBatch], *, is_last: bool) -> Iterat
         if kind == "forward":
             yield replace(batch.forward_unit(index), following=following)
             continue
+        # The sums go from batch to batch in order, so each addition has the operands of a plain loop.
         if before is not None and batch is not batches[0]:
             batch.take_in(before.give_away(batch.trained[index]))
         before = batch

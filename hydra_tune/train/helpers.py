@@ -9,7 +9,8 @@ from typing import Protocol
 from hydra_tune.shard.plan import Plan
 from hydra_tune.train.ways import GROUPED, PIPELINED, Offer
 
-AHEAD = 4  # batches drawn for each that may be under way: between two rounds devices wait for each other
+# Batches drawn for each batch under way: between two rounds devices wait for each other, so rounds should be long.
+AHEAD = 4
 
 
 class Helpers(Protocol):

@@ -42,6 +42,7 @@ class HostUpdates:
         try:
             self._last = device.start_on_host(partial(_make, self._last, step, home, over))
         except BaseException:
+            # Otherwise the blocks would stay pinned at home for ever.
             home.leave()
             raise
 

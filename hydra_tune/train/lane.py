@@ -57,6 +57,7 @@ class DrawnBatch(TrainingBatch):
         Raises:
             HydraTuneError: the positions differ.
         """
+        # Later batches have already drawn from positions beyond `end`, so a mismatch cannot be repaired.
         if self._end is not None and not torch.equal(self._streams.position(self._device), self._end):
             raise HydraTuneError(
                 "a batch drew another number of random numbers than the batches before it, so batches drawn ahead would "
@@ -84,7 +85,8 @@ class Lane(DrawnBatch):
     ) -> None:
         super().__init__(part, state, streams, end, device, gradients)
         self._replicas = replicas
-        self.takes_copies = False  # whether to leave the trial's own parameters in place and read copies
+        # Whether the lane reads copies and leaves the trial's own parameters where they are.
+        self.takes_copies = False
 
     def sums(self, earlier: Mapping[str, Value]) -> Iterator[PendingUnit]:
         """Yield units to add the batch's gradients to the sums of all earlier batches, shard by shard."""

@@ -28,8 +28,10 @@ class OwnCopies:
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[object, Any]] = {}
-        self._plain: dict[int, dict[str, Any]] = {}  # plain attributes of originals, as they were taken over last
-        self._waiting: deque[Any] = deque()  # states of copies that are not made yet
+        # Plain attributes of the originals, as last copied.
+        self._plain: dict[int, dict[str, Any]] = {}
+        # Restored states for copies that do not exist yet.
+        self._waiting: deque[Any] = deque()
 
     def states(self) -> list[Any]:
         """Return the positions of the live copies, in the order of their creation."""
@@ -89,6 +91,7 @@ class OwnCopies:
                     "DataLoader, with persistent_workers=True to keep its workers"
                 )
         parts |= {name: self.stream_in(parts[name]) for name in ("dataset", "generator", "collate_fn")}
+        # Without these the copy would share the original's persistent workers and its length warning.
         parts |= {"_iterator": None, "_IterableDataset_len_called": None}
         for name in ("sampler", "batch_sampler"):
             parts[name] = self._sampler(parts[name], original.dataset)

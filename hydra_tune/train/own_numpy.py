@@ -33,7 +33,8 @@ _OWN: "ContextVar[NumpyStream | None]" = ContextVar("own numpy stream", default=
 _LOCK = threading.RLock()
 _SINGLETON: Any = np.random.mtrand._rand  # noqa: SLF001
 _GIVE_BIT_GENERATOR: Any = np.random.RandomState.__init__
-_HANDED_OUT: dict[int, Any] = {}  # bit generators, by `id`, that others have a bare pointer to: these stay
+# Bit generators, by `id`, to which others have a bare pointer; kept alive for ever.
+_HANDED_OUT: dict[int, Any] = {}
 _NOTHING = {"bit_generator": "MT19937", "state": {}}
 
 State = tuple[str, Any, int, int, float]

@@ -103,6 +103,7 @@ def _train(task: TrainTask, report: Report | None, device: torch.device) -> Plai
     if device.type != "cpu":
         module = module.to(device)
     groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
+    # Operators are split as in the pool, because another split rounds differently.
     operators, groups = split_operators(module, groups, task.split_operators)
     optimizer = build_optimizer(task, groups)
     scheduler = None if task.scheduler is None else task.scheduler(optimizer)
@@ -156,7 +157,8 @@ class _Run:
     report: Report | None
     device: torch.device
     scaler: torch.amp.GradScaler
-    own: OwnCopies = field(default_factory=OwnCopies)  # of loaders, samplers and generators
+    # Copies of loaders, samplers and generators.
+    own: OwnCopies = field(default_factory=OwnCopies)
     steps: int = 0
     pending: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -213,6 +215,7 @@ class _Run:
     def _step(self, epoch: int) -> bool:
         """Take one optimizer step; return False if a report after the step pruned the run."""
         task = self.task
+        # Before clipping: the norm is the norm of the true gradients.
         self.scaler.unscale_(self.optimizer)
         if task.max_grad_norm is not None:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

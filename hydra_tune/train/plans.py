@@ -25,7 +25,8 @@ from hydra_tune.train.shared_times import SharedTimes
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.streams import RandomStreams
 
-_MAX_CAPTURES = 8  # kinds of batches for which a trial's step is captured; further ones run whole where that fits
+# Kinds of batches that are captured in a trial; further kinds run whole where the model fits.
+_MAX_CAPTURES = 8
 _MAX_PLANS = 128
 
 
@@ -77,7 +78,8 @@ class TrialPlans:
         self.library = library
         self._streams = streams
         self._device = device
-        self._kept: OrderedDict[Any, list[Kept]] = OrderedDict()  # least recently used first
+        # Least recently used first.
+        self._kept: OrderedDict[Any, list[Kept]] = OrderedDict()
         self._captures: Counter[str] = Counter()
 
     def find(
@@ -105,6 +107,7 @@ class TrialPlans:
         key = (mode, leaves.signature)
         plans = self._kept.setdefault(key, [])
         self._kept.move_to_end(key)
+        # A graph bakes in the model's attributes, so a plan with outdated attributes no longer serves.
         plans[:] = [kept for kept in plans if not self._is_outdated(kept, module)]
         # A guard computes on the batch, and whatever computes passes the capture gate.
         asks = any(kept.prepared.guard is not None for kept in plans)
@@ -148,7 +151,8 @@ class TrialPlans:
             state.adopt_state(list(prepared.plan.used_state()), self._device)
         module.train()
         times = self._times.of(prepared, task.accumulate * task.num_pieces if mode == "train" else 1)
-        draws = None if prepared.plan.is_stochastic else 0  # determined when the plan has run
+        # The draws of a stochastic plan are counted when the plan first runs.
+        draws = None if prepared.plan.is_stochastic else 0
         return Kept(
             prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0
         )

@@ -45,7 +45,8 @@ class _Queue:
 
     near: str | None
     is_busy: bool = False
-    at_hand: tuple[str, int] | None = None  # kind and shard of its last unit; an update belongs to its backward
+    # Kind and shard of the last unit; an update counts as its backward.
+    at_hand: tuple[str, int] | None = None
 
 
 class Queued(Spread):
@@ -73,14 +74,18 @@ class Queued(Spread):
         self._queues = {name: _Queue(near) for name, near in queues}
         self._goes_on_with_shard = goes_on_with_shard
         self._waits_for_batches = goes_on_with_shard and width >= len(lanes)
-        self._updating = len(lanes) - 1 if updates else None  # the batch whose units are followed by updates
+        # The batch whose backward units are followed by updates.
+        self._updating = len(lanes) - 1 if updates else None
         self._programs: list[Iterator[PendingUnit]] = [
             lane.units(is_last=rank == self._updating) for rank, lane in enumerate(lanes)
         ]
-        self._next: dict[int, PendingUnit] = {}  # by batch: what it does next, due or not
+        # Next unit of each batch, due or not.
+        self._next: dict[int, PendingUnit] = {}
         self._running: dict[int, PendingUnit] = {}
-        self._run: Counter[tuple[str, int]] = Counter()  # batches that have run a unit, by kind and shard
-        self._run_here: Counter[tuple[Hashable, str, int]] = Counter()  # by queue as well
+        # Number of batches that have run a unit, by kind and shard.
+        self._run: Counter[tuple[str, int]] = Counter()
+        # The same, by queue as well.
+        self._run_here: Counter[tuple[Hashable, str, int]] = Counter()
         self._started = 0
         self._over: set[int] = set()
 
@@ -151,6 +156,8 @@ class Queued(Spread):
         queue.is_busy = True
         if unit.kind == "backward":
             names = self._lanes[rank].trained[unit.shard]
+            # The sums of earlier batches enter before the unit runs, so the backward adds to them in the order of the
+            # batches.
             self._lanes[rank].take_in({name: self._sum.pop(name) for name in names if name in self._sum})
         return LaneUnit(rank=rank, pending=unit, near=queue.near)
 

@@ -155,6 +155,7 @@ def _plan(plan: Plan, task: TrainTask, twin: nn.Module, leaves: Leaves) -> Plan:
         module: Any = shard.graph.module
         if isinstance(module, EagerStep):
             module = EagerStep(task, twin, plan.mode, leaves, len(shard.graph.state))
+        # Fakes hold no numbers, so draws would only move the streams.
         shards.append(replace(shard, graph=replace(shard.graph, module=module, stochastic=False)))
     constants = {name: _like(tensor) for name, tensor in plan.constants.items()}
     computing = plan.computing if plan.eager else Remembered()

@@ -126,6 +126,7 @@ class Replicas:
             for group in groups:
                 chosen[group] = group if group in self.moving else self._choose(group, pager, copies=copies)
         except BaseException:
+            # `_choose` has pinned groups beyond the lease, so a failure has to unpin them here.
             for block in chosen.values():
                 with block.lock:
                     if block not in self.moving:
@@ -160,7 +161,8 @@ class Replicas:
                 if isinstance(group.tier, HostTier):
                     copy.tier = _Original(group, group.tier)
                 else:
-                    copy.host = group.host  # never written: a copy is never changed, and the group not before `close`
+                    # Shared and never written: a copy never changes, and the group does not before `close`.
+                    copy.host = group.host
                 with self._lock:
                     self._copies[group, pager] = copy
             return copy

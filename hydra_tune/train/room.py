@@ -79,6 +79,7 @@ class RoomTracker(StorageTracker):  # type: ignore[no-untyped-call]
         try:
             self._lease.grow(wanted - self._granted_bytes)
         except BudgetError:
+            # Without a way to free memory, the operator's caller has to handle the error.
             if self._shed is None:
                 raise
             self._is_shedding = True
@@ -104,10 +105,12 @@ def _made_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alignm
     try:
         key = (func, alignment, _geometry(args), _geometry(tuple(kwargs.items())))
         known = _KNOWN.get(key)
-    except TypeError:  # a subclass of tensors, or an argument that cannot be compared
+    # A subclass of tensors, or an argument that cannot be compared.
+    except TypeError:
         return 0
     if known is None:
         if len(_KNOWN) >= _MAX_KNOWN:
+            # A crude bound: data with ever-new shapes would grow the table for ever.
             _KNOWN.clear()
         known = _KNOWN[key] = _tried(func, args, kwargs, alignment)
     return known
@@ -130,6 +133,7 @@ def _geometry(argument: Any) -> Hashable:
 def _tried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alignment: int) -> int:
     try:
         with _disable_current_modes(), torch.no_grad():
+            # Meta tensors run the operator's shape function only, and neither modes nor autograd may see the trial run.
             bodiless = tree_map(_without_bytes, (args, kwargs))
             made = func(*bodiless[0], **bodiless[1])
         given = _sizes(bodiless)

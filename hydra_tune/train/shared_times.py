@@ -21,7 +21,8 @@ class SharedTimes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._times: WeakKeyDictionary[Prepared, dict[int, UnitTimes]] = WeakKeyDictionary()  # by batches of a step
+        # By plan, then by batches of a step.
+        self._times: WeakKeyDictionary[Prepared, dict[int, UnitTimes]] = WeakKeyDictionary()
 
     def of(self, prepared: Prepared, accumulate: int = 1) -> UnitTimes:
         """Return the unit times of a plan in a step of `accumulate` batches: measured times, or first estimates.

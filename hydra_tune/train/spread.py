@@ -56,7 +56,8 @@ class Spread(ABC):
         self._replicas = replicas
         self._lock = threading.Lock()
         self._under_way = 0
-        self._end = len(self._lanes)  # batches from here on are not run: one before has a bad loss
+        # Batches from this rank on do not run, because an earlier batch has a bad loss.
+        self._end = len(self._lanes)
         self._error: BadLossError | None = None
 
     def start(self) -> list[LaneUnit]:
@@ -174,6 +175,7 @@ class DataParallel(Spread):
             if isinstance(pending, PendingUnit):
                 return [LaneUnit(rank=rank, pending=pending, near=device)]
             if pending is None:
+                # Only the oldest unsummed batch may add its gradients now.
                 if rank > self._summed:
                     self._waiting.add(rank)
                     break

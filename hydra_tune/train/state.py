@@ -43,7 +43,8 @@ from hydra_tune.train.gradients import Gradients
 from hydra_tune.train.host_updates import HostUpdates
 
 _NUMBERS = itertools.count()
-_ALL = ("all",)  # parameters whose optimizer state is one group, where units run the user's own code
+# Key of the optimizer state's single group, where units run the user's own code.
+_ALL = ("all",)
 
 STEP_BEGUN = "the optimizer's step had begun, which changes parameters and state in place"
 """Why an update is not repeated."""
@@ -104,17 +105,20 @@ class ModelState:
         }
         self._names = names = {id(tensor): name for name, tensor in self.tensors.items()}
         in_order = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        self._optimized = tuple(names[key] for key in in_order if key in names)  # lazy ones have no name yet
+        # Lazy parameters have no name yet.
+        self._optimized = tuple(names[key] for key in in_order if key in names)
         self._group_of: dict[str, Group] = {}
         self._optimizer_groups: dict[tuple[str, ...], list[Group]] = {}
         self._adopted: dict[tuple[str, str], Tensor] = {}
         self._host_updates = HostUpdates()
-        common = self.readers.in_common(list(self.tensors.values()))  # which may lie in another trial's buffer
+        # Tensors in common may lie in another trial's buffer, so a shared storage is no mistake there.
+        common = self.readers.in_common(list(self.tensors.values()))
         own = {name: tensor for name, tensor in self.tensors.items() if id(tensor) not in common}
         _check_storages(own, may_share=self._is_loose)
         try:
             self._build(plan, device)
         except BaseException:
+            # The groups built so far already count on the host's ledger.
             self.drop()
             raise
         if before is not None and before.watcher is not None:
@@ -191,6 +195,7 @@ class ModelState:
             self._collect([*self.groups(gradients), *self.optimizer_groups(tuple(gradients))], "the optimizer's step")
         finally:
             for name in gradients:
+                # Even after an error: a left-over gradient would be applied by the next shard's update.
                 self.tensors[name].grad = None
 
     def _collect(self, groups: Iterable[Group], whose: str) -> None:
@@ -259,10 +264,12 @@ class ModelState:
             entries = self.optimizer.state.get(self.tensors[name], {})
             for key, value in entries.items():
                 old = self._adopted.get((name, key))
-                if old is value:  # first of all, for that is so at every step but the first
+                # The cheapest test first: it holds at every step but the first.
+                if old is value:
                     continue
                 if not isinstance(value, Tensor) or value.device.type != device.torch_device.type:
-                    continue  # plain numbers, and the host-side step counters of GPU optimizers
+                    # Plain numbers, and the host-side step counters of GPU optimizers.
+                    continue
                 if old is not None and _alike(old, value):
                     # An optimizer that makes new state at each step: its place in the group is taken already.
                     old.copy_(value)
@@ -398,6 +405,7 @@ class ModelState:
         # The next step of the same unit needs the new group on the device.
         lease.exchange(group, fresh)
         if kind is Kind.PARAMETERS:
+            # A trial with its own code has a single shard.
             fresh.shard = 0
             fresh.on_moved = None if group is None else group.on_moved
         return fresh
@@ -429,7 +437,8 @@ class ModelState:
                         seen.add(id(tensor))
                     if block.tier is not None:
                         block.tier.written(block)
-            for tensor in self.tensors.values():  # what no shard uses
+            # Tensors that no shard uses are in no block.
+            for tensor in self.tensors.values():
                 if id(tensor) not in seen:
                     write(tensor)
 
@@ -484,7 +493,8 @@ class ModelState:
         )
         shared = {storage for storage, count in storages.items() if count > 1}
         for block in self._blocks():
-            if block.is_loose:  # the tensors have memory of their own already, but for those that share some
+            # Tensors of a loose block have memory of their own already, except for those that share memory.
+            if block.is_loose:
                 if is_result:
                     with block.lock:
                         block.own_memory(shared)
@@ -519,7 +529,8 @@ class ModelState:
 
     def _new_group(self, kind: Kind, tensors: Sequence[Tensor], device: Device) -> Group:
         nbytes = lay_out(tensors, device.alignment)[1]
-        if self._host is None or self._is_loose:  # a tier counts a loose group from when it is moved first
+        # A host tier counts a loose group only from its first move on.
+        if self._host is None or self._is_loose:
             is_loose = self._is_loose
             group = device.on_host(functools.partial(Group, kind, tensors, device, self.readers, is_loose=is_loose))
             group.owner, group.tenant = self.number, self.tenant
@@ -528,6 +539,7 @@ class ModelState:
         try:
             group = device.on_host(functools.partial(Group, kind, tensors, device, self.readers))
         except BaseException:
+            # The room was taken above, and no group will ever give it back.
             self._host.ledger.give_back(nbytes)
             raise
         group.owner, group.tenant = self.number, self.tenant

@@ -17,7 +17,8 @@ from hydra_tune.train.state import ModelState
 
 _STATE_KINDS = (Kind.PARAMETERS, Kind.BUFFERS, Kind.OPTIMIZER)
 _PARAMETER_GRADIENTS = (parameter_gradient_key(""), earlier_gradient_key(""))
-_WITHIN_SHARDS = ("saved:", "kept:")  # as `shard/chain.py` begins the keys of what stays within a shard
+# Prefixes of keys in `shard/chain.py` for values that stay within a shard.
+_WITHIN_SHARDS = ("saved:", "kept:")
 
 
 class BlockStore:
@@ -121,6 +122,7 @@ class BlockStore:
         if value is None or self._uses[value.block] == 1:
             return
         assert self.lease is not None, "values are made by running units"
+        # The copy needs room of its own, beyond the workspace that the pilot has measured.
         self.lease.grow(value.block.nbytes)
         self.put(key, value.tensor().clone())
 
@@ -161,6 +163,7 @@ class BlockStore:
         if not self._uses[value.block]:
             del self._uses[value.block]
             if value.block in self._given:
+                # Another store has taken the value over, and the block with it.
                 return
             if self.lease is None:
                 drop(value.block)

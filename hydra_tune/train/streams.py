@@ -59,7 +59,8 @@ class RandomStreams:
         self._numpy: Any = None if own_numpy is None else own_numpy.NumpyStream.of_seed(seed)
         self._host_streams: list[Any] = [self._torch, self._python] + ([] if self._numpy is None else [self._numpy])
         self._gpu_state: Tensor | None = None
-        self._drawn_from: RandomGenerator | None = None  # a GPU's, while it is this trial's stream there that moves
+        # A GPU's generator, while it moves this trial's stream.
+        self._drawn_from: RandomGenerator | None = None
 
     def fork(self) -> "RandomStreams":
         """Return independent torch streams at the present position, for captured units.
@@ -134,6 +135,7 @@ class RandomStreams:
 
     def _set_gpu_position(self, state: Tensor | None) -> None:
         self._gpu_state = state
+        # A running unit would overwrite `_gpu_state` at its end with the generator's position.
         if self._drawn_from is not None and state is not None:
             self._drawn_from.set_state(state)
 

@@ -28,7 +28,8 @@ from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Report, Trial, run_unit
 from hydra_tune.train.ways import GROUPED, Offer
 
-_WARM_STEPS = 2  # the first makes optimizer state, the second is the first that loads it
+# The first step creates optimizer state, and the second is the first to load it.
+_WARM_STEPS = 2
 _MOST_STEPS = 9
 _LEAST_STEPS = 5
 _ENOUGH_SECONDS = 2.0

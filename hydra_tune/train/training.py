@@ -132,6 +132,7 @@ class OptimizerStep:
         self.losses = []
         if not batches:
             return
+        # The sums of the batches so far must be in `_held` before they are handed on.
         self._let_go()
         held, self._held = self._held, {}
         is_last = ends or self.count + self._drawn_batches == self._accumulate
@@ -167,7 +168,8 @@ class OptimizerStep:
             batch.check_draws()
         last = batches[-1]
         for batch in batches[:-1]:
-            last.take_in(batch.give_away(self._updates))  # sums of parameters that no batch of the group has used
+            # Sums of parameters that no batch of the group has used still belong to the step.
+            last.take_in(batch.give_away(self._updates))
             batch.clear()
         self._grouped = []
 
@@ -222,6 +224,7 @@ class OptimizerStep:
             updates = self._waiting(set(gradients))
             for number, update in enumerate(updates):
                 yield batch.update_unit(update, partial(self._after_update, batch, updates[number + 1 :]))
+        # Updates on the host must be over before the trial's own code runs again.
         self._state.settle()
         self._gradients.next_step()
 

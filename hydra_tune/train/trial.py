@@ -65,7 +65,8 @@ from hydra_tune.train.training_batch import Part
 
 _NOTHING = nullcontext()
 _END = object()
-_STEP = "step"  # of the user's own code, among the times of units
+# Key for steps of the user's own code among the times of units.
+_STEP = "step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,8 @@ class Trial:
         self.metrics: dict[str, float] = {}
         self.compute_seconds, self.units_run, self.num_shards = 0.0, 0, 0
         self.optimizer_placement: str | None = None
-        self.pieces_why: str | None = None  # where their number was chosen here
+        # The reason for the number of pieces, if the number was chosen here.
+        self.pieces_why: str | None = None
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: ModelState | None = None
@@ -142,8 +144,10 @@ class Trial:
         self._scheduler: Any = None
         self._beginning, self._keeper = beginning, keeper
         self._built: Built | None = None
-        self._saved: dict[str, Any] | None = None  # until there are groups for the optimizer's state
-        self._place: Place | None = None  # while the trial may be saved
+        # Restored optimizer state, until there are groups for it.
+        self._saved: dict[str, Any] | None = None
+        # Set only while the trial may be saved.
+        self._place: Place | None = None
         self._pass_began: dict[str, Any] = {}
         self._operators = SplitOperators()
         self._share = HostShare(host, tenant)
@@ -152,13 +156,18 @@ class Trial:
         self._started = time.perf_counter()
         self._train_times, self._evaluation_times = UnitTimes({}), UnitTimes({})
         self._step_left = 0.0
-        self._ahead: list[int] = []  # samples of the batches that are drawn ahead
-        self._open_step: OptimizerStep | None = None  # while its batches are drawn
+        # Samples of each batch drawn ahead.
+        self._ahead: list[int] = []
+        # The step whose batches are being drawn.
+        self._open_step: OptimizerStep | None = None
         self._may_run_own_code = may_run_own_code
-        self._bursts: Bursts | None = None  # while the trial runs its own code
-        self._direct: Direct | None = None  # likewise
-        self._left: ModelState | None = None  # what it had then, until there is a plan
-        self._undone: list[Any] = []  # batches of a step that did not fit then
+        # Both set only while the trial runs its own code.
+        self._bursts: Bursts | None = None
+        self._direct: Direct | None = None
+        # The state from the trial's own code, until there is a plan.
+        self._left: ModelState | None = None
+        # Batches of an undone step, to run again as shard units.
+        self._undone: list[Any] = []
         self.is_asked_to_end: Callable[[], bool] = nobody_asks
         self.why_cut, self.outcome = "", "completed"
         self._program = self._run()
@@ -176,6 +185,7 @@ class Trial:
             if bursts is None:
                 said = next(self._program, None)
             else:
+                # The burst has already advanced the program, so its last value is handed out first.
                 said, bursts.due, bursts.has_due = bursts.due, None, False
             if said is Mark.LEAVES:
                 self._bursts = None
@@ -228,6 +238,7 @@ class Trial:
                 "sum",
                 BURST,
             )
+            # Under the lock, because lanes of a spread end on several workers at once.
             self._step_left = max(0.0, self._step_left - unit.seconds)
             unit.times.measured(unit.key, seconds)
 
@@ -339,7 +350,8 @@ class Trial:
         """Release all references to weights: a trial has reference cycles and may live until the garbage collector runs."""
         self.module, self.optimizer, self.state = None, None, None
         self._direct, self._bursts, self._left, self._undone = None, None, None, []
-        self.is_asked_to_end = nobody_asks  # who was asked knows the job, and so its result
+        # The old callback knows the job, and so would keep its result alive.
+        self.is_asked_to_end = nobody_asks
         self._scheduler, self._operators, self._helpers = None, SplitOperators(), None
         self._built, self._beginning, self._saved, self._pass_began = None, None, None, {}
 
@@ -347,7 +359,8 @@ class Trial:
         try:
             state.hand_over(is_result=True)
             self._operators.restore(state.optimizer)
-        except BaseException:  # a disk that cannot be read: nothing of the trial must stay behind
+        # A file that cannot be read fails the hand-over, and nothing of the trial may stay behind.
+        except BaseException:
             state.drop()
             raise
 
@@ -386,7 +399,8 @@ class Trial:
             if task.scheduler_interval == "epoch":
                 self._step_scheduler()
             if epoch + 1 == task.epochs:
-                self._adopt_saved()  # before it is saved: nothing may have been left to train
+                # Before the last checkpoint: if nothing was left to train, the saved state has not been adopted yet.
+                self._adopt_saved()
             self._reached(Place(epoch=epoch + 1))
         self._adopt_saved()
 
@@ -435,6 +449,8 @@ class Trial:
                 yield from self._finish(done, Place(epoch=epoch, batches=count))
         finally:
             if step is not None and not self.clock.is_abandoned:
+                # An abandoned thread must leave the step alone, because `close` has already closed it on another
+                # thread.
                 step.close()
         if not count:
             raise no_batch("train", self.task.train, epoch)
@@ -474,7 +490,8 @@ class Trial:
         self._bursts.is_asked_to_end = self._is_asked_to_end
 
     def _is_asked_to_end(self) -> bool:
-        return self.is_asked_to_end()  # which whoever runs the trial may have set since
+        # Looked up at each call, because the pool may replace the callback during a burst.
+        return self.is_asked_to_end()
 
     def _train_directly(self, direct: Direct, drawn: Iterator[Any], place: Place) -> Generator[Said, None, int]:
         """Do the work of `_train_epoch` with the user's own code; end early where the rest has to be cut.
@@ -500,6 +517,7 @@ class Trial:
             except BudgetError:
                 if not _may_be_cut(batch) or not direct.undo():
                     raise
+                # The undone step will run again as shard units, so its losses must not count twice.
                 self._interval, self._undone = Mean(*interval), of_step
                 yield from self._leave_own_code(direct, "a step does not fit, even with its activations on the host")
                 return count - len(of_step)
@@ -660,6 +678,7 @@ class Trial:
         CHOICES.info("%s", choice.reason)
         self.task = self._plans.task = replace(self.task, split_batches=choice.count)
         self.pieces_why = choice.reason
+        # A single piece changes nothing, and the fewest pieces have been checked above.
         if choice.count not in (1, fewest):
             self._check_pieces(module, batch, choice.count)
 
@@ -683,6 +702,7 @@ class Trial:
             if step.has_drawn_enough:
                 yield from self._together(step)
             return
+        # Batches drawn ahead come before this batch in the order of the sums.
         yield from self._together(step)
         before = None
         may_count = self._has_several_parts and plan.may_be_split and self._plans.library.budget.counts_draws
@@ -725,7 +745,8 @@ class Trial:
                 self.state.adopt_saved(left.optimizer_state(), self._device)
             elif self._saved is None:
                 self.state.adopt_made(self._device)
-            if len(kept.plan.shards) == 1 or self._device.shares_generator:  # else none draws: one that does is not cut
+            # Otherwise the optimizer draws nothing: a model whose optimizer draws is not cut.
+            if len(kept.plan.shards) == 1 or self._device.shares_generator:
                 self.state.around_step = partial(self._streams.drawing, keep=True)
             self._adopt_saved()
             self.num_shards = len(kept.plan.shards)
@@ -804,6 +825,7 @@ class Trial:
         found = self._built.compare(state, allows_changes=beginning.allows_changes)
         with self._own_code():
             self._built.restore(state)
+        # The optimizer's state needs groups, and groups need a plan.
         self._saved = {name: state[name] for name in ("optimizer", "trained", "made_for")}
         place = place_after(state, found)
         if not any(what == "task.seed" for what, _, _ in found):
@@ -817,7 +839,8 @@ class Trial:
         self._started = time.perf_counter() - state["seconds"]
         self._pass_began = state["pass_began"]
         count = state.get("split_batches")
-        if self.task.split_batches == "auto" and count is not None:  # as it began: another number rounds differently
+        # The number from the beginning, because another number of pieces rounds differently.
+        if self.task.split_batches == "auto" and count is not None:
             self.task = self._plans.task = replace(self.task, split_batches=count)
         return place
 
@@ -829,7 +852,8 @@ class Trial:
         assert self._built is not None
         if self.state is not None:
             self.state.adopt_saved(saved["optimizer"], self._device)
-        else:  # nothing was left to train
+        # No step has run since the restart, so there are no groups.
+        else:
             assert self.module is not None
             assert self.optimizer is not None
             named = dict(self.module.named_parameters())
@@ -857,8 +881,10 @@ class Trial:
         assert self._built is not None
         assert self._place is not None, "a step is under way"
         if self.state is not None:
-            self.state.settle()  # updates on the host may still be under way
+            # Updates on the host may still be under way.
+            self.state.settle()
         in_pass = self._place.batches > 0 and not self._place.is_over
+        # While values are read, a moved tensor's old memory has to stay.
         with self._reading():
             facts, tensors = encoded(
                 self._built.module,
@@ -905,6 +931,7 @@ class Trial:
         now, began = self._data_state(), self._pass_began
 
         def go_on() -> None:
+            # The repeated draws have moved the streams away from their positions in the checkpoint.
             self._streams.restore(now["streams"])
             self._feed.restore(now["feed"])
 
@@ -926,9 +953,11 @@ class Trial:
         self.metrics = metrics
         seconds = time.perf_counter() - self._started
         self.history.append({"step": step, "epoch": place.epoch, "seconds": seconds, **metrics})
+        # Before the report is delivered: after a crash the report is repeated rather than lost.
         self._reached(place, at_report=True)
         if not place.batches or place.is_over or self._feed.may_skip:
-            self._place = place  # whoever is asked to answer may save the trial meanwhile
+            # The trial may be saved while its report waits for an answer.
+            self._place = place
         yield Report(step=step, metrics=dict(metrics))
         self._place = None
 

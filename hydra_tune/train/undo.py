@@ -72,9 +72,8 @@ class Undo:
         self._is_first = is_first
         self._is_own_code = is_own_code
         self._mark: object | None = None
-        self._versions: AbstractContextManager[None] | None = (
-            None  # gives the buffers the versions they had before the unit
-        )
+        # On leaving, resets the buffers' versions to their values before the unit.
+        self._versions: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
         if self._is_own_code:

@@ -41,7 +41,8 @@ ONE_DEVICE = "one device"
 GROUPED = "grouped"
 DATA_PARALLEL = "data-parallel"
 PIPELINED = "pipelined"
-_SHARDS_FOR_EACH = 2  # with fewer for each device, teams would rather wait for each other than work
+# Shards for each device from which teams pay: with fewer, teams mostly wait for each other.
+_SHARDS_FOR_EACH = 2
 WAYS = (ONE_DEVICE, GROUPED, DATA_PARALLEL, PIPELINED)
 
 
@@ -209,10 +210,10 @@ def neighbours(shards: Sequence[ShardFacts], num_devices: int, budget_bytes: int
     """
     count = len(shards)
     seconds = [list(_runs_to(shards, last, budget_bytes)) for last in range(count + 1)]
-    least = [0.0] + [
-        math.inf
-    ] * count  # by the number of leading shards: seconds of their slowest run under the best cut
-    begins: list[list[int]] = []  # by round and number of leading shards: the first shard of the last run
+    # By number of leading shards: seconds of the slowest run under the best cut so far.
+    least = [0.0] + [math.inf] * count
+    # By round and number of leading shards: first shard of the last run.
+    begins: list[list[int]] = []
     for _ in range(min(num_devices, count)):
         best = [
             min(((max(least[first], run), first) for run, first in seconds[last]), default=(math.inf, 0))
@@ -223,6 +224,7 @@ def neighbours(shards: Sequence[ShardFacts], num_devices: int, budget_bytes: int
     if least[count] == math.inf:
         return None
     ends = [count]
+    # Backwards from the last run: each choice depends on where the run after it begins.
     for begin in reversed(begins[1:]):
         ends.append(begin[ends[-1]])
     return ends[::-1]

@@ -45,6 +45,7 @@ def load_module(task: TrainTask, path: str | Path) -> nn.Module:
     state, _ = load_tensors(Path(path))
     with RandomStreams(task.seed).everything(), GATE.shared():
         module = task.model()
+        # Checked here, because `load_state_dict` would silently convert dtypes.
         differing = _differences(module.state_dict(), state)
         if differing:
             shown = "; ".join(differing[:_NUM_NAMED])

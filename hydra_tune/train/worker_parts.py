@@ -145,6 +145,7 @@ def _mapped_again(value: Any) -> Any:
         return NotImplemented
     first = numpy.frombuffer(held, numpy.uint8).ctypes.data
     start = value.offset - value.offset % mmap.ALLOCATIONGRANULARITY + value.ctypes.data - first
+    # The file may have been truncated or replaced since.
     if Path(path).stat().st_size < start + value.nbytes:
         return NotImplemented
     mode = "r" if value.mode == "r" else "r+"
@@ -174,7 +175,8 @@ def packed(name: str, part: object, method: str, server: ServerProcess | None) -
         _share(tensors)
     except Exception as error:
         if isinstance(error, RuntimeError) and "through inheritance" in str(error):
-            return part  # a lock or a shared value of multiprocessing, which only a starting process may be given
+            # A lock or a shared value of multiprocessing, which only a starting process may receive.
+            return part
         label = getattr(part, "__qualname__", type(part).__qualname__)
         how = f"started by {method}" if server is None else "forked by a process of their own"
         raise TaskError(

@@ -40,7 +40,8 @@ _WAITS |= {"concurrent/futures/thread.py": ("_worker",), "zmq/sugar/poll.py": ("
 _WAITS |= {"multiprocessing/connection.py": ("_recv",)}
 # A pool's own threads call `SimpleQueue.get` there, which has no frame of its own.
 _WAITS |= {"hydra_tune/pool/worker.py": ("_work",), "hydra_tune/pool/preparer.py": ("work",)}
-_WAITS |= {"hydra_tune/older_torch.py": ("own",)}  # a thread that never ends
+# A thread that waits for ever.
+_WAITS |= {"hydra_tune/older_torch.py": ("own",)}
 
 _NEVER_IMPORTED = ("__main__", "__mp_main__")
 
@@ -100,7 +101,8 @@ class ServerProcess(forkserver.ForkServer):
             if self._forkserver_pid is None or self._forkserver_alive_fd is None or self._forkserver_address is None:
                 return
             os.close(self._forkserver_alive_fd)
-            os.kill(self._forkserver_pid, signal.SIGKILL)  # it may be importing
+            # Killed, because a server that is still importing would not notice the closed pipe.
+            os.kill(self._forkserver_pid, signal.SIGKILL)
             os.waitpid(self._forkserver_pid, 0)
             Path(self._forkserver_address).unlink(missing_ok=True)
             self._forkserver_pid = self._forkserver_alive_fd = self._forkserver_address = None
@@ -360,6 +362,7 @@ def _serve_forked(listener: socket.socket, alive_r: int, alive_w: int) -> None:
     except Exception:  # noqa: BLE001 - the end of a process, said where a person may see it
         traceback.print_exc()
     finally:
+        # Without exit handlers, which belong to the program.
         os._exit(0)
 
 
@@ -380,7 +383,8 @@ def _let_go_of_files(kept: set[int]) -> None:
         if number not in kept:
             try:
                 os.fstat(number)
-            except OSError:  # the listing's own
+            # The descriptor of the listing itself, which is closed by now.
+            except OSError:
                 continue
             os.dup2(null, number, inheritable=False)
 

@@ -25,7 +25,8 @@ from hydra_tune.train.worker_server import SERVERS, ServedContext
 
 _LOGGER = logging.getLogger(__name__)
 
-_SLOW_SECONDS = 1.0  # from here on the start of a worker is worth a warning
+# A slower start of a worker is worth a warning.
+_SLOW_SECONDS = 1.0
 
 _REMEDY = (
     "what it printed says more. A worker that could not be forked from the program as it was imports the main script, whose "
@@ -167,7 +168,8 @@ class _WorkerStart:
         num_bytes: bytes sent to each worker.
     """
 
-    is_told = False  # whether this process has warned of slow starts
+    # Whether this process has already warned of slow starts.
+    is_told = False
 
     def __init__(self, loader: DataLoader[Any], num_bytes: int) -> None:
         self._init = loader.worker_init_fn
@@ -180,7 +182,8 @@ class _WorkerStart:
     def __call__(self, worker: int) -> None:
         self._seconds[worker] = time.monotonic() - self._begun
         torch.set_default_dtype(self._dtype)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that can end the trial in order
+        # Ctrl-C is for the main process, which ends the trial in order.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._init is not None:
             self._init(worker)
 
