@@ -130,7 +130,9 @@ class Chooser:
                 timing = timing.with_size(size, bench.together(size, self._plans))
         except Exception as error:  # a genuine error comes up again where the trial runs
             _LOGGER.info("what fusion would gain cannot be timed", exc_info=True)
-            return Choice(size=1, why=f"what it would gain cannot be timed: {type(error).__name__}: {error}")
+            if timing is None or not timing.group_seconds:
+                return Choice(size=1, why=f"what it would gain cannot be timed: {type(error).__name__}: {error}")
+            # A larger group failed, out of memory for example; the smaller groups timed before may gain all the same.
         self._timings[kind] = timing
         size = chosen_size(timing, most, num_steps)
         return Choice(size=size, why=why(timing, size, most), timing=timing)

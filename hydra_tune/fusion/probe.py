@@ -108,12 +108,11 @@ class Bench:
         feed = Feed(self._original.batch_size, streams.everything, streams.moves)
         feed.check(handle)
         seen, before = [], self.now()
-        with closing(feed.draw(handle, shuffle=True)) as drawn:
+        with closing(feed), closing(feed.draw(handle, shuffle=True)) as drawn:
             for _ in itertools.islice(drawn, _DRAWS):
                 after = self.now()
                 seen.append(after - before)
                 before = after
-        feed.close()
         return self._original.accumulate * min(seen, default=0.0)
 
     def _steps(self, trial: Trial, steps_done: Callable[[], int]) -> float:

@@ -90,19 +90,6 @@ def attention(
     return made.view(*outer, *made.shape[1:])
 
 
-def embedding(
-    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
-) -> Tensor | None:
-    """Look up in the members' tables, concatenated to a single table."""
-    if scale_grad_by_freq or sparse or padding_idx >= 0:
-        return None
-    members, rows = weight.shape[:2]
-    first = torch.arange(0, members * rows, rows, device=indices.device, dtype=indices.dtype)
-    own = indices + first.view(-1, *[1] * (indices.dim() - 1))
-    made: Tensor = aten.embedding(weight.flatten(0, 1), own)
-    return made
-
-
 def layer_norm(
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -159,7 +146,6 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.linear.default: linear,
     aten.cross_entropy_loss.default: cross_entropy,
     aten.scaled_dot_product_attention.default: attention,
-    aten.embedding.default: embedding,
     aten.layer_norm.default: layer_norm,
     aten.view.default: view,
     aten.reshape.default: view,

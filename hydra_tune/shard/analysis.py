@@ -177,7 +177,7 @@ def _last_cut(captured: Captured) -> int:
 def _written_arguments(node: fx.Node) -> list[str]:
     """Names of the nodes whose tensors are overwritten by this node."""
     if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
-        return _written_bybody_of(node)
+        return _written_by_body_of(node)
     schema = node.target._schema  # noqa: SLF001
     named = named_arguments(node)
     switch = _RUNNING_STATISTICS.get(schema.name)
@@ -188,7 +188,7 @@ def _written_arguments(node: fx.Node) -> list[str]:
     return [item.name for item in flat if isinstance(item, fx.Node)]
 
 
-def _written_bybody_of(node: fx.Node) -> list[str]:
+def _written_by_body_of(node: fx.Node) -> list[str]:
     """Operands overwritten by a higher-order operator (a `no_grad` or autocast region)."""
     found: list[str] = []
     for position, argument in enumerate(node.args):

@@ -66,6 +66,7 @@ class PlayedUnit:
         is_update: whether the unit is an update.
         makes: blocks created on the device.
         changes: blocks changed, so that only the device has the right bytes.
+        copied_home: blocks that the host needs: gradients for an update on the host.
         drops: blocks no longer needed.
     """
 
@@ -74,6 +75,7 @@ class PlayedUnit:
     is_update: bool = False
     makes: tuple[PlayedBlock, ...] = ()
     changes: tuple[PlayedBlock, ...] = ()
+    copied_home: tuple[PlayedBlock, ...] = ()
     drops: tuple[PlayedBlock, ...] = ()
 
 
@@ -187,7 +189,9 @@ def _update(cost: ShardCost, index: int) -> PlayedUnit:
     gradients = ("gradients", index, 0)
     if cost.updates_on_host:
         # The update changes the parameters on the host, so a copy on the device is stale.
-        return PlayedUnit(needs=(), is_update=True, drops=(gradients, ("parameters", index, 0)))
+        return PlayedUnit(
+            needs=(), is_update=True, copied_home=(gradients,), drops=(gradients, ("parameters", index, 0))
+        )
     state: tuple[PlayedBlock, ...] = (("parameters", index, 0), ("optimizer", index, 0)) if cost.trained_bytes else ()
     return PlayedUnit(
         needs=(*state, gradients),
@@ -236,6 +240,9 @@ class _Device:
         for block in unit.changes:
             if self._size(block):
                 self._resident[block] = True
+        for block in unit.copied_home:
+            if block in self._resident:
+                self._write_back(block)
         for block in unit.drops:
             self._drop(block)
 
@@ -317,11 +324,8 @@ class _Device:
             self._away.add(block)
 
     def _drop(self, block: PlayedBlock) -> None:
-        """Remove a block no longer needed; gradients for an update on the host are copied there first."""
-        is_for_host = block[0] == "gradients" and self._sizes["optimizer", block[1], 0] == 0
+        """Remove a block no longer needed."""
         if block in self._resident:
-            if is_for_host:
-                self._write_back(block)
             self._remove(block)
         self._away.discard(block)
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping
 _WEIGHT = 0.1
 # Cap of a measurement, in multiples of the estimate: a slower unit was delayed by something else.
 _MOST = 2.0
-_COUNTED = ("batches_per_epoch", "validation_batches", "epoch", "steps", "evaluations", "evaluated_batches")
+_COUNTED = ("batches_per_epoch", "validation_batches", "epoch", "steps", "evaluated_batches")
 # First guess: bytes that a step touches for each byte of the state.
 _STEP_BYTES = 4
 # First guess for updates, because the pilot does not run updates.
@@ -91,7 +91,6 @@ class Progress:
         self.validation_batches = validation
         self.epoch = 0
         self.steps = 0
-        self.evaluations = 0
         self.evaluated_batches = 0
 
     def state(self) -> dict[str, int | None]:

@@ -153,3 +153,20 @@ def test_what_cannot_be_timed_is_not_fused(monkeypatch, caplog):
         choice = asking.choose(Chooser(asking.library), [10_000.0] * 4)
     assert choice.size == 1
     assert "out of memory" in choice.why
+
+
+def test_sizes_timed_before_a_failure_still_count(monkeypatch):
+    timed = []
+
+    def together(_bench, count, _plans):
+        timed.append(count)
+        if len(timed) > 1:
+            raise RuntimeError("out of memory")
+        return 0.1 * count
+
+    monkeypatch.setattr(Bench, "alone", lambda _: 1.0)
+    monkeypatch.setattr(Bench, "together", together)
+    with Asking(task()) as asking:
+        choice = asking.choose(Chooser(asking.library), [250.0] * 64, most=64)
+    assert timed == [32, 64]
+    assert choice.size == 32

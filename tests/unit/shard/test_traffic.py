@@ -27,9 +27,10 @@ ALONE = Habits(sends_ahead=False)
 ONE_UPDATE = 2 * WEIGHTS + STATE
 
 
+@pytest.mark.parametrize("optimizer_bytes", [STATE, 0], ids=["Adam", "plain SGD"])
 @pytest.mark.parametrize("habits", [Habits(), ALONE, Habits(waits=True)])
-def test_nothing_moves_where_all_fits(habits):
-    moved = step_traffic([cost()] * 3, 100_000, habits)
+def test_nothing_moves_where_all_fits(habits, optimizer_bytes):
+    moved = step_traffic([cost(optimizer_bytes=optimizer_bytes)] * 3, 100_000, habits)
     assert (moved.nbytes, moved.copies) == (0, 0)
 
 
