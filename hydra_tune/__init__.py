@@ -1,6 +1,6 @@
-"""hydra-tune: hyperparameter search through one shared pool of devices.
+"""hydra-tune: hyperparameter search on one shared pool of devices.
 
-The public names are imported on first use, so that `import hydra_tune` costs next to nothing.
+Public names are imported on first use, so that `import hydra_tune` costs next to nothing.
 """
 
 from importlib import import_module
@@ -32,6 +32,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'hydra_tune' has no attribute {name!r}")
     value = getattr(import_module(home), name)
+    # Cached as a module attribute: later accesses no longer come here.
     globals()[name] = value
     return value
 

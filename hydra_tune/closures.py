@@ -1,7 +1,9 @@
-"""The variables that a task's functions look up when they run: noted when the task is made, and compared before they run.
+"""Detects variables that a task's functions look up at run time and that change after the task was made.
 
-A function keeps the variables of its surroundings, not their values. In `for width in widths: tasks.append(TrainTask(model=
-lambda: net(width), ...))` every model is built with the last width, for they are built after the loop. Knows nothing of tasks.
+A Python function keeps the variables of its surroundings, not their values. In `for width in widths:
+tasks.append(TrainTask(model=lambda: net(width), ...))` every model is built with the last width, because the models are
+built after the loop. `Closures` notes the values at construction of the task and compares them before the functions
+run. The module knows nothing of tasks.
 """
 
 import dis
@@ -18,7 +20,7 @@ _MOST_LETTERS = 40
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A variable that another value was given.
+    """A variable that was assigned another value.
 
     Attributes:
         argument: the name of the function's argument.
@@ -33,11 +35,11 @@ class Changed:
 
 
 class Closures:
-    """What the variables of some functions are.
+    """Snapshot of the variables that some functions read.
 
     Args:
-        functions: by the names of the arguments that they were given as. Of a value that cannot be changed the value is noted,
-            of any other one which object it is.
+        functions: the functions, by argument name. An immutable value is noted by value; any other value by its
+            identity.
     """
 
     __slots__ = ("_functions", "_noted")
@@ -51,7 +53,7 @@ class Closures:
         }
 
     def changed(self) -> list[Changed]:
-        """Variables that have another value by now, but for those that the functions change themselves."""
+        """List the variables changed since the snapshot, except variables that the functions assign themselves."""
         found = [
             Changed(argument, variable, self._noted[argument, variable][1], _note(value)[1])
             for argument, function in self._functions.items()
@@ -60,25 +62,27 @@ class Closures:
         ]
         if not found:
             return []
+        # Disassembling every function is slow: only done once a change has been found.
         own = {name for function in self._functions.values() for name in _assigned(function.__code__)}
         return [one for one in found if one.variable not in own]
 
 
 def _function(given: object) -> FunctionType | None:
-    """The Python function that is called, beneath partials and methods."""
+    """Return the Python function beneath partials and bound methods, or None."""
     while isinstance(given, functools.partial | MethodType):
         given = given.func if isinstance(given, functools.partial) else given.__func__
     return given if isinstance(given, FunctionType) else None
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables around a function that have a value; of the module's only those that cannot be changed in place."""
+    """Iterate over the assigned closure variables of a function, and over the globals with immutable values."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         value = _content(cell)
         if value is not _NOTHING:
             yield name, value
     for name in _read_globals(function.__code__):
         value = function.__globals__.get(name, _NOTHING)
+
         if isinstance(value, _SIMPLE):
             yield name, value
 
@@ -86,13 +90,14 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing has been assigned yet
+    except ValueError:  # no value has been assigned yet
         return _NOTHING
 
 
 def _note(value: Any) -> tuple[object, str]:
-    """What a value is compared by, and the value in words."""
+    """Return a comparison key for a value, and the value in words."""
     if isinstance(value, _SIMPLE):
+        # The type is part of the key, for 1 == 1.0 == True.
         return (type(value), repr(value)), _short(value)
     return id(value), f"an object of {type(value).__name__}"
 
@@ -104,12 +109,12 @@ def _short(value: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _read_globals(code: CodeType) -> tuple[str, ...]:
-    """The variables of its module that a function, or one within it, reads."""
+    """Names of the globals that a function, or a function nested within, reads."""
     return tuple(dict.fromkeys(_names(code, ("LOAD_GLOBAL", "LOAD_NAME"))))
 
 
 def _assigned(code: CodeType) -> Iterator[str]:
-    """The variables of its surroundings that a function, or one within it, assigns."""
+    """Names of the surrounding variables that a function, or a function nested within, assigns."""
     return _names(code, ("STORE_DEREF", "STORE_GLOBAL", "DELETE_DEREF", "DELETE_GLOBAL"))
 
 

@@ -1,6 +1,6 @@
 """All errors that hydra-tune raises on purpose.
 
-Each message says what failed, what was expected against what was found (with units), then the remedy. This module knows
+Each message says what failed, then expected against found values (with units), then the remedy. The module knows
 nothing of the rest of the package.
 """
 
@@ -17,32 +17,32 @@ class HydraTuneError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The class of an error and the first line of its message."""
+    """Return the class of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?` for the closest of `known`, or nothing where none is close."""
+    """Return `did you mean 'x'?` for the closest of `known`, or an empty text where none is close."""
     lower = {candidate.lower(): candidate for candidate in known}
     close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.7)
     return f"did you mean {lower[close[0]]!r}?" if close else ""
 
 
 def with_hint(text: str, name: str, known: Iterable[str]) -> str:
-    """A message, followed by what `did_you_mean` says."""
+    """Append the hint of `did_you_mean`, if any, to a message."""
     hint = did_you_mean(name, known)
     return f"{text}; {hint}" if hint else text
 
 
 class TrialsFailed(HydraTuneError):  # noqa: N818 - it tells of trials, several of which may have completed
-    """Some of the trials of `HydraExecutor.run` have failed, and all of them have ended.
+    """Some of the trials of `HydraExecutor.run` have failed, and all trials have ended.
 
     Args:
         results: of all tasks, in their order.
 
     Attributes:
-        results: as given; those that completed have their weights.
+        results: as given; completed results have their weights.
     """
 
     def __init__(self, results: Sequence[Any]) -> None:
@@ -60,12 +60,13 @@ class TrialsFailed(HydraTuneError):  # noqa: N818 - it tells of trials, several 
             "on_error='return' run() returns that list instead of raising"
         )
 
+    # Pickling calls the class with the message by default; rebuild from the results instead.
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.results,)
 
 
 def _numbered(numbers: Sequence[int]) -> str:
-    """Some trials by their places in the list."""
+    """Name some trials by their places in the list of tasks."""
     shown = ", ".join(map(str, numbers[:_NUM_NUMBERS])) + ("" if len(numbers) <= _NUM_NUMBERS else ", ...")
     return f"task {shown}" if len(numbers) == 1 else f"tasks {shown}"
 
@@ -91,10 +92,11 @@ class UnfusableError(HydraTuneError):
 
 
 class BudgetError(HydraTuneError):
-    """Device or host memory that cannot hold what must be held at once.
+    """Device or host memory too small for state that must be resident at once.
 
     Attributes:
-        enough_bytes: a budget of each device that would do; None where that is not known, or not what is short.
+        enough_bytes: a sufficient budget for each device, in bytes; None where not known, or where the shortage lies
+            elsewhere.
     """
 
     def __init__(self, message: str, *, enough_bytes: int | None = None) -> None:
@@ -103,7 +105,7 @@ class BudgetError(HydraTuneError):
 
 
 class OutOfMemoryError(BudgetError):
-    """A device that really had no memory left for a unit, though the ledger had: at its repeat, or where it has none."""
+    """A device that ran out of memory in a unit within budget: at the unit's repeat, or at once without a repeat."""
 
 
 class SpillError(HydraTuneError):
@@ -111,7 +113,7 @@ class SpillError(HydraTuneError):
 
     Attributes:
         path: the file.
-        errno: what the system says, as in `errno`.
+        errno: the system's error number, as in `errno`.
     """
 
     def __init__(self, message: str, *, path: str, errno: int | None) -> None:
@@ -125,7 +127,7 @@ class FileError(HydraTuneError):
 
     Attributes:
         path: the file.
-        errno: what the system says, as in `errno`; None where it has not refused.
+        errno: the system's error number, as in `errno`; None where the system has not refused.
     """
 
     def __init__(self, message: str, *, path: str, errno: int | None) -> None:
@@ -135,24 +137,24 @@ class FileError(HydraTuneError):
 
 
 class LoaderTimeoutError(HydraTuneError, TimeoutError):
-    """A data loader that has given no batch for longer than its trial waits; the message says where it hangs."""
+    """A data loader that gave no batch within the trial's time limit; the message says where the loader hangs."""
 
 
 class LoaderWorkerError(TaskError):
-    """A worker process of a data loader that has ended, killed perhaps, or never began."""
+    """A worker process of a data loader that has ended, perhaps killed, or never began."""
 
 
 class DeviceLostError(HydraTuneError):
-    """A device that fails at all it is asked, with state of a trial that nobody else has."""
+    """A device that fails at every request, while holding the only copy of a trial's state."""
 
 
 class TrialCrashedError(HydraTuneError):
-    """A trial that has ended the process that it ran in, again and again, and is not run any more.
+    """A trial that repeatedly ended the process of the pool, and is not run again.
 
     Args:
         name: of the trial.
-        crashes: how often.
-        how: it has ended the process, the last time.
+        crashes: how often the trial ended the process.
+        how: the way the process ended the last time.
 
     Attributes:
         how: as given.
@@ -171,23 +173,23 @@ class TrialCrashedError(HydraTuneError):
 
 
 class WeightsError(HydraTuneError, ValueError):
-    """Weights that are not kept, or do not fit the model that is to have them."""
+    """Weights that are not kept, or do not fit the given model."""
 
 
 class CheckpointError(HydraTuneError):
-    """A checkpoint that cannot be made, found, read, or used for what is asked."""
+    """A checkpoint that cannot be made, found, read, or used as asked."""
 
 
 class BlockStateError(HydraTuneError):
-    """A block of memory in a state that cannot follow the one it was in: a fault of hydra-tune; the message has its story."""
+    """An invalid transition of a memory block's state: a bug of hydra-tune; the message has the block's history."""
 
 
 class ScheduleError(HydraTuneError):
-    """An event the scheduler cannot accept in its present state; the message carries the job's story."""
+    """An event that the scheduler cannot accept in its present state; the message carries the job's history."""
 
 
 class MetricError(HydraTuneError, ValueError):
-    """A metric that is asked for but never reported, or is not a number."""
+    """A metric that is requested but never reported, or is not a number."""
 
 
 class BadLossError(HydraTuneError, ArithmeticError):

@@ -1,4 +1,9 @@
-"""`HydraExecutor`: the pool's public face."""
+"""`HydraExecutor`: the public interface of the pool.
+
+The executor checks options, starts the pool at first use, turns each `TrainTask` into a `Job`, and routes every call to
+the fusion layer, to the pool, or to the isolated process that runs the pool. Training itself happens on the pool's
+threads; a caller thread only submits, waits and reads figures.
+"""
 
 import atexit
 import os
@@ -42,8 +47,8 @@ from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train import workers
 
-_HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
-_MOST_PROFILED = 8  # trials, where nobody says how many
+_HOST_SHARE = 0.8  # share of the free host memory, where host_memory is not given
+_MOST_PROFILED = 8  # trials, where profile=True gives no number
 _NO_CHECKPOINTS = "this executor has no checkpoints; make it with HydraExecutor(checkpoint_dir=...)"
 
 OnError = Literal["raise", "return"]
@@ -51,75 +56,80 @@ OnError = Literal["raise", "return"]
 
 
 class HydraExecutor:
-    """One shared pool of devices that trains tasks.
+    """One shared pool of devices for training tasks.
 
-    Starts at first use, or on entering `with`; ends at exit of the `with`, at `shutdown()`, or with the process. It can
-    serve several studies, one after another or at once. Within a `with` block in the main thread, SIGTERM ends the program in
-    order, as Ctrl-C does, unless the program has a handler of its own: it raises `hydra_tune.interrupts.Terminated`, a
-    `SystemExit` of code 143. With a `checkpoint_dir` both have the jobs under way saved before the block ends.
+    The pool starts at first use or on entering `with`, and ends at exit of the `with`, at `shutdown()`, or with the
+    process. One executor can serve several studies, one after another or at once. Within a `with` block in the main
+    thread, SIGTERM ends the program in order, as Ctrl-C does, unless the program has its own handler: the signal raises
+    `hydra_tune.interrupts.Terminated`, a `SystemExit` with code 143. With a `checkpoint_dir`, both signals save the
+    running jobs before the block ends.
 
     Args:
-        devices: "auto" for every GPU, or one CPU device per core where there is none; "cuda", "cuda:0,1", "cpu:2"; "cuda:0,0"
-            makes two devices of one GPU, each with `device_memory`.
-        device_memory: memory the pool may use on each device, e.g. "11GiB"; None for what is free, less a reserve.
-        host_memory: host memory for the state of all trials in flight; None for 80% of what is free at the start.
-        spill_dir: a folder on disk for what goes beyond `host_memory`; None: trials wait until the host has room for them.
-        policy: how shard units are chosen: "lrtf" (longest remaining time first), another name in
+        devices: "auto" for every GPU, or for one CPU device per core on a machine without GPUs; "cuda", "cuda:0,1",
+            "cpu:2"; "cuda:0,0" makes two devices of one GPU, each with `device_memory`.
+        device_memory: memory that the pool may use on each device, e.g. "11GiB"; None for the free memory less a
+            reserve.
+        host_memory: host memory for the state of all trials in flight; None for 80% of the memory free at the start.
+        spill_dir: a folder on disk for state beyond `host_memory`; None: trials wait until the host has room.
+        policy: how the scheduler chooses shard units: "lrtf" (longest remaining time first), another name in
             `hydra_tune.schedule.POLICIES` or of an entry point in "hydra_tune.policies", or a `Policy`.
-        buffer_fraction: part of each device's memory that a shard leaves free for others, to which the next shards are sent
-            while it computes; 0 to below 1. Nothing is kept where the whole model fits; with 0 nothing is sent ahead. "auto":
-            as little as the parameters of any shard need.
-        max_concurrent: trials in flight at once; None for twice the number of devices. With `fusion` a group counts as one, and
-            drivers ask for as many trials as this says, or where it is None for as many as fill a group on each device.
-        admission: "eager" lets all trials in flight advance as the policy says, in lock-step where they are equally long;
-            "staggered" has the oldest go first, as many as there are devices, and the others fill the gaps: trials end
-            one after another, which is what pruners need that compare with trials that have completed.
-        num_shards: None cuts a model only as far as memory asks; a number cuts at least so often; "layer" cuts at every
-            layer; "tuned" cuts further where a step of a trial that is alone on its device then moves fewer bytes. More shards
+        buffer_fraction: part of each device's memory that a running shard leaves free, so that the next shards can be
+            prefetched during its compute; 0 to below 1. A model that fits whole needs no buffer, and 0 turns
+            prefetching off. "auto": the smallest buffer that holds the parameters of any shard.
+        max_concurrent: trials in flight at once; None for twice the number of devices. With `fusion` a fused group
+            counts as one, and drivers ask for `max_concurrent` trials, or with None for enough trials to fill a group
+            on each device.
+        admission: "eager" lets all trials in flight advance as the policy chooses, in lock-step where trials are
+            equally long; "staggered" runs the oldest trials first, as many as there are devices, and lets the others
+            fill the gaps. Staggered trials end one after another, as pruners need that compare with completed trials.
+        num_shards: None cuts a model only as far as memory requires; a number sets a minimum; "layer" cuts at every
+            layer; "tuned" cuts further where a step of a trial alone on its device then moves fewer bytes. More shards
             mean finer interleaving, more units, and more values that cross cuts.
         instrument: returns a context manager, entered on the worker thread around every unit (trackers, profilers).
-        optimizer_placement: where optimizer state is and updates are made: on the "device", or on the "host", where state
-            stays: then a step moves the gradients down and the parameters up, and no optimizer state, and updates go on
-            beside the device's next units. "auto": wherever a step of the plan is expected to take less time, by measured
-            speeds of copies and of the host's memory; `plan`, the log and `Result.optimizer_placement` say where that was.
-            On GPUs the host's arithmetic rounds differently from theirs, so that with "auto" last digits depend on what was
-            measured; on CPU devices the numbers are the same wherever updates are made.
-        link_bandwidth: what copies to and from each CPU device are slowed down to, e.g. "200MB/s", to see what a slow link
-            would do; None: as fast as they are.
-        record: keep what happens for `recording()`: some kilobytes of host memory for each unit run.
-        event_log: a file for what happens, written while the pool runs, which `hydra-tune trace` reads: units, copies, what
-            becomes of trials. Replaced if it is there; missing folders are made. None: none is written.
-        event_log_limit: the size at which units and copies are left out of that file, and counted instead, e.g. "50MB"; what
-            becomes of trials, their reports and ends included, is always written. None for no limit. See docs/trace.md.
-        checkpoint_dir: a folder for the checkpoints of all trials, a folder each; made if it is not there. Each trial is saved
-            at its reports, and what a killed process leaves another goes on from, bit for bit. None: nothing is saved.
-        checkpoint_every: how often trials are saved beside that: a number of optimizer steps, or a time such as "30s".
-        stop_seconds: how long, after Ctrl-C or SIGTERM in a `with` block or a search, trials that are being saved are waited
-            for; with a `checkpoint_dir`.
-        loader_warning: how long a trial waits for a batch of its data loader until a warning names the loader, and says where
-            it hangs: seconds, or a text such as "5min". See docs/faults.md.
-        loader_timeout: likewise, until the trial fails, so that it keeps nothing from the others any more; None: it waits for
-            ever.
-        max_retries: how often each trial may begin again after faults that are not its own: a lost device, a spill file that
-            cannot be written or read, a loader's worker process that was killed. It goes on from its last checkpoint, or from
-            its beginning, with the same bits. See docs/faults.md.
-        fusion: "on" computes trials of one architecture together, stacked, as far as they wait at the same time: several times
-            faster where models are small, slower where they are large. Numbers are then those of a plain loop up to rounding,
-            no longer to the last bit; what cannot be fused runs as ever. "auto": only where that gains, by a few steps that are
-            timed on copies first. "off": never. See docs/fusion.md.
-        fusion_size: the most trials that are computed together.
-        fusion_compile: name of a `torch.compile` backend, such as "inductor", that the steps of groups are compiled with, once
-            for each size of a group and kind of batch; it takes from seconds to a minute each. None: they are not.
-        fusion_planner: "auto" has trials of which fewer fit a device than could be a group be computed together all the same,
-            with activations swapped to the host or computed again as planned, where that is predicted to be faster than smaller
-            groups, and for as long as it does not prove slower; "on" wherever it can be planned; "off" never. See
-            docs/planner.md.
-        isolate: whether the pool runs in a process of its own, so that a crash of a trial (a segmentation fault, an exit) ends
-            nothing but that process, which is begun again, and all trials with it, from their checkpoints; one that has ended
-            it twice fails, with `TrialCrashedError`. Then only `run`, `submit`, `events` and `suspend` are there. See
-            docs/faults.md.
-        plans_only: only `plan` and `profile` are asked for. Devices that are not there, or not as large as `device_memory`, are
-            then stood for by as many CPU devices of that memory, which take none of it.
+        optimizer_placement: where optimizer state lives and updates run: "device" or "host". With "host" a step moves
+            gradients down and parameters up, but no optimizer state, and updates overlap the device's next units.
+            "auto": wherever the planner expects a shorter step, from measured speeds of copies and host memory; `plan`,
+            the log and `Result.optimizer_placement` give the choice. The host's arithmetic rounds differently from a
+            GPU's, so with "auto" on GPUs the last digits depend on the measurement; on CPU devices the numbers are the
+            same for either placement.
+        link_bandwidth: bandwidth to which copies to and from each CPU device are throttled, e.g. "200MB/s", to emulate
+            a slow link; None: no throttling.
+        record: keep the pool's events for `recording()`: some kilobytes of host memory for each unit run.
+        event_log: a file of events, written while the pool runs and read by `hydra-tune trace`: units, copies and the
+            lives of trials. An existing file is replaced; missing folders are made. None: no file.
+        event_log_limit: size from which on units and copies are only counted in the event log, no longer listed, e.g.
+            "50MB"; the lives of trials, with reports and ends, are always written. None for no limit. See
+            docs/trace.md.
+        checkpoint_dir: a folder for the checkpoints of all trials, one subfolder each; made if missing. Each trial is
+            saved at every report, and another process can resume the trials of a killed process bit for bit. None:
+            nothing is saved.
+        checkpoint_every: interval of additional checkpoints: a number of optimizer steps, or a time such as "30s".
+        stop_seconds: how long a `with` block or a search waits, after Ctrl-C or SIGTERM, for trials that are being
+            saved; with a `checkpoint_dir`.
+        loader_warning: how long a trial waits for a batch of its data loader before a warning names the loader and the
+            place where the loader hangs: seconds, or a text such as "5min". See docs/faults.md.
+        loader_timeout: how long a trial waits for a batch before the trial fails and frees its place for other trials;
+            None: the trial waits forever.
+        max_retries: how often each trial may restart after faults of its environment: a lost device, a spill file that
+            cannot be written or read, a killed worker process of a loader. The trial resumes from its last checkpoint,
+            or from its beginning, with the same bits. See docs/faults.md.
+        fusion: "on" trains trials of one architecture together, stacked by vmap, as far as several wait at the same
+            time: several times faster for small models, slower for large models. Fused numbers equal a plain loop's up
+            to rounding, not to the last bit; trials that cannot be fused run alone. "auto": fuse only where a few
+            steps, timed on copies first, show a gain. "off": never. See docs/fusion.md.
+        fusion_size: the most trials in a fused group.
+        fusion_compile: name of a `torch.compile` backend, such as "inductor", for the steps of fused groups. Each group
+            size and kind of batch compiles once, in seconds to a minute. None: no compilation.
+        fusion_planner: whether the planner may enlarge a fused group beyond the number of trials that fit a device, by
+            swapping activations to the host or recomputing activations. "auto": where the planner predicts a gain over
+            smaller groups, and as long as the larger group does not prove slower; "on": wherever a plan exists; "off":
+            never. See docs/planner.md.
+        isolate: whether the pool runs in its own process, so that a crash of a trial (a segmentation fault, an exit)
+            ends only the pool's process. The executor restarts the process and resumes all trials from their
+            checkpoints; a trial that has crashed the process twice fails with `TrialCrashedError`. Only `run`,
+            `submit`, `events`, `suspend` and `shutdown` are available then. See docs/faults.md.
+        plans_only: the executor serves only `plan` and `profile`. CPU devices of size `device_memory` stand in for
+            devices that are missing or smaller, without taking the memory.
 
     Raises:
         ConfigError: an option that makes no sense, by name.
@@ -201,26 +211,34 @@ class HydraExecutor:
         if self._isolated is not None:
             self._settings.check_isolated()
             _shut_down_at_exit(self._isolated)
+        # Signal handlers of a `with` block; closed last, so that Ctrl-C during shutdown still ends in order.
         self._signals = ExitStack()
+        # Guards the start of the pool and `_is_shut_down`: several studies may make the first call at once.
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._fusion: Fusion | None = None
         self._width = 0
         self._is_shut_down, self._watches = False, list[Watch]()
-        self._only_way: str | None = None  # in which steps are split; set by tests and measurements before the start
+        # Forces one way of splitting steps; set by tests and measurements before the start.
+        self._only_way: str | None = None
 
     @property
     def width(self) -> int:
-        """Trials in flight that keep the devices busy: `max_concurrent`; or two for each device, or a group, if more."""
+        """Trials in flight that keep the devices busy.
+
+        `max_concurrent` if given; else two for each device, or with fusion one full group for each device if that is
+        more.
+        """
         if not self._width:
             self._started()
+        # Without max_concurrent, `_width` is two trials for each device: half of `_width` counts the devices.
         return self._settings.max_concurrent or max(self._width, self._settings.members * self._width // 2)
 
     @property
     def num_abreast(self) -> int:
-        """Trials in flight that advance together: `width`, or with staggered admission no more than there are devices.
+        """Trials in flight that advance together: `width`, or with staggered admission at most the number of devices.
 
-        Members of a group advance together whatever the admission is.
+        Members of a fused group advance together under either admission.
         """
         if self._settings.admission == "eager" or self._settings.members:
             return self.width
@@ -228,7 +246,7 @@ class HydraExecutor:
 
     @property
     def num_abreast_alone(self) -> int:
-        """The same where no two trials can be computed together, whatever `fusion` says."""
+        """`num_abreast` for trials that cannot be fused with each other, whatever `fusion` says."""
         if not self._width:
             self._started()
         flying = self._settings.max_concurrent or self._width
@@ -236,7 +254,7 @@ class HydraExecutor:
 
     @property
     def fusion_size(self) -> int:
-        """The most trials that are computed together; 0 with `fusion="off"`."""
+        """The most trials of a fused group; 0 with `fusion="off"`."""
         return self._settings.members
 
     @property
@@ -263,27 +281,30 @@ class HydraExecutor:
         saved_as: str | None = None,
         max_retries: int | None = None,
     ) -> Job:
-        """Queue a task.
+        """Queue a task for training.
 
         Args:
-            task: what to train.
+            task: the task to train.
             name: for messages and tables.
-            events: where the job's events go; such a job waits at each report until it is answered.
-            priority: jobs of a higher one are admitted, and get devices, before all of a lower one, as with
-                `Job.set_priority`.
-            resume_from: the folder of a trial's checkpoints, to go on from the last good one: the job ends as that trial
-                would have. Reports made before it are in the result's history, and no events.
-            resume: "strict" refuses a checkpoint of another task, with what differs; "allow-changes" goes on with the task as
-                it is now, where parameters and optimizer class are the same: see docs/checkpoints.md.
-            warm_start: the folder of a trial's checkpoints, to begin anew with its weights.
-            labels: plain values that are saved with the job's checkpoints, for `find_checkpoint`.
-            saved_as: what `find_checkpoint` finds them by; None: `name`.
-            max_retries: as of the executor, for this job; None: as there.
+            events: stream for the job's events; a job with a stream waits at each report for an answer.
+            priority: jobs of a higher priority are admitted, and get devices, before all jobs of a lower priority, as
+                with `Job.set_priority`.
+            resume_from: the folder of a trial's checkpoints; the job resumes from the last good checkpoint and ends as
+                the saved trial would have. Earlier reports are in the result's history and send no events.
+            resume: "strict" refuses a checkpoint of another task and names the differences; "allow-changes" resumes
+                with the present task, where parameters and optimizer class are the same: see docs/checkpoints.md.
+            warm_start: the folder of a trial's checkpoints; the job begins anew with the saved weights.
+            labels: plain values saved with the job's checkpoints, for `find_checkpoint`.
+            saved_as: name under which `find_checkpoint` finds the checkpoints; None: `name`.
+            max_retries: overrides the executor's `max_retries` for this job; None: no override.
+
+        Returns:
+            The job, a handle to wait on, answer and cancel.
 
         Raises:
-            ConfigError: not a task, a task whose data is `ShapesOnly`, a priority that is not an int, two checkpoints to go on
-                from, or an executor that only plans.
-            CheckpointError: there is no checkpoint in the folder. What is wrong with one fails the job.
+            ConfigError: not a task, a task whose data is `ShapesOnly`, a priority that is not an int, both
+                `resume_from` and `warm_start`, or an executor made with `plans_only=True`.
+            CheckpointError: the folder has no checkpoint. A damaged or unfit checkpoint fails the job instead.
             HydraTuneError: the executor is shut down.
         """
         if not isinstance(task, TrainTask):
@@ -313,6 +334,7 @@ class HydraExecutor:
         pool, origin = self._started(), Origin()
         path = resume_from if warm_start is None else warm_start
         if path is not None:
+            # Checkpoints are written in the background: wait for pending writes, or the newest would be missed.
             pool.checkpoints.flush()
             found = check_checkpoint(Path(path).absolute())
             origin = Origin(path=found, allows_changes=resume != "strict", only_weights=warm_start is not None)
@@ -331,13 +353,15 @@ class HydraExecutor:
     def _submit_isolated(self, task: TrainTask, name: str | None, events: EventStream | None, **options: Any) -> Job:
         assert self._isolated is not None
         self._check_is_up()
+        # Check here, in the caller: a missing checkpoint raises at submit, not later in the pool's process.
         for option in ("resume_from", "warm_start"):
             if options[option] is not None:
                 options[option] = check_checkpoint(Path(options[option]).absolute())
         return self._isolated.submit(task, name, events, options)
 
     def _begin_isolated(self, crashes: int) -> "tuple[HydraExecutor, Callable[[Job], Path | None]]":
-        """In the pool's process, of which this is a copy: be an executor as any other."""
+        """Turn this copy, in the pool's process, into an ordinary executor."""
+        # The copy shares no threads with the original, and a lock copied while held would stay held forever.
         self._isolated, self._lock = None, threading.Lock()
         self._settings.number_log(crashes)
         return self, self._started().folder_of
@@ -347,6 +371,7 @@ class HydraExecutor:
             raise ConfigError("this HydraExecutor was made with plans_only=True and trains nothing; make one without")
 
     def _watched(self, job: Job) -> Job:
+        # Copied, for `live` may append or remove a watch on another thread meanwhile.
         for watch in tuple(self._watches):
             watch.add([job])
         return job
@@ -360,27 +385,27 @@ class HydraExecutor:
         *,
         priority: int = 0,
     ) -> Job:
-        """Begin a job with another job's state: weights, optimizer state, random streams, and place in its data.
+        """Begin a job with a copy of another job's state: weights, optimizer state, random streams, place in its data.
 
-        What of the task is changed is new from here on, and the rest goes on: with another `optimizer=` of the same class, the
-        state that the old one has gathered, and the new one's options. See docs/checkpoints.md.
+        Changed task arguments take effect from the copy on, and all other state continues: a changed `optimizer=` of
+        the same class keeps the gathered optimizer state and takes the new options. See docs/checkpoints.md.
 
         Args:
-            job: a job of this executor. One that is under way is copied when its present step is over, or as it is if it waits
-                at a report; one that is over must have checkpoints.
-            changes: arguments of `TrainTask` that are to be others.
+            job: a job of this executor. A running job is copied after its present step, or at once where the job waits
+                at a report; a finished job must have checkpoints.
+            changes: arguments of `TrainTask` to replace.
             name: as of `submit`.
             events: as of `submit`.
             priority: as of `submit`.
 
         Returns:
-            The new job, which no longer needs the old one.
+            The new job, independent of the old job from then on.
 
         Raises:
-            ConfigError: an argument that `TrainTask` has not.
+            ConfigError: a name in `changes` that is no argument of `TrainTask`, or a priority that is not an int.
             TaskError: a task that cannot be trained as changed.
-            CheckpointError: the job is over and has no checkpoint, ends meanwhile, is paused within a step, or has something
-                that cannot be copied.
+            CheckpointError: the job is over and has no checkpoint, ends meanwhile, is paused within a step, or has
+                state that cannot be copied.
         """
         self._check_trains()
         pool = self._started()
@@ -404,19 +429,19 @@ class HydraExecutor:
         )
 
     def save_to(self, job: Job, folder: str | os.PathLike[str]) -> Path:
-        """Write a checkpoint of a job to any folder, with or without a `checkpoint_dir`; the job goes on.
+        """Write a checkpoint of a job to any folder, with or without a `checkpoint_dir`; the job continues.
 
         Args:
-            job: a job of this executor that is not over. It is copied in memory when its present step is over, or as it is if
-                it waits at a report.
-            folder: for the checkpoint alone; made if it is not there.
+            job: a job of this executor that is not over. The state is copied in memory after the present step, or at
+                once where the job waits at a report.
+            folder: for the checkpoint alone; made if missing.
 
         Returns:
             The folder, for `submit(..., resume_from=...)`.
 
         Raises:
-            CheckpointError: the job is over, ends meanwhile, is paused within a step, or has something that no checkpoint can
-                hold; or another trial has the folder.
+            CheckpointError: the job is over, ends meanwhile, is paused within a step, or has state that no checkpoint
+                can hold; or the folder belongs to another trial.
             FileError: the system refuses.
         """
         pool = self._started()
@@ -429,15 +454,16 @@ class HydraExecutor:
         return kept.path
 
     def copy_at_end(self, job: Job) -> "Future[Saved]":
-        """Have a job's last state copied in memory when it has nothing to do any more, with or without a `checkpoint_dir`.
+        """Copy a job's last state in memory when the job has no more steps, with or without a `checkpoint_dir`.
 
         Args:
             job: a job of this executor that is not over.
 
         Returns:
-            The copy, which is there before the job is over and takes host memory as long as it is kept;
-            `CheckpointFolder.write` writes it. `cancel()` where it is not wanted any more. Of a job that does not complete, or
-            that had nothing to train when it began, a `CheckpointError`.
+            A future of the copy, done before the job is over; the copy holds host memory as long as the caller keeps
+            the future. `CheckpointFolder.write` writes the copy. Call `cancel()` on a future that is no longer needed.
+            The future fails with a `CheckpointError` if the job does not complete, or had nothing to train when it
+            began.
 
         Raises:
             CheckpointError: the job is over.
@@ -445,26 +471,26 @@ class HydraExecutor:
         return (self._fusion or self._started()).copy_at_end(job)
 
     def find_checkpoint(self, name: str) -> FoundCheckpoint | None:
-        """The last good checkpoint of the trial of this name, whichever process has made it.
+        """Find the last good checkpoint of a trial by name, whichever process has written the checkpoint.
 
         Args:
-            name: as it was given to `submit`, as `saved_as` or else as `name`.
+            name: the `saved_as` given to `submit`, or else the `name`.
 
         Returns:
-            What is known of it, for `submit(..., resume_from=found.path)`; None if there is none.
+            Path and labels of the checkpoint, for `submit(..., resume_from=found.path)`; None without a checkpoint.
 
         Raises:
             ConfigError: the executor has no `checkpoint_dir`.
-            CheckpointError: there are some, and none is whole.
+            CheckpointError: every checkpoint of the trial is damaged.
         """
         return find_checkpoint(self._folder_of(name))
 
     def remove_checkpoint(self, name: str, *, waits: bool = True) -> None:
-        """Remove the checkpoints of the trial of this name, if there are any.
+        """Remove all checkpoints of a trial by name, if any.
 
         Args:
             name: as of `find_checkpoint`.
-            waits: whether to wait until that is done; if not, what goes wrong is logged.
+            waits: whether to wait for the removal; otherwise errors are logged.
 
         Raises:
             ConfigError: the executor has no `checkpoint_dir`.
@@ -475,10 +501,11 @@ class HydraExecutor:
             remove_checkpoint(self._folder_of(name))
         else:
             folder = self._folder_of(name, is_settled=False)
+            # On the writer's thread, behind the trial's pending writes: a write after the removal would undo it.
             self._started().checkpoints.start(lambda: remove_or_log(folder))
 
     def has_checkpoint(self, name: str) -> bool:
-        """Whether there is a checkpoint of the trial of this name on disk now, whole or damaged; reads none.
+        """Whether a trial has a checkpoint on disk now, whole or damaged; reads no checkpoint.
 
         Args:
             name: as of `find_checkpoint`.
@@ -492,15 +519,15 @@ class HydraExecutor:
         return bool(generations(self.checkpoint_dir / folder_name(name)))
 
     def suspend(self, jobs: Iterable[Job] | None = None, *, seconds: float | None = None) -> None:
-        """Save jobs and end them, so that they can be gone on with another time, here or in another process.
+        """Save jobs and end them, so that this or another process can resume the jobs later.
 
-        Each is saved when its present step is over, at once where it waits at a report, and cancelled then. One that has not
-        begun is cancelled: what it goes on from, if anything, is on disk already. What cannot be written is logged, and the
-        last good checkpoint stays. Does not wait for the units that still run at the end; `shutdown()` does.
+        Each job is saved after its present step, or at once where the job waits at a report, and then cancelled. A job
+        that has not begun is only cancelled: a checkpoint to resume from, if any, is on disk already. A failed write is
+        logged, and the last good checkpoint stays. Does not wait for units still running at the end; `shutdown()` does.
 
         Args:
             jobs: of this executor; None: all.
-            seconds: how long to wait for them; who is not saved by then is cancelled. None: `stop_seconds`.
+            seconds: how long to wait for the saves; jobs not saved by then are cancelled. None: `stop_seconds`.
 
         Raises:
             ConfigError: the executor has no `checkpoint_dir`.
@@ -531,19 +558,19 @@ class HydraExecutor:
     def run(self, tasks: TrainTask | Iterable[TrainTask], *, on_error: OnError = "raise") -> Result | list[Result]:
         """Train tasks to their ends.
 
-        Each failure is logged when it happens, with its traceback, and the other trials go on.
+        A failure is logged at once, with its traceback, and the other trials continue.
 
         Args:
-            tasks: any number of tasks, or a single one.
-            on_error: "raise" raises `TrialsFailed` if a trial has failed; "return" returns its result among the others, with
-                the error in `Result.error`.
+            tasks: any number of tasks, or a single task.
+            on_error: "raise" raises `TrialsFailed` if a trial has failed; "return" returns the failed result among the
+                others, with the error in `Result.error`.
 
         Returns:
-            The results, in order; of a single task its result.
+            The results, in order; for a single task its result.
 
         Raises:
-            TrialsFailed: trials have failed, and all have ended; its `results` are those of all trials.
-            ConfigError: something that is no task, or another `on_error`; nothing is trained then.
+            TrialsFailed: trials have failed, and all have ended; its `results` holds the results of all trials.
+            ConfigError: an item that is no task, or another `on_error`; nothing is trained then.
         """
         if on_error not in ("raise", "return"):
             raise ConfigError(f"on_error must be 'raise' or 'return', not {on_error!r}")
@@ -554,11 +581,13 @@ class HydraExecutor:
 
     def _run(self, tasks: Iterable[TrainTask]) -> list[Result]:
         tasks = list(tasks)
-        self._prepare_workers(tasks)  # of all, before the first makes a thread busy
+        # Start the loaders' servers for all tasks first: afterwards the first job's threads are busy.
+        self._prepare_workers(tasks)
         jobs = [self.submit(task) for task in tasks]
         try:
             return [job.result() for job in jobs]
         except BaseException as error:
+            # Save before the cancels below: a cancelled job has no state left to save.
             if is_interrupt(error) and self.checkpoint_dir is not None:
                 self.suspend(jobs)
             for job in jobs:
@@ -566,7 +595,7 @@ class HydraExecutor:
             raise
 
     def events(self) -> EventStream:
-        """A new stream of events, for one driver.
+        """Open a new stream of events, for one driver.
 
         Raises:
             HydraTuneError: the executor is shut down.
@@ -578,21 +607,23 @@ class HydraExecutor:
         return EventStream()
 
     def stats(self) -> PoolStats:
-        """Figures since the pool began."""
-        pool = self._pool  # figures may be read after the end as well
+        """Return the pool's figures since its start; also works after `shutdown()`."""
+        # Read without `_started()`, which raises after a shutdown: figures may be read after the end.
+        pool = self._pool
         return (pool or self._started()).stats()
 
     @contextmanager
     def live(self, *, goal: Goal = "minimize", name: str = "hydra-tune") -> Iterator[None]:
-        """Show what the pool does until the block is left: its jobs, its devices, and when it will be over.
+        """Show the pool's jobs, devices and estimated end until the block exits.
 
-        On a terminal as `hydra-tune sweep` does, on the terminal's second screen: what is printed and logged meanwhile is shown
-        below, and printed again on standard error at the end. In a notebook below the cell, where it stays. Elsewhere as lines:
-        one for each job that ends, and one every half a minute. At the end, but for notebooks, the best jobs and the devices.
+        On a terminal the view uses the terminal's second screen, as `hydra-tune sweep` does: output printed and logged
+        meanwhile is shown below and printed again on standard error at the end. In a notebook the view appears below
+        the cell, and stays. Elsewhere lines are printed: one for each finished job and one every half a minute. At the
+        end, except in notebooks, the best jobs and the devices are printed.
 
         Args:
-            goal: which way the first of each task's metrics is better.
-            name: what the whole is called.
+            goal: the direction in which the first of each task's metrics is better.
+            name: title of the view.
 
         Raises:
             ConfigError: another goal.
@@ -610,9 +641,9 @@ class HydraExecutor:
                 self._watches.remove(watch)
 
     def recording(self) -> Recording:
-        """What the pool was told, decided and did since it began; best asked for after `shutdown()`.
+        """Return the recording of the pool's inputs, decisions and events since the start; best after `shutdown()`.
 
-        `recording().write(path)` writes a timeline that Perfetto and chrome://tracing show.
+        `recording().write(path)` writes a timeline for Perfetto and chrome://tracing.
 
         Raises:
             HydraTuneError: the executor was made without `record=True`.
@@ -623,10 +654,10 @@ class HydraExecutor:
     def profile(
         self, tasks: Iterable[TrainTask], *, bandwidth: str | int | None = None, steps: int | None = None
     ) -> dict[str, Any]:
-        """What a sweep of these tasks would ask of the devices, for `hydra-tune simulate`; nothing is trained.
+        """Profile a sweep of tasks for `hydra-tune simulate`; nothing is trained.
 
-        Each model is built, captured, cut and run once on the host, for its times: those of a CPU core, whatever the devices
-        are. Shards are what the pool would make of it.
+        Each model is built, captured, cut and run once on the host to measure times; the times are a CPU core's,
+        whatever the devices are. Shards are cut as the pool would cut the model.
 
         Args:
             tasks: the trials.
@@ -637,7 +668,7 @@ class HydraExecutor:
             The content of a profile, for `json.dump` or `hydra_tune.simulate.profile.parse_profile`.
 
         Raises:
-            ConfigError: a model that runs whole, whose times are not known beforehand; or data that does not tell its
+            ConfigError: a model that runs whole, for times of such a model are not known beforehand; or data without a
                 length, without `steps`.
             HydraTuneError: a task that the pool would refuse.
         """
@@ -647,33 +678,35 @@ class HydraExecutor:
         return self._started().profile(named, bandwidth=loads, steps=steps, max_concurrent=self.width)
 
     def plan(self, tasks: Iterable[TrainTask], *, probe: bool = False, profile: bool | int = False) -> Forecast:
-        """What these tasks would do in the pool together: shards, units, memory, and bytes moved in a step by kind.
+        """Forecast how tasks would run in the pool together: shards, units, memory, and bytes moved in a step by kind.
 
-        Each model is built, captured, cut and checked on the host with its first batch, as `submit` would have it; one that
-        is too large for that is planned without being built, and not checked. For CPU devices a few steps of it are timed, on
-        a device and with a model of their own. Then some steps are rehearsed on tensors without bytes, by the scheduler and
-        pagers of a run, on a virtual clock; nothing touches the pool's devices. The bytes are those of `stats()`, in a step
-        once all optimizer state is there; all trials are taken to have as many steps to go. Left out are evaluation, the
-        shorter last batch of an epoch, the disk of `spill_dir`, and the batches of a step that run side by side when devices
-        have nothing else to do.
+        Each model is built, captured, cut and checked on the host with its first batch, as in `submit`; a model too
+        large for the host is planned without being built, and not checked. For CPU devices a few steps of each model
+        are timed, on a separate device and model. The scheduler and pagers of a run then rehearse some steps on tensors
+        without bytes, on a virtual clock; nothing touches the pool's devices. Bytes are those of `stats()` for a step
+        with all optimizer state in place; all trials are assumed to have equally many steps to go. Left out are
+        evaluation, the shorter last batch of an epoch, the disk of `spill_dir`, and batches of a step that run side by
+        side on idle devices.
 
         Args:
             tasks: the trials; at least one.
-            probe: time a few steps of those that could be computed together, alone and stacked, on copies, as `fusion="auto"`
-                does; see docs/fusion.md.
-            profile: run the step of each kind of trial operator by operator, alone and for up to so many trials fused, and tell
-                where its memory is and what less would cost: `forecast.trials[0].fusion.figures`, or why not
-                (`why_no_figures`); see docs/planner.md. True: for as many as fill a group, up to 8.
+            probe: time a few steps of fusable trials, alone and stacked, on copies, as `fusion="auto"` does; see
+                docs/fusion.md.
+            profile: run the step of each kind of trial operator by operator, alone and for up to `profile` fused
+                trials, and report where memory goes and what savings would cost: `forecast.trials[0].fusion.figures`,
+                or the reason for no figures (`why_no_figures`); see docs/planner.md. True: for as many as fill a group,
+                up to 8.
 
         Returns:
-            The figures; of several tasks without those that cannot be planned, which are in `failed` with the error.
+            The forecast; of several tasks without those that cannot be planned, listed in `failed` with the error.
 
         Raises:
-            BudgetError: a model that the devices have no room for; its `enough_bytes` says how much would do.
-            ConfigError: no tasks; a model that runs whole and whose code wants the values of its tensors; or one that is too
-                large to be built, and runs whole or reads its weights when it is made.
-            TaskError: a task whose own code fails, as it would in training; that error is its cause.
-            HydraTuneError: a task that the pool would refuse. As all of these but for no tasks, only if no task can be planned.
+            BudgetError: a model that does not fit the devices; its `enough_bytes` is a sufficient budget.
+            ConfigError: no tasks; a model that runs whole and whose code reads the values of its tensors; or a model
+                too large to be built that runs whole or reads its weights during construction.
+            TaskError: a task whose own code fails, as the code would in training; the original error is the cause.
+            HydraTuneError: a task that the pool would refuse. All of these errors but the first ConfigError are raised
+                only if no task can be planned.
         """
         named = {f"trial{number}": task for number, task in enumerate(tasks)}
         if not named:
@@ -685,16 +718,17 @@ class HydraExecutor:
         return self._started().plan(named, group_size=size, probe=probe, profiled=profiled)
 
     def add_device(self, name: str) -> None:
-        """Have trials use one more device, from now on: one that was removed, or a new one.
+        """Add a device to the pool: a removed device, or a new one.
 
-        `width` stays what it was: give `max_concurrent` for as many trials as all devices are to share.
+        `width` keeps its value; give `max_concurrent` to set the number of trials that all devices will share.
 
         Args:
             name: "cuda:1"; or "cpu:3", by any number that is free.
 
         Raises:
-            ConfigError: there is no such device, it is in the pool, or it has less memory than models are cut for.
-            HydraTuneError: the executor is shut down or records, or a trial's own code has called this.
+            ConfigError: no such device, a device already in the pool, or a device with less memory than models are cut
+                for.
+            HydraTuneError: the executor is shut down or records, or a trial's own code has called this method.
         """
         pool = self._started()
         budget = pool.budget_bytes
@@ -704,22 +738,23 @@ class HydraExecutor:
         )
 
     def remove_device(self, name: str) -> None:
-        """Take a device from the pool; waits until the unit that runs there is over and its memory is given back.
+        """Remove a device from the pool; waits until the device's running unit is over and its memory is freed.
 
-        What trials have there goes to the host, and they go on elsewhere, with the same numbers.
+        Trial state on the device is spilled to the host, and the trials continue elsewhere with the same numbers.
 
         Args:
             name: as in `device_names`.
 
         Raises:
-            ConfigError: no such device, or the only one.
-            HydraTuneError: the executor is shut down or records, or a trial's own code has called this.
+            ConfigError: no such device, or the only device.
+            HydraTuneError: the executor is shut down or records, or a trial's own code has called this method.
         """
         self._started().remove_device(name)
 
     def shutdown(self) -> None:
-        """Cancel what is not over, wait for the running units, end all threads. May be called again."""
+        """Cancel all unfinished jobs, wait for running units, and end all threads. May be called again."""
         with self._lock:
+            # Not under the lock from here on: ending the pool waits for units, and their code may call the executor.
             pool = self._pool
             self._is_shut_down = True
         if pool is not None:
@@ -745,6 +780,7 @@ class HydraExecutor:
     ) -> None:
         with self._signals:
             try:
+                # Save first: the shutdown cancels every job.
                 if is_interrupt(error) and self.checkpoint_dir is not None:
                     self.suspend()
             finally:
@@ -775,7 +811,7 @@ class HydraExecutor:
 
 
 def _options_of(cls: type[HydraExecutor]) -> list[str]:
-    """The arguments that an executor, or a class made of it, takes by name."""
+    """Names of the options that an executor class and its bases take by keyword."""
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     makers = [vars(kind)["__init__"] for kind in cls.__mro__[:-1] if "__init__" in vars(kind)]
     found = (parameter for maker in makers for parameter in signature(maker).parameters.values())
@@ -783,7 +819,7 @@ def _options_of(cls: type[HydraExecutor]) -> list[str]:
 
 
 def _checked(tasks: Iterable[TrainTask]) -> list[TrainTask]:
-    """Tasks, all of them looked at before the first one is trained."""
+    """Return the tasks as a list, after checking every item before the first is trained."""
     if not isinstance(tasks, Iterable):
         raise ConfigError(f"run takes a TrainTask, or an iterable of them, not {type(tasks).__name__}")
     listed = list(tasks)
@@ -794,7 +830,8 @@ def _checked(tasks: Iterable[TrainTask]) -> list[TrainTask]:
 
 
 def _shut_down_at_exit(pool: Pool | Isolated) -> None:
-    """Threads that run torch while the interpreter ends can crash it; the executor may be forgotten before."""
+    """Shut the pool down before the interpreter ends: threads that still run torch then can crash the process."""
+    # Weak, so that this handler does not keep a forgotten pool, and its memory, until the process ends.
     reference = weakref.ref(pool)
 
     def shut_down() -> None:

@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM where the code can stand them, and not in the middle of a decision or a write.
+"""Delays Ctrl-C and SIGTERM to points where the code can stand an exception.
 
-Python raises `KeyboardInterrupt` between any two bytecodes of the main thread. Raised between asking for a trial and noting
-it down, it leaves a trial that seems to run for ever; raised inside the scheduler, it leaves half a decision. Code that must
-not be cut short holds interrupts back, and opens windows where it waits or runs somebody else's code. SIGTERM ends a Python
-program on the spot; where it is to end it in order instead, it raises `Terminated`, and waits like Ctrl-C.
+Python raises `KeyboardInterrupt` between any two bytecodes of the main thread. An interrupt between asking for a trial
+and noting the trial leaves a trial that seems to run forever; an interrupt inside the scheduler leaves half a decision.
+Critical code holds interrupts back, and opens windows around waits and user code. SIGTERM ends a Python program on the
+spot by default; inside `ends_in_order`, SIGTERM raises `Terminated` and is delayed like Ctrl-C.
 """
 
 import signal
@@ -19,19 +19,19 @@ _PATIENCE = 3
 
 
 class Terminated(SystemExit):
-    """What SIGTERM raises where it ends the program in order; uncaught, the exit code is 143, as shells have it."""
+    """Exception that SIGTERM raises to end the program in order; uncaught, the exit code is 143, as shells expect."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether it is Ctrl-C or SIGTERM that has raised this."""
+    """Whether Ctrl-C or SIGTERM has raised an error."""
     return isinstance(error, KeyboardInterrupt | Terminated)
 
 
 class _Holder:
-    """The signals' handler while they are held. Only the main thread enters, leaves and handles signals."""
+    """The signal handler while interrupts are held. Only the main thread enters, leaves and handles signals."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -40,14 +40,18 @@ class _Holder:
         self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def enter(self) -> bool:
-        """Hold from now on; returns whether interrupts got through until now although a block around holds them."""
+        """Hold interrupts from now on.
+
+        Returns:
+            Whether a window was open, so that interrupts got through although an outer block holds interrupts.
+        """
         was_open, self.is_open = self.is_open, False
         if self.depth == 0:
             self.pressed = []
             self._before = {}
             for number in SIGNALS:
                 handler = signal.getsignal(number)
-                if callable(handler):  # else it is ignored, or ends the process whatever is done here
+                if callable(handler):  # else the signal is ignored, or handled outside Python
                     self._before[number] = handler
                     signal.signal(number, self._handle)
         self.depth += 1
@@ -58,14 +62,17 @@ class _Holder:
         self.is_open = to_open
         if self.depth == 0:
             for number, handler in self._before.items():
+                # Code in the block may have installed its own handler: only restore where the handler is still this
+                # one.
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, handler)
         if self.depth == 0 or to_open:
             self.pass_on()
 
     def pass_on(self) -> None:
-        """Hand a held-back signal to whom it was meant for, who as a rule raises."""
+        """Hand the first held-back signal to its original handler, usually raising."""
         if self.pressed:
+            # Clear first: the handler raises, and the signal must not be raised a second time.
             number, self.pressed = self.pressed[0], []
             self._before[number](number, None)
 
@@ -73,7 +80,7 @@ class _Holder:
         self.pressed.append(number)
         if not self.is_open and len(self.pressed) < _PATIENCE:
             return
-        # Closed here, and not where the exception is caught: the next one may come before that.
+        # Close the window here, not where the exception is caught: the next signal may come before the catch.
         self.is_open, self.pressed = False, []
         self._before[number](number, frame)
 
@@ -87,13 +94,14 @@ def _is_main() -> bool:
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Within the block, or the decorated function, SIGINT and SIGTERM wait; at its end the first of them is raised, once.
+    """Hold SIGINT and SIGTERM within the block or decorated function; at the end the first of them is raised, once.
 
-    Blocks nest: within one that holds them, they go on waiting. A third gets through at once. Does nothing for a signal that
-    is ignored or that no handler in Python takes, and outside the main thread, which is the only one that they interrupt.
+    Blocks nest: signals wait until the outermost block ends. A third signal gets through at once. Does nothing for a
+    signal that is ignored or has no handler in Python, and outside the main thread, the only thread that signals
+    interrupt.
 
     Raises:
-        KeyboardInterrupt: at the end, or what the program's own handler of the signal does instead.
+        KeyboardInterrupt: at the end; the program's own handler of the signal may act otherwise.
         Terminated: the same, for SIGTERM.
     """
     if not _is_main():
@@ -103,7 +111,7 @@ def hold_interrupts() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, Terminated):
-        _holder.pressed, was_open = [], False  # it is being raised already
+        _holder.pressed, was_open = [], False  # already being raised: do not raise again at the end
         raise
     finally:
         _holder.leave(to_open=was_open)
@@ -111,7 +119,7 @@ def hold_interrupts() -> Iterator[None]:
 
 @contextmanager
 def let_interrupts_through() -> Iterator[None]:
-    """Within the block, they are raised at once again, even if they are held around; for waits and the user's own code.
+    """Let interrupts through at once within the block, even inside `hold_interrupts`; for waits and user code.
 
     Raises:
         KeyboardInterrupt: at the start, if one was held back, or from anywhere in the block.
@@ -130,9 +138,9 @@ def let_interrupts_through() -> Iterator[None]:
 
 @contextmanager
 def ends_in_order() -> Iterator[None]:
-    """Within the block, the first SIGTERM raises `Terminated`, and the second ends the process at once, as it does by itself.
+    """Within the block, raise `Terminated` at the first SIGTERM; a second SIGTERM ends the process at once.
 
-    Does nothing where the program has a handler of its own or ignores the signal, and outside the main thread.
+    Does nothing where the program has its own handler or ignores the signal, and outside the main thread.
 
     Raises:
         Terminated: from anywhere in the block.
@@ -142,6 +150,7 @@ def ends_in_order() -> Iterator[None]:
         return
 
     def handle(number: int, _frame: FrameType | None) -> None:
+        # Restored before raising, so that a second SIGTERM kills a program that hangs in its cleanup.
         signal.signal(number, signal.SIG_DFL)
         raise Terminated
 

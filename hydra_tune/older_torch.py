@@ -1,6 +1,6 @@
-"""Mends what the older of the supported versions of torch do wrong; each part goes when its versions are supported no more.
+"""Workarounds for bugs in the older supported versions of torch; each is removed with its last affected version.
 
-`pyproject.toml` says which versions those are, and `make compat` runs the tests with the oldest.
+`pyproject.toml` gives the supported versions, and `make compat` runs the tests with the oldest.
 """
 
 import _thread
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _UNTAGGED = frozenset(
-    # Up to torch 2.11 these lack the tag.
+    # Pointwise operators that lack the tag up to torch 2.11.
     [
         *("aten::_conj_physical", "aten::celu_", "aten::elu_", "aten::hardsigmoid_", "aten::hardtanh_"),
         *("aten::leaky_relu", "aten::leaky_relu_", "aten::selu_"),
@@ -20,18 +20,18 @@ _UNTAGGED = frozenset(
 
 
 def is_pointwise(operator: Any) -> bool:
-    """Whether an operator computes each element by itself."""
+    """Whether an operator computes each element independently."""
     return torch.Tag.pointwise in operator.tags or operator.name() in _UNTAGGED
 
 
 @functools.cache
 def keep_cuda_guard() -> None:
-    """Keep torch's stand-in for the guard of CUDA devices alive; to be called before any thread of a pool starts.
+    """Keep torch's placeholder for the CUDA device guard alive; call before any thread of a pool starts.
 
-    Where torch sees no GPU, the first thread that enters a `FakeTensorMode`, as each capture does, puts a stand-in for that
-    guard into torch's table. Up to torch 2.11 that thread owns the stand-in and frees it when the thread ends, and the table
-    still points there: the next thread that enters such a mode reads freed memory, and the process dies. So a thread that
-    never ends owns the stand-in here. A machine with a GPU has no stand-in, and nothing is done there.
+    Where torch sees no GPU, the first thread to enter a `FakeTensorMode`, as each capture does, registers a placeholder for
+    the CUDA guard in a global table of torch. Up to torch 2.11 the thread owns the placeholder and frees it when the thread
+    ends, while the table still points there: the next thread to enter such a mode reads freed memory, and the process dies.
+    Here a thread that never ends owns the placeholder. A machine with a GPU has no placeholder and needs no owner.
     """
     if torch.__version__ >= "2.12" or torch.cuda.is_available():
         return
@@ -39,6 +39,7 @@ def keep_cuda_guard() -> None:
     is_set.acquire()
     never.acquire()
 
+    # A raw thread rather than threading.Thread: the interpreter does not wait for raw threads at exit.
     def own() -> None:
         torch._C._ensureCUDADeviceGuardSet()  # noqa: SLF001 - as FakeTensorMode does
         is_set.release()
@@ -50,9 +51,10 @@ def keep_cuda_guard() -> None:
 
 @functools.cache
 def mend_lstm_shapes() -> None:
-    """Have LSTMs on tensors without bytes give final states of the shape that real ones have; to be called before a capture.
+    """Make LSTMs on tensors without bytes return final states of the real shape; call before a capture.
 
-    Up to torch 2.12 they have one dimension more, as of `(1, 1, batch, hidden)`, and code that uses them fails.
+    Up to torch 2.12 the final states have one dimension more, as of `(1, 1, batch, hidden)`, and code that uses the
+    states fails.
     """
     if torch.__version__ >= "2.13":
         return

@@ -1,6 +1,6 @@
-"""Bytes and seconds: parsing what people write, printing what people read.
+"""Parsing and formatting of bytes and seconds.
 
-Pure text and numbers; knows nothing of tensors or devices.
+The module handles only text and numbers and knows nothing of tensors or devices.
 """
 
 import math
@@ -33,7 +33,7 @@ def parse_bytes(text: str | int, *, what: str = "memory") -> int:
     """Read a number of bytes such as `"11GiB"`, `"1.5 GB"`, `"4096"` or a plain int.
 
     Args:
-        text: what was written; a bare number is bytes.
+        text: the user's value; a bare number is bytes.
         what: the name of the option, for the message.
 
     Returns:
@@ -58,7 +58,7 @@ def parse_bytes(text: str | int, *, what: str = "memory") -> int:
 
 
 def format_bytes(size: float) -> str:
-    """Bytes for reading: `512 B`, `1.5 KiB`, `9.1 GiB`."""
+    """Format bytes for reading: `512 B`, `1.5 KiB`, `9.1 GiB`."""
     value, sign = abs(float(size)), "-" if size < 0 else ""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:  # noqa: PLR2004 - the step between binary units
@@ -68,28 +68,32 @@ def format_bytes(size: float) -> str:
 
 
 def format_bytes_up(size: float) -> str:
-    """Bytes rounded up to a text that `parse_bytes` reads back as at least `size`: for "raise X to at least ..."."""
+    """Round bytes up to a text that `parse_bytes` reads back as at least `size`: for "raise X to at least ..."."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= 10 * factor:
+            # Integer arithmetic: a float could round down, and the advice to the user would not be enough.
             tenths = -(-int(size) * 10 // factor)
             return f"{tenths // 10}.{tenths % 10}{unit}"
     return f"{int(size)}B"
 
 
 def format_short_seconds(seconds: float) -> str:
-    """`1.25 s`, `12.3 ms`: of a step, say."""
+    """Format a short duration, such as a step: `1.25 s`, `12.3 ms`."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def parse_seconds(value: object, *, what: str) -> float:
-    """Read a time: a number of seconds, or a text such as "30s", "5min" or "1h".
+    """Read a duration: a number of seconds, or a text such as "30s", "5min" or "1h".
 
     Args:
-        value: as the user gave it.
+        value: the user's value.
         what: the name of the option, for the message.
 
+    Returns:
+        Seconds.
+
     Raises:
-        ConfigError: none of these, or not more than 0.
+        ConfigError: another value, or a duration not above 0.
     """
     seconds = 0.0
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -102,7 +106,7 @@ def parse_seconds(value: object, *, what: str) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds for reading: `0.4s`, `12s`, `3m05s`, `2h10m`, `3d4h`."""
+    """Format seconds for reading: `0.4s`, `12s`, `3m05s`, `2h10m`, `3d4h`."""
     if seconds < 10:  # noqa: PLR2004 - below this tenths matter
         return f"{seconds:.1f}s"
     whole = round(seconds)

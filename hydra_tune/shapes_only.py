@@ -1,4 +1,4 @@
-"""Data of which only the shapes are known: enough to plan with, and never trained on."""
+"""Data known only by shape: enough to plan a task, and never trained on."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from hydra_tune.task import TrainTask
 
 
 class ShapesOnly(Dataset[Any]):
-    """Stands for data that is not here, so that a task can be planned before its data is had.
+    """Placeholder for missing data, so that a task can be planned before its data is available.
 
-    `HydraExecutor.plan` and `profile` take a task with it as any other, for what they find depends on shapes and on the number
-    of samples alone. `submit`, `run`, `train_plain` and `hydra-tune sweep` refuse it.
+    `HydraExecutor.plan` and `profile` accept a task with placeholder data, because both depend only on shapes and on
+    the number of samples. `submit`, `run`, `train_plain` and `hydra-tune sweep` refuse the task.
 
     Args:
-        sample: one sample, as the data would give it; each of them is this one.
-        length: samples that there would be.
+        sample: one sample in the form of the real data; returned for every index.
+        length: number of samples.
 
     Raises:
         ConfigError: a length below 1.
@@ -31,23 +31,24 @@ class ShapesOnly(Dataset[Any]):
         return self._length
 
     def __getitem__(self, index: int) -> Any:
+        # Plain iteration over a sequence ends only at an IndexError.
         if not -self._length <= index < self._length:
             raise IndexError(index)
         return self._sample
 
 
 def has_shapes_only(task: TrainTask) -> bool:
-    """Whether some of a task's data stands for data that is not here."""
+    """Whether some of a task's data is a placeholder."""
     handles = (task.train, task.validate)
     data = [handle.dataset if isinstance(handle, DataLoader) else handle for handle in handles]
     return any(isinstance(one, ShapesOnly) for one in data)
 
 
 def refuse_shapes_only(task: TrainTask) -> None:
-    """Refuse to train such a task.
+    """Refuse to train a task with placeholder data.
 
     Raises:
-        ConfigError: it has no data.
+        ConfigError: the task's data is `ShapesOnly`.
     """
     if has_shapes_only(task):
         raise ConfigError(

@@ -1,9 +1,9 @@
 """`TrainTask`: the executable form of a trial.
 
-A task describes a training run with factories and data handles and holds nothing live: it costs nothing while it waits,
-and two tasks can be compared without building their models. It is checked when it is made, so that a mistake shows where
-it was written and not hours later on a worker. This module knows nothing of shards and devices, and of tuners only what to
-say where a task was returned to one that does not know it.
+A task describes a training run with factories and data handles and holds no live objects: a waiting task costs nothing,
+and two tasks can be compared without building their models. Arguments are checked at construction, so that a mistake
+shows where the task was written and not hours later on a worker. The module knows nothing of shards and devices, and of
+tuners only the hint for a task returned to a tuner without an executor.
 """
 
 import logging
@@ -38,7 +38,7 @@ _FUNCTIONS = (
 
 
 class _Noting:
-    """What a task keeps beside its arguments: a copy or a pickle of a task has none."""
+    """Slot for state that a task keeps beside its arguments; a copy or a pickle of a task has none."""
 
     __slots__ = ("_closures",)
 
@@ -49,55 +49,55 @@ class _Noting:
 class TrainTask(_Noting):
     """One training run, described and not yet built.
 
-    The reference for what a task means is `hydra_tune.train_plain`: seed torch, numpy and random; build model, parameter
-    groups, optimizer, scheduler; for each epoch, train on every batch (accumulate, clip, step, zero), then evaluate. The
-    pool gives the same numbers.
+    `hydra_tune.train_plain` is the reference for the meaning of a task: seed torch, numpy and random; build model,
+    parameter groups, optimizer, scheduler; for each epoch, train on every batch (accumulate, clip, step, zero), then
+    evaluate. The pool gives the same numbers.
 
     Args:
         model: builds the module; called once, with the trial's own random streams.
-        optimizer: builds the optimizer from what `param_groups` returns, e.g. `partial(torch.optim.AdamW, lr=1e-3)`.
+        optimizer: builds the optimizer from the result of `param_groups`, e.g. `partial(torch.optim.AdamW, lr=1e-3)`.
         train: training data: a `Dataset` (with `batch_size`, shuffled), a `DataLoader`, or a callable that returns an
-            iterable of batches; iterated anew each epoch, on a copy of the trial's own where it is a `DataLoader`, so that
-            several trials may share one.
-        param_groups: what the optimizer is given; default `list(module.parameters())`.
+            iterable of batches; iterated anew each epoch. A `DataLoader` is copied for each trial, so that several
+            trials may share one loader.
+        param_groups: builds the optimizer's parameter groups from the module; default `list(module.parameters())`.
         loss: `(output, target) -> scalar`, for batches `(input, target)`. Exactly one of `loss` and `step`.
         step: `(module, batch) -> scalar loss`, for full control.
         validate: validation data, in the forms of `train`; a `Dataset` is read in order.
-        evaluate: `(module, batch) -> {name: scalar}`, of tensors or plain numbers, averaged over samples and reported as
-            `val_<name>`, or by the name itself where that begins with `val_`; default: the training loss, as `val_loss`.
-        metric: what is reported to the tuner, one name or, for several objectives, several; default `val_loss`, or
-            `train_loss` where there is no `validate`.
+        evaluate: `(module, batch) -> {name: scalar}`, of tensors or plain numbers, averaged over samples and reported
+            as `val_<name>`, or unchanged for a name that begins with `val_`; default: the training loss, as `val_loss`.
+        metric: metric reported to the tuner: a name, or several names for several objectives; default `val_loss`, or
+            `train_loss` without `validate`.
         epochs: passes over `train`.
         batch_size: samples per batch, where `train` or `validate` is a `Dataset`.
-        accumulate: batches whose gradients are added up for one optimizer step, each loss divided by this number. What is
-            left over at the end of an epoch makes a step of its own, with the same divisor.
-        split_batches: pieces that each batch is cut into, run one by one or side by side on devices that have nothing else to
-            do; each piece's loss is weighted by its share of the batch's samples. For a loss that is the mean over samples
-            and a model whose forward does not mix them; anything else is refused. What it gives depends on this number, and
-            not on the devices. 1 for whole batches. "auto": the pool chooses the number by the memory of its devices, when the
-            first batch is there; what it gives is then that of the number chosen, which `Result.split_batches` has.
-        split_operators: `nn.Linear` and `nn.Embedding` modules whose weights are trained in pieces, each a parameter of its
-            own, so that a device needs room for one piece at a time: `{"head": 4}`, names of modules and pieces of each; or a
-            size such as `"64MiB"`, for as many pieces as it takes that no operator has more bytes of parameters at once. The
-            module that comes out is whole again. What it gives may depend on the pieces in the last digits, and not on the
+        accumulate: batches whose gradients are summed for one optimizer step, each loss divided by `accumulate`.
+            Batches left over at the end of an epoch make a step of their own, with the same divisor.
+        split_batches: pieces that each batch is cut into, run one by one or side by side on idle devices; each piece's
+            loss is weighted by its share of the batch's samples. Requires a loss that is the mean over samples and a
+            model whose forward does not mix samples; any other is refused. Results depend on the number of pieces, not
+            on the devices. 1 for whole batches. "auto": the pool chooses the number from the memory of its devices at
+            the first batch; results are those of the chosen number, given in `Result.split_batches`.
+        split_operators: `nn.Linear` and `nn.Embedding` modules to train with split weights, each piece a separate
+            parameter, so that a device needs room for only one piece at a time: `{"head": 4}`, names of modules with
+            numbers of pieces; or a size such as `"64MiB"`, for enough pieces to keep every operator's parameters below
+            the size. The trained module is whole again. The last digits of results may depend on the pieces, not on the
             devices; see docs/training.md. None for whole operators.
-        max_grad_norm: clips the norm of all gradients of the optimizer's parameters together to this, as
+        max_grad_norm: clips the norm of all gradients of the optimizer's parameters together to this value, as
             `torch.nn.utils.clip_grad_norm_` does; None for no clipping.
-        precision: what matrix products are computed in: `"float32"` as the model is, or under `torch.autocast` to
-            `"bfloat16"` or `"float16"`, the latter with a `torch.amp.GradScaler`. Parameters stay as they are.
-        compile: name of a `torch.compile` backend that the shards of a captured model are run with, e.g. `"inductor"`. The
-            numbers are then the compiler's own: close to those of plain PyTorch, not equal. None for no compiler.
-        activations: what a model that is cut into shards does with the activations of each shard until its backward:
-            `"recompute"` computes them again; `"keep"` leaves them on the device until something else needs the room, and
-            then spills them to the host; `"spill"` sends them to the host at once; `"auto"` keeps or recomputes them, shard by
-            shard, by what copies and the shard's forward take. The numbers are the same, to the last bit. Where they cannot
-            be kept they are recomputed: under `compile`, and where a unit would not fit its device.
-        on_bad_loss: whether a training loss that is NaN or infinite makes the trial `"fail"`, or ends it as if pruned
+        precision: precision of matrix products: `"float32"` runs the model unchanged; `"bfloat16"` and `"float16"` run
+            under `torch.autocast`, the latter with a `torch.amp.GradScaler`. Parameters keep their types.
+        compile: name of a `torch.compile` backend for the shards of a captured model, e.g. `"inductor"`. The compiler's
+            numbers are close to those of plain PyTorch, not equal. None for no compiler.
+        activations: how a model cut into shards treats each shard's activations until its backward: `"recompute"`
+            recomputes them; `"keep"` leaves activations on the device until the room is needed, and then spills them to
+            the host; `"spill"` spills at once; `"auto"` keeps or recomputes, shard by shard, by the time of copies and
+            of the shard's forward. Numbers are the same, to the last bit. Activations are always recomputed under
+            `compile`, and where a unit would not fit its device.
+        on_bad_loss: whether a NaN or infinite training loss makes the trial `"fail"`, or ends the trial as if pruned
             (`"prune"`). The step is not taken.
         scheduler: builds the learning-rate scheduler from the optimizer; `ReduceLROnPlateau` is given `metric`.
         scheduler_interval: whether the scheduler steps after each `"epoch"` or each optimizer `"step"`.
         report_every: `"epoch"`, or a number of optimizer steps; every report evaluates if there is `validate`.
-        result: which report is the trial's value for a tuner: the `"last"` or the `"best"`.
+        result: report that gives the trial's value to a tuner: the `"last"` or the `"best"`.
         seed: seeds the trial's random streams.
 
     Raises:
@@ -154,10 +154,11 @@ class TrainTask(_Noting):
             raise TaskError(f"seed must be an integer from 0 to 2**32 - 1 (numpy takes no other), not {self.seed!r}")
         _check_data(self)
         _check_metric(self)
+        # The dataclass is frozen: only object's own __setattr__ can fill the slot.
         object.__setattr__(self, "_closures", Closures({name: getattr(self, name) for name in _FUNCTIONS}))
 
     def warn_of_changes(self) -> None:
-        """Log which variables of its functions have changed since the task was made; to be called before they run."""
+        """Log variables of the task's functions that have changed since construction; call before the functions run."""
         closures = getattr(self, "_closures", None)
         for one in () if closures is None else closures.changed():
             _LOGGER.warning(
@@ -169,35 +170,36 @@ class TrainTask(_Noting):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names reported to the tuner, in order."""
+        """Names of the metrics reported to the tuner, in order."""
         if self.metric is None:
             return ("train_loss",) if self.validate is None else ("val_loss",)
         return (self.metric,) if isinstance(self.metric, str) else self.metric
 
     @property
     def num_pieces(self) -> int:
-        """Pieces that each batch is cut into. To be asked once they are known: not while `split_batches` is "auto"."""
+        """Pieces that each batch is cut into; defined only once chosen, so not while `split_batches` is "auto"."""
         assert self.split_batches != "auto", "nobody has chosen the number of pieces yet"
         return self.split_batches
 
     def __float__(self) -> float:
-        """What a stock Optuna study asks of everything that an objective returns.
+        """Refuse the conversion that a stock Optuna study tries on the value of an objective.
 
         Raises:
-            TypeError: always; with the line that the study lacks.
+            TypeError: always; the message gives the line that the study lacks.
         """
         message = (
             "a TrainTask is not a number: a study trains it if it has an executor and the objective returns the task by "
             "itself; make the study with hydra_tune_optuna.create_study(..., executor=hydra_tune.HydraExecutor())"
         )
-        # Optuna fails the trial with the value's repr, and drops what float() had to say. A log line is no warning on
-        # purpose: where warnings are errors it would end the search in Optuna's own assertion, the trial still running.
+        # Optuna fails the trial with the value's repr and drops the message of float(). Log a line instead of a
+        # warning: with warnings turned into errors, a warning would end the search in Optuna's own assertion, the trial
+        # still running.
         _LOGGER.warning(message)
         raise TypeError(message)
 
 
 def _check_factories(task: TrainTask) -> None:
-    """A factory must be callable, and must not be the thing it should build."""
+    """Check that each factory is callable and is not the live object to build."""
     live = {
         "model": (nn.Module, "a live module; give a callable that builds one, e.g. model=lambda: Net(width=64)"),
         "optimizer": (
@@ -281,25 +283,26 @@ def _check_data(task: TrainTask) -> None:
 
 
 def length_of(handle: object) -> int | None:
-    """`len(handle)`, or None for what has no length."""
+    """Return `len(handle)`, or None for a handle without a length."""
     if not isinstance(handle, Sized):
         return None
     try:
         return len(handle)
     except (TypeError, NotImplementedError, AttributeError):
-        return None  # a DataLoader is Sized, but what it takes its length from may have none
+        return None  # a DataLoader is Sized, but its dataset or sampler may have no length
 
 
 def _check_not_empty(name: str, handle: object) -> None:
+    # The length of an IterableDataset is only an estimate: torch iterates whatever the length says.
     if not isinstance(handle, IterableDataset) and length_of(handle) == 0:
         raise TaskError(f"{name} is empty: {type(handle).__name__} of length 0")
 
 
 def reported_names(values: Mapping[str, float]) -> dict[str, float]:
-    """What `evaluate` has returned, by the names that are reported: `val_<name>`, once where the name begins so itself.
+    """Rename the values of `evaluate` to reported names: `val_<name>`; a name that begins with `val_` is kept.
 
     Raises:
-        MetricError: two of them are reported by one name.
+        MetricError: two values would be reported under one name.
     """
     found: dict[str, float] = {}
     for name, value in values.items():
@@ -314,7 +317,7 @@ def reported_names(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def check_reported(wanted: Iterable[str], metrics: Mapping[str, float]) -> None:
-    """Refuse a report without what the tuner is to be told.
+    """Refuse a report that lacks a metric of the tuner.
 
     Raises:
         MetricError: a name is not among the metrics.
@@ -327,10 +330,10 @@ def check_reported(wanted: Iterable[str], metrics: Mapping[str, float]) -> None:
 
 
 def number_of(value: object) -> float | None:
-    """A number of Python's or numpy's, or an array of one, as a float; None of anything else."""
+    """Convert a number of Python or numpy, or an array of one number, to a float; None for any other value."""
     if isinstance(value, int | float):
         return float(value)
-    is_numpys = type(value).__module__.partition(".")[0] == "numpy"  # which is not imported for this
+    is_numpys = type(value).__module__.partition(".")[0] == "numpy"  # by name: numpy is not imported for this check
     if is_numpys and getattr(value, "size", 0) == 1:
         found = getattr(value, "item", lambda: None)()
         return float(found) if isinstance(found, int | float) else None
@@ -338,7 +341,7 @@ def number_of(value: object) -> float | None:
 
 
 def returned(value: object) -> str:
-    """What a task's function has returned instead of a scalar tensor, in words, and the remedy."""
+    """Describe in words a value that a task's function returned instead of a scalar tensor, with the remedy."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}; reduce it, e.g. with .mean()"
     symbolic = (torch.SymFloat, torch.SymInt, torch.SymBool)  # numbers that a capture does not know
@@ -348,7 +351,7 @@ def returned(value: object) -> str:
 
 
 def backward_called() -> TaskError:
-    """The error of a training step that has made gradients itself."""
+    """Make the error for a training step that has called `backward()` itself."""
     return TaskError(
         "step= or loss= calls backward() itself, so that every gradient would be added up twice; return the loss, and leave "
         "backward(), optimizer.step() and zero_grad() to hydra-tune"
@@ -356,13 +359,13 @@ def backward_called() -> TaskError:
 
 
 def not_metrics(value: object) -> MetricError:
-    """The error of an `evaluate` that returned no mapping."""
+    """Make the error for an `evaluate` that returned no mapping."""
     kind = "a tensor" if isinstance(value, Tensor) else type(value).__name__
     return MetricError(f"evaluate= must return {{name: scalar}}, not {kind}; name the value, as in {{'acc': value}}")
 
 
 def not_a_metric(name: str, value: object) -> MetricError:
-    """The error of an `evaluate` that returned something else than a scalar."""
+    """Make the error for an `evaluate` with a value that is no scalar."""
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     return MetricError(
         f"evaluate= returned {name!r} as {kind}, not as a scalar; reduce it over the batch, e.g. with .mean()"
