@@ -1,10 +1,9 @@
 """Ray Tune with shared pools: `import hydra_tune_ray`.
 
-`trainable(build)` is what a `ray.tune.Tuner` is given; schedulers, searchers and stoppers are Ray's own, and trials share the
-devices of each node instead of having fractions of them.
+Pass `trainable(build)` to a `ray.tune.Tuner`; schedulers, searchers and stoppers are Ray's own, and trials share the
+devices of each node instead of owning fractions of devices.
 
-The public names are imported on first use: of the processes of a cluster only trials and drivers need Ray Tune, and only pools
-need torch.
+Public names are imported on first use: in a cluster, only trials and drivers need Ray Tune, and only pools need torch.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""How the actors of this package are made and found: names, places, and the entry of a pool's process.
+"""Creation and lookup of the package's Ray actors: names, placement, and the entry point of a pool's process.
 
-A pool is an actor with one method, `call`, which hands on to `hydra_tune_ray.pool.NodePool`. So whoever makes a pool, or talks
-to one, imports no torch.
+A pool is an actor with one method, `call`, which forwards to `hydra_tune_ray.pool.NodePool`. Processes that start a
+pool or talk to a pool therefore import no torch.
 """
 
 import threading
@@ -22,18 +22,18 @@ GONE_TIMES = 6
 """How often in a row Ray has to say that there is no such actor: it also does when it cannot tell."""
 
 _WATCH_SECONDS = 2.0
-_ABREAST = 10_000  # calls under way at once; nearly all of them wait
+_ABREAST = 10_000  # concurrent calls; nearly all of them wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which pool one is.
+    """Identity and options of a pool.
 
     Attributes:
         name: of the pool.
-        directory: the name of the directory that has it.
-        node: where it is.
-        options: of its `HydraExecutor`.
+        directory: the name of the pool's directory.
+        node: the pool's node.
+        options: of the pool's `HydraExecutor`.
     """
 
     name: str
@@ -51,7 +51,7 @@ class PoolActor:
         threading.Thread(target=self._watch, name="hydra-watch", daemon=True).start()
 
     async def version(self) -> str:
-        """Of hydra-tune, where this runs."""
+        """Version of hydra-tune in this process."""
         return VERSION
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
@@ -59,11 +59,15 @@ class PoolActor:
         if self._pool is None:
             from hydra_tune_ray.pool import NodePool  # noqa: PLC0415 - imports torch, which only this process needs
 
+            # The import above takes long, and another call may have made the pool meanwhile.
             self._pool = self._pool or NodePool(self._place)
         return await getattr(self._pool, method)(*args, **options)
 
     def _watch(self) -> None:
-        """End with the directory, before the pool is open and does so itself: Ray starts pools again that nobody may want."""
+        """End the actor if the directory vanishes before the pool is open; Ray may restart pools that nobody wants.
+
+        An open pool watches the directory by its own pulse.
+        """
         num_missing = 0
         while self._pool is None or not self._pool.is_open:
             time.sleep(_WATCH_SECONDS)
@@ -73,17 +77,17 @@ class PoolActor:
                 num_missing += 1
                 if num_missing == GONE_TIMES:
                     ray.kill(ray.get_runtime_context().current_actor)
-            except RayError:  # it does not answer now
+            except RayError:  # Ray does not answer now
                 continue
             else:
                 num_missing = 0
 
 
 def start_pool(place: Place) -> Any:
-    """Start the actor of a pool on its node; one that is there is found. It outlives whoever starts it.
+    """Start the actor of a pool on its node, or find the running actor. The actor outlives its creator.
 
     Returns:
-        Its handle.
+        The actor's handle.
     """
     strategy = NodeAffinitySchedulingStrategy(node_id=place.node.node_id, soft=False)
     made = ray.remote(PoolActor).options(
@@ -101,9 +105,9 @@ def start_pool(place: Place) -> Any:
 
 
 def find_actor(name: str) -> Any:
-    """A directory or a pool.
+    """Find the actor of a directory or a pool.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no actor has this name.
     """
     return ray.get_actor(name, namespace=NAMESPACE)

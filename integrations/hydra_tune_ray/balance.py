@@ -1,7 +1,8 @@
-"""Which trials go to which pool: by the compute that each pool still has to do. Pure Python; plays in simulations too.
+"""Load balancing: assigns trials to pools by the compute that each pool still has to do.
 
-Longest remaining first, as within a pool: of the trials of the pool that would end last, the one goes to the pool that would
-end first whose going has the later of the two end soonest.
+Pure Python, also used in simulations. The rule is longest remaining time first, as within a pool: of the trials of the
+pool that would end last, one moves to the pool that would end first. The chosen trial makes the later of the two pools
+end soonest.
 """
 
 from collections.abc import Mapping
@@ -16,12 +17,12 @@ _GAIN = 0.2
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """What a pool has to do.
+    """Remaining work of a pool.
 
     Attributes:
-        num_devices: its devices.
-        trials: seconds that each of its trials still has to compute, by key.
-        started: keys of trials that have a state, which has to be moved along.
+        num_devices: number of devices.
+        trials: remaining seconds of compute of each trial, by key.
+        started: keys of the trials with state that must move along.
     """
 
     num_devices: int
@@ -30,17 +31,17 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Work for each of its devices."""
+        """Seconds of work for each device."""
         return sum(self.trials.values()) / self.num_devices
 
 
 def least_busy(pools: Mapping[str, Work], seconds: float, *, near: str | None = None) -> str:
-    """The pool in which a new trial would end first.
+    """Choose the pool in which a new trial would end first.
 
     Args:
         pools: by name; at least one.
-        seconds: that the trial has to compute.
-        near: the pool of the node that asks, which has it where others are no better.
+        seconds: compute of the trial.
+        near: the pool on the client's node, preferred at a tie.
     """
 
     def end(name: str) -> tuple[float, int, bool, str]:
@@ -51,11 +52,11 @@ def least_busy(pools: Mapping[str, Work], seconds: float, *, near: str | None = 
 
 
 def moves(pools: Mapping[str, Work], move_seconds: float) -> dict[str, str]:
-    """Trials that should leave their pools now, and the pools that they should go to.
+    """Choose the trials that should move now, with their target pools.
 
     Args:
         pools: by name.
-        move_seconds: what it costs to move a trial that has begun.
+        move_seconds: cost of moving a trial that has begun, in seconds.
     """
     now = {name: replace(work, trials=dict(work.trials)) for name, work in pools.items()}
     found: dict[str, str] = {}
@@ -72,12 +73,13 @@ def _best_move(pools: Mapping[str, Work], move_seconds: float, moved: Mapping[st
     busy, idle = pools[source], pools[target]
     full, empty = busy.seconds, idle.seconds
     if len(busy.trials) <= busy.num_devices or full - empty < _UNEVEN * full:
-        return None  # each has a device to itself already, or it is as even as can be told
+        return None  # each trial has its own device already, or the pools are as even as estimates can tell
     best: tuple[float, bool, float, str] | None = None
     for key, seconds in busy.trials.items():
         cost = move_seconds if key in busy.started else 0.0
         later = max(full - seconds / busy.num_devices, empty + (seconds + cost) / idle.num_devices)
         rank = (later, key in busy.started, -seconds, key)
+        # Each trial moves at most once a round, or two equal pools could pass a trial to and fro forever.
         if key not in moved and full - later > max(cost, _GAIN * seconds / busy.num_devices):
             best = rank if best is None else min(best, rank)
     return None if best is None else (best[3], source, target)

@@ -1,4 +1,4 @@
-"""From what Ray has drawn to a task: one `build` for Ray, Optuna and the command line."""
+"""Builds a task from Ray's sample, so that one `build` serves Ray, Optuna and the command line."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,26 +8,26 @@ Build = Callable[..., Any]
 
 
 class Drawn(dict[str, Any]):
-    """A trial's parameters: a dictionary, as Ray gives it, that also answers as a trial of Optuna does.
+    """A trial's parameters: Ray's dictionary, with the `suggest_` methods of an Optuna trial.
 
-    A `build` that calls `trial.suggest_float("lr", ...)` is given what Ray has drawn for "lr".
+    `trial.suggest_float("lr", ...)` in a `build` returns Ray's sample for "lr".
     """
 
     @property
     def params(self) -> dict[str, Any]:
-        """All parameters."""
+        """All parameters as a plain dictionary."""
         return dict(self)
 
     def suggest_float(self, name: str, *_range: float, **_options: Any) -> float:
-        """What was drawn; of the arguments of Optuna only the name counts."""
+        """Return Ray's sample for `name`; Optuna's other arguments are ignored."""
         return float(self._drawn(name))
 
     def suggest_int(self, name: str, *_range: int, **_options: Any) -> int:
-        """What was drawn, likewise."""
+        """Return Ray's sample for `name`, likewise."""
         return int(self._drawn(name))
 
     def suggest_categorical(self, name: str, *_choices: Any, **_options: Any) -> Any:
-        """What was drawn, likewise."""
+        """Return Ray's sample for `name`, likewise."""
         return self._drawn(name)
 
     def _drawn(self, name: str) -> Any:
@@ -38,15 +38,15 @@ class Drawn(dict[str, Any]):
 
 
 def built(build: Build, config: Mapping[str, Any]) -> Any:
-    """Call `build` with what was drawn.
+    """Call `build` with Ray's sample.
 
     Args:
-        build: takes one object, which is given all parameters (`build(config)`, `build(trial)`); or takes parameters by their
-            names (`build(*, lr, width)`), as tasks of sweep files do.
-        config: what was drawn.
+        build: takes one object with all parameters (`build(config)`, `build(trial)`); or takes parameters by name
+            (`build(*, lr, width)`), as tasks of sweep files do.
+        config: Ray's sample.
 
     Returns:
-        What `build` returns.
+        The result of `build`.
 
     Raises:
         Exception: whatever `build` raises.
@@ -57,7 +57,7 @@ def built(build: Build, config: Mapping[str, Any]) -> Any:
 def _takes_names(build: Build, config: Mapping[str, Any]) -> bool:
     try:
         parameters = inspect.signature(build).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C tell nothing
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return False
     positional = [
         each

@@ -1,4 +1,4 @@
-"""A second way for pools to learn that Ray is done with a trial: the driver says so, whatever has become of its process."""
+"""A callback by which the driver tells pools of every trial's end, even if the trial's process has died."""
 
 import contextlib
 from typing import Any
@@ -11,12 +11,13 @@ from hydra_tune_ray.pools import Pools, pools_of
 
 
 class PoolCallback(Callback):
-    """Tells the pools which trials have ended: `RunConfig(callbacks=[PoolCallback(trainable)])`.
+    """Tells the pools when trials end: `RunConfig(callbacks=[PoolCallback(trainable)])`.
 
-    Without it a trial whose process was killed, or is kept for reuse, stays in its pool until its lease is over.
+    Without the callback, a trial whose process was killed, or is kept for reuse, stays in its pool until its lease
+    ends.
 
     Args:
-        trained: what `hydra_tune_ray.trainable` has returned, or the pools that `start_pools` has.
+        trained: the class returned by `hydra_tune_ray.trainable`, or the pools of `start_pools`.
     """
 
     def __init__(self, trained: Any) -> None:
@@ -29,7 +30,7 @@ class PoolCallback(Callback):
         trial: Trial,
         **info: Any,  # noqa: ARG002
     ) -> None:
-        """Ray has stopped a trial, or it has done all of its steps."""
+        """End a trial stopped by Ray or done with all of its steps."""
         self._end(trial)
 
     def on_trial_error(
@@ -39,11 +40,11 @@ class PoolCallback(Callback):
         trial: Trial,
         **info: Any,  # noqa: ARG002
     ) -> None:
-        """A trial has failed for good."""
+        """End a trial after its final failure."""
         self._end(trial)
 
     def _end(self, trial: Trial) -> None:
-        # A search that is restored has its callbacks of before, and its trials other pools.
+        # A restored search keeps its callbacks from before, while its trials use new pools.
         trained = trial.get_trainable_cls()  # type: ignore[no-untyped-call]
         name = getattr(trained, "pools", self._pools.name)
         pools = self._pools if name == self._pools.name else Pools(name)

@@ -1,7 +1,7 @@
-"""A trial's side of its pool: one attempt at it, wherever that is trained.
+"""A trial's connection to its pool: one attempt at the trial, in whichever pool trains the trial.
 
-Note: waits. A pool answers within seconds, if only that there is nothing yet; who does not answer for a minute is taken for
-dead. So a trial waits for its training as long as that takes, and for nothing else.
+Note: waits. A pool answers within seconds, if only with `Waiting`; a pool silent for a minute is taken for dead. So a
+trial waits for training as long as training takes, and for nothing else.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Client:
     Args:
         directory: the name of the directory of the pools.
         request: the trial.
-        digest: of its config.
+        digest: of the trial's config.
     """
 
     def __init__(self, directory: str, request: Begin, digest: str) -> None:
@@ -57,13 +57,13 @@ class Client:
         self._left = threading.Event()
 
     def begin(self, ticket: Ticket | None) -> None:
-        """Have a pool train it.
+        """Start the trial in a pool.
 
         Args:
-            ticket: where it may wait.
+            ticket: address where the trial may be waiting; None: the directory chooses a pool.
 
         Raises:
-            TrialError: its task cannot be made.
+            TrialError: the task cannot be built.
             PoolError: there is no pool.
         """
         if ticket is not None:
@@ -72,13 +72,17 @@ class Client:
         if self._pool is None:
             self._go_to(self._placed())
         threading.Thread(target=self._renew, name="hydra-lease", daemon=True).start()
-        self._begin(ticket)  # which may take longer than the lease
+        # Renewals run already: building the task may take longer than the lease.
+        self._begin(ticket)
 
     def next_report(self) -> Report | Over:
-        """Answer the last report, and wait for the next; `Over` only if the trial has completed, or pruned itself after one.
+        """Answer the last report, and wait for the next.
+
+        Returns:
+            The report; `Over` only for a trial that has completed, or that has pruned itself after a report.
 
         Raises:
-            TrialError: it has failed, or has pruned itself (`on_bad_loss`) before its first report.
+            TrialError: the trial has failed, or has pruned itself (`on_bad_loss`) before its first report.
             PoolError: the pool has died.
         """
         while True:
@@ -94,16 +98,20 @@ class Client:
                 self._check(outcome)
                 return outcome
             self._number, self._is_last = outcome.number, outcome.is_last
-            self._request = replace(self._request, files=None)  # or the object store would keep them as long
+            self._request = replace(self._request, files=None)  # or the object store would keep the files as long
             return outcome
 
     def save(self, folder: Path) -> Ticket:
-        """Write the state at the last report, or that the trial has completed with, to a folder on this node.
+        """Write the state at the last report, or the final state of a completed trial, to a folder on this node.
+
+        Returns:
+            The ticket of the waiting trial, to store beside the files.
 
         Raises:
-            TrialError: it cannot be saved.
+            TrialError: the state cannot be saved.
             PoolError: the pool has died.
         """
+        # A pool on this node writes to the folder itself; from another node the files come over the network.
         files = self._asked(_SAVE_SECONDS, "save", self._request.key, str(folder) if self._is_here() else None)
         if files is not None:
             write_files(files, folder)
@@ -115,13 +123,13 @@ class Client:
         return ticket.key == self._request.key and ticket.number == self._number and not self._is_last
 
     def leave(self) -> None:
-        """It is not wanted any more; or if it was saved at its last report, perhaps by another process, soon."""
+        """Release the trial: at once, or if saved at its last report with the lease, for another process to continue."""
         self._left.set()
         self._hang_up()
         if self._pool is None:
             return
         parks = self._saved == self._number and not self._is_last
-        with contextlib.suppress(RayError):  # a pool that is dead has dropped it
+        with contextlib.suppress(RayError):  # a dead pool has dropped the trial already
             ray.get(self._pool.call.remote("end", self._request.key, parks=parks), timeout=_LEAVE_SECONDS)
 
     def _placed(self) -> str:
@@ -159,12 +167,12 @@ class Client:
                 self._line = Line(outcome.line, _ANSWER_SECONDS)
 
     def _next_here(self) -> Outcome | None:
-        """What the pool answers directly; None: it has to be asked by Ray."""
+        """Ask the pool over the direct line; None: ask through Ray instead."""
         if self._line is None:
             return None
         try:
             return self._line.next(self._request.key, self._number)
-        except OSError:  # Ray says what has become of it
+        except OSError:  # the call through Ray finds out why
             self._hang_up()
             return None
 
@@ -200,7 +208,7 @@ class Client:
                     return ray.get(self._pool.call.remote(method, *args), timeout=seconds)
                 except (
                     ActorUnavailableError
-                ):  # the network, or Ray starts it again; whatever is asked may be asked twice
+                ):  # the network, or Ray restarts the actor; every question may be asked twice
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(_POLL_SECONDS)
@@ -212,7 +220,7 @@ class Client:
             raise PoolError(f"the pool of {name} has died: {_first_line(error)}; {_REMEDY}") from error
 
     def _renew(self) -> None:
-        """Say that this process lives, until it has left."""
+        """Renew the lease until the client has left."""
         while not self._left.wait(self._request.lease_seconds / _BEATS):
             with contextlib.suppress(RayError):
                 self._pool.call.remote("renew", (self._request.key,))

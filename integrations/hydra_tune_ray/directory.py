@@ -1,10 +1,11 @@
-"""The actor that knows a set of pools: it starts one on each node with devices, and says which trial goes where.
+"""The actor that manages a set of pools: starts a pool on each node with devices, and assigns trials to pools.
 
-What it knows it is told again every half a second by the pools, so that it can begin again anywhere with nothing. It computes
-nothing and imports no torch.
+The directory is stateless: every pool sends its load twice a second, so a restarted directory rebuilds its view within
+one heartbeat, on any node. The directory computes nothing and imports no torch.
 
-Note: who ends whom. The directory is the driver's, and ends with it, unless it is detached. Pools are detached and end when
-there is no directory; so a directory that dies alone, and is started again by Ray, finds its pools where they were.
+Note: lifetimes. The driver owns the directory, and a directory that is not detached ends with the driver. Pools are
+detached and end when no directory answers; a directory that dies alone is restarted by Ray and finds its pools still
+running.
 """
 
 import asyncio
@@ -39,13 +40,13 @@ _REST_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a directory is to do.
+    """Options of a directory.
 
     Attributes:
         name: of the set of pools.
         options: of each pool's `HydraExecutor`.
-        start_seconds: how long a pool may take to start.
-        idle_seconds: how long it stays without trials; None: for ever.
+        start_seconds: time limit for the start of a pool, in seconds.
+        idle_seconds: seconds after which pools without trials end; None: never.
     """
 
     name: str
@@ -56,13 +57,13 @@ class Plan:
 
 @dataclass(slots=True)
 class _Known:
-    """A pool, as the directory knows it.
+    """The directory's view of a pool.
 
     Attributes:
-        actor: its handle.
-        load: what it has said last.
-        seen: when that was.
-        placed: trials that were sent to it, and when; until it says itself that it has them.
+        actor: handle of the pool's actor.
+        load: the pool's last report of its load.
+        seen: time of the last report.
+        placed: times at which trials were sent to the pool, by key, until the pool itself reports the trials.
     """
 
     actor: Any
@@ -72,7 +73,7 @@ class _Known:
 
 
 class Directory:
-    """See the module."""
+    """See the module's docstring."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -86,10 +87,10 @@ class Directory:
         self._wrong: dict[str, str] = {}
 
     async def open(self) -> str:
-        """Start a pool on each node that has devices; asked again, on those that lack one.
+        """Start a pool on each node with devices; a repeated call starts only missing pools.
 
         Returns:
-            What is wrong with one, or nothing.
+            The first error of a pool, or an empty text.
         """
         self._busy = time.monotonic()  # a program that has found these pools is about to use them
         await self._start_missing()
@@ -98,26 +99,27 @@ class Directory:
         return next(filter(None, errors), "")
 
     async def version(self) -> str:
-        """Of hydra-tune, where this runs."""
+        """Version of hydra-tune in this process."""
         return VERSION
 
     async def options(self) -> Mapping[str, Any]:
-        """Those of the pools."""
+        """Options of the pools."""
         return self._plan.options
 
     async def place(self, key: str, node_id: str, waits_seconds: float) -> str:
-        """The pool for a trial.
+        """Choose the pool for a trial.
 
         Args:
             key: of the trial.
-            node_id: where its client is.
-            waits_seconds: how long to wait for a pool, if there is none.
+            node_id: node of the trial's client.
+            waits_seconds: how long to wait for a pool to appear, in seconds.
 
         Returns:
-            The name of the pool; empty if there is none.
+            The name of the pool; empty without any pool.
         """
         self._busy = time.monotonic()
         until = self._busy + waits_seconds
+        # Pools on draining nodes come second: better to train there for a while than to fail.
         while not (works := self._works() or self._works(self._pools.keys())):
             if time.monotonic() > until:
                 return ""
@@ -129,7 +131,7 @@ class Directory:
         return found
 
     async def pulse(self, name: str, load: Load, actor: Any) -> Mapping[str, str]:
-        """A pool says what it has to do, and who it is, and is told which of its trials are to go where."""
+        """Take a pool's load report; answer with the trials that should move, each with its target pool."""
         known = self._pools.setdefault(name, _Known(actor, load, 0.0))
         known.load, known.seen = load, time.monotonic()
         known.placed = {
@@ -145,26 +147,28 @@ class Directory:
         return self._leaving(name)
 
     async def end_trial(self, trial_id: str) -> None:
-        """Ray is done with a trial."""
+        """Make every pool drop a trial that Ray has finished."""
         await self._asked_all("end_trial", trial_id)
 
     async def figures(self) -> tuple[PoolFigures, ...]:
-        """What the pools have done; those that do not answer are left out."""
+        """Collect the figures of all pools; pools that do not answer are left out."""
         return tuple(await self._asked_all("figures"))
 
     async def close(self) -> None:
-        """End all pools; for the directory to be killed then."""
+        """End all pools; the caller kills the directory afterwards."""
+        # The watch task itself closes idle pools, and must not cancel itself.
         if self._watching is not None and self._watching is not asyncio.current_task():
             self._watching.cancel()
         starting = tuple(self._starting.values())
         for task in starting:
+            # A start under way kills its own actor on cancellation: wait for that, or the pool would outlive us.
             task.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
         pools, self._pools = self._pools, {}
         await asyncio.gather(*(_closed(known.actor) for known in pools.values()))
 
     async def _asked_all(self, method: str, *args: Any) -> list[Any]:
-        """What all pools answer, but for those that do not in time."""
+        """Call a method of every pool; return the answers of the pools that answer in time."""
 
         async def asked(known: _Known) -> Any:
             return await asyncio.wait_for(known.actor.call.remote(method, *args), _CALL_SECONDS)
@@ -173,7 +177,7 @@ class Directory:
         return [each for each in found if not isinstance(each, BaseException)]
 
     def _works(self, names: AbstractSet[str] | None = None) -> dict[str, Work]:
-        """What each of these pools that lives has to do, as far as is known; of those that stay, unless others are named."""
+        """Known work of each live pool; without `names`, of the pools that stay."""
         names = self._pools.keys() - self._going() if names is None else names
         now = time.monotonic()
         found = {}
@@ -189,7 +193,7 @@ class Directory:
         return found
 
     def _remember(self, load: Load) -> None:
-        """What its trials have left: a pool that they go to knows it only when it has built them."""
+        """Note what trials have left: the next pool of a moving trial knows only after building the trial."""
         self._left.hear(load)
         here = set[str]()
         for known in self._pools.values():
@@ -197,11 +201,11 @@ class Directory:
         self._left.keep(here)
 
     def _going(self) -> set[str]:
-        """Pools whose nodes are about to leave."""
+        """Pools on nodes that are about to leave the cluster."""
         return {name for name, known in self._pools.items() if known.load.node.node_id in self._draining}
 
     def _all_leave(self, name: str) -> dict[str, str]:
-        """Where the trials of a pool go whose node is about to leave."""
+        """Targets for all trials of a pool whose node is about to leave."""
         works, found = self._works(), {}
         for key in self._pools[name].load.trials if works else ():
             seconds = self._left.seconds(key)
@@ -215,10 +219,10 @@ class Directory:
             return self._all_leave(name)
         now = time.monotonic()
         self._sent = {key: at for key, at in self._sent.items() if now - at < _REST_SECONDS}
-        # Those that are to leave may wait long for a report, and hold up nobody.
+        # A trial marked to leave may take long to reach a report, and must not hold up other moves.
         waiting = {key for known in self._pools.values() for key in known.load.leaving}
         if any(not known.placed.keys() <= waiting for known in self._pools.values()):
-            return {}  # trials are on their way, and will change it
+            return {}  # trials are on their way, and will change the balance
         load = self._pools[name].load
         found = {}
         for key, target in moves(self._works(), _MOVE_SECONDS).items():
@@ -229,14 +233,14 @@ class Directory:
         return found
 
     async def _start_missing(self) -> None:
-        """Have pools started on nodes that have none; each by itself, for it may take minutes."""
+        """Start missing pools, each in its own task: one start may take minutes."""
         found = await asyncio.to_thread(device_nodes, self._plan.options)  # Ray may not answer now
         self._draining = await asyncio.to_thread(draining_nodes)
         nodes = {f"{self._plan.name}:{node.node_id}": node for node in found}
         now = time.monotonic()
         for name, known in list(self._pools.items()):
             if name not in nodes or now - known.seen > _SEEN_SECONDS:
-                del self._pools[name]  # the node has left, or the pool has died and Ray has started it again
+                del self._pools[name]  # the node has left, or the pool has died; a pool that Ray restarts reports anew
         for name, node in nodes.items():
             if node.node_id in self._draining:
                 continue
@@ -244,7 +248,7 @@ class Directory:
                 self._starting[name] = asyncio.create_task(self._start(name, node))
 
     async def _start(self, name: str, node: DeviceNode) -> str:
-        """Start a pool; returns what is wrong with it, or nothing."""
+        """Start a pool; return the error, or an empty text."""
         actor = None
         try:
             actor = await asyncio.to_thread(start_pool, self._place(name, node))  # Ray may not answer now
@@ -258,9 +262,11 @@ class Directory:
         finally:
             self._starting.pop(name, None)
         if not error:
+            # The pool may have reported its load already: keep that entry.
             self._pools.setdefault(name, _Known(actor, Load(node=node), time.monotonic()))
         elif actor is not None:
             ray.kill(actor)
+        # Every watch round tries again: log the same error only once.
         if error and error != self._wrong.get(name):
             _LOGGER.warning("%s", error)
         self._wrong[name] = error
@@ -289,7 +295,7 @@ class Directory:
             self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Nodes join and leave, pools are started again, and in the end nobody wants them any more."""
+        """Follow the cluster until idle: start pools on new nodes, drop lost pools, and finally end everything."""
         while True:
             await asyncio.sleep(_NODES_SECONDS)
             with contextlib.suppress(RayError):  # Ray does not answer now

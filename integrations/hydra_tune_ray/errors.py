@@ -4,16 +4,16 @@ from hydra_tune.errors import ConfigError, HydraTuneError
 
 
 class RayVersionError(ConfigError, ImportError):
-    """Ray is not installed, or in a version that this release has not been tested with."""
+    """Ray is missing, or its version has not been tested with this release."""
 
 
 class BuildPickleError(ConfigError):
-    """What is to be sent to a pool and cannot be pickled; the message names the object."""
+    """An object for a pool cannot be pickled; the message names the part to blame."""
 
 
 class PoolError(HydraTuneError):
-    """A pool that cannot be started, does not answer, or has died."""
+    """A pool failed to start, does not answer, or has died."""
 
 
 class TrialError(HydraTuneError):
-    """A trial that has failed in its pool; the message has what it raised there."""
+    """A trial has failed in its pool; the message contains the original error."""

@@ -1,4 +1,4 @@
-"""A checkpoint's folder as bytes, to go from one node to another through Ray's object store."""
+"""Converts a checkpoint's folder to bytes and back, for transport between nodes through Ray's object store."""
 
 from pathlib import Path
 
@@ -11,16 +11,18 @@ _KINDS = (".safetensors", ".json", ".manifest")
 
 
 def read_files(folder: Path) -> Files:
-    """All files of a checkpoint.
+    """Read all files of a checkpoint.
 
     Raises:
-        OSError: one of them cannot be read.
+        OSError: a file cannot be read.
     """
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in _KINDS}
 
 
 def write_files(files: Files, folder: Path) -> None:
-    """Write them to a folder, which is made if it is not there, for its owner alone; the manifest last.
+    """Write a checkpoint's files to a folder, readable by the owner alone; the folder is made if missing.
+
+    The manifest is written last: only a checkpoint with a manifest counts as complete.
 
     Raises:
         OSError: the system refuses.
@@ -28,5 +30,6 @@ def write_files(files: Files, folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in sorted(files, key=lambda name: name.endswith(".manifest")):
         path = folder / name
+        # Restrict access before the content is there.
         path.touch(mode=0o600)
         path.write_bytes(files[name])

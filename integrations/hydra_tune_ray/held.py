@@ -1,9 +1,11 @@
-"""The trials that a pool has: their jobs, what they have said last, and until when they live without a sign of their client.
+"""Trials held by a pool: each trial's job, last message, and lease.
 
-Runs in the event loop of a pool's actor. What blocks is done by whoever calls this, in other threads.
+`HeldTrials` runs in the event loop of the pool's actor and never blocks; the callers move blocking work to other
+threads.
 
-Note: leases. A trial's client says at least every third of `lease_seconds` that it lives; a trial whose client has not for the
-whole of it is cancelled. A client that ends in order says so, and a driver's `PoolCallback` says it for those that could not.
+Note: leases. A trial's client renews the lease at least every third of `lease_seconds`; the pool cancels a trial after
+a whole lease without renewal. A client that ends in order tells the pool so, and the driver's `PoolCallback` speaks for
+clients that could not.
 """
 
 import asyncio
@@ -27,18 +29,19 @@ _LEAVING = 1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Held:
-    """One trial.
+    """One trial of the pool.
 
     Attributes:
-        request: as it was begun.
-        expires: when it ends without a sign of life, by `time.monotonic()`.
-        number: reports that it has made.
-        job: of the pool; None: it is being made.
-        at_end: its last state, once it has completed; None: it waits at its last report until it has been saved.
-        said: what it has said last; None: nothing since its last report was answered.
-        target: the name of the pool that it is to leave for.
-        leaving: copies it, to leave for `target`.
-        changed: set when it says something, or is to leave.
+        request: the client's request.
+        expires: time at which the lease ends, by `time.monotonic()`.
+        number: number of reports made so far.
+        job: the pool's job; None: being built.
+        at_end: future of the last state, filled when the job completes; None: the job waits at its last report until
+            saved.
+        said: last message of the job; None: no message since the last report was answered.
+        target: name of the pool that the trial is to move to.
+        leaving: background task that copies the trial for the move to `target`.
+        changed: set at each new message, and when the trial is to leave.
     """
 
     request: Begin
@@ -53,48 +56,50 @@ class Held:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a state of it that a move has to take along."""
+        """Whether the trial has state that a move must take along."""
         return self.job is not None and self.job.state not in _NOT_BEGUN
 
     @property
     def leaves(self) -> bool:
-        """Whether it can leave for another pool now: it waits for the answer to a report, or has not begun."""
+        """Whether the trial can move now: it waits at a report, or has not begun."""
         if self.target is None or self.job is None:
             return False
+        # Reports were made before this pool's attempt: only a number equal to the request's means no report here.
         is_untouched = self.number == self.request.number and self.job.state == "queued"
         return isinstance(self.said, Report) or (self.said is None and is_untouched)
 
     def send_to(self, pool: str) -> None:
-        """It is to leave as soon as it can: it comes to its next report before the others."""
+        """Mark the trial for a move to another pool, at its next report; a raised priority brings the report sooner."""
         self.target = pool
         self.changed.set()
-        if self.job is not None and self.job.state != "queued":  # which leaves at once
+        if self.job is not None and self.job.state != "queued":  # a queued job can leave at once
             self.job.set_priority(_LEAVING)
 
     def stay(self) -> None:
-        """It is not to leave, after all."""
+        """Cancel the move and restore the usual priority."""
         self.target = self.leaving = None
         if self.job is not None:
             self.job.set_priority(0)
 
     def left(self) -> tuple[float | None, float | None]:
-        """Seconds of compute and epochs that it still has to come; None where that is not known yet."""
+        """Seconds of compute and epochs that the trial still has to run; each None where not known yet."""
         if self.job is None:
             return None, None
         progress = self.job.progress
-        if progress.num_steps is None:  # not begun, or of data that has to be drawn once to be counted
-            is_resumed = self.request.files is not None  # from nobody knows which epoch
+        if progress.num_steps is None:  # not begun, or data without a length, counted only by drawing an epoch
+            is_resumed = self.request.files is not None  # the epoch of the checkpoint is not known here
             return None, None if is_resumed else float(progress.epochs - progress.epoch)
         done = progress.step / progress.num_steps if progress.num_steps else 1.0
         return progress.remaining_seconds, progress.epochs * (1.0 - done)
 
     def hear(self, event: PoolEvent) -> None:
-        """Its job has said something."""
+        """Take a message of the job: count a report, or note the end."""
         if isinstance(event, Reported):
             self.number += 1
             self.said = Report(
                 number=self.number, step=event.step, metrics=dict(event.metrics), is_last=_is_last(event)
             )
+            # Saving at the last report reads the waiting job itself; a second copy at the end would waste host memory.
             if self.said.is_last and self.at_end is not None:
                 self.at_end.cancel()
         else:
@@ -103,10 +108,10 @@ class Held:
 
 
 class HeldTrials:
-    """All trials of a pool.
+    """All trials of a pool, by key.
 
     Args:
-        answer_seconds: how long an answer may take.
+        answer_seconds: time limit of an answer to a client.
     """
 
     def __init__(self, answer_seconds: float) -> None:
@@ -121,47 +126,53 @@ class HeldTrials:
         return len(self._by_key)
 
     def get(self, key: str) -> Held | None:
-        """The trial of this key, if it is here."""
+        """Return the trial with this key, if held here."""
         return self._by_key.get(key)
 
     def add(self, request: Begin) -> tuple[Held, EventStream]:
-        """A trial has come; its job is still to be made, with this stream."""
+        """Add a new trial; the caller makes its job, with the returned stream."""
         held = Held(request=request, expires=time.monotonic() + request.lease_seconds, number=request.number)
         self._by_key[request.key] = held
         return held, _LoopEvents(asyncio.get_running_loop(), held.hear)
 
     def hand_on(self, held: Held, request: Begin) -> None:
-        """Another client goes on with a trial, as it is."""
+        """Hand a waiting trial over to another client, state and all."""
         self.remove(held)
         held.request = request
         self._by_key[request.key] = held
         self.renew(held)
 
     def remove(self, held: Held) -> None:
-        """It is not this pool's any more."""
+        """Forget a trial."""
+        # The key may belong to a newer attempt by now.
         if self._by_key.get(held.request.key) is held:
             del self._by_key[held.request.key]
 
     def leave(self, held: Held, moved: Moved, seconds: float) -> Moved:
-        """It goes to another pool. Its client is told so as often as it asks within so many seconds: answers get lost."""
+        """Note a trial's move to another pool.
+
+        The forwarding address stays valid for `seconds`, and the client may ask for it repeatedly, because answers get
+        lost.
+        """
         self.remove(held)
         self._moved[held.request.key] = moved, time.monotonic() + seconds
         return moved
 
     def moved(self, key: str) -> Moved | None:
-        """Where a trial has gone, if that was just now."""
+        """Forwarding address of a trial that has left recently, or None."""
         found = self._moved.get(key)
         return None if found is None else found[0]
 
     def renew(self, held: Held) -> None:
-        """Its client lives."""
+        """Renew the lease: the client lives."""
         held.expires = time.monotonic() + held.request.lease_seconds
 
     def expired(self, stopped_seconds: float = 0.0) -> list[Held]:
-        """Those whose clients have not been heard of; and forgets where those have gone that have left long ago.
+        """Return the trials with expired leases, and drop outdated forwarding addresses.
 
         Args:
-            stopped_seconds: in which this process heard nobody, because it did not run; they do not count.
+            stopped_seconds: seconds in which this process did not run and could hear no client; every lease is extended
+                by as much.
         """
         now = time.monotonic()
         for held in self:
@@ -170,11 +181,12 @@ class HeldTrials:
         return [held for held in self if held.expires < now]
 
     async def next_of(self, held: Held) -> Report | Over | Waiting | None:
-        """Wait for what a trial says next, as long as an answer may take; None: it can leave."""
+        """Wait for the trial's next message, at most as long as an answer may take; None: the trial can leave."""
         deadline = time.monotonic() + self._answer_seconds
         while held.said is None:
             if held.leaves:
                 return None
+            # Clear before waiting, with no await between the check and here: a message in between would be lost.
             held.changed.clear()
             try:
                 await asyncio.wait_for(held.changed.wait(), max(0.0, deadline - time.monotonic()))
@@ -183,7 +195,7 @@ class HeldTrials:
         return held.said
 
     def load(self, node: DeviceNode) -> Load:
-        """What there is to do."""
+        """Describe the pool's remaining work, for the directory."""
         here = [held for held in self if not _is_done(held)]
         left = {held.request.key: held.left() for held in here}
         there = [held.request.key for held in here if held.target is None]
@@ -199,12 +211,13 @@ class HeldTrials:
 
 
 class _LoopEvents(EventStream):
-    """Hands events to an event loop."""
+    """A stream that forwards events from the job's thread to an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, hear: Callable[[PoolEvent], None]) -> None:
         super().__init__()
 
         def put(event: PoolEvent) -> None:
+            # At interpreter exit jobs may still end after the loop has closed.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(partial(hear, event))
 
@@ -223,13 +236,13 @@ def _is_done(held: Held) -> bool:
 
 
 def over(result: Result) -> Over:
-    """How a job has ended, for a client that does not know what it has failed with."""
+    """Describe the end of a job for a client, with the error as text: a client may lack the error's class."""
     error = "" if result.error is None else told(result.error)
     return Over(status=result.status, error=error, metrics=dict(result.metrics))
 
 
 def told(error: BaseException) -> str:
-    """An error as text: of our own what it says, of others where they were raised as well."""
+    """Error as text: the message alone for errors of hydra-tune, with the traceback for all others."""
     if isinstance(error, HydraTuneError):
         return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error)).strip()

@@ -1,4 +1,4 @@
-"""Whether Ray is here, and in a version that was tested; asked before anything imports it."""
+"""Checks that a tested version of Ray is installed, before any import of Ray."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ _INSTALL = "pip install 'hydra-tune[ray]'"
 
 
 def check_ray() -> None:
-    """Refuse to go on without a Ray that was tested.
+    """Refuse a missing or untested Ray.
 
     Raises:
-        RayVersionError: there is none, or it is older or newer.
+        RayVersionError: Ray is missing, or its version is older or newer than the tested ones.
     """
     try:
         found = version("ray")
@@ -29,10 +29,10 @@ def check_ray() -> None:
 
 @contextmanager
 def check_tune() -> Iterator[None]:
-    """In the block Ray Tune is imported, which needs more than Ray alone.
+    """Within the block, turn a failed import of Ray Tune, which needs more packages than Ray alone, into a clear error.
 
     Raises:
-        RayVersionError: something that it needs is not installed.
+        RayVersionError: a package that Ray Tune needs is not installed.
     """
     try:
         yield

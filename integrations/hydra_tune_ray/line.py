@@ -1,11 +1,11 @@
-"""A direct way from a trial's process to the pool of its own node, for what is asked once a report: a Unix socket.
+"""A direct Unix socket from a trial's process to the pool of the same node, for the question asked at every report.
 
-A call of an actor's method takes Ray a millisecond or more, and as much of the CPUs that the pool computes on; this takes a
-tenth of that.
+Ray takes a millisecond or more for an actor call, and as much time of the CPUs that the pool computes on; the socket
+takes a tenth of both.
 
-Note: nothing depends on it. The question may be asked twice, and is asked again by Ray where this way cannot be opened, breaks,
-or has no answer in time, and where the answer is more than a report. Whoever may open the socket's folder is the pool's own
-user; what goes through it is JSON, a line each way.
+Note: fallback. Every question may be asked twice, and a client asks again through Ray where the socket cannot be
+opened, breaks or times out, and for every answer other than a report or a wait. Access to the socket's folder is
+limited to the pool's own user; the protocol is JSON, one line each way.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from pathlib import Path
 from hydra_tune_ray.messages import Outcome, Report, Waiting
 
 _LOGGER = logging.getLogger("hydra_tune.ray")
-_ELSEWHERE = False  # ask by Ray
+_ELSEWHERE = False  # the client asks through Ray
 
 
 class LineServer:
-    """The pool's end; in its event loop.
+    """The pool's end of the line, in the pool's event loop.
 
     Args:
         answer: as of `NodePool.next`.
 
     Attributes:
-        path: of the socket; empty: there is none, and all is asked by Ray.
+        path: of the socket; empty without a socket, and all clients ask through Ray.
     """
 
     def __init__(self, answer: Callable[[str, int], Awaitable[Outcome]]) -> None:
@@ -41,11 +41,11 @@ class LineServer:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Listen, if this machine lets it."""
+        """Listen, if the machine supports Unix sockets."""
         if not hasattr(socket, "AF_UNIX"):
             return
         try:
-            self._folder = tempfile.mkdtemp(prefix="hydra-tune-ray-")  # only this user may look into it
+            self._folder = tempfile.mkdtemp(prefix="hydra-tune-ray-")  # readable by this user only
             path = str(Path(self._folder) / "line")
             self._server = await asyncio.start_unix_server(self._serve, path)
         except OSError as error:  # such as a path that is too long for a socket
@@ -54,7 +54,7 @@ class LineServer:
             self.path = path
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening, and remove the socket's folder."""
         if self._server is not None:
             self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -72,14 +72,14 @@ class LineServer:
 
 
 class Line:
-    """A trial's end.
+    """A trial's end of the line.
 
     Args:
         path: of the socket.
-        answer_seconds: how long an answer may take.
+        answer_seconds: time limit of an answer, in seconds.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: no pool listens there.
     """
 
     def __init__(self, path: str, answer_seconds: float) -> None:
@@ -96,13 +96,14 @@ class Line:
         """Ask as `NodePool.next` is asked.
 
         Returns:
-            The answer, or None: it is to be had by Ray.
+            The answer, or None: ask through Ray instead.
 
         Raises:
-            OSError: there is none.
+            OSError: no answer came.
         """
         self._socket.sendall(json.dumps([key, answered]).encode() + b"\n")
         answer = self._answers.readline()
+        # A pool that dies mid-answer leaves a partial line.
         if not answer.endswith(b"\n"):
             raise ConnectionResetError("the pool has hung up")
         found = json.loads(answer)
@@ -111,18 +112,18 @@ class Line:
         return Waiting() if found is None else Report(**found)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._answers.close()
         self._socket.close()
 
 
 def _said(outcome: Outcome) -> bytes:
-    """An answer as it is sent; numbers come out as they went in."""
+    """Encode an answer; JSON keeps every float exactly."""
     if isinstance(outcome, Waiting):
         return b"null\n"
     try:
         if isinstance(outcome, Report):
             return json.dumps(asdict(outcome)).encode() + b"\n"
-    except TypeError:  # a metric that is no plain number
+    except TypeError:  # a metric that is no plain number cannot go through JSON
         pass
     return json.dumps(_ELSEWHERE).encode() + b"\n"

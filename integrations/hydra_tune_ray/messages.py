@@ -1,4 +1,8 @@
-"""What trials and pools say to each other: plain values, so that neither has to import what the other needs."""
+"""Messages between trials, pools and the directory.
+
+All messages are plain values, so that a trial's process can read a pool's message without importing torch, and a pool
+needs nothing of Ray Tune.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,13 +16,13 @@ Files = Mapping[str, bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """Where a trial waits at a report: as good as its weights, as long as it does.
+    """Address of a trial that waits at a report: a substitute for the checkpoint, as long as the trial waits.
 
     Attributes:
-        pool: the name of the pool that has it.
-        key: of the trial there.
+        pool: the name of the pool that holds the trial.
+        key: of the trial in the pool.
         number: of the report, from 1.
-        config: a digest of what it was built from.
+        config: digest of the config that the trial was built from.
     """
 
     pool: str
@@ -29,18 +33,19 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """A trial for a pool.
+    """Request to train a trial.
 
     Attributes:
-        trial_id: Ray's.
-        key: of this attempt at the trial; another attempt has another.
+        trial_id: Ray's id of the trial.
+        key: of this attempt at the trial; every attempt has a new key.
         name: for messages.
-        build: what makes its task, pickled.
-        config: what Ray has drawn.
-        files: the checkpoint that it goes on from, or a reference to that in Ray's object store; None: it begins.
+        build: the pickled function that builds the task.
+        config: Ray's sample of the search space.
+        files: checkpoint to resume from, or a reference to the checkpoint in Ray's object store; None: start from
+            scratch.
         is_changed: whether the checkpoint is of another config.
-        number: reports that were made before.
-        lease_seconds: how long it lives without a sign of whoever has asked for it.
+        number: reports made before this attempt.
+        lease_seconds: seconds that the trial lives without a sign of its client.
     """
 
     trial_id: str
@@ -56,10 +61,10 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """A trial is in a pool.
+    """Confirmation that a trial is in a pool.
 
     Attributes:
-        line: path of a socket on the pool's node, as of `hydra_tune_ray.line`; empty: there is none.
+        line: path of a socket on the pool's node, as of `hydra_tune_ray.line`; empty without a socket.
     """
 
     line: str
@@ -67,13 +72,13 @@ class Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A trial has reported and waits.
+    """A trial has reported and waits for the answer.
 
     Attributes:
         number: of the report, from 1.
         step: as of `hydra_tune.Reported`.
         metrics: likewise.
-        is_last: whether the trial does nothing after it.
+        is_last: whether no training follows the report.
     """
 
     number: int
@@ -87,9 +92,9 @@ class Over:
     """A trial has ended.
 
     Attributes:
-        status: as of `hydra_tune.Result`; or "unknown" where the pool has never heard of it.
-        error: what it has failed with, as text.
-        metrics: of its last report.
+        status: as of `hydra_tune.Result`; or "unknown" from a pool that does not know the trial.
+        error: of a failed trial, as text.
+        metrics: of the last report.
     """
 
     status: str
@@ -99,16 +104,16 @@ class Over:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Nothing has happened in the time that an answer may take; ask again."""
+    """No news within the time limit of an answer; the client asks again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """A trial is to go on in another pool.
+    """A trial continues in another pool.
 
     Attributes:
-        pool: the name of that.
-        files: as of `Begin`: the state that it goes on from; None: as it was begun.
+        pool: the name of the new pool.
+        files: as of `Begin`: state to resume from; None: the trial starts from scratch.
     """
 
     pool: str
@@ -120,14 +125,15 @@ Outcome = Report | Over | Waiting | Moved
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a pool has to do.
+    """Remaining work of a pool.
 
     Attributes:
-        node: where it is.
-        trials: seconds of compute that each trial still has to come, by key; None where that is not known yet.
-        started: keys of those that have a state, which move only at a report.
-        leaving: trials that are to leave and have not yet, by key: the name of the pool they go to, and seconds as in `trials`.
-        epochs: that each of all these still has to come, by key, with the part of the present one; where that is known.
+        node: the pool's node.
+        trials: seconds of compute that each trial still needs, by key; None where not known yet.
+        started: keys of the trials with state, movable only at a report.
+        leaving: trials about to move but still here, by key: name of the target pool, and seconds as in `trials`.
+        epochs: epochs that each trial, leaving or not, still has to run, by key, with the fraction of the present
+            epoch; only where known.
     """
 
     node: DeviceNode
@@ -139,18 +145,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFigures:
-    """What a pool has done.
+    """Figures of a pool.
 
     Attributes:
         name: of the pool.
-        node_id: where it is.
-        pid: of its process.
-        trials: names of the trials that it has now.
-        devices: names of its devices.
-        busy_seconds: time that its devices computed, together.
+        node_id: of the pool's node.
+        pid: of the pool's process.
+        trials: names of the trials held now.
+        devices: names of the pool's devices.
+        busy_seconds: compute time of all devices together, in seconds.
         units_run: shard units run.
-        moved: trials that it has given to other pools.
-        width: trials in flight that keep its devices busy, as of `HydraExecutor`.
+        moved: number of trials handed to other pools.
+        width: trials in flight that keep the devices busy, as of `HydraExecutor`.
     """
 
     name: str

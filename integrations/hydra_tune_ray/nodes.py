@@ -1,4 +1,4 @@
-"""Which nodes of a cluster have devices for a pool, and what of each node its pool takes."""
+"""Finds the cluster's nodes with devices, and the share of each node that its pool takes."""
 
 import re
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ _SOME = re.compile(r"cuda:(\d+(?:[,/]\d+)*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceNode:
-    """A node that gets a pool.
+    """A node for a pool.
 
     Attributes:
-        node_id: Ray's.
+        node_id: Ray's id of the node.
         devices: as of `HydraExecutor`.
-        num_gpus: that the pool reserves.
-        num_devices: it will have.
+        num_gpus: GPUs reserved for the pool.
+        num_devices: number of the pool's devices.
     """
 
     node_id: str
@@ -34,11 +34,11 @@ class DeviceNode:
 
 
 def device_nodes(options: Mapping[str, Any]) -> list[DeviceNode]:
-    """The nodes of the cluster that have devices, by their ids.
+    """List the cluster's nodes with devices, ordered by id.
 
     Args:
-        options: of `HydraExecutor`. With `devices="auto"`, these are the nodes with GPUs, or if there are none in the whole
-            cluster those with CPUs, of which there is a device for each that Ray counts.
+        options: of `HydraExecutor`. `devices="auto"` takes the nodes with GPUs; in a cluster without GPUs, the nodes
+            with CPUs, with one device for each CPU that Ray counts.
 
     Raises:
         ConfigError: `devices` is no text.
@@ -54,8 +54,8 @@ def device_nodes(options: Mapping[str, Any]) -> list[DeviceNode]:
 
 
 def draining_nodes() -> frozenset[str]:
-    """The ids of nodes that are about to leave, as `ray drain-node` or a cloud's notice says."""
-    # Ray's own libraries ask like this; there is no public way yet. The range of Ray's versions is checked.
+    """Ids of the nodes about to leave, as announced by `ray drain-node` or a cloud's notice."""
+    # Ray has no public call yet; Ray's own libraries call this one. The package checks the range of Ray's versions.
     client = global_worker.gcs_client  # type: ignore[attr-defined]
     if hasattr(client, "get_draining_nodes"):
         return frozenset(map(str, client.get_draining_nodes(timeout=_ANSWER_SECONDS)))
@@ -63,7 +63,7 @@ def draining_nodes() -> frozenset[str]:
 
 
 def no_devices(options: Mapping[str, Any]) -> str:
-    """What to say where no node has devices."""
+    """Error message for a cluster in which no node has devices."""
     devices = options.get("devices", "auto")
     nodes = [node.get("Resources", {}) for node in _alive()]
     counted = f"{sum(_count(r, 'GPU') for r in nodes)} GPUs and {sum(_count(r, 'CPU') for r in nodes)} CPUs"
@@ -83,9 +83,10 @@ def _device_node(node_id: str, resources: Mapping[str, float], devices: str) -> 
         return _node(node_id, devices, 0, count if cpus else 0)
     some = _SOME.fullmatch(devices)
     if some is not None and gpus:
+        # "cuda:0/1" gives two devices of one GPU: reserve each GPU once.
         named = some[1].split(",")
         return _node(node_id, devices, len({each.partition("/")[0] for each in named}), len(named))
-    return _node(node_id, devices, gpus, gpus)  # a text that means nothing is refused by the pool, which says why
+    return _node(node_id, devices, gpus, gpus)  # the pool refuses a meaningless text, with the reason
 
 
 def _node(node_id: str, devices: str, num_gpus: int, num_devices: int) -> DeviceNode | None:

@@ -1,4 +1,4 @@
-"""What is sent to pools, pickled once; and which object is to blame where that fails."""
+"""Pickles the objects sent to pools, once, and names the culprit where pickling fails."""
 
 import io
 from typing import Any
@@ -10,14 +10,14 @@ from hydra_tune_ray.errors import BuildPickleError
 
 
 def pickled(value: Any, what: str) -> bytes:
-    """Pickle what a pool is to be given.
+    """Pickle an object for a pool.
 
     Args:
-        value: anything.
-        what: how messages call it.
+        value: any object.
+        what: name of the object in messages.
 
     Raises:
-        BuildPickleError: it cannot be; the message names the object within it that is to blame.
+        BuildPickleError: the object cannot be pickled; the message names the part to blame.
     """
     try:
         found = ray.cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
@@ -31,14 +31,14 @@ def pickled(value: Any, what: str) -> bytes:
 
 
 def _blamed(value: Any) -> str:
-    """The innermost objects that do not pickle, in words."""
+    """Describe the innermost objects that do not pickle."""
     _, failures = inspect_serializability(value, depth=4, print_file=io.StringIO())
     found = [_place(failure) for failure in failures if failure.obj is not value]
     return "because of " + "; ".join(sorted(found)) if found else f"because of {_kind(value)}"
 
 
 def _place(failure: Any) -> str:
-    path = getattr(failure, "path", None) or (failure.name,)  # versions of Ray differ
+    path = getattr(failure, "path", None) or (failure.name,)  # the attribute depends on Ray's version
     return f"{path[-1]!r}, {_kind(failure.obj)}, in {_named(failure.parent)}"
 
 

@@ -1,10 +1,10 @@
-"""The pool of one node: it owns the node's devices, and trains what trials' clients bring.
+"""The pool of one node: owns the node's devices, and trains the tasks that trials' clients bring.
 
-Runs in an actor of Ray. Its event loop only passes on; tasks are built, copied and written in threads of their own, and devices
-work in those of the pool.
+The pool runs in a Ray actor. The actor's event loop only routes messages; tasks are built, copied and written in worker
+threads, and the devices compute in the executor's threads.
 
-Note: waits. Each call is answered within `_ANSWER_SECONDS`, if only by saying that there is nothing yet, but for those that
-build, copy or write a trial, for which their callers allow minutes. The pulse waits for no trial.
+Note: waits. The pool answers each call within `_ANSWER_SECONDS`, if only with `Waiting`. Calls that build, copy or
+write a trial may take minutes, and their callers allow for that. The pulse waits for no trial.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ _THREADS = 64  # nearly all of them wait; a build that hangs keeps one
 
 
 class NodePool:
-    """See the module. All methods may be called at once, by any number of clients.
+    """See the module's docstring. Any number of clients may call any methods at once.
 
     Args:
-        place: which pool this is.
+        place: identity and options of the pool.
     """
 
     def __init__(self, place: Place) -> None:
@@ -56,18 +56,19 @@ class NodePool:
         self._num_moved = 0
         self._telling = Telling(place.name, place.directory)
         self._line = LineServer(self.next)
+        # The loop's default of a few threads would let waiting calls hold up the builds.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "hydra-ray"))
 
     @property
     def is_open(self) -> bool:
-        """Whether it has devices, and so tells the directory what it does."""
+        """Whether the devices are open; from then on the pulse reports to the directory."""
         return self._training is not None
 
     async def open(self) -> str:
-        """Open the devices; asked again, nothing more happens.
+        """Open the devices; a repeated call changes nothing.
 
         Returns:
-            What is wrong with the options, or nothing.
+            The error in the options, or an empty text.
         """
         async with self._opening:
             if self._training is None:
@@ -81,17 +82,18 @@ class NodePool:
         return ""
 
     async def begin(self, request: Begin, ticket: Ticket | None = None) -> Over | Begun:
-        """Train a trial; other attempts at it end.
+        """Train a trial, and end all other attempts at the same trial.
 
         Args:
             request: the trial.
-            ticket: where it may wait, so that it need not begin from files.
+            ticket: address of a waiting trial to continue, instead of starting from files.
 
         Returns:
-            Where it is asked on this node, or why there is nothing to train.
+            The address for questions from this node, or the reason why there is nothing to train.
         """
         there = self._trials.get(request.key)
         if there is not None:
+            # A repeated call, after a lost answer, must not train the trial a second time.
             return there.said if isinstance(there.said, Over) else Begun(line=self._line.path)
         if ticket is not None:
             waiting = self._trials.get(ticket.key)
@@ -110,26 +112,28 @@ class NodePool:
         except Exception as error:  # noqa: BLE001 - a trial's own code may raise anything; it fails alone
             held.said = Over(status="failed", error=told(error))
             return held.said
-        if self._trials.get(request.key) is not held:  # it was ended meanwhile
+        if self._trials.get(request.key) is not held:  # the client ended the trial during the build
             held.job.cancel()
         return Begun(line=self._line.path)
 
     async def next(self, key: str, answered: int) -> Outcome:
-        """Answer a report, and wait for what the trial says then.
+        """Answer a report, and wait for the trial's next message.
 
         Args:
             key: of the trial.
-            answered: the number of the last report that its client has had; the trial goes on if it waits at that.
+            answered: number of the last report that the client has received; the trial continues if it waits at this
+                report.
         """
         held = self._trials.get(key)
         if held is None:
             return self._trials.moved(key) or Over(status="unknown")
         self._trials.renew(held)
+        # Only this report is answered: a repeated call with an earlier number gets the present report again.
         if isinstance(held.said, Report) and held.said.number == answered:
             if held.leaves:
                 return await self._moved(held)
             held.said = None
-            held.request = replace(held.request, files=None)  # or the object store would keep them as long
+            held.request = replace(held.request, files=None)  # or the object store would keep the files as long
             assert held.job is not None
             held.job.proceed()
         said = await self._trials.next_of(held)
@@ -137,14 +141,17 @@ class NodePool:
         return await self._moved(held) if said is None else said
 
     async def save(self, key: str, folder: str | None) -> Files | None:
-        """Write the state of a trial that waits at a report, or has completed.
+        """Write the state of a trial that waits at a report or has completed.
 
         Args:
             key: of the trial.
-            folder: on this node; None: the files are wanted.
+            folder: on this node; None: return the files instead.
+
+        Returns:
+            The files, if no folder is given or the trial has completed; else None.
 
         Raises:
-            HydraTuneError: as `HydraExecutor.save_to`.
+            HydraTuneError: as `HydraExecutor.save_to`, or the trial is not in this pool.
         """
         held = self._trials.get(key)
         if held is None or held.job is None or self._training is None:
@@ -158,24 +165,24 @@ class NodePool:
         return await asyncio.to_thread(self._training.read_saved, held.job)
 
     async def _last_state(self, held: Held) -> Files:
-        """The state that a trial has completed with."""
+        """Return the state that a trial completed with."""
         assert self._training is not None
         copy, error = held.at_end, None
         if copy is not None and copy.done() and not copy.cancelled():
             error = copy.exception()
             if error is None:
                 return await asyncio.to_thread(self._training.read_copied, copy.result())
-        files = await _fetched(held.request.files)  # if there was nothing left to do after those
+        files = await _fetched(held.request.files)  # the trial had nothing left to train after these files
         if files is None:
             raise TaskError(f"the state that {held.request.name} has ended with was not kept: {error}") from error
         return files
 
     async def end(self, key: str, *, parks: bool = False) -> None:
-        """A client does not want a trial any more.
+        """Release a trial that the client no longer wants.
 
         Args:
             key: of the trial.
-            parks: whether another client may come for it, as long as its lease lasts.
+            parks: whether another client may take the trial over, as long as the lease lasts.
         """
         held = self._trials.get(key)
         if held is None:
@@ -186,18 +193,18 @@ class NodePool:
             await self._end([held])
 
     async def end_trial(self, trial_id: str) -> None:
-        """Ray is done with a trial: all attempts at it end."""
+        """End all attempts at a trial that Ray has finished."""
         await self._end([held for held in self._trials if held.request.trial_id == trial_id])
 
     async def renew(self, keys: tuple[str, ...]) -> None:
-        """The client of these trials lives."""
+        """Renew the leases of trials whose client lives."""
         for key in keys:
             held = self._trials.get(key)
             if held is not None:
                 self._trials.renew(held)
 
     async def figures(self) -> PoolFigures:
-        """What it has done."""
+        """Return the pool's figures."""
         stats = None if self._training is None else await asyncio.to_thread(self._training.executor.stats)
         return PoolFigures(
             name=self._place.name,
@@ -212,7 +219,8 @@ class NodePool:
         )
 
     async def close(self) -> None:
-        """End all trials and give the devices back; for the actor to be killed then."""
+        """End all trials and free the devices; the caller kills the actor afterwards."""
+        # The pulse itself closes a pool without a directory, and must not cancel itself.
         if self._pulse is not None and self._pulse is not asyncio.current_task():
             self._pulse.cancel()
         self._line.close()
@@ -224,11 +232,12 @@ class NodePool:
         return isinstance(held.said, Report) and held.said.number == ticket.number and not held.said.is_last
 
     async def _end(self, trials: list[Held]) -> None:
-        """Drop trials, and wait until their memory is given back."""
+        """Drop trials, and wait until their memory is freed."""
         for held in trials:
+            # Removed first: a client that asks meanwhile is told that the trial is unknown.
             self._trials.remove(held)
             if held.job is not None and isinstance(held.said, Report) and held.said.is_last:
-                held.job.proceed()  # it has nothing to do any more, and completes
+                held.job.proceed()  # nothing left to train: let the job complete
             elif held.job is not None:
                 held.job.cancel()
         await asyncio.gather(*map(self._ended, trials))
@@ -241,10 +250,11 @@ class NodePool:
         await asyncio.to_thread(self._training.forget, held.request.key)
 
     async def _moved(self, held: Held) -> Outcome:
-        """Have a trial leave; its client takes it to the other pool, when it has been copied."""
+        """Move a trial out; its client carries the state to the other pool once the copy is done."""
         if held.leaving is None:
             held.leaving = asyncio.create_task(self._leave(held))
         leaving = held.leaving
+        # asyncio.wait leaves the copy running at the timeout; the client asks again and waits for the same task.
         done, _ = await asyncio.wait([leaving], timeout=_ANSWER_SECONDS)
         return leaving.result() if done else Waiting()
 
@@ -272,15 +282,16 @@ class NodePool:
         return found
 
     def _copied(self, job: Job) -> Any:
-        """The state of a job, in Ray's object store; blocks."""
+        """Put a job's state into Ray's object store; blocks."""
         assert self._training is not None
         return ray.put(self._training.read_saved(job))
 
     async def _beat(self) -> None:
-        """Tell the directory what there is to do, hear what is to leave, and end what nobody wants."""
+        """Report to the directory, send off trials that should move, and end trials with expired leases."""
         while True:
             slept = time.monotonic()
             await asyncio.sleep(_PULSE_SECONDS)
+            # Time in which this process itself did not run is no fault of the clients.
             late = self._trials.expired(time.monotonic() - slept - _PULSE_SECONDS)
             for held in late:
                 _LOGGER.warning(
@@ -301,13 +312,14 @@ class NodePool:
                     leaving.send_to(target)
 
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        # The loop holds only weak references to tasks: keep a strong one, or the work may be collected unfinished.
         task = asyncio.create_task(work)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
 
 async def _fetched(files: Any) -> Files | None:
-    """A checkpoint's files, which may have to come from elsewhere."""
+    """Fetch a checkpoint's files, if necessary from another node's object store."""
     if not isinstance(files, ray.ObjectRef):
         return cast("Files | None", files)
 

@@ -1,4 +1,4 @@
-"""`start_pools`: a pool on each node of a Ray cluster that has devices, and what a driver can ask of them."""
+"""`start_pools`: starts a pool on each node of a Ray cluster with devices; `Pools` is the driver's handle."""
 
 import contextlib
 import uuid
@@ -33,13 +33,13 @@ _KEPT: dict[str, "Pools"] = {}
 
 
 class Pools:
-    """Pools on the nodes of a cluster. Made by `start_pools`.
+    """Handle of the pools on a cluster's nodes. Made by `start_pools`.
 
-    Pickled, they are their name: Ray stores a search with its callbacks, to be restored when these pools, or the whole cluster,
-    may be gone.
+    A pickle holds only the name: Ray stores a search together with its callbacks, and may restore the search after the
+    pools, or the whole cluster, are gone.
 
     Attributes:
-        name: of them all, for `start_pools(name=...)` in another program.
+        name: of the set of pools, for `start_pools(name=...)` in another program.
     """
 
     def __init__(self, name: str, directory: Any = None) -> None:
@@ -51,10 +51,10 @@ class Pools:
 
     @property
     def directory(self) -> Any:
-        """The actor that knows them.
+        """Handle of the directory's actor.
 
         Raises:
-            PoolError: it is gone, or of another version of hydra-tune.
+            PoolError: the directory is gone, or of another version of hydra-tune.
         """
         if self._directory is None:
             try:
@@ -66,19 +66,19 @@ class Pools:
         return self._directory
 
     def figures(self) -> tuple[PoolFigures, ...]:
-        """What each pool has done and has to do; pools that do not answer are left out.
+        """Return the figures of each pool; pools that do not answer are left out.
 
         Raises:
-            PoolError: there is no answer.
+            PoolError: the directory does not answer.
         """
         found: tuple[PoolFigures, ...] = self._asked(self.directory.figures.remote())
         return found
 
     def options(self) -> Mapping[str, Any]:
-        """Those that the pools were made with.
+        """Return the options that the pools were made with.
 
         Raises:
-            PoolError: there is no answer.
+            PoolError: the directory does not answer.
         """
         found: Mapping[str, Any] = self._asked(self.directory.options.remote())
         return found
@@ -97,7 +97,7 @@ class Pools:
         ray.kill(directory)
 
     def end_trial(self, trial_id: str) -> None:
-        """Have no pool train a trial of Ray any more; does not wait."""
+        """Make every pool drop a trial of Ray; does not wait."""
         self.directory.end_trial.remote(trial_id)
 
     def __enter__(self) -> Self:
@@ -123,19 +123,21 @@ def start_pools(
     start_seconds: float = 120.0,
     **executor_options: Any,
 ) -> Pools:
-    """Start a pool on each node of the cluster that has devices, and on each that joins later.
+    """Start a pool on each node of the cluster with devices, and on each such node that joins later.
 
-    Connects to Ray as `ray.init()` does, where the program has not. A node with GPUs gives all of them to its pool, or those
-    that `devices` names; where the cluster has none, each node's pool has as many CPU devices as Ray counts CPUs there.
-    Pools take no CPUs from Ray's account.
+    Connects to Ray as `ray.init()` does, unless the program is connected already. A node with GPUs gives all of them to
+    its pool, or those that `devices` names; in a cluster without GPUs, each node's pool has as many CPU devices as Ray
+    counts CPUs there. Pools take no CPUs from Ray's account.
 
     Args:
-        name: for other programs to find them by; if there are some of this name, those are taken. None: a name of their own.
-        detached: whether they outlive this program, for others to use.
-        idle_seconds: how long they stay without trials; None: until `close()` and, if they are not detached, no longer than
-            this program. Detached pools need it.
-        start_seconds: how long each may take to start.
-        executor_options: of the `HydraExecutor` of each node; but for checkpoints, which are Ray's.
+        name: shared name under which other programs find the pools; existing pools of the name are reused. None: a
+            unique name.
+        detached: whether the pools outlive this program, for other programs to use.
+        idle_seconds: seconds after which pools without trials end; None: at `close()` or, unless detached, with this
+            program. Required for detached pools.
+        start_seconds: time limit for the start of each pool, in seconds.
+        executor_options: of the `HydraExecutor` of each node, except options of checkpoints, for Ray manages
+            checkpoints.
 
     Returns:
         The pools; a context manager that closes them.
@@ -143,7 +145,7 @@ def start_pools(
     Raises:
         ConfigError: an option that makes no sense; or no node has such devices.
         BuildPickleError: an option that cannot be sent to a pool.
-        PoolError: a pool has not started in time; or there are pools of this name of another version of hydra-tune.
+        PoolError: a pool has not started in time; or pools of this name run another version of hydra-tune.
     """
     _check(executor_options, detached=detached, idle_seconds=idle_seconds, start_seconds=start_seconds)
     if not ray.is_initialized():
@@ -157,6 +159,7 @@ def start_pools(
         _check_opened(pools, start_seconds)
         _check_same(pools, executor_options)
     except BaseException:
+        # Pools with a shared name may serve other programs: leave those alone.
         if name is None:
             pools.close()
         raise
@@ -166,6 +169,7 @@ def start_pools(
 
 
 def _directory(plan: Plan, *, detached: bool) -> Any:
+    # Beside the driver if possible, so that the directory outlives the loss of any other node.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
     made = ray.remote(Directory).options(
         name=plan.name,
@@ -182,7 +186,7 @@ def _directory(plan: Plan, *, detached: bool) -> Any:
 
 def _check_opened(pools: Pools, start_seconds: float) -> None:
     try:
-        check_directory(pools.directory, pools.name)  # of this name there may have been some before
+        check_directory(pools.directory, pools.name)  # the name may belong to pools started earlier
         opened = pools.directory.open.remote()
         error = str(ray.get(opened, timeout=start_seconds + _ANSWER_SECONDS))
     except GetTimeoutError as late:
@@ -223,10 +227,10 @@ def _check(options: Mapping[str, Any], *, detached: bool, idle_seconds: object, 
 
 
 def pools_of(trained: Any) -> Pools:
-    """The pools in which a class that `hydra_tune_ray.trainable` has made trains.
+    """Return the pools behind a class made by `hydra_tune_ray.trainable`.
 
     Raises:
-        ConfigError: it is no such class, or its pools are gone.
+        ConfigError: not such a class, or its pools are gone.
     """
     name = getattr(trained, "pools", None)
     if not isinstance(name, str):

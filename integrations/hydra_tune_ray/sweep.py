@@ -1,6 +1,7 @@
 """Runs the sweeps of the command line on a Ray cluster: the entry point `ray` of the group `hydra_tune.cluster_tuners`.
 
-Translates a sweep's plain words into Ray's search space, scheduler and searcher, and tells the observer what happens.
+The module translates a sweep's terms into Ray's search space, scheduler and searcher, and reports progress to the
+observer.
 """
 
 import logging
@@ -37,13 +38,14 @@ def run_sweep(request: ClusterRequest) -> None:
         request: the sweep, the cluster and the observer.
 
     Raises:
-        ConfigError: there is no such cluster, it has no devices, or the sweep asks for what Ray does not have.
+        ConfigError: no such cluster, a cluster without devices, or a sweep with a feature that Ray lacks.
     """
     spec = request.spec
     scheduler, search = scheduler_of(spec.pruning), searcher_of(spec)
     _connect(request.address)
     try:
-        # The file's module is on this machine only; what it imports has to be on the nodes.
+        # Pickle the sweep file's module by value, since the file is on this machine only; its imports must exist on the
+        # nodes.
         module = sys.modules[request.function.__module__]
         ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
         with start_pools(**spec.engine) as pools:
@@ -68,15 +70,15 @@ def _connect(address: str) -> None:
 
 
 def _check_listens(address: str) -> None:
-    """Whether somebody is there at all: Ray itself tries for minutes, and says so in its own words.
+    """Check that a cluster listens at the address: Ray itself would retry for minutes, with an unclear message.
 
     Raises:
-        OSError: nobody is.
-        ValueError: no address.
+        OSError: nothing listens there.
+        ValueError: not an address.
     """
     if "://" in address:
         return
-    # Where Ray goes: "auto" is a file's or the environment's, and 127.0.0.1 this machine's address.
+    # Resolve as Ray does: "auto" comes from a file or the environment, and 127.0.0.1 becomes this machine's address.
     found = services.canonicalize_bootstrap_address(address)
     if found is None:
         return
@@ -111,7 +113,7 @@ def _search(request: ClusterRequest, pools: Pools, scheduler: TrialScheduler, se
 
 
 def space_of(domain: Domain, method: str) -> Any:
-    """What Ray draws a parameter from."""
+    """Ray's search space of a parameter."""
     if method == "grid":
         return tune.grid_search(list(domain.grid() or ()))
     match domain:
@@ -124,6 +126,7 @@ def space_of(domain: Domain, method: str) -> Any:
         case FloatRange(step=None):
             return tune.uniform(domain.low, domain.high)
         case _:
+            # Choices, and ranges with a step: an explicit list keeps exactly the sweep's values.
             return tune.choice(list(domain.grid() or ()))
 
 
@@ -131,7 +134,7 @@ def scheduler_of(pruning: Pruning | None) -> TrialScheduler:
     """Ray's scheduler for the sweep's `early_terminate`.
 
     Raises:
-        ConfigError: one that Ray does not have so.
+        ConfigError: a rule that Ray lacks in this form.
     """
     if pruning is None:
         return FIFOScheduler()  # type: ignore[no-untyped-call]
@@ -183,7 +186,7 @@ def _taking_names(build: Callable[..., Any], parameters: Mapping[str, Domain]) -
 
 
 def _given(domain: Domain, drawn: Any) -> Any:
-    """What the task is given for what was drawn."""
+    """Value for the task, from Ray's sample."""
     return domain.settle(drawn) if isinstance(domain, FloatRange) else drawn
 
 
@@ -192,12 +195,12 @@ _LIVE: dict[int, Any] = {}
 
 
 def _found(key: int, kind: "type[tune.Callback | tune.Stopper]") -> Any:
-    """One that was pickled: in its own process it is itself, elsewhere it does nothing."""
+    """Return the pickled object itself in its own process, and an inert substitute elsewhere."""
     return _LIVE.get(key) or (tune.Callback() if kind is tune.Callback else _Stopper())
 
 
 class _Telling(tune.Callback):
-    """Tells the observer what becomes of trials, and Ray if there are to be no more."""
+    """Reports the fate of trials to the observer, and ends the search when the observer asks for it."""
 
     def __init__(self, spec: SweepSpec, observer: SweepObserver) -> None:
         self.stopper = _Stopper()
@@ -226,7 +229,7 @@ class _Telling(tune.Callback):
 
     def _finished(self, trial: Trial, state: Any) -> None:
         if trial.trial_id not in self._numbers:
-            return  # it has never begun
+            return  # the trial has never begun
         assert self._spec.parameters is not None
         record = TrialRecord(
             number=self._numbers[trial.trial_id],
@@ -239,7 +242,7 @@ class _Telling(tune.Callback):
 
 
 class _Stopper(tune.Stopper):
-    """Ends the search once it is hopeless."""
+    """Ends the search once the observer has asked for the end."""
 
     def __init__(self) -> None:
         self.is_over = False

@@ -1,7 +1,7 @@
-"""A pool's way to its directory: what it says there every half a second, and when it takes the directory for gone.
+"""A pool's connection to its directory: reports the pool's load twice a second, and decides when the directory is gone.
 
-Whoever takes it for gone ends all of its trials, so nothing that passes does: a machine that is overloaded or was stopped, a
-directory that Ray starts again elsewhere, a cluster that answers late or wrongly once.
+A pool without a directory ends all of its trials, so a passing fault must not count as the end: an overloaded or
+suspended machine, a directory that Ray restarts elsewhere, a cluster that once answers late or wrongly.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ _LOST_SECONDS = 120.0
 
 
 class Telling:
-    """See the module.
+    """See the module's docstring.
 
     Args:
-        pool: its name.
+        pool: the pool's name.
         directory: the name of its directory.
     """
 
@@ -37,21 +37,21 @@ class Telling:
         self._num_missing = 0
 
     async def tell(self, load: Load) -> Mapping[str, str]:
-        """Say what there is to do.
+        """Report the pool's load.
 
         Returns:
-            Trials that are to leave, by key: the name of the pool that they go to. Nothing if there is no answer.
+            Trials that should move, by key: the name of the target pool. Empty without an answer.
 
         Raises:
-            PoolError: the directory is gone, or has not answered for long.
+            PoolError: the directory is gone, or has not answered for `_LOST_SECONDS`.
         """
         try:
             actor = await self._found()
-            # The directory is given the actor, not left to ask Ray for it.
+            # Pass the actor along: a lookup by the directory would cost a call to Ray for every pulse.
             moves = await asyncio.wait_for(actor.pulse.remote(self._pool, load, self._own), _ANSWER_SECONDS)
         except (RayError, TimeoutError) as error:
             if isinstance(error, ActorDiedError):
-                self._directory = None  # there may be another one of this name
+                self._directory = None  # Ray may have made another directory of this name
             if self._silence.lasts():
                 raise PoolError(f"its directory has not answered for {_LOST_SECONDS:g} s: {error!r}") from error
             return {}
@@ -59,7 +59,7 @@ class Telling:
         return cast("Mapping[str, str]", moves)
 
     async def _found(self) -> Any:
-        """The directory; not in the event loop, for Ray may not answer."""
+        """Find the directory; in a thread, because the lookup blocks when Ray does not answer."""
         if self._directory is None:
             try:
                 found = asyncio.to_thread(find_actor, self._name)
@@ -74,12 +74,12 @@ class Telling:
 
 
 class Silence:
-    """How long there has been no answer.
+    """Total time without an answer.
 
     Args:
-        limit: seconds that it may last.
-        each: what counts at most of the time between two tries. Longer is only a process that did not run, because its
-            machine was suspended or had no time for it; it could not have heard an answer either.
+        limit: seconds that the silence may last.
+        each: cap, in seconds, on the time counted between two tries. A longer gap only means that this process did not
+            run, because its machine was suspended or overloaded; no answer could have been heard then.
     """
 
     def __init__(self, limit: float, each: float) -> None:
@@ -89,11 +89,11 @@ class Silence:
         self._last = time.monotonic()
 
     def ends(self) -> None:
-        """There was an answer."""
+        """Note an answer."""
         self._seconds, self._last = 0.0, time.monotonic()
 
     def lasts(self) -> bool:
-        """There was none; returns whether it lasts longer than it may."""
+        """Note a missing answer; return whether the silence exceeds the limit."""
         now = time.monotonic()
         self._seconds += min(now - self._last, self._each)
         self._last = now

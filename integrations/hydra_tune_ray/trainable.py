@@ -1,13 +1,13 @@
-"""`trainable`: what a Tuner of Ray Tune is given, so that its trials train in pools.
+"""`trainable`: a Ray Tune trainable whose trials train in shared pools.
 
-A trial is a process of its own that computes nothing: it takes its task to a pool, and each of its steps is a report that the
-task makes there. It imports no torch.
+Each trial is a separate process that computes nothing: the process takes its task to a pool, and each `step` of Ray is
+one report of the task in the pool. The process imports no torch.
 
-Note: what Ray asks of a trial, and what the pool does. `step` answers the last report and waits for the next. Between the two
-the trial waits in the pool, so that it has never done more than Ray has heard of. `save_checkpoint` writes the state that it
-waits in or has ended with, and a ticket. `load_checkpoint` and `reset_config` only note what is wanted: where the next step
-finds the trial waiting at the ticket's report, with the same config, it goes on; else it begins from the files. `cleanup`
-cancels; or if the trial was saved at this very report, as when Ray pauses it, leaves it to its lease, within which another
+Note: Ray's calls and the pool. `step` answers the last report and waits for the next. Between two steps the trial waits
+in the pool, and so never runs ahead of Ray. `save_checkpoint` writes the state of the waiting or ended trial, and a
+ticket. `load_checkpoint` and `reset_config` only note the request. The next `step` continues the trial in place, if it
+still waits at the ticket's report with the same config; else the trial resumes from the files. `cleanup` cancels the
+trial; a trial saved at this very report, as when Ray pauses the trial, is left to its lease instead, so that another
 process may come with the ticket.
 """
 
@@ -41,12 +41,12 @@ _TICKET = "ticket.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What all trials of one `trainable` have in common.
+    """Settings shared by all trials of one `trainable`.
 
     Attributes:
         directory: the name of the directory of the pools.
-        build: pickled.
-        lease_seconds: how long a trial is trained without a sign of its process.
+        build: the pickled build function.
+        lease_seconds: seconds that a trial is trained without a sign of its process.
     """
 
     directory: str
@@ -57,22 +57,22 @@ class Settings:
 def trainable(
     build: Callable[..., Any], *, pools: Pools | None = None, lease_seconds: float = 30.0, **executor_options: Any
 ) -> type[Trainable]:
-    """A class for `ray.tune.Tuner` whose trials train in pools.
+    """Make a class for `ray.tune.Tuner` whose trials train in pools.
 
     Args:
-        build: from what Ray has drawn to a `TrainTask`: `build(config)`; `build(*, lr, width)` with the names of
-            `param_space`; or an objective as for `hydra_tune_optuna`, whose `suggest_` calls are answered with
-            what Ray has drawn.
-        pools: where they train; None: `start_pools(**executor_options)`, which end with this program.
-        lease_seconds: how long a trial whose process has vanished is still trained.
+        build: builds a `TrainTask` from Ray's sample: `build(config)`; `build(*, lr, width)` with the names of
+            `param_space`; or an objective as for `hydra_tune_optuna`, whose `suggest_` calls are answered with Ray's
+            sample.
+        pools: pools to train in; None: `start_pools(**executor_options)`, which end with this program.
+        lease_seconds: how long a trial is still trained after its process has vanished, in seconds.
         executor_options: of the `HydraExecutor` of each node, e.g. `devices="cuda", device_memory="11GiB"`.
 
     Returns:
-        The class. A trial takes 0.01 CPU of Ray's account; `ray.tune.with_resources` says otherwise.
+        The class. A trial takes 0.01 CPU of Ray's account; change the share with `ray.tune.with_resources`.
 
     Raises:
         ConfigError: an option that makes no sense; or no node has such devices.
-        BuildPickleError: `build` cannot be sent to a pool; the message names the object that is to blame.
+        BuildPickleError: `build` cannot be sent to a pool; the message names the offending object.
         PoolError: a pool has not started.
     """
     if not callable(build):
@@ -99,11 +99,11 @@ class PoolTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:  # noqa: ARG003 - Ray's signature
-        """What it takes of Ray's account."""
+        """Resources that a trial takes of Ray's account."""
         return PlacementGroupFactory([{"CPU": CPUS}])
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Nothing is trained before the first step."""
+        """Note the config; training starts with the first step."""
         self._drawn = config
         self._wanted: tuple[Files, Ticket] | None = None
         self._client: Client | None = None
@@ -117,18 +117,19 @@ class PoolTrainable(Trainable):
         outcome = self._client.next_report()
         if isinstance(outcome, Report):
             return {**outcome.metrics, "step": outcome.step, "is_last": outcome.is_last, DONE: outcome.is_last}
+        # Ray wants a result for every step: repeat the last one where the trial ended without a new report.
         if self.iteration:
             return {RESULT_DUPLICATE: True, DONE: True}
         return {**outcome.metrics, DONE: True}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the state at the last report, in hydra-tune's format, and a ticket for it."""
+        """Write the state at the last report, in hydra-tune's format, with a ticket."""
         assert self._client is not None
         ticket = self._client.save(Path(checkpoint_dir) / FOLDER)
         (Path(checkpoint_dir) / _TICKET).write_text(json.dumps(asdict(ticket)))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Go on from there at the next step."""
+        """Resume from a checkpoint at the next step."""
         folder = Path(checkpoint)
         try:
             ticket = Ticket(**json.loads((folder / _TICKET).read_text()))
@@ -146,18 +147,18 @@ class PoolTrainable(Trainable):
             )
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Another trial, or the same with another config, at the next step."""
+        """Switch to another trial, or to another config of the same trial, at the next step."""
         self._drawn = new_config
         self._wanted, self._reset = None, True
         return True
 
     def cleanup(self) -> None:
-        """Have the pool drop what it trains."""
+        """Tell the pool to drop the trial."""
         if self._client is not None:
             self._client.leave()
 
     def _go_on(self) -> None:
-        """Take the trial to a pool, unless it waits in one just so."""
+        """Take the trial to a pool, unless it already waits in one at the wanted report, with the same config."""
         before, self._client, self._reset = self._client, None, False
         digest = _digest(self._drawn)
         files, ticket = self._wanted or (None, None)
@@ -168,6 +169,7 @@ class PoolTrainable(Trainable):
         if before is not None:
             before.leave()
         request = Begin(
+            # A new key for every attempt, so that a late call of an earlier attempt cannot reach this one.
             trial_id=self.trial_id,
             key=f"{self.trial_id}-{uuid.uuid4().hex[:8]}",
             name=self.trial_name,
@@ -179,6 +181,7 @@ class PoolTrainable(Trainable):
             lease_seconds=self.settings.lease_seconds,
         )
         self._client = Client(self.settings.directory, request, digest)
+        # With another config the waiting trial has the wrong task: begin from the files then.
         self._client.begin(ticket if ticket is not None and ticket.config == digest else None)
 
 

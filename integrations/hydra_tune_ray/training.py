@@ -1,4 +1,4 @@
-"""What a pool trains with: the executor of its node's devices, and folders of its own. Everything here blocks."""
+"""The training side of a pool: the executor of the node's devices, and temporary folders. Every call blocks."""
 
 import contextlib
 import shutil
@@ -21,27 +21,27 @@ from hydra_tune_ray.messages import Begin, Files
 
 
 class Training:
-    """See the module.
+    """See the module's docstring.
 
     Args:
         options: of the `HydraExecutor`.
 
     Raises:
-        HydraTuneError: as of `HydraExecutor`; or its devices cannot be opened.
+        HydraTuneError: as of `HydraExecutor`; or the devices cannot be opened.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.executor = HydraExecutor(**options)
-        self.device_names = self.executor.device_names  # opens the devices, which may not be there
+        self.device_names = self.executor.device_names  # opens the devices, and raises here if one is missing
         self._scratch = Path(tempfile.mkdtemp(prefix="hydra-tune-ray-"))
 
     def submit(self, request: Begin, files: Files | None, events: EventStream) -> Job:
-        """Build a trial's task and have it trained.
+        """Build a trial's task and submit it.
 
         Args:
             request: the trial.
-            files: the checkpoint that it goes on from.
-            events: what it says.
+            files: checkpoint to resume from, or None.
+            events: stream for the job's events.
 
         Raises:
             Exception: whatever `build` raises; `TaskError` if it returns no task.
@@ -67,18 +67,19 @@ class Training:
             raise
 
     def copy_at_end(self, job: Job) -> "Future[Saved] | None":
-        """Have the last state of a job copied if it may train on after its last report; else it waits there to be saved: None.
+        """Copy a job's last state at the end, if the job may train on after its last report.
 
-        Trials that report by steps may, and are over then.
+        Trials with `report_every` in steps may do so, and are over then. A trial that reports by epochs waits at its
+        last report to be saved instead: None.
         """
         if job.task.report_every == "epoch":
             return None
-        with contextlib.suppress(CheckpointError):  # it is over already, and says so
+        with contextlib.suppress(CheckpointError):  # over already, as the job's own events say
             return self.executor.copy_at_end(job)
         return None
 
     def read_copied(self, copy: Saved) -> Files:
-        """A copy of a state, as files.
+        """Convert a copied state to the files of a checkpoint.
 
         Raises:
             HydraTuneError: as of `CheckpointFolder.write`.
@@ -97,7 +98,7 @@ class Training:
         self.executor.save_to(job, folder)
 
     def read_saved(self, job: Job) -> Files:
-        """The state of a job, as files.
+        """Read the state of a job as files.
 
         Raises:
             HydraTuneError: as `HydraExecutor.save_to`.
@@ -107,12 +108,12 @@ class Training:
             return read_files(folder)
 
     def forget(self, key: str) -> None:
-        """Remove what a trial went on from."""
+        """Remove the files that a trial resumed from."""
         shutil.rmtree(self._scratch / key, ignore_errors=True)
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[Path]:
-        """For files that are read at once."""
+        """Make a folder that lives only within the block."""
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         try:
             yield folder
@@ -120,7 +121,7 @@ class Training:
             shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """End all jobs and give the devices back."""
+        """End all jobs and free the devices."""
         try:
             self.executor.shutdown()
         finally:

@@ -1,6 +1,6 @@
-"""Whether those who talk to each other were installed from the same hydra-tune: asked before anything else is said.
+"""Version check between driver, directory and pools, before any other message.
 
-What they say are pickled values of this package, which another version cannot read. The version itself is a text. Detached
+Messages are pickled values of this package, unreadable for another version; the version itself is plain text. Detached
 pools may be older than a driver, and the nodes of a cluster may differ.
 """
 
@@ -24,14 +24,14 @@ def check_directory(directory: Any, pools: str) -> None:
     """Refuse pools of another version.
 
     Args:
-        directory: their actor.
-        pools: their name.
+        directory: actor of the pools' directory.
+        pools: name of the pools.
 
     Raises:
-        PoolError: they are of another version.
-        RayError: there is no answer.
+        PoolError: the pools run another version.
+        RayError: the directory does not answer.
     """
-    asked = getattr(directory, "version", None)  # the first versions do not tell
+    asked = getattr(directory, "version", None)  # absent in the first versions
     found = _EARLIER if asked is None else str(ray.get(asked.remote(), timeout=_ANSWER_SECONDS))
     if found != VERSION:
         raise PoolError(
@@ -41,11 +41,11 @@ def check_directory(directory: Any, pools: str) -> None:
 
 
 def wrong_pool(found: str | None, node_id: str) -> str:
-    """What is wrong with a pool's version, or nothing.
+    """Return the error in a pool's version, or an empty text.
 
     Args:
-        found: what it says; None: it cannot.
-        node_id: where it is.
+        found: the pool's answer; None: the pool is too old to answer.
+        node_id: the pool's node.
     """
     if found == VERSION:
         return ""

@@ -1,4 +1,4 @@
-"""From a result of Ray's to the trained module."""
+"""Loads the trained module from a result of Ray."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ from hydra_tune_ray.files import FOLDER
 
 
 def load_module(build: Build, result: Result, checkpoint: Checkpoint | None = None) -> Any:
-    """The trained module of a trial.
+    """Load the trained module of a trial.
 
     Args:
-        build: as `trainable` was given it.
+        build: the function given to `trainable`.
         result: of the trial, e.g. `tuner.fit().get_best_result()`.
         checkpoint: one of `result.best_checkpoints`; None: the trial's last.
 
     Returns:
-        The `torch.nn.Module` on the host, in the mode its factory leaves it in, which for most is that of training.
+        The `torch.nn.Module` on the host, in the mode set by its factory, for most models training mode.
 
     Raises:
-        CheckpointError: Ray has none of the trial, or it is damaged.
+        CheckpointError: Ray has no checkpoint of the trial, or the checkpoint is damaged.
         WeightsError: `build` makes another model.
     """
     from hydra_tune.train.weights import load_module as load_task_module  # noqa: PLC0415 - imports torch
