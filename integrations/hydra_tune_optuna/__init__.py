@@ -1,8 +1,9 @@
 """Optuna with a shared pool: `import hydra_tune_optuna`.
 
-Everything of Optuna under its own name, and `create_study` and `load_study` that also take `executor=`. A study made
-with an executor is a `PoolStudy`: its `optimize` trains the `TrainTask` that the objective returns in the executor's
-pool. Without an executor this is Optuna, unchanged. `install()` has `import optuna` itself take `executor=`.
+The package offers everything of Optuna under the same names, and `create_study` and `load_study` also take `executor=`.
+A study made with an executor is a `PoolStudy`: its `optimize` trains the `TrainTask` returned by the objective in the
+executor's pool. Without an executor the package acts as Optuna, unchanged. `install()` makes `import optuna` itself
+take `executor=`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,8 @@
-"""Checkpoints of trials that have been told: they go when the trial's weights are kept, or are not among the best.
+"""Removes the checkpoints of told trials, once the trial's weights are kept or not among the best.
 
-A process that is killed between the two leaves a trial that is complete, a checkpoint, and no weights. The next search has the
-pool go on from the checkpoint, which takes no units where the trial's last state was saved, and keeps the weights of that.
+A process killed between the tell and the keeping leaves a complete trial with a checkpoint and no weights. The next
+search resumes the checkpoint in the pool to recover the weights; a checkpoint of the trial's final state takes no
+units.
 """
 
 import copy
@@ -20,7 +21,7 @@ from hydra_tune_optuna.weights import StudyWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Collected:
-    """A trial whose weights are being got."""
+    """A trial whose weights are being recovered."""
 
     frozen: FrozenTrial
     task: TrainTask
@@ -28,12 +29,12 @@ class _Collected:
 
 
 class Collecting:
-    """Trials of one search that have been told, until nothing of them is needed any more.
+    """Told trials of one search, until nothing of them is needed any more.
 
     Args:
-        pool: has the checkpoints.
-        build: the objective, which is called with a trial that has ended as well.
-        weights: keeps those of the best; None: nobody does.
+        pool: holds the checkpoints.
+        build: the objective, called with ended trials, too.
+        weights: keeper of the best weights; None: no weights are kept.
         resuming: removes checkpoints.
     """
 
@@ -52,20 +53,20 @@ class Collecting:
         self._told: set[int] = set()
 
     def __len__(self) -> int:
-        """How many are under way."""
+        """Number of recoveries under way."""
         return len(self._running)
 
     @property
     def jobs(self) -> list[Job]:
-        """What runs for them."""
+        """Jobs of the recoveries under way."""
         return [one.job for one in self._running.values()]
 
     def is_wanted(self, frozen: FrozenTrial) -> bool:
-        """Whether the weights of a completed trial should be there, and are not."""
+        """Whether a completed trial's weights should be kept, but are missing."""
         return self._weights is not None and self._weights.lacks(frozen)
 
     def start(self, left: Left, events: EventStream) -> None:
-        """Get the weights of a trial from its checkpoint."""
+        """Start to recover a trial's weights from its checkpoint."""
         assert left.checkpoint is not None
         frozen = left.frozen
         try:
@@ -81,11 +82,11 @@ class Collecting:
         self.told(frozen.number)
 
     def has(self, job: Job) -> bool:
-        """Whether a job is one of these."""
+        """Whether a job is a recovery."""
         return id(job) in self._running
 
     def on_end(self, event: Finished | Failed) -> None:
-        """The weights are there, or will never be."""
+        """Finish a recovery: keep the weights, or report their loss."""
         one = self._running.pop(id(event.job))
         if event.result.status == "completed" and self._weights is not None:
             self._weights.completed(one.frozen, one.task, event.result)
@@ -94,19 +95,20 @@ class Collecting:
         self.told(one.frozen.number)
 
     def told(self, number: int) -> None:
-        """A trial has been told, and its weights were offered."""
+        """Note a told trial whose weights have been offered."""
         self._told.add(number)
         self.settle()
 
     def settle(self, *, waits: bool = False) -> None:
-        """Remove the checkpoints that nobody needs any more.
+        """Remove checkpoints no longer needed.
 
         Args:
-            waits: until all weights are written.
+            waits: wait until all weights are written.
         """
         if waits and self._weights is not None:
             self._weights.flush()
         for number in sorted(self._told):
+            # The checkpoint must outlive the write: until then, a crash could only recover the weights from there.
             if self._weights is None or self._weights.is_settled(number):
                 self._told.discard(number)
                 self._resuming.forget(number)

@@ -1,8 +1,8 @@
-"""The loop between a study and a pool: ask, build, submit; report, prune or go on; tell.
+"""The loop between a study and a pool: ask, build, submit; report, prune or proceed; tell.
 
 One thread, the caller's, touches study, sampler, pruner and callbacks; the pool only ever waits for an answer to a
-report. What Optuna's own `Study.optimize` does around an objective is done here around a task, in the same words and
-order. This module knows nothing of shards and devices.
+report. The driver does around a task what Optuna's own `Study.optimize` does around an objective, in the same words and
+order. The module knows nothing of shards and devices.
 """
 
 import copy
@@ -49,22 +49,22 @@ _ENDED = frozenset({"completed", "pruned", "cancelled", "failed"})
 
 
 def job_name(number: int) -> str:
-    """What the job of a trial is called."""
+    """Name of a trial's job."""
     return f"trial {number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How far and how wide one call of `optimize` searches.
+    """Limits of one call of `optimize`.
 
     Args:
         n_trials: new trials of this call; None for no limit.
         timeout_seconds: no trial starts later than this after the start; None for no limit.
         width: trials in flight, at least 1.
-        catch: errors that fail their trial only.
+        catch: errors that fail only their own trial.
         gc_after_trial: collect garbage after each trial.
-        useless_pruner: why the pruner can end no trial, if that is so; said when a trial could have been ended.
-        useless_if_fused: likewise, where trials turn out to be computed together.
+        useless_pruner: reason why the pruner can end no trial, if so; logged when a trial could have been ended.
+        useless_if_fused: likewise, once trials turn out to be fused.
     """
 
     n_trials: int | None
@@ -80,9 +80,9 @@ class Limits:
 class _Running:
     """A trial whose task is in the pool.
 
-    `failure` is what was raised here on the trial's behalf, e.g. by the pruner. The job is cancelled then, and the
-    trial is told when the job has ended, like every other. `known` are steps that the storage has had reports of before, from a
-    process that has died since its last checkpoint.
+    `failure` is an error raised in this thread on the trial's behalf, e.g. by the pruner. The job is then cancelled,
+    and the trial is told when the job has ended, like every other. `known` are the steps already reported to the
+    storage by a process that died after its last checkpoint.
     """
 
     trial: Trial
@@ -97,15 +97,15 @@ class Driver:
     """One call of `optimize`.
 
     Args:
-        study: who is asked and told.
-        pool: who trains.
+        study: source of trials and receiver of results.
+        pool: trains the tasks.
         build: the objective.
-        limits: how far and how wide to search.
-        callbacks: called after each trial that is told without ending the search.
+        limits: limits of the search.
+        callbacks: called after each told trial that does not end the search.
         progress_bar: Optuna's own.
-        weights: is given what completed trials have learnt; None: nobody is.
-        settled: called when a search that is cut short has said in the storage what has become of its trials, or need not: from
-            here on the process may end at any moment.
+        weights: keeps the weights of completed trials; None: no weights are kept.
+        settled: called once an interrupted search has stored the fate of its trials, or need not: the process may end
+            at any moment afterwards.
     """
 
     def __init__(
@@ -138,16 +138,17 @@ class Driver:
         self._has_hinted = False
         self._resuming = Resuming(study, pool)
         self._collecting = Collecting(pool, build, weights, self._resuming)
-        self._left: deque[Left] = deque()  # trials of another process, to be gone on with
+        self._left: deque[Left] = deque()  # trials of a dead process, to resume
         self._taken_up: set[int] = set()
 
     def run(self) -> None:
         """Search to the end.
 
         Raises:
-            Exception: the first error of a trial that is not in `catch`, after the trials running then have finished;
-                or what a callback, the storage or the pool raised, after they were cancelled.
+            Exception: the first error of a trial that is not in `catch`, after all running trials have finished; or an
+                error of a callback, the storage or the pool, after all running trials were cancelled.
         """
+        # Ctrl-C waits except in marked windows: between an ask and its note, a trial would seem to run forever.
         with hold_interrupts(), self._heartbeat:
             try:
                 self._find_left()
@@ -165,22 +166,22 @@ class Driver:
 
     def _find_left(self) -> None:
         self._left.extend(self._resuming.begin(self._collecting.is_wanted))
-        for left in self._left:  # before their turn comes, others must not take them for dead
+        for left in self._left:  # until their turn comes, other processes must not take these trials for dead
             if not left.is_told:
                 self._heartbeat.add(private.frozen_id(left.frozen))
         self._heartbeat.beat()
 
     def _step(self) -> bool:
-        """Answer one event, or else start one trial; False when there is neither to come.
+        """Answer one event, or else start one trial; return False when neither can come any more.
 
-        Events go first: the pool should not wait for a sampler, and the sampler should know all there is. An event may
-        hold a trained model; it lives no longer than this call.
+        Events go first: the pool should not wait for a sampler, and the sampler should know every result. An event may
+        hold a trained model, which must not outlive this call.
         """
         may_ask = self._may_ask()
         if not may_ask and not self._in_flight:
             return False
         with let_interrupts_through():
-            pass  # here, and not while waiting: an event once taken must be answered
+            pass  # an interrupt window here, not while waiting: an event once taken must be answered
         event = self._stream.get(timeout=0 if may_ask else _POLL_SECONDS)
         match event:
             case Reported():
@@ -205,7 +206,8 @@ class Driver:
             return False
         if self._is_late():
             return False
-        # With nothing in flight the sampler is asked all the same, and repeats a point and stops, as in plain Optuna.
+        # With nothing in flight the sampler is asked even so: the sampler repeats a point and stops, as in plain
+        # Optuna.
         return not self._untold or not private.nothing_new_to_sample(self._study)
 
     def _is_late(self) -> bool:
@@ -271,15 +273,15 @@ class Driver:
             if prune:
                 self._conclude_error(trial, TrialPruned())
                 return
-        # What submitting raises is about the executor, e.g. that it is shut down, and would be raised for every task; so
-        # it ends the search, whatever `catch` says.
+        # An error of submit concerns the executor, e.g. a shutdown, and would hit every task: it ends the search,
+        # whatever `catch` says.
         saving, known = self._resuming.submit_options(trial, left)
         job = self._pool.submit(task, name=job_name(trial.number), events=self._stream, **saving)
         self._running[id(job)] = _Running(trial=trial, task=task, job=job, reports=reports, known=known)
 
     @staticmethod
     def _catch_up(trial: Trial, task: TrainTask, left: Left) -> tuple[list[Values], bool]:
-        """Report what the study has not been told of a trial that goes on; returns all values, and whether to prune it."""
+        """Report a resumed trial's history that the study lacks; return all values, and whether to prune."""
         known = left.frozen.intermediate_values
         history = [] if left.checkpoint is None else left.checkpoint.history
         reports = [reported_values(task, entry) for entry in history]
@@ -301,7 +303,7 @@ class Driver:
             running.failure = error
             event.job.cancel()
             return
-        if not self._has_hinted and len(running.reports) > 1:  # a trial that reports once loses nothing
+        if not self._has_hinted and len(running.reports) > 1:  # a trial with one report loses nothing
             self._hint(event.job)
         if prune:
             event.job.prune()
@@ -309,7 +311,7 @@ class Driver:
             event.job.proceed()
 
     def _hint(self, job: Job) -> None:
-        """Say why the pruner can end no trial, if that is so."""
+        """Log once why the pruner can end no trial, if so."""
         hint = self._limits.useless_pruner
         if hint is None and self._limits.useless_if_fused is not None and job.progress.group_size > 1:
             hint = self._limits.useless_if_fused
@@ -320,7 +322,7 @@ class Driver:
     @staticmethod
     def _report(running: _Running, value: float, step: int) -> bool:
         trial = running.trial
-        if step in running.known:  # the process that died had said so, and heard the answer to all but the last
+        if step in running.known:  # the dead process reported this step, and got answers to all but the last
             return step == max(running.known) and trial.should_prune()
         trial.report(value, step)
         return trial.should_prune()
@@ -342,7 +344,7 @@ class Driver:
             self._conclude(running.trial, value=value, trained=(running.task, event.result))
 
     def _conclude_error(self, trial: Trial, error: BaseException) -> None:
-        """Tell what plain Optuna would, had the objective raised `error`."""
+        """Tell the outcome that plain Optuna would, had the objective raised `error`."""
         if not isinstance(error, Exception):
             raise error
         state = TrialState.PRUNED if isinstance(error, TrialPruned) else TrialState.FAIL
@@ -358,7 +360,7 @@ class Driver:
         reason: str | None = None,
         trained: tuple[TrainTask, Result] | None = None,
     ) -> TrialState:
-        """Tell, log, keep the weights and call back; what an uncaught error ends, is drained from here on."""
+        """Tell, log, keep weights and run callbacks; after an error not in `catch`, the search only drains."""
         told = self._tell(trial, value=value, state=state, error=error, reason=reason)
         if self._weights is not None and trained is not None:
             self._weights.completed(private.stored(self._study, trial), *trained)
@@ -372,7 +374,7 @@ class Driver:
         if self._callbacks is not None:
             stored = private.stored(self._study, trial)
             for callback in self._callbacks:
-                frozen = copy.deepcopy(stored)  # a callback may change what it is given
+                frozen = copy.deepcopy(stored)  # a callback may change its argument
                 with let_interrupts_through():
                     callback(self._study, frozen)
         self._progress_bar.update(self._elapsed_seconds(), self._study)
@@ -411,15 +413,16 @@ class Driver:
             private.log_failed(trial, repr(error) if error else str(reason), error=error, value=value)
 
     def _abandon(self, error: BaseException) -> None:
-        """End what runs, say in the storage what has become of it, and wait until no unit of it runs any more.
+        """End running trials, record their fate in the storage, and wait until none of their units runs.
 
-        The storage comes before the units: a second Ctrl-C while these end must not leave trials that seem to run. Its session
-        is a new one: the old one may be in the middle of what the error has cut short.
+        The storage comes before the units: a second Ctrl-C during the wait must not leave trials that seem to run. The
+        storage session is renewed first, because the error may have cut the old session off in the middle of a
+        statement.
         """
         private.storage_of(self._study).remove_session()
         jobs = [*(running.job for running in self._running.values()), *self._collecting.jobs]
         if is_interrupt(error) and self._resuming.saves:
-            self._settled()  # what runs, runs in the storage, too, and stays what it can be gone on from
+            self._settled()  # running trials stay running in the storage, to be resumed
             self._leave()
         else:
             for job in jobs:
@@ -433,7 +436,7 @@ class Driver:
                 self._stream.get(timeout=_POLL_SECONDS)
 
     def _leave(self) -> None:
-        """Have all trials saved; those that end meanwhile have ended."""
+        """Save all running trials for a later search; trials that end meanwhile are told."""
         for job in self._collecting.jobs:
             job.cancel()  # their checkpoints stay
         try:
@@ -452,11 +455,11 @@ class Driver:
             self._keep_untold([*stay, *kept])
 
     def _keep_untold(self, trials: Iterable[Trial]) -> None:
-        """These alone are still running, as the storage has it."""
+        """Limit the untold trials to those that the storage still lists as running."""
         self._untold = {private.trial_id(trial): trial for trial in trials}
 
     def _tell_ended(self) -> None:
-        """Tell of trials that have ended by themselves, which the search has not come to hear of."""
+        """Tell the trials that ended before the search could take their events."""
         while (event := self._stream.get(timeout=0)) is not None:
             if isinstance(event, Finished) and event.result.status in ("completed", "pruned"):
                 try:
@@ -466,7 +469,7 @@ class Driver:
 
 
 def _error_of(event: Finished | Failed) -> BaseException | None:
-    """What the objective would have raised, had it run the job, or None if it would have returned."""
+    """Return the error that the objective would have raised had it run the job, or None for a normal return."""
     result = event.result
     if isinstance(event, Failed):
         return result.error or HydraTuneError(f"{event.job.name} failed and its pool gave no reason")

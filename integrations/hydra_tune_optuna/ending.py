@@ -1,7 +1,8 @@
-"""What becomes of the trials of a search that ends before they do: given up, or left for another time.
+"""Decides the fate of unfinished trials when a search ends early: give them up, or leave them for a later search.
 
-Left is a trial that has a checkpoint: it stays running in the storage, where `resuming` finds it. One without waits
-there, as Optuna's own enqueued trials do, keeps what was drawn for it, and begins anew. So either goes on under its number.
+A left trial with a checkpoint stays running in the storage, where `resuming` finds the trial. A left trial without a
+checkpoint is put back to waiting, like Optuna's own enqueued trials, with its drawn parameters, and begins anew. Both
+continue under their old numbers.
 """
 
 from collections.abc import Iterable
@@ -17,16 +18,17 @@ _logger = get_logger("optuna.hydra_tune")
 
 
 def give_up(study: Study, trials: Iterable[Trial], error: BaseException) -> list[Trial]:
-    """Tell of trials that they have failed.
+    """Tell trials as failed.
 
     Args:
-        study: whose trials.
-        trials: those that have not been told.
-        error: what has ended the search.
+        study: the study.
+        trials: the untold trials of the study.
+        error: the error that ended the search.
 
     Returns:
-        Those that could not be told.
+        Trials that could not be told.
     """
+    # Only an interrupt has a traceback worth logging: the caller raises every other error itself.
     interrupt = error if isinstance(error, KeyboardInterrupt) else None
     reason = f"the search was ended by {error!r}" if interrupt is None else repr(interrupt)
     lost = []
@@ -35,7 +37,7 @@ def give_up(study: Study, trials: Iterable[Trial], error: BaseException) -> list
             if not private.stored(study, trial).state.is_finished():
                 private.tell(study, trial, state=TrialState.FAIL)
                 private.log_failed(trial, reason, error=interrupt)
-                interrupt = None  # one traceback says where it was
+                interrupt = None  # log the traceback only once
         except Exception:
             _logger.warning("Trial %d could not be told that it failed.", trial.number, exc_info=True)
             lost.append(trial)
@@ -43,17 +45,18 @@ def give_up(study: Study, trials: Iterable[Trial], error: BaseException) -> list
 
 
 def leave(study: Study, resuming: Resuming, submitted: Iterable[Trial], unsubmitted: Iterable[Trial]) -> list[Trial]:
-    """Leave trials so that a later search goes on with them.
+    """Leave trials so that a later search resumes them.
 
     Args:
-        study: whose trials.
-        resuming: knows which of them are saved; the pool runs them no more.
-        submitted: those that were in the pool; one that goes on from a checkpoint has that still.
-        unsubmitted: those that were only just asked for.
+        study: the study.
+        resuming: knows the saved trials; the pool no longer runs any of them.
+        submitted: trials that were in the pool; a trial resumed from a checkpoint still has the checkpoint.
+        unsubmitted: trials only just asked for.
 
     Returns:
-        Those that stay running in the storage.
+        Trials that stay running in the storage.
     """
+    # A trial that cannot be put back stays running, too, and so seems to run.
     running = [trial for trial in submitted if resuming.has_checkpoint(trial.number) or not _waits_again(study, trial)]
     return running + [trial for trial in unsubmitted if not _waits_again(study, trial)]
 

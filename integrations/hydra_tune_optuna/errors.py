@@ -4,4 +4,4 @@ from hydra_tune.errors import HydraTuneError
 
 
 class TrialCancelledError(HydraTuneError):
-    """A trial whose job was cancelled by someone other than its study; pass it in `catch` to search on."""
+    """A trial's job was cancelled by a caller other than its study; add the class to `catch` to search on."""

@@ -1,4 +1,7 @@
-"""Finds the weights of a sweep afterwards: the entry point `optuna` of the group `hydra_tune.weights`. Creates nothing."""
+"""Finds the weights of a finished sweep: the entry point `optuna` of the group `hydra_tune.weights`.
+
+The module only reads: a missing storage or study is an error, never created.
+"""
 
 import optuna
 from optuna.study import Study
@@ -12,13 +15,16 @@ _NUM_NAMED = 5
 
 
 def find_weights(query: WeightsQuery) -> KeptTrial:
-    """The weights that are asked for.
+    """Find a trial's kept weights.
 
     Args:
-        query: what is asked for.
+        query: names the storage, the study and the trial.
+
+    Returns:
+        The trial and the path of its weights.
 
     Raises:
-        ConfigError: the storage, the study or the trial is not there, or the storage has several studies.
+        ConfigError: the storage, the study or the trial is missing, or the storage has several studies.
         WeightsError: the weights are not kept, or no trial has completed.
     """
     study = _study(query)

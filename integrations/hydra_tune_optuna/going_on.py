@@ -1,6 +1,6 @@
-"""A sweep that goes on in its own folder: how many of its trials go on, and where its sampler was.
+"""Resumes a sweep in its own folder: counts the trials to resume, and restores the sampler's random streams.
 
-Whose a running trial is, `resuming` says.
+`resuming` decides the ownership of running trials.
 """
 
 from typing import Any
@@ -20,14 +20,15 @@ _SAMPLER = "sampler"
 
 
 def going_on(study: Study, pool: HydraExecutor) -> tuple[int, list[int]]:
-    """Which running trials of a study this sweep goes on with.
+    """Count the running trials of a study that this sweep resumes.
 
     Args:
-        study: whose trials.
-        pool: has their checkpoints.
+        study: the study.
+        pool: holds the checkpoints.
 
     Returns:
-        How many go on, or begin anew, under their numbers, and the numbers of those that are, or may be, another process's.
+        Number of trials that resume, or begin anew, under their numbers; and the numbers of trials that belong, or may
+        belong, to another process.
     """
     resuming = Resuming(study, pool)
     if not resuming.saves:
@@ -37,22 +38,23 @@ def going_on(study: Study, pool: HydraExecutor) -> tuple[int, list[int]]:
 
 
 def keep_sampler(study: Study, sampler: BaseSampler, seed: int | None, folder: SweepFolder) -> None:
-    """Have a sampler go on where it was in this study, and note where it is from now on.
+    """Restore a sampler's position in this study, and note the position from now on.
 
-    A study that was deleted and made again under its name begins anew, and so does another sampler, or one with another seed.
+    A study that was deleted and recreated under its name begins anew, and so does another sampler or another seed.
 
     Args:
-        study: that is searched.
+        study: the searched study.
         sampler: of a sweep file.
-        seed: that it was made with.
+        seed: of the sampler.
         folder: of the sweep.
 
     Raises:
-        CheckpointError: what was noted is damaged.
+        CheckpointError: the noted position is damaged.
     """
     of = {"sampler": type(sampler).__name__, "seed": seed}
     key = f"{_MARK}:{folder.identity}"
     noted = folder.noted(_SAMPLER)
+    # A recreated study lacks this mark in its storage, while the folder still has the old study's position.
     if private.study_attributes(study).get(key) is None:
         private.set_study_attribute(study, key, True)
     elif noted is not None and {name: noted.get(name) for name in of} == of:

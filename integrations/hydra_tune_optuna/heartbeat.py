@@ -1,6 +1,6 @@
-"""One thread that keeps all running trials of a study alive in a storage with a heartbeat.
+"""One thread that sends the heartbeats of all running trials of a study, for storages with a heartbeat.
 
-Optuna starts a thread for each trial; a pool runs many. This module knows nothing of pools or of what trials do.
+Optuna starts a thread for each trial; a pool runs many trials. The module knows nothing of pools or of training.
 """
 
 import time
@@ -20,9 +20,10 @@ _SET_SECONDS = 1.0
 
 
 class Heartbeat:
-    """Beats for the trials between `add` and `discard`; does nothing where the storage has no heartbeat.
+    """Sends heartbeats for the trials between `add` and `discard`; does nothing for a storage without heartbeat.
 
-    The thread starts with the first trial, beats at once for a new one, and ends with the `with` block.
+    The thread starts with the first trial, sends a heartbeat at once for each new trial, and ends with the `with`
+    block.
     """
 
     def __init__(self, storage: BaseStorage) -> None:
@@ -38,10 +39,10 @@ class Heartbeat:
 
     @property
     def tells_who_lives(self) -> bool:
-        """Whether trials without a recent heartbeat may be taken for dead ones.
+        """Whether trials without a recent heartbeat may be taken for dead.
 
-        Heartbeats are compared by the time of day. When that was set forward, or the machine has slept, all seem to be old
-        until every process has had the time to beat once more; no clock of its own tells the storage so.
+        Heartbeats are compared by the time of day. After the clock was set forward, or the machine has slept, all
+        heartbeats seem old until every process has sent another; the storage cannot detect such a jump.
         """
         if self._target is None:
             return False
@@ -69,7 +70,7 @@ class Heartbeat:
             self._thread.join()
 
     def add(self, trial_id: int) -> None:
-        """Beat for this trial from now on."""
+        """Send heartbeats for this trial from now on."""
         if self._target is None:
             return
         with self._lock:
@@ -77,13 +78,15 @@ class Heartbeat:
         if self._thread is None:
             self._thread = Thread(target=self._run, name="hydra-tune-heartbeat", daemon=True)
             self._thread.start()
+        # Wake the thread, or the new trial would have no heartbeat for up to a whole interval.
         self._wake.set()
 
     def beat(self) -> None:
-        """Beat for all trials, and be done with it on return: before somebody looks who is dead."""
+        """Send a heartbeat for every trial before returning, ahead of a check for dead trials."""
         target = self._target
         if target is None:
             return
+        # Copy under the lock, send without: a slow storage must not block `add` and `discard`.
         with self._lock:
             trial_ids = sorted(self._trial_ids)
         for trial_id in trial_ids:
@@ -93,7 +96,7 @@ class Heartbeat:
                 _logger.warning("The heartbeat of the trial with id %d was not recorded.", trial_id, exc_info=True)
 
     def discard(self, trial_id: int) -> None:
-        """Beat for this trial no more."""
+        """Stop the heartbeats of this trial."""
         with self._lock:
             self._trial_ids.discard(trial_id)
 
@@ -104,9 +107,10 @@ class Heartbeat:
             self.beat()
             self._wake.wait(interval_seconds)
             self._wake.clear()
+        # The thread has its own storage session.
         self._storage.remove_session()
 
 
 def _offset_seconds() -> float:
-    """The time of day, but for the time that has passed: changes when the clock is set."""
+    """Time of day minus monotonic time: constant, except when the clock is set."""
     return time.time() - time.monotonic()

@@ -1,7 +1,7 @@
-"""`install` and `uninstall`: `executor=` for programs that write `import optuna` and are not to be changed.
+"""`install` and `uninstall`: `executor=` for unchanged programs that write `import optuna`.
 
-Optuna's own `create_study` and `load_study` are replaced, where users look them up, by functions that hand all they are
-given to them. What an executor does to a study is not known here.
+Optuna's own `create_study` and `load_study` are replaced in the public modules by functions that pass all other
+arguments on. The module does not know the effect of an executor on a study.
 """
 
 import functools
@@ -35,18 +35,20 @@ _made: set[_Function] = set()
 
 
 def install() -> None:
-    """Have `optuna.create_study` and `optuna.load_study` take `executor=`, as those of this package do.
+    """Make `optuna.create_study` and `optuna.load_study` take `executor=`, like the functions of this package.
 
-    So do the two in `optuna.study`. Without an executor they are Optuna's own, with its arguments, warnings and errors.
-    Call this before modules are imported that say `from optuna import create_study`: their name keeps what stood there
-    then. Calling it again does nothing.
+    The two functions in `optuna.study` are replaced as well. Without an executor the replacements act as Optuna's own,
+    with the same arguments, warnings and errors. Call `install` before importing modules with `from optuna import
+    create_study`: a name imported earlier keeps the old function. Repeated calls do nothing.
     """
     with _lock:
         if _replaced:
             return
-        taking = functools.cache(_taking_an_executor)  # one and the same function stays one in all its places
+        taking = functools.cache(_taking_an_executor)  # one replacement for each function, in all its places
         for module, name in _PLACES:
             stock = getattr(module, name)
+            # After an uninstall somebody may have restored one of our functions: unwrap to Optuna's own, or calls would
+            # nest.
             if stock in _made:
                 stock = inspect.unwrap(stock, stop=lambda function: function not in _made)
             _replaced[module, name] = (stock, taking(stock))
@@ -54,9 +56,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put Optuna's own functions back, the very objects. Studies made meanwhile stay as they are.
+    """Restore Optuna's own functions, the very objects. Studies made meanwhile stay as they are.
 
-    What somebody else has put in their place since `install` is left alone. Calling it again does nothing.
+    Replacements made by others since `install` stay in place. Repeated calls do nothing.
     """
     with _lock:
         for (module, name), (stock, ours) in _replaced.items():
@@ -77,7 +79,7 @@ def _taking_an_executor(stock: _Function) -> _Function:
         check_keeping(keep_best, weights_dir, has_executor=executor is not None)
         if executor is None:
             return stock(*args, **kwargs)
-        PoolStudy.check_executor(executor)  # before there is a study
+        PoolStudy.check_executor(executor)  # refused before a study is created
         return with_executor(
             stock(*args, **kwargs),
             executor,
@@ -90,8 +92,8 @@ def _taking_an_executor(stock: _Function) -> _Function:
     shown = inspect.signature(stock)
     parameters = inspect.signature(function, follow_wrapped=False).parameters
     ours = [parameters[name] for name in ("executor", "keep_best", "weights_dir")]
-    # What help() and editors show; functools.wraps alone would show Optuna's.
+    # help() and editors show this signature; functools.wraps alone would show Optuna's.
     function.__signature__ = shown.replace(parameters=[*shown.parameters.values(), *ours])  # type: ignore[attr-defined]
-    function.__module__ = "optuna.study"  # a pickle looks it up there
+    function.__module__ = "optuna.study"  # pickle looks the function up there
     _made.add(function)
     return function

@@ -1,8 +1,8 @@
-"""Whether a pruner can work in a pool as wide as this: said before anything is wasted.
+"""Checks whether a pruner can work at a pool's width, before any compute is wasted.
 
 Trials that advance together end together. A pruner that compares with *completed* trials has nothing to compare with
-until the first of them end, and where all trials of a search advance together it never has. This module counts; it
-drives nothing.
+until the first trials end; where all trials of a search advance together, such a pruner never ends any. The module
+counts trials, and drives nothing.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from hydra_tune_optuna.private import completed_needed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedies:
-    """What to do about a pruner that cannot work, in the words of a program or of a sweep file.
+    """Remedies for a pruner that cannot work, as options of a program or of a sweep file.
 
     Args:
-        staggered: have the oldest trials go first.
-        narrower: have fewer trials in flight; `{}` is how many.
-        other: take a pruner that compares running trials.
+        staggered: let the oldest trials go first.
+        narrower: keep fewer trials in flight; `{}` stands for the number.
+        other: use a pruner that compares running trials.
     """
 
     staggered: str = 'HydraExecutor(admission="staggered")'
@@ -30,12 +30,13 @@ class Remedies:
 
 
 def num_unjudged(needed: int, abreast: int) -> int:
-    """Trials of equal length that have ended before the pruner can judge any.
+    """Trials of equal length that end before the pruner can judge any trial.
 
     Args:
-        needed: completed trials that the pruner waits for.
+        needed: completed trials that the pruner requires.
         abreast: trials that advance together.
     """
+    # Trials end in batches of `abreast`: round up to whole batches.
     return -(-needed // abreast) * abreast
 
 
@@ -48,18 +49,18 @@ def useless_pruner(
     remedies: Remedies | None = None,
     is_fused: bool = False,
 ) -> str | None:
-    """Why the study's pruner cannot end any trial of a search, and what helps; None if it can.
+    """Explain why the study's pruner cannot end any trial of a search, with remedies; None if the pruner can.
 
-    None also where it could not at any width, and where the number of trials is not known.
+    None also for a pruner that is useless at any width, and where the number of trials is not known.
 
     Args:
-        study: with the pruner, and the trials that have completed before.
+        study: has the pruner and the trials completed before.
         executor: the pool.
         n_trials: trials of the search.
         width: trials in flight.
-        remedies: in whose words.
-        is_fused: whether trials are known to be computed together, as many as the executor allows; where they are not known
-            to be, fewer may advance together, which leaves a pruner more to compare with.
+        remedies: wording of the remedies; None: options of a program.
+        is_fused: whether trials are known to be fused, up to the executor's limit; otherwise fewer trials may advance
+            together, and the pruner has more to compare with.
     """
     needed_in_all = completed_needed(study.pruner)
     if not needed_in_all or n_trials is None or len(study.directions) > 1:
@@ -73,7 +74,7 @@ def useless_pruner(
     if not working or abreast in working:
         return None
     words = remedies or Remedies()
-    # So few abreast that half of the trials can be judged or, if none is that few, as many as can be at any width.
+    # The widest setting at which half of the trials can be judged; if none reaches half, the one that judges most.
     narrow = max(number for number in working if num_unjudged(needed, number) <= max(n_trials // 2, needed))
     helping = [words.narrower.format(narrow), words.other]
     if not executor.fusion_size and len(executor.device_names) in working:

@@ -1,6 +1,6 @@
 """`PoolStudy`: an Optuna study whose trials run in a hydra-tune pool.
 
-It checks and translates the arguments of `optimize`; what happens then is the driver's part.
+`PoolStudy` checks and translates the arguments of `optimize`; the driver runs the search.
 """
 
 import os
@@ -30,27 +30,27 @@ _LOCKED_SECONDS = 60.0
 
 
 def _do_nothing() -> None:
-    """Of a study that nobody waits for."""
+    """Default of `settled`, for a study without a waiting caller."""
 
 
 class PoolStudy(Study):
     """An `optuna.Study` that trains in a pool; made by `create_study(..., executor=...)`.
 
     Samplers, pruners, storages, callbacks and everything but `optimize` are Optuna's own. A pickle or copy of the study
-    has no executor; set `executor` to go on with it.
+    has no executor; set `executor` to continue with the copy.
 
     Args:
-        study_name: as in `optuna.Study`; so are all arguments but the last.
+        study_name: as in `optuna.Study`; so are all arguments before `executor`.
         storage: see `study_name`.
         sampler: see `study_name`.
         pruner: see `study_name`.
-        executor: the pool; it may serve several studies.
-        keep_best: of how many of the best trials the weights are kept on disk, or "pareto" for all of `best_trials`; None:
-            none are.
-        weights_dir: the folder for them; None for "weights", where the program was started.
+        executor: the pool; one pool may serve several studies.
+        keep_best: number of best trials whose weights are kept on disk, or "pareto" for all of `best_trials`; None: no
+            weights are kept.
+        weights_dir: the folder for the weights; None for "weights", in the program's working directory at the start.
 
     Raises:
-        ConfigError: `executor` is something else than a hydra-tune executor, or one of the last two makes no sense.
+        ConfigError: `executor` is not a hydra-tune executor, or `keep_best` or `weights_dir` makes no sense.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class PoolStudy(Study):
 
     @staticmethod
     def check_executor(executor: object) -> None:
-        """Refuse what cannot run tasks.
+        """Refuse an object that cannot run tasks.
 
         Raises:
-            ConfigError: `executor` is something else than a hydra-tune executor.
+            ConfigError: `executor` is not a hydra-tune executor.
         """
         if isinstance(executor, type) or not all(hasattr(executor, name) for name in ("submit", "events")):
             raise ConfigError(f"executor must be a HydraExecutor, not {executor!r}; e.g. executor=HydraExecutor()")
@@ -108,21 +108,22 @@ class PoolStudy(Study):
         gc_after_trial: bool = False,
         show_progress_bar: bool = False,
     ) -> None:
-        """Search: build a task for each trial, train it in the pool, report, prune and tell.
+        """Search: build a task for each trial, train the task in the pool, report, prune and tell.
 
         Args:
             func: builds the task of a trial. It may also return the trial's value itself, as in plain Optuna.
             n_trials: new trials to run; without a limit, until `stop()`, `timeout` or Ctrl-C.
-            timeout: seconds after which no new trial starts; running ones finish.
-            n_jobs: trials in flight. 1, the default, and -1 stand for the pool's width; a larger number caps it. For a
-                strictly sequential search, make the executor with `max_concurrent=1`.
+            timeout: seconds after which no new trial starts; running trials finish.
+            n_jobs: trials in flight. 1, the default, and -1 stand for the pool's width; a larger number caps the width.
+                For a strictly sequential search, make the executor with `max_concurrent=1`.
             catch: errors that fail their trial without ending the search.
             callbacks: called as `(study, frozen_trial)` after each trial, in the calling thread, one at a time.
             gc_after_trial: collect garbage after each trial.
             show_progress_bar: show Optuna's progress bar.
 
         Raises:
-            ConfigError: no executor (a copied study), or a number of jobs, `keep_best` or `weights_dir` that makes no sense.
+            ConfigError: no executor (a copied study), or a number of jobs, `keep_best` or `weights_dir` that makes no
+                sense.
             RuntimeError: called from within `func` or a callback.
         """
         if self.executor is None:
@@ -159,7 +160,7 @@ class PoolStudy(Study):
 
     @contextmanager
     def _keeping(self) -> Iterator[StudyWeights | None]:
-        """Within the block, weights are kept as the study is asked to; after it, they are written."""
+        """Within the block, keep weights as the study is configured; write pending weights at the end."""
         if self.keep_best is None:
             yield None
             return
@@ -171,15 +172,15 @@ class PoolStudy(Study):
             weights.close()
 
     def load_module(self, trial: FrozenTrial | int | None = None, build: Build | None = None) -> nn.Module:
-        """The trained module of a trial whose weights are kept; see `hydra_tune_optuna.load_module`.
+        """Load the trained module of a trial with kept weights; see `hydra_tune_optuna.load_module`.
 
         Args:
             trial: the trial, or its number; None for `best_trial`.
-            build: the objective; None for that of the last `optimize` of this object.
+            build: the objective; None for the objective of this object's last `optimize`.
 
         Raises:
-            ConfigError: no `build`, and this object has not been searched with any.
-            WeightsError: as `hydra_tune_optuna.load_module`, like all else.
+            ConfigError: no `build`, and this object has not run `optimize`.
+            WeightsError: as `hydra_tune_optuna.load_module`, with all other errors.
         """
         build = build or self._func
         if build is None:
@@ -187,5 +188,5 @@ class PoolStudy(Study):
                 "which model it is, the objective says; give build=, the function that optimize was given"
             )
         if self._weights is not None:
-            self._weights.flush()  # in a callback: they may be about to be written
+            self._weights.flush()  # in a callback the weights may still be pending
         return load_module(self, trial, build, weights_dir=self.weights_dir)

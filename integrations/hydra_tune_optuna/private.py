@@ -1,8 +1,8 @@
-"""Every private name of Optuna that the integration needs, behind public names of ours.
+"""Every private name of Optuna that the integration needs, behind public names of this module.
 
-Optuna offers ask and tell, but not its own logging of trials, `stop()`, progress bar, heartbeat or the state of
-exhaustive samplers to those who drive a study themselves. All such access stands in this one module, so that one
-contract test over it says whether a release of Optuna still fits. Nothing here decides anything about trials or pools.
+Optuna offers ask and tell. Its logging of trials, `stop()`, progress bar, heartbeat and state of exhaustive samplers
+have no public interface for programs that drive a study themselves. All such access is in this module, so that one
+contract test tells whether a release of Optuna still fits. The module decides nothing about trials or pools.
 """
 # ruff: noqa: SLF001 - that is what this module is for
 
@@ -74,68 +74,73 @@ __all__ = [
 
 
 def storage_of(study: Study) -> BaseStorage:
-    """The study's storage."""
+    """Storage of the study."""
     return study._storage
 
 
 def wait_for_sqlite(storage: BaseStorage, seconds: float) -> None:
-    """Have an SQLite database that another process has locked be waited for, and not for the 5 seconds that Python waits.
+    """Make SQLite wait longer for a database locked by another process than Python's default of 5 seconds.
 
     Args:
-        storage: of a study; others than SQLite's are left alone, and so is one whose `connect_args` have a timeout.
-        seconds: how long, at most.
+        storage: of a study; only SQLite's is changed, and only if its `connect_args` set no timeout.
+        seconds: longest wait, in seconds.
     """
     inner = storage._backend if isinstance(storage, _CachedStorage) else storage
     if not isinstance(inner, RDBStorage) or inner.engine.dialect.name != "sqlite":
         return
     if "timeout" in inner.engine_kwargs.get("connect_args", {}) or getattr(inner.engine, "waits_for_sqlite", False):
         return
+    # Marked on the engine, so that a second study on the same storage adds no second listener.
     inner.engine.waits_for_sqlite = True  # type: ignore[attr-defined]
     from sqlalchemy import event  # noqa: PLC0415 - it takes a while, and Optuna imports it for such storages only
 
     def wait(connection: Any, record: Any, proxy: Any) -> None:
         del record, proxy
-        connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")  # those that are open by now, too
+        connection.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")  # connections already open included
 
     event.listen(inner.engine, "checkout", wait)
 
 
 def trial_id(trial: Trial) -> int:
-    """The key of a trial in its storage; a trial's number is its place in its study."""
+    """Key of a trial in its storage; unlike a trial's number, unique across studies."""
     return trial._trial_id
 
 
 def frozen_id(frozen: FrozenTrial) -> int:
-    """The same of a trial as the storage gives it out."""
+    """Key in the storage of a frozen trial."""
     return frozen._trial_id
 
 
 class _HeldTrial(Trial):
-    """A trial in whose methods Ctrl-C waits.
+    """A trial whose methods delay Ctrl-C.
 
-    Interrupted in the middle of a statement, a connection keeps its lock on an SQLite database for as long as somebody
-    holds the traceback, and then nobody can tell that the trial has failed.
+    An interrupt in the middle of a statement leaves a connection that locks an SQLite database for as long as a
+    reference to the traceback lives. Nobody could mark the trial as failed meanwhile.
     """
 
 
+# Also `_get_latest_trial`, the one private method that reads the storage for public properties.
 for _name, _method in vars(Trial).items():
     if inspect.isfunction(_method) and (not _name.startswith("_") or _name == "_get_latest_trial"):
         setattr(_HeldTrial, _name, hold_interrupts()(_method))
 
 
 def ask(study: Study, mark: str | None = None) -> Trial:
-    """A new trial, in whose methods Ctrl-C waits.
+    """Ask for a new trial, in whose methods Ctrl-C waits.
 
     Args:
-        study: whose.
-        mark: an attribute that the trial has as soon as it is running, with the value True; None: `Study.ask` itself is called,
-            which does the same without.
+        study: the study to ask.
+        mark: name of an attribute that is True as soon as the trial is running; None: no attribute, by `Study.ask`
+            itself.
+
+    Returns:
+        The trial.
     """
     if mark is None:
         trial = study.ask()
         trial.__class__ = _HeldTrial
         return trial
-    study._thread_local.cached_all_trials = None  # as there
+    study._thread_local.cached_all_trials = None  # as Study.ask does
     trial_id = _take_waiting(study, mark)
     if trial_id is None:
         trial_id = study._storage.create_new_trial(
@@ -145,48 +150,53 @@ def ask(study: Study, mark: str | None = None) -> Trial:
 
 
 def _take_waiting(study: Study, mark: str) -> int | None:
-    """As `Study._pop_waiting_trial_id`; marked before it runs, for a process may be killed between the two."""
+    """Take a waiting trial, as `Study._pop_waiting_trial_id` does, with the mark.
+
+    The mark comes before the state: a process killed in between leaves a waiting trial, never a running trial without a
+    mark.
+    """
     for frozen in study._storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.WAITING,)):
         with suppress(UpdateFinishedTrialError):
             note(study, frozen, mark, value=True)
             if study._storage.set_trial_state_values(frozen._trial_id, state=TrialState.RUNNING):
                 return frozen._trial_id
-            note(study, frozen, mark, value=False)  # another process was faster
+            note(study, frozen, mark, value=False)  # another process has taken the trial first
     return None
 
 
 def note(study: Study, frozen: FrozenTrial, key: str, *, value: Any) -> None:
-    """Note something of a trial in its storage, where libraries do."""
+    """Write a system attribute of a trial to the storage."""
     study._storage.set_trial_system_attr(frozen._trial_id, key, value)
 
 
 def running(study: Study) -> list[FrozenTrial]:
-    """The trials that the storage takes to be running, whoever runs them."""
+    """Trials that the storage lists as running, in whichever process."""
     return study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
 
 def ended(study: Study, states: tuple[TrialState, ...]) -> list[FrozenTrial]:
-    """The trials of these states."""
+    """Trials in the given states."""
     return study.get_trials(deepcopy=False, states=states)
 
 
 def take_up(study: Study, frozen: FrozenTrial) -> Trial:
-    """A trial that another process has asked for, to go on with; what it has suggested it suggests again."""
+    """Continue a trial of another process; repeated suggestions return the values drawn before."""
     return _HeldTrial(study, frozen._trial_id)
 
 
 @hold_interrupts()
 def wait_again(study: Study, frozen: FrozenTrial) -> None:
-    """Have a trial that runs no more wait, with what was drawn for it, until somebody asks for a trial."""
+    """Put a stopped trial back to waiting, with its drawn parameters, for the next ask."""
     storage = study._storage
     storage.set_trial_state_values(frozen._trial_id, TrialState.WAITING)
-    if isinstance(storage, InMemoryStorage):  # it looks for trials that wait from the last one on that it has found
+    # The storage remembers the last waiting trial that it found, and looks only from there on.
+    if isinstance(storage, InMemoryStorage):
         first = storage._prev_waiting_trial_number[study._study_id]
         storage._prev_waiting_trial_number[study._study_id] = min(first, frozen.number)
 
 
 def random_streams(sampler: BaseSampler) -> list[np.random.RandomState]:
-    """The streams that a sampler draws from: of those of sweep files; none of others."""
+    """Random streams of a sampler supported by sweep files; empty for other samplers."""
     match sampler:
         case TPESampler():
             return [sampler._rng.rng, sampler._random_sampler._rng.rng]
@@ -197,30 +207,33 @@ def random_streams(sampler: BaseSampler) -> list[np.random.RandomState]:
 
 
 def stored(study: Study, trial: Trial) -> FrozenTrial:
-    """The trial as the storage has it now; to be copied for whoever may change it."""
+    """Return the storage's present record of a trial; callers that change the record must copy it first."""
     return study._storage.get_trial(trial._trial_id)
 
 
 def violates_constraints(frozen: FrozenTrial) -> bool:
-    """Whether a trial is one that must not be the best; Optuna 4 has constraints of samplers' `constraints_func` only."""
+    """Whether a trial violates constraints and must not be the best.
+
+    Optuna 4 knows only constraints of samplers' `constraints_func`.
+    """
     if hasattr(frozen, "constraints"):
         return any(value > 0 for value in frozen.constraints.values())
     return any(value > 0 for value in frozen.system_attrs.get("constraints") or ())
 
 
 def study_attributes(study: Study) -> dict[str, Any]:
-    """What libraries have noted of the study in its storage; users' own attributes are apart."""
+    """System attributes of the study in its storage, apart from users' attributes."""
     return study._storage.get_study_system_attrs(study._study_id)
 
 
 def set_study_attribute(study: Study, key: str, value: Any) -> None:
-    """Note something of the study in its storage, where `study_attributes` finds it in every process."""
+    """Write a system attribute of the study, for `study_attributes` in every process."""
     study._storage.set_study_system_attr(study._study_id, key, value)
 
 
 @contextmanager
 def optimizing(study: Study) -> Iterator[None]:
-    """Mark this thread as driving `study`, which `Study.stop` and the warnings of `Study.ask` look at.
+    """Mark this thread as the driver of `study`, as `Study.stop` and the warnings of `Study.ask` expect.
 
     Raises:
         RuntimeError: this thread drives the study already; in Optuna's words.
@@ -243,7 +256,11 @@ def stop_requested(study: Study) -> bool:
 def tell(
     study: Study, trial: Trial, *, value: object = None, state: TrialState | None = None
 ) -> tuple[TrialState, list[float] | None, str | None]:
-    """Tell as `Study.optimize` does: what is no value fails the trial, with the reason as third item, not a warning."""
+    """Tell the outcome as `Study.optimize` does; an invalid value fails the trial.
+
+    Returns:
+        The trial's state, its values, and the reason of a failure. The reason replaces Optuna's warning.
+    """
     return _tell_with_warning(
         study=study,
         trial=trial,
@@ -254,24 +271,24 @@ def tell(
 
 
 def log_completed(study: Study, trial: Trial, values: Sequence[float]) -> None:
-    """Optuna's line for a completed trial, with the best one so far."""
+    """Log Optuna's line for a completed trial, with the best trial so far."""
     study._log_completed_trial(list(values), trial.number, trial.params)
 
 
 def log_failed(trial: Trial, reason: str, *, error: BaseException | None = None, value: object = None) -> None:
-    """Optuna's two lines for a failed trial, with the traceback of `error`."""
+    """Log Optuna's two lines for a failed trial, with the traceback of `error`."""
     _log_failed_trial(trial.number, trial.params, reason, exc_info=error, value_or_values=value)
 
 
 def heartbeat_of(storage: BaseStorage) -> BaseHeartbeat | None:
-    """The storage as something to send heartbeats to, if it was made with a heartbeat interval."""
+    """Return the storage as a heartbeat target, or None without a heartbeat interval."""
     if isinstance(storage, BaseHeartbeat) and storage.get_heartbeat_interval() is not None:
         return storage
     return None
 
 
 def fail_stale(study: Study) -> None:
-    """Fail the trials whose process has died, where the storage has a heartbeat."""
+    """Fail trials of dead processes, where the storage has a heartbeat."""
     if heartbeat_of(study._storage) is None:
         return
     with warnings.catch_warnings():
@@ -282,7 +299,7 @@ def fail_stale(study: Study) -> None:
 def nothing_new_to_sample(study: Study) -> bool:
     """Whether an exhaustive sampler has handed out all of its points, some to trials still running.
 
-    Such a sampler stops the study when the last point is told. Asked before that, it repeats one.
+    Such a sampler stops the study at the tell of the last point. Asked earlier, the sampler repeats a point.
     """
     sampler: BaseSampler = study.sampler
     while isinstance(sampler, PartialFixedSampler):
@@ -298,7 +315,7 @@ def nothing_new_to_sample(study: Study) -> bool:
 
 
 def completed_needed(pruner: BasePruner) -> int:
-    """How many completed trials there must be before the pruner ends any; one that is not Optuna's may need none."""
+    """Completed trials that the pruner needs before it can prune; 0 for pruners unknown to Optuna."""
     match pruner:
         case PercentilePruner():  # MedianPruner is one
             return max(1, pruner._n_startup_trials, pruner._n_min_trials)

@@ -1,13 +1,15 @@
-"""Trials of a study that a dead process has left running, found and gone on with. Knows nothing of how a trial is driven.
+"""Finds trials that a dead process has left running, so that a new search can resume them.
 
-Note: whose a trial is. With a `checkpoint_dir`, each search has a file in it that is locked as long as the search lives. It
-notes the file's name with each trial in the storage, before or as the trial begins to run: it *claims* the trial. A running
-trial all of whose claims are of searches that have died is nobody's, and the next search claims it. Trials without a claim are
-of plain Optuna, and trials whose claim is not in this folder are of another one.
+The module does not know how a trial is driven.
 
-Note: where it goes on. Checkpoints are found by the study's name and the trial's number, and are the trial's own if parameters
-and start agree: a study of that name may have been deleted and made again. A trial without one was killed before its first, or
-before it had trained at all, and begins anew under its number.
+Note: ownership. With a `checkpoint_dir`, each search keeps a locked file there for as long as the search lives. The
+search *claims* a trial by writing the file's name into the trial's storage record, before or as the trial begins to
+run. A running trial whose claims are all by dead searches is ownerless, and the next search claims it. Trials without a
+claim belong to plain Optuna, and trials with a claim unknown to this folder belong to another folder.
+
+Note: checkpoints. Checkpoints are found by study name and trial number, and must agree with the trial in parameters and
+start time, because a study may have been deleted and recreated under its name. A trial without a checkpoint was killed
+before its first, or before any training, and begins anew under its number.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ from hydra_tune.errors import CheckpointError, HydraTuneError
 from hydra_tune.pool.found import FoundCheckpoint
 from hydra_tune_optuna import private
 
-_SEARCHES = ".searches"  # no trial's folder begins with a point
+_SEARCHES = ".searches"  # no trial's folder begins with a dot
 _CLAIM = "hydra_tune:search:"
 
 _logger = get_logger("optuna.hydra_tune")
@@ -35,12 +37,12 @@ _logger = get_logger("optuna.hydra_tune")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """A trial that is to be gone on with.
+    """A trial to resume.
 
     Attributes:
-        frozen: as the storage has it.
-        checkpoint: its last one; None: it begins anew.
-        is_told: whether it is complete, and only its weights are wanted.
+        frozen: the storage's record.
+        checkpoint: last checkpoint; None: the trial begins anew.
+        is_told: whether the trial is complete, and only its weights are missing.
     """
 
     frozen: FrozenTrial
@@ -49,11 +51,11 @@ class Left:
 
 
 class Resuming:
-    """One search among those that share a study.
+    """The resuming side of one search among several that may share a study.
 
     Args:
-        study: whose trials.
-        pool: has the checkpoints; without a `checkpoint_dir` nothing is found, claimed or saved.
+        study: the study.
+        pool: holds the checkpoints; without a `checkpoint_dir` nothing is found, claimed or saved.
 
     Attributes:
         saves: whether the pool has a `checkpoint_dir`.
@@ -62,18 +64,19 @@ class Resuming:
     def __init__(self, study: Study, pool: HydraExecutor) -> None:
         self._study = study
         self._pool = pool
-        self.saves = getattr(pool, "checkpoint_dir", None) is not None  # other pools than ours have none
+        # Pools of other libraries have no checkpoint_dir.
+        self.saves = getattr(pool, "checkpoint_dir", None) is not None
         self._sign: LifeSign | None = None
 
     def begin(self, is_wanted: Callable[[FrozenTrial], bool]) -> list[Left]:
-        """Be a search that lives.
+        """Register this search as alive, and claim the trials of dead searches.
 
         Args:
-            is_wanted: whether the weights of a completed trial are to be got from its checkpoint.
+            is_wanted: whether a completed trial's weights should be recovered from its checkpoint.
 
         Returns:
-            The running trials that nobody runs, by number, which are this search's now; before them, those of which the
-            weights are wanted.
+            Completed trials with weights to recover; then the ownerless running trials, by number, now claimed by this
+            search.
 
         Raises:
             FileError: the folder of checkpoints cannot be written to.
@@ -81,27 +84,29 @@ class Resuming:
         if not self.saves:
             return []
         self._sign = LifeSign(self._folder)
+        # Alone: two searches that start at once must not claim the same trials.
         with alone(self._folder):
             found = self.left()
             dead = {name for left in found for name in _claims(left.frozen)}
             for left in found:
                 self._claim(left.frozen)
+            # Only forget a dead search once no running trial refers to it: a forgotten name counts as foreign.
             for name in dead - {n for frozen in private.running(self._study) for n in _claims(frozen)}:
                 forget_sign(self._folder, name)
         return [*self._told(is_wanted), *found]
 
     def left(self) -> list[Left]:
-        """The running trials that nobody runs, by number; none of them is claimed by this."""
+        """Find the ownerless running trials, sorted by number, without claiming any."""
         if not self.saves:
             return []
         found = [left for frozen in private.running(self._study) if (left := self._left(frozen)) is not None]
         return sorted(found, key=lambda left: left.frozen.number)
 
     def close(self, *, leaves: bool) -> None:
-        """The search is over.
+        """End this search's registration.
 
         Args:
-            leaves: whether trials of it are still running, as the storage has it.
+            leaves: whether the storage still lists trials of this search as running.
         """
         if self._sign is None:
             return
@@ -111,17 +116,17 @@ class Resuming:
             _logger.warning("The search is over, and what says that it lives could not be removed: %s", error)
 
     def ask(self) -> Trial:
-        """A new trial, which is this search's."""
+        """Ask for a new trial, claimed by this search."""
         return private.ask(self._study, None if self._sign is None else _CLAIM + self._sign.name)
 
     def submit_options(self, trial: Trial, left: Left | None) -> tuple[dict[str, Any], frozenset[int]]:
-        """What `submit` is told so that a trial's checkpoints are found again, and that it goes on from one.
+        """Make the `submit` options under which a trial's checkpoints are found again, and from which a trial resumes.
 
         Returns:
-            Arguments of `submit`, and the steps of which the storage has reports already.
+            Arguments of `submit`, and the steps already reported to the storage.
         """
         if not self.saves:
-            return {}, frozenset()  # and the storage is not asked either
+            return {}, frozenset()  # without asking the storage
         frozen = private.stored(self._study, trial)
         name, known = self._saved_as(frozen.number), frozenset(frozen.intermediate_values)
         options = {"saved_as": name, "labels": labels(self._study, frozen)}
@@ -129,21 +134,21 @@ class Resuming:
             return options | {"resume_from": left.checkpoint.path}, known
         with contextlib.suppress(
             CheckpointError
-        ):  # of a study that is under way elsewhere; this one's have another folder
+        ):  # of a study that runs elsewhere; this study's checkpoints have another folder
             self._pool.remove_checkpoint(name)
         return options, known
 
     def has_checkpoint(self, number: int) -> bool:
-        """Whether a trial of the study can be gone on with from where it was."""
+        """Whether a trial of the study can resume from a checkpoint."""
         return self.saves and self._pool.has_checkpoint(self._saved_as(number))
 
     def forget(self, number: int) -> None:
-        """A trial has been told, and will not be gone on with."""
+        """Remove the checkpoints of a trial that was told and will not resume."""
         if self.saves:
             self._pool.remove_checkpoint(self._saved_as(number), waits=False)
 
     def _left(self, frozen: FrozenTrial) -> Left | None:
-        """A running trial as one to go on with; None if it is somebody's, or may be."""
+        """Make a running trial resumable; None for a trial that may have an owner."""
         claims = _claims(frozen)
         if not all(has_died(self._folder, name) for name in claims):
             return None
@@ -157,25 +162,27 @@ class Resuming:
         is_own = checkpoint is not None and checkpoint.labels == labels(self._study, frozen)
         if is_own and checkpoint is not None and checkpoint.is_in_use:
             return None
+        # Without a claim and without a checkpoint of ours, the trial belongs to plain Optuna.
         if not is_own and not claims:
             return None
         return Left(frozen=frozen, checkpoint=checkpoint if is_own else None)
 
     def _claim(self, frozen: FrozenTrial) -> None:
-        """Have a trial be this search's, and no longer those' that have died."""
+        """Claim a trial for this search, and cancel the claims of dead searches."""
         assert self._sign is not None
+        # The new claim comes first: killed in between, the trial has two claims, never none.
         private.note(self._study, frozen, _CLAIM + self._sign.name, value=True)
         for name in _claims(frozen):
             private.note(self._study, frozen, _CLAIM + name, value=False)
 
     def _told(self, is_wanted: Callable[[FrozenTrial], bool]) -> list[Left]:
-        """Trials that were told, and whose process died before their weights were kept; checkpoints of others go."""
+        """Find completed trials without kept weights, after a crash; remove the checkpoints of other ended trials."""
         wanted = []
         for frozen in private.ended(self._study, (TrialState.COMPLETE, TrialState.PRUNED)):
             try:
                 checkpoint = self._pool.find_checkpoint(self._saved_as(frozen.number))
             except HydraTuneError:
-                continue  # damaged: nothing can be got from it
+                continue  # damaged: nothing to recover
             if checkpoint is None or checkpoint.is_in_use or checkpoint.labels != labels(self._study, frozen):
                 continue
             if frozen.state == TrialState.COMPLETE and is_wanted(frozen):
@@ -190,18 +197,18 @@ class Resuming:
         return self._pool.checkpoint_dir / _SEARCHES
 
     def _saved_as(self, number: int) -> str:
-        """What the checkpoints of the study's trial are found by."""
+        """Name under which a trial's checkpoints are found."""
         return f"{self._study.study_name}/{number}"
 
 
 def _claims(frozen: FrozenTrial) -> list[str]:
-    """The searches that have claimed a trial."""
+    """Names of the searches that claim a trial."""
     noted: Iterator[tuple[str, Any]] = iter(frozen.system_attrs.items())
     return [key.removeprefix(_CLAIM) for key, value in noted if key.startswith(_CLAIM) and value]
 
 
 def labels(study: Study, frozen: FrozenTrial) -> dict[str, Any]:
-    """What tells a trial from others of the same number."""
+    """Facts that tell a trial from other trials with the same number."""
     started = frozen.datetime_start
     return {
         "study": study.study_name,

@@ -1,7 +1,7 @@
-"""Where a sampler's random streams are, noted with each draw, so that a search that goes on draws nothing twice.
+"""Saves the state of a sampler's random streams at each draw, so that a resumed search repeats no draw.
 
-Noted is before a draw is given out: a process that is killed at any point has either noted what somebody was given, or given
-nobody what it had drawn. What else these samplers know they read from the study.
+The state is saved before a draw is handed out: a process killed at any point has either saved the state after every
+handed-out draw, or handed out nothing of the unsaved draw. All other state of these samplers comes from the study.
 """
 
 import functools
@@ -17,15 +17,15 @@ _DRAWING = ("before_trial", "sample_relative", "sample_independent")
 
 
 def state_of(sampler: BaseSampler) -> list[dict[str, Any]]:
-    """The streams as JSON can hold them, exactly."""
+    """Encode the random streams as JSON values, exactly."""
     return [_encoded(stream) for stream in private.random_streams(sampler)]
 
 
 def restore(sampler: BaseSampler, state: list[dict[str, Any]]) -> None:
-    """Have a sampler go on where another one of its kind was.
+    """Set a sampler's random streams to a saved state of the same kind of sampler.
 
     Raises:
-        ValueError: the state is not of such a sampler.
+        ValueError: the state belongs to another kind of sampler, or is damaged.
     """
     streams = private.random_streams(sampler)
     if len(streams) != len(state):
@@ -38,7 +38,7 @@ def restore(sampler: BaseSampler, state: list[dict[str, Any]]) -> None:
 
 
 def note_draws(sampler: BaseSampler, note: Callable[[list[dict[str, Any]]], None]) -> None:
-    """Have `note` called with the state of a sampler after each of its draws, before anybody is given it."""
+    """Call `note` with a sampler's state after each draw, before the draw is handed out."""
     for name in _DRAWING:
         setattr(sampler, name, _noting(sampler, getattr(sampler, name), note))
 
@@ -49,6 +49,7 @@ def _noting(sampler: BaseSampler, draw: Callable[..., Any], note: Callable[[list
         before = state_of(sampler)
         value = draw(*args, **options)
         after = state_of(sampler)
+        # Most calls draw nothing: do not write a file for each.
         if after != before:
             note(after)
         return value

@@ -1,6 +1,6 @@
-"""Drop-in for `optuna.study`: its names, with a `create_study` and a `load_study` that take `executor=`.
+"""Drop-in for `optuna.study`, with a `create_study` and a `load_study` that take `executor=`.
 
-This module makes studies; it knows nothing of how a `PoolStudy` runs.
+The module makes studies and knows nothing of how a `PoolStudy` runs.
 """
 
 import os
@@ -102,20 +102,20 @@ def create_study(
         direction: see `storage`.
         load_if_exists: see `storage`.
         directions: see `storage`.
-        executor: the pool that trains the study's tasks. It may serve several studies; none of them closes it.
-        keep_best: of how many of the best trials the weights are kept on disk, or "pareto" for all of `study.best_trials`;
-            None: none are. `study.load_module(study.best_trial)` loads them.
-        weights_dir: the folder for them; None for "weights", where the program was started.
+        executor: the pool that trains the study's tasks. A pool may serve several studies; no study closes the pool.
+        keep_best: number of best trials whose weights are kept on disk, or "pareto" for all of `study.best_trials`;
+            None: no weights are kept. `study.load_module(study.best_trial)` loads the kept weights.
+        weights_dir: the folder for the weights; None for "weights", in the program's working directory at the start.
 
     Returns:
         A `PoolStudy`, or, without an executor, a plain Optuna study.
 
     Raises:
-        ConfigError: `executor` is something else than a hydra-tune executor, or `keep_best` or `weights_dir` makes no sense;
+        ConfigError: `executor` is not a hydra-tune executor, or `keep_best` or `weights_dir` makes no sense; raised
             before the study is created.
     """
     if executor is not None:
-        PoolStudy.check_executor(executor)  # before there is a study
+        PoolStudy.check_executor(executor)  # refused before the study is created
     num_objectives = len(directions) if isinstance(directions, Sequence) else None
     check_keeping(keep_best, weights_dir, num_objectives=num_objectives, has_executor=executor is not None)
     study = optuna.create_study(
@@ -183,7 +183,7 @@ def load_study(
         A `PoolStudy`, or, without an executor, a plain Optuna study.
 
     Raises:
-        ConfigError: `executor` is something else than a hydra-tune executor.
+        ConfigError: `executor` is not a hydra-tune executor, or `keep_best` or `weights_dir` makes no sense.
     """
     check_keeping(keep_best, weights_dir, has_executor=executor is not None)
     study = optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
@@ -199,15 +199,18 @@ def with_executor(
     keep_best: KeepBest | None = None,
     weights_dir: str | os.PathLike[str] | None = None,
 ) -> PoolStudy:
-    """The same study, with an executor.
+    """Attach an executor to a study.
 
     Args:
         study: of Optuna.
         executor: the pool.
-        direction: what the study was asked to have; None where it was not asked to have one.
+        direction: direction requested for the study; None without a request.
         directions: the same, of several objectives.
         keep_best: as in `create_study`; so is the last.
         weights_dir: see `keep_best`.
+
+    Returns:
+        A `PoolStudy` on the same storage, sampler and pruner.
     """
     _warn_of_other_directions(study, [direction] if direction is not None else directions)
     return PoolStudy(
@@ -222,7 +225,7 @@ def with_executor(
 
 
 def _warn_of_other_directions(study: Study, asked: Sequence[Direction] | None) -> None:
-    """With `load_if_exists` Optuna opens a study of another direction without a word, and it is searched the wrong way."""
+    """Warn of a mismatch: with `load_if_exists` Optuna silently opens a study of another direction."""
     if not isinstance(asked, Sequence):
         return
     wanted = [each if isinstance(each, StudyDirection) else StudyDirection[each.upper()] for each in asked]

@@ -1,7 +1,7 @@
 """Runs the sweeps of the command line with Optuna: the entry point `optuna` of the group `hydra_tune.tuners`.
 
-Translates a sweep's plain words into Optuna's sampler, pruner, storage and suggestions, and tells the observer what
-happens. What a sweep file looks like, and how it is shown, is not known here.
+The module translates a sweep's terms into Optuna's sampler, pruner, storage and suggestions, and reports progress to
+the observer. The module knows neither the form of a sweep file nor its display.
 """
 
 import os
@@ -33,7 +33,7 @@ from hydra_tune_optuna.weights import check_keeping, kept_weights
 _JOURNAL = "journal:"
 _FILES = ("journal://", "journal:", "sqlite:///")
 _NUM_NAMED = 5
-_RUN = "run"  # what a sweep's folder notes of the run under way
+_RUN = "run"  # key of a sweep folder's note on the present run
 _REMEDIES = Remedies(
     staggered="hydra.admission: staggered",
     narrower="hydra.max_concurrent: {}",
@@ -47,16 +47,15 @@ _OUTCOMES: Mapping[TrialState, Outcome] = {
 
 
 def run_sweep(request: SweepRequest) -> None:
-    """Run a sweep as an Optuna study. Errors of single trials do not end it, unless the observer says so.
+    """Run a sweep as an Optuna study. An error of a single trial does not end the study, unless the observer says so.
 
     Args:
         request: the sweep, the pool and the observer.
 
     Raises:
-        ConfigError: the storage cannot be opened, keeps a study of another direction under this name, or has none to go on
-            with.
-        KeyboardInterrupt: Ctrl-C; every running trial was told that it failed or, where trials are saved, is left to a later
-            run.
+        ConfigError: the storage cannot be opened, has a study of this name with another direction, or has no study to
+            resume.
+        KeyboardInterrupt: Ctrl-C; every running trial was told as failed or, with checkpoints, is left to a later run.
         Terminated: SIGTERM, likewise.
     """
     with _quiet():
@@ -81,7 +80,7 @@ def run_sweep(request: SweepRequest) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Optuna's own lines, one for each trial, would say again what the observer is told."""
+    """Silence Optuna's own lines, one for each trial, which would repeat the observer's."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
@@ -131,7 +130,7 @@ def _open(request: SweepRequest) -> PoolStudy:
 
 
 def _check_is_there(spec: SweepSpec) -> None:
-    """Refuse to go on with nothing, before anything is made."""
+    """Refuse to resume a missing study, before anything is created."""
     assert spec.storage is not None, "checked before"
     check_file(spec.storage)
     try:
@@ -158,15 +157,15 @@ def _not_mine(numbers: Sequence[int]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says, or its name."""
+    """Return the first line of an error's message, or the error's class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def check_file(url: str) -> None:
-    """Refuse a storage in a file that is not there: Optuna would make it, and who only looks wants to be told instead.
+    """Refuse a storage file that does not exist: Optuna would create the file, while a reader wants an error.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: no such file.
     """
     prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
     if prefix is not None:
@@ -176,14 +175,14 @@ def check_file(url: str) -> None:
 
 
 def open_storage(url: str | None) -> str | BaseStorage | None:
-    """What Optuna takes for the storage of a sweep file."""
+    """Convert a sweep file's storage to a URL or storage object for Optuna."""
     if url is not None and url.startswith(_JOURNAL):
         return JournalStorage(JournalFileBackend(url.removeprefix(_JOURNAL).removeprefix("//")))
     return url
 
 
 def make_sampler(spec: SweepSpec) -> BaseSampler:
-    """The sampler for the sweep's `method`."""
+    """Optuna's sampler for the sweep's `method`."""
     match spec.method:
         case "grid":
             return GridSampler(_grid(spec.parameters or {}), seed=spec.seed)
@@ -198,7 +197,7 @@ def _grid(parameters: Mapping[str, Domain]) -> dict[str, list[Any]]:
 
 
 def make_pruner(pruning: Pruning | None) -> BasePruner:
-    """The pruner for the sweep's `early_terminate`; none means that no trial is ended early."""
+    """Optuna's pruner for the sweep's `early_terminate`; without the option no trial is pruned."""
     if pruning is None:
         return NopPruner()
     options = dict(pruning.options)
@@ -225,12 +224,12 @@ def suggest(trial: Trial, name: str, domain: Domain) -> Any:
     """Draw one parameter.
 
     Args:
-        trial: who draws.
+        trial: the drawing trial.
         name: of the parameter.
-        domain: what it may be.
+        domain: range or choices of the parameter.
 
     Returns:
-        What the task is to be given.
+        Value for the task.
     """
     match domain:
         case Choice():
@@ -256,16 +255,17 @@ def _record(spec: SweepSpec, trial: FrozenTrial) -> TrialRecord:
 
 
 def _given(spec: SweepSpec, name: str, drawn: Any) -> Any:
-    """What the task was given for what the study keeps."""
+    """Value that the task was given, from the study's value."""
     domain = (spec.parameters or {}).get(name)
     return domain.settle(drawn) if isinstance(domain, FloatRange) else drawn
 
 
 def _failed_before(request: SweepRequest, earlier: tuple[TrialRecord, ...]) -> frozenset[int]:
-    """The trials that had failed before this run began, however many processes it has had."""
+    """Numbers of the trials that failed before this run began, counting all processes of the run as one."""
     failed = [record.number for record in earlier if record.state == "failed"]
     if request.folder is not None:
-        noted, run = request.folder.noted(_RUN) or {}, os.getppid()  # which all processes of a run have in common
+        # The parent's id is common to all processes of a run.
+        noted, run = request.folder.noted(_RUN) or {}, os.getppid()
         if request.crashes and noted.get("run") == run:
             return frozenset(noted["failed"])
         request.folder.note(_RUN, {"run": run, "failed": failed})
@@ -275,10 +275,10 @@ def _failed_before(request: SweepRequest, earlier: tuple[TrialRecord, ...]) -> f
 def _num_left(
     spec: SweepSpec, earlier: tuple[TrialRecord, ...], num_going_on: int, again: frozenset[int]
 ) -> tuple[int | None, int | None]:
-    """Trials still to ask for, and trials the study will then have.
+    """Count the trials still to ask for, and the trials that the study will then have.
 
-    Failed ones, if they are among `again`, are run again, but not the points of a grid: the sampler takes them for visited.
-    Those that go on from a checkpoint need not be asked for.
+    Failed trials in `again` are run once more, except points of a grid: the sampler counts failed points as visited.
+    Trials that resume from a checkpoint are not asked for.
     """
     ended = len(earlier) + num_going_on
     if spec.method == "grid":
@@ -311,7 +311,7 @@ def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None) -> 
             callbacks=[lambda _study, trial: ended(trial)],
         )
     finally:
-        # Trials that ended with the sweep, by a signal or an error, have no callback.
+        # Trials that a signal or an error ended together with the sweep had no callback.
         for trial in study.get_trials(deepcopy=False):
             if trial.number in asked - told:
                 if _ended(trial):
@@ -324,6 +324,7 @@ def _objective(request: SweepRequest, asked: Callable[[int], None]) -> Callable[
     spec, observer = request.spec, request.observer
 
     def build(trial: Trial) -> TrainTask:
+        # A trial that crashed the process twice fails here, before its code runs again.
         if job_name(trial.number) in request.aside:
             raise request.aside[job_name(trial.number)]
         if spec.parameters is None:

@@ -1,6 +1,6 @@
-"""From what a pool reports to what Optuna is told.
+"""Converts a pool's reports to Optuna's values.
 
-Pure functions of a task, its reports and the study's directions; this module drives nothing.
+The functions are pure: they depend only on a task, its reports and the study's directions, and drive nothing.
 """
 
 import math
@@ -17,10 +17,10 @@ Values = tuple[float, ...]
 
 
 def reported_values(task: TrainTask, metrics: Mapping[str, float]) -> Values:
-    """The task's metrics out of a report.
+    """Pick the task's metrics from a report.
 
     Raises:
-        MetricError: one is not there.
+        MetricError: a metric is missing.
     """
     missing = [name for name in task.metrics if name not in metrics]
     if missing:
@@ -35,14 +35,14 @@ def check_result_choice(task: TrainTask) -> None:
     """Refuse a choice of report that has no meaning.
 
     Raises:
-        TaskError: the best report is asked for, of several objectives.
+        TaskError: `result="best"` with several objectives.
     """
     if task.result == "best" and len(task.metrics) > 1:
         raise TaskError(f"result='best' needs one metric, not {len(task.metrics)} {task.metrics}; use result='last'")
 
 
 def wrong_arity(task: TrainTask, directions: Sequence[StudyDirection]) -> str | None:
-    """Why the task's values can never fit the study, in Optuna's words, or None if they can."""
+    """Explain, in Optuna's words, why the task's values can never fit the study; None if the values can."""
     if len(task.metrics) == len(directions):
         return None
     return (
@@ -52,9 +52,9 @@ def wrong_arity(task: TrainTask, directions: Sequence[StudyDirection]) -> str | 
 
 
 def trial_value(task: TrainTask, reports: Sequence[Values], directions: Sequence[StudyDirection]) -> float | Values:
-    """What the objective would return after these reports: the last one's values, or the best value.
+    """Value that the objective would return after the given reports: the last report's values, or the best value.
 
-    A NaN is never the best, unless there is nothing else.
+    A NaN is the best value only if every report is NaN.
 
     Raises:
         MetricError: the task ended without a report.
@@ -72,13 +72,13 @@ def trial_value(task: TrainTask, reports: Sequence[Values], directions: Sequence
 
 
 def looks_like_a_value(outcome: object) -> bool:
-    """Whether an objective meant to return this as its value, however wrong."""
+    """Whether an objective meant the outcome as its value, however wrong."""
     items: Sequence[object] = outcome if isinstance(outcome, list | tuple) else (outcome,)
     return all(isinstance(item, Real) for item in items)
 
 
 def in_words(outcome: object) -> str:
-    """What an objective returned that is neither a task nor a value."""
+    """Describe an outcome of an objective that is neither a task nor a value."""
     kind = type(outcome).__name__
     if isinstance(outcome, list | tuple) and outcome and all(isinstance(item, TrainTask) for item in outcome):
         return f"a {kind} of tasks; return one task, with metric= of several names for several objectives"

@@ -1,8 +1,8 @@
-"""The weights of a study's best trials: which are kept, where, and how a trial leads to its trained module.
+"""Keeps the weights of a study's best trials, and loads a trial's trained module.
 
-Note: where. In `weights_dir` each study has a folder of its own, whose name it keeps in its storage, with the place. So
-studies of one name do not meet, and any process that can open the study finds the weights. A folder that was moved is found
-with `weights_dir=`.
+Note: location. Each study has its own folder in `weights_dir`; the study's storage records the folder's name and place.
+So studies of one name never share a folder, and any process that can open the study finds the weights. `weights_dir=`
+finds a folder that was moved.
 """
 
 import copy
@@ -39,13 +39,13 @@ def check_keeping(
     """Refuse options that make no sense.
 
     Args:
-        keep_best: how many trials' weights are kept.
-        weights_dir: where.
-        num_objectives: of the study; None where that is not known yet.
+        keep_best: number of trials whose weights are kept.
+        weights_dir: folder for the weights.
+        num_objectives: of the study; None where not known yet.
         has_executor: whether anything is trained.
 
     Raises:
-        ConfigError: one of them, by name.
+        ConfigError: an invalid option, by name.
     """
     if keep_best is None:
         if weights_dir is not None:
@@ -80,13 +80,13 @@ def _check_dir(path: object) -> None:
 
 
 class StudyWeights:
-    """The best weights of one study, while it is searched.
+    """Keeper of a study's best weights during a search.
 
     Args:
         study: the study.
-        keep_best: how many trials, or "pareto".
-        weights_dir: where; None for "weights".
-        tell: is told, in the thread of the search, what could not be kept.
+        keep_best: number of trials, or "pareto".
+        weights_dir: folder for the weights; None for "weights".
+        tell: receives a message, in the search's thread, for weights that could not be kept.
     """
 
     def __init__(
@@ -102,16 +102,17 @@ class StudyWeights:
         self._files = BestWeights(_own_folder(study, weights_dir or DEFAULT_DIR), self._choose)
 
     def completed(self, trial: FrozenTrial, task: TrainTask, result: Any) -> None:
-        """A trial has completed, and the storage knows; its weights are kept if it is among the best.
+        """Keep the weights of a completed trial if it is among the best; the storage knows of its completion already.
 
         Args:
-            trial: as the storage has it. One that violates a constraint is not kept.
-            task: what was trained.
+            trial: the storage's record. A trial that violates a constraint is not kept.
+            task: the trained task.
             result: of the job.
         """
         if trial.state != TrialState.COMPLETE or private.violates_constraints(trial):
             return
         if isinstance(self._choose, _Best):
+            # Among equal trials keep the study's own choice: study.best_trial must lead to weights.
             self._choose.favourite = self._study.best_trial.number
         metadata = {
             "study": self._study.study_name,
@@ -126,22 +127,22 @@ class StudyWeights:
         self._say_failures()
 
     def lacks(self, trial: FrozenTrial) -> bool:
-        """Whether a trial that has completed is among the best, and its weights are not kept, as after a crash."""
+        """Whether a completed trial is among the best but has no kept weights, as after a crash."""
         if private.violates_constraints(trial):
             return False
         there = kept_trials(self._files.folder)
         return trial.number not in there and trial.number in self._choose({**there, trial.number: tuple(trial.values)})
 
     def is_settled(self, number: int) -> bool:
-        """Whether weights that were offered are written, or will not be."""
+        """Whether offered weights are written, or have failed to be."""
         return not self._files.is_waiting(number)
 
     def flush(self) -> None:
-        """Wait until everything is written or has failed."""
+        """Wait until all pending weights are written or have failed."""
         self._files.flush()
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write the pending weights, and stop."""
         self._files.close()
         self._say_failures()
 
@@ -150,15 +151,15 @@ class StudyWeights:
             self.say_lost(number, why)
 
     def say_lost(self, number: int, why: str) -> None:
-        """Tell of weights that are not kept."""
+        """Report weights that could not be kept."""
         self._tell(f"The weights of trial {number} are not kept: {why}")
 
 
 class _Best:
-    """The k best by value; of equal ones that which the study calls its best, then the older.
+    """Ranks the k best trials by value; ties go to the study's own best trial, then to the older trial.
 
     Attributes:
-        favourite: the study's best trial; storages differ in which they name of equal ones.
+        favourite: the study's best trial; storages differ in their choice among equal trials.
     """
 
     def __init__(self, direction: StudyDirection, count: int) -> None:
@@ -167,7 +168,7 @@ class _Best:
         self.favourite: int | None = None
 
     def rank(self, number: int, values: Values) -> tuple[float, bool, int]:
-        """The smaller, the better."""
+        """Sort key of a trial; the best trial has the smallest."""
         return self._sign * values[0], number != self.favourite, number
 
     def __call__(self, trials: Mapping[int, Values]) -> frozenset[int]:
@@ -176,7 +177,10 @@ class _Best:
 
 
 class _Pareto:
-    """Those that no other is at least as good as in everything, and better than in something."""
+    """Selects the Pareto front: trials that no other trial dominates.
+
+    A trial dominates another by being at least as good in every objective and better in one.
+    """
 
     def __init__(self, directions: Sequence[StudyDirection]) -> None:
         self._signs = [-1.0 if direction == StudyDirection.MAXIMIZE else 1.0 for direction in directions]
@@ -196,17 +200,17 @@ def _dominates(first: Values, second: Values) -> bool:
 
 
 def _own_folder(study: Study, weights_dir: str | os.PathLike[str]) -> Path:
-    """The study's folder in `weights_dir`; noted in the storage, where it is not yet."""
+    """Folder of the study in `weights_dir`; recorded in the storage at first use."""
     place = Path(os.fspath(weights_dir)).absolute()
     if not any(folder.parent == place for folder in _folders(study)):
         name = re.sub(r"[^\w.-]+", "-", study.study_name).strip("-.")[:60] or "study"
         private.set_study_attribute(study, f"{_ATTRIBUTE}{name}-{uuid.uuid4().hex[:8]}", str(place))
-    # Two processes may have noted one each at the same moment; both take the first.
+    # Two processes may each have recorded a folder at the same moment; both take the first by name.
     return next(folder for folder in _folders(study) if folder.parent == place)
 
 
 def _folders(study: Study, weights_dir: str | os.PathLike[str] | None = None) -> list[Path]:
-    """All folders that the study has weights in, by name, where they were made; then the same in `weights_dir`."""
+    """All folders with weights of the study by name, at their recorded places; then the same in `weights_dir`."""
     noted = sorted(
         (key.removeprefix(_ATTRIBUTE), place)
         for key, place in private.study_attributes(study).items()
@@ -218,11 +222,14 @@ def _folders(study: Study, weights_dir: str | os.PathLike[str] | None = None) ->
 
 
 def kept_weights(study: Study, weights_dir: str | os.PathLike[str] | None = None) -> dict[int, Path]:
-    """The files of a study's weights, by the numbers of its trials, the best first where there is one objective.
+    """Find the files of a study's kept weights, by trial number; with one objective, the best trial first.
 
     Args:
-        study: any study that was searched with `keep_best`, also one that plain Optuna has loaded.
-        weights_dir: where the study's folder is now, if it was moved.
+        study: any study that was searched with `keep_best`, also loaded by plain Optuna.
+        weights_dir: present place of the study's folder, if moved.
+
+    Returns:
+        Paths of safetensors files, by trial number.
 
     Raises:
         FileError: a folder cannot be read.
@@ -240,15 +247,15 @@ def kept_weights(study: Study, weights_dir: str | os.PathLike[str] | None = None
 def weights_path(
     study: Study, trial: FrozenTrial | int | None = None, *, weights_dir: str | os.PathLike[str] | None = None
 ) -> Path:
-    """The file of a trial's weights, safetensors of the module's `state_dict()`.
+    """Find the file of a trial's weights: safetensors of the module's `state_dict()`.
 
     Args:
         study: as in `kept_weights`.
         trial: the trial, or its number; None for `study.best_trial`.
-        weights_dir: where the study's folder is now, if it was moved.
+        weights_dir: present place of the study's folder, if moved.
 
     Raises:
-        WeightsError: they are not kept; the message says which are.
+        WeightsError: the weights are not kept; the message lists the trials with weights.
         ValueError: the study has no best trial.
     """
     return _path_of(study, _frozen(study, trial), weights_dir)
@@ -261,22 +268,22 @@ def load_module(
     *,
     weights_dir: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """The trained module of a trial, built by its task's factory, with the weights that were kept.
+    """Load the trained module of a trial: built by its task's factory, with the kept weights.
 
     Args:
         study: as in `kept_weights`.
         trial: the trial, or its number; None for `study.best_trial`.
-        build: the objective that was searched with: called with the trial as it has ended, whose `suggest_` methods return
-            what was drawn.
-        weights_dir: where the study's folder is now, if it was moved.
+        build: the objective of the search; called with the ended trial, whose `suggest_` methods return the drawn
+            values.
+        weights_dir: present place of the study's folder, if moved.
 
     Returns:
-        The module on the host, in the mode its factory leaves it in, which for most is that of training; call `.eval()`.
+        The module on the host, in the mode set by its factory, for most models training mode; call `.eval()`.
 
     Raises:
-        WeightsError: the weights are not kept, do not fit what `build` makes, or `build` returns no task.
+        WeightsError: the weights are not kept or do not fit the built model, or `build` returns no task.
         FileError: the file cannot be read, or is damaged.
-        ValueError: the study has no best trial, or `build` draws what the trial has not drawn.
+        ValueError: the study has no best trial, or `build` draws a parameter unknown to the trial.
     """
     frozen = _frozen(study, trial)
     path = _path_of(study, frozen, weights_dir)
